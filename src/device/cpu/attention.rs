@@ -98,7 +98,7 @@ pub(super) fn attention(op: &Op<'_>, pool: &KvPool, out: &mut Buffer, scratches:
             .unwrap_or_else(|poisoned| poisoned.into_inner());
         for i in tasks {
             let (tile, head) = (&op.step.tiles[i / heads.kv_heads], i % heads.kv_heads);
-            let task = Task { op, heads, tile, head };
+            let task = AttentionTile { op, heads, tile, head };
             task.prepare(&mut scratch);
             match &pool.store {
                 Store::F32(pages) => task.run(pages, pool.blocks, &mut scratch),
@@ -121,7 +121,7 @@ pub(super) fn attention(op: &Op<'_>, pool: &KvPool, out: &mut Buffer, scratches:
 }
 
 /// A tile of queries with one key-value head.
-pub(super) struct Task<'a> {
+pub(super) struct AttentionTile<'a> {
     pub op: &'a Op<'a>,
     pub heads: HeadShape,
     tile: &'a QueryTile,
@@ -129,7 +129,7 @@ pub(super) struct Task<'a> {
 }
 
 /// A range of positions (a block or a span) and the rows that attend to it.
-pub(super) struct Look<'a> {
+pub(super) struct VisibleSpan<'a> {
     /// Rows that walk the same blocks: all rows of the tile, or those of one part.
     pub within: Range<usize>,
     /// Rows of `within` that see at least one position of the range.
@@ -140,7 +140,7 @@ pub(super) struct Look<'a> {
     pub blocks: &'a [u32],
 }
 
-impl Task<'_> {
+impl AttentionTile<'_> {
     pub(super) fn group(&self) -> usize {
         self.heads.heads / self.heads.kv_heads
     }
@@ -182,7 +182,7 @@ impl Task<'_> {
 
     /// Visits all positions that the tile's queries see, in ranges of `stretch` positions: first
     /// the common prefix of the parts, then the other positions of each part.
-    pub(super) fn walk(&self, stretch: usize, mut visit: impl FnMut(Look<'_>)) {
+    pub(super) fn walk(&self, stretch: usize, mut visit: impl FnMut(VisibleSpan<'_>)) {
         let step = self.op.step;
         let parts = step.parts(self.tile);
         let shared = match self.op.of.spec {
@@ -195,7 +195,7 @@ impl Task<'_> {
             &blocks[..blocks.len().min(stretch / BLOCK_TOKENS)]
         };
         for start in (0..shared).step_by(stretch) {
-            visit(Look {
+            visit(VisibleSpan {
                 within: 0..self.rows(),
                 rows: 0..self.rows(),
                 start,
@@ -212,7 +212,7 @@ impl Task<'_> {
                 let sees = self.queries_that_see(part, start..start + stretch);
                 let rows = within.start + sees.start * self.group()..within.start + sees.end * self.group();
                 if !rows.is_empty() {
-                    visit(Look {
+                    visit(VisibleSpan {
                         within: within.clone(),
                         rows,
                         start,
@@ -233,37 +233,37 @@ impl Task<'_> {
     }
 
     fn run<E: Element>(&self, pages: &Pages<E>, pool_blocks: usize, scratch: &mut Scratch) {
-        let (dim, wide) = (self.heads.head_dim, padded(self.heads.head_dim));
+        let (dim, padded_dim) = (self.heads.head_dim, padded(self.heads.head_dim));
         scratch.scores.resize(self.rows() * PANEL, 0.0);
         scratch.weights.resize(self.rows() * PANEL, 0.0);
         let mut packed = 0..0;
-        self.walk(BLOCK_TOKENS, |look| {
-            let block = self.head * pool_blocks + look.blocks[0] as usize;
+        self.walk(BLOCK_TOKENS, |seen| {
+            let block = self.head * pool_blocks + seen.blocks[0] as usize;
             let keys = &pages.keys[block * dim * BLOCK_TOKENS..][..dim * BLOCK_TOKENS];
-            let values = &pages.values[block * wide * BLOCK_TOKENS..][..wide * BLOCK_TOKENS];
-            if packed != look.within {
-                self.pack_queries(look.within.clone(), scratch);
-                packed = look.within.clone();
+            let values = &pages.values[block * padded_dim * BLOCK_TOKENS..][..padded_dim * BLOCK_TOKENS];
+            if packed != seen.within {
+                self.pack_queries(seen.within.clone(), scratch);
+                packed = seen.within.clone();
             }
-            self.score(look.within, keys, scratch);
-            let weigh = Weigh {
+            self.score(seen.within, keys, scratch);
+            let softmax_step = SoftmaxStep {
                 spec: self.op.of.spec,
                 positions: &scratch.positions,
                 group: self.group(),
-                rows: look.rows.clone(),
-                start: look.start,
+                rows: seen.rows.clone(),
+                start: seen.start,
                 scale: self.op.of.scale,
                 soft_cap: self.op.of.soft_cap,
-                wide,
+                padded_dim,
             };
-            weigh_on(
+            softmax_step_on(
                 self.op.on.isa,
-                &weigh,
+                &softmax_step,
                 &mut scratch.scores,
                 &mut scratch.softmax,
                 &mut scratch.sums,
             );
-            self.add_values(look.rows, values, scratch);
+            self.add_values(seen.rows, values, scratch);
         });
     }
 
@@ -318,7 +318,7 @@ impl Task<'_> {
 
     /// Adds the block's values, weighted, to the sums of `range`.
     fn add_values<E: Element>(&self, range: Range<usize>, values: &[E], scratch: &mut Scratch) {
-        let wide = padded(self.heads.head_dim);
+        let padded_dim = padded(self.heads.head_dim);
         for (from, rows) in self.row_tiles(range) {
             let a = &mut scratch.weights[..rows * PANEL];
             for r in 0..rows {
@@ -326,8 +326,8 @@ impl Task<'_> {
                     a[j * rows + r] = scratch.scores[(from + r) * PANEL + j];
                 }
             }
-            let c = &mut scratch.sums[from * wide..];
-            assert!(values.len() == wide * BLOCK_TOKENS && c.len() >= rows * wide);
+            let c = &mut scratch.sums[from * padded_dim..];
+            assert!(values.len() == padded_dim * BLOCK_TOKENS && c.len() >= rows * padded_dim);
             // SAFETY: `a`, `values` and `c` have the sizes that the product names.
             unsafe {
                 product(
@@ -338,9 +338,9 @@ impl Task<'_> {
                         a: a.as_ptr(),
                         b: values.as_ptr(),
                         panel_stride: BLOCK_TOKENS * PANEL,
-                        panels: wide / PANEL,
+                        panels: padded_dim / PANEL,
                         c: c.as_mut_ptr(),
-                        c_stride: wide,
+                        c_stride: padded_dim,
                         accumulate: true,
                     },
                 );
@@ -350,7 +350,7 @@ impl Task<'_> {
 }
 
 /// The softmax step of one block for some rows.
-struct Weigh<'a> {
+struct SoftmaxStep<'a> {
     spec: KvSpec,
     /// Positions of the tile's queries.
     positions: &'a [u32],
@@ -360,13 +360,13 @@ struct Weigh<'a> {
     start: usize,
     scale: f32,
     soft_cap: Option<f32>,
-    wide: usize,
+    padded_dim: usize,
 }
 
 /// Turns scores into weights (0 at invisible positions), updates the row states and rescales
 /// earlier sums.
 #[inline(always)]
-fn weigh(op: &Weigh<'_>, scores: &mut [f32], states: &mut [RowState], sums: &mut [f32]) {
+fn softmax_step(op: &SoftmaxStep<'_>, scores: &mut [f32], states: &mut [RowState], sums: &mut [f32]) {
     let start = op.start;
     for r in op.rows.clone() {
         let position = op.positions[r / op.group] as usize;
@@ -402,7 +402,7 @@ fn weigh(op: &Weigh<'_>, scores: &mut [f32], states: &mut [RowState], sums: &mut
         };
         *row = weights;
         if rescale != 1.0 {
-            for x in &mut sums[r * op.wide..(r + 1) * op.wide] {
+            for x in &mut sums[r * op.padded_dim..(r + 1) * op.padded_dim] {
                 *x *= rescale;
             }
         }
@@ -410,7 +410,7 @@ fn weigh(op: &Weigh<'_>, scores: &mut [f32], states: &mut [RowState], sums: &mut
 }
 
 multiversion! {
-    fn weigh_on(op: &Weigh<'_>, scores: &mut [f32], states: &mut [RowState], sums: &mut [f32]) = weigh;
+    fn softmax_step_on(op: &SoftmaxStep<'_>, scores: &mut [f32], states: &mut [RowState], sums: &mut [f32]) = softmax_step;
 }
 
 #[cfg(test)]

@@ -16,13 +16,13 @@
 
 #![expect(unsafe_code, reason = "kernels take addresses and need instructions")]
 
-use super::attention::{Look, Scratch, Task, first_visible};
+use super::attention::{AttentionTile, Scratch, VisibleSpan, first_visible};
 use super::int8::{OFFSET, QUAD};
 use super::isa::Isa;
 use super::kv::{Int8Pages, padded};
 use super::math::sum16;
 use super::quantize::quantize_row_on;
-use super::softmax_int8::{Fold, Weigh, Weighed, fold_on, weigh_on};
+use super::softmax_int8::{SoftmaxMerge, SoftmaxPartial, SoftmaxStep, merge_on, softmax_step_on};
 use super::tile::PANEL;
 use super::{BLOCK_TOKENS, SPAN_TOKENS};
 
@@ -90,26 +90,29 @@ struct Values {
 }
 
 /// Runs a task that the caller has prepared. Afterwards the caller divides by the row's sum.
-pub(super) fn run(task: &Task<'_>, pages: &Int8Pages, pool_blocks: usize, scratch: &mut Scratch) {
+pub(super) fn run(task: &AttentionTile<'_>, pages: &Int8Pages, pool_blocks: usize, scratch: &mut Scratch) {
     quantize_queries(task, &mut scratch.int8);
     scratch.int8.totals.clear();
     scratch.int8.totals.resize(task.rows(), [0.0; BLOCK_TOKENS]);
-    task.walk(SPAN_TOKENS, |look| {
-        Span::new(task, pages, pool_blocks, &look).run(&look, scratch)
+    task.walk(SPAN_TOKENS, |seen| {
+        Span::new(task, pages, pool_blocks, &seen).run(&seen, scratch)
     });
     for (state, totals) in scratch.softmax.iter_mut().zip(&scratch.int8.totals) {
         state.sum = sum16(*totals);
     }
 }
 
-fn quantize_queries(task: &Task<'_>, scratch: &mut Int8Scratch) {
+fn quantize_queries(task: &AttentionTile<'_>, scratch: &mut Int8Scratch) {
     let dim = task.heads.head_dim;
-    let wide = padded(dim);
-    scratch.queries.resize(task.rows() * wide, 0);
-    scratch.bytes.resize(wide, 0);
+    let padded_dim = padded(dim);
+    scratch.queries.resize(task.rows() * padded_dim, 0);
+    scratch.bytes.resize(padded_dim, 0);
     scratch.scales.clear();
     scratch.starts.clear();
-    for ((token, head), out) in task.rows_of(0..task.rows()).zip(scratch.queries.chunks_exact_mut(wide)) {
+    for ((token, head), out) in task
+        .rows_of(0..task.rows())
+        .zip(scratch.queries.chunks_exact_mut(padded_dim))
+    {
         let mut scale = 0.0;
         let query = &task.op.qkv.row(token)[head * dim..][..dim];
         quantize_row_on(task.op.on.isa, query, &mut scratch.bytes, &mut scale);
@@ -125,38 +128,38 @@ fn quantize_queries(task: &Task<'_>, scratch: &mut Int8Scratch) {
 
 /// A span's keys and values.
 struct Span<'a> {
-    task: &'a Task<'a>,
+    task: &'a AttentionTile<'a>,
     blocks: usize,
-    wide: usize,
+    padded_dim: usize,
     keys: [&'a [u8]; BLOCKS],
     values: [&'a [i8]; BLOCKS],
     key_scales: [&'a [f32; BLOCK_TOKENS]; BLOCKS],
     value_scales: [&'a [f32; BLOCK_TOKENS]; BLOCKS],
-    value_tops: [&'a [f32; BLOCK_TOKENS]; BLOCKS],
+    value_scale_max: [&'a [f32; BLOCK_TOKENS]; BLOCKS],
 }
 
 impl<'a> Span<'a> {
-    fn new(task: &'a Task<'a>, pages: &'a Int8Pages, pool_blocks: usize, look: &Look<'_>) -> Span<'a> {
-        let wide = padded(task.heads.head_dim);
-        let size = wide * BLOCK_TOKENS;
+    fn new(task: &'a AttentionTile<'a>, pages: &'a Int8Pages, pool_blocks: usize, seen: &VisibleSpan<'_>) -> Span<'a> {
+        let padded_dim = padded(task.heads.head_dim);
+        let size = padded_dim * BLOCK_TOKENS;
         // If the sequence ends within the span, its last block fills the remaining entries.
-        let at = |i: usize| task.head * pool_blocks + look.blocks[i.min(look.blocks.len() - 1)] as usize;
+        let at = |i: usize| task.head * pool_blocks + seen.blocks[i.min(seen.blocks.len() - 1)] as usize;
         let scales = |all: &'a [f32], i: usize| -> &'a [f32; BLOCK_TOKENS] { &all.as_chunks().0[at(i)] };
         Span {
             task,
-            blocks: look.blocks.len(),
-            wide,
+            blocks: seen.blocks.len(),
+            padded_dim,
             keys: std::array::from_fn(|i| &pages.keys[at(i) * size..][..size]),
             values: std::array::from_fn(|i| &pages.values[at(i) * size..][..size]),
             key_scales: std::array::from_fn(|i| scales(&pages.key_scales, i)),
             value_scales: std::array::from_fn(|i| scales(&pages.value_scales, i)),
-            value_tops: std::array::from_fn(|i| scales(&pages.value_tops, i)),
+            value_scale_max: std::array::from_fn(|i| scales(&pages.value_scale_max, i)),
         }
     }
 
-    fn run(&self, look: &Look<'_>, scratch: &mut Scratch) {
+    fn run(&self, seen: &VisibleSpan<'_>, scratch: &mut Scratch) {
         let isa = self.task.op.on.isa;
-        let (wide, group) = (self.wide, self.task.group());
+        let (padded_dim, group) = (self.padded_dim, self.task.group());
         let Scratch {
             positions,
             sums,
@@ -164,60 +167,68 @@ impl<'a> Span<'a> {
             int8,
             ..
         } = scratch;
-        for from in look.rows.clone().step_by(ROWS_MAX) {
-            let rows = ROWS_MAX.min(look.rows.end - from);
-            let queries = &int8.queries[from * wide..(from + rows) * wide];
+        for from in seen.rows.clone().step_by(ROWS_MAX) {
+            let rows = ROWS_MAX.min(seen.rows.end - from);
+            let queries = &int8.queries[from * padded_dim..(from + rows) * padded_dim];
             let scales = &int8.scales[from..from + rows];
             let op = Scores {
                 rows,
                 blocks: self.blocks,
-                quads: wide / QUAD,
+                quads: padded_dim / QUAD,
                 queries: queries.as_ptr(),
                 starts: int8.starts[from..from + rows].as_ptr(),
                 keys: self.keys.map(<[u8]>::as_ptr),
             };
             // SAFETY: queries and starts have `rows` rows, and each block has its full size.
             unsafe { score(isa, &op, &mut int8.scores) };
-            let (mut weighed, mut tops) = ([Weighed::default(); ROWS_MAX], [0.0; ROWS_MAX]);
+            let (mut partials, mut value_scale_max) = ([SoftmaxPartial::default(); ROWS_MAX], [0.0; ROWS_MAX]);
             for r in 0..rows {
                 let position = positions[(from + r) / group] as usize;
-                let visible = first_visible(self.task.op.of.spec, position).saturating_sub(look.start)
-                    ..(position + 1 - look.start).min(SPAN_TOKENS);
+                let visible = first_visible(self.task.op.of.spec, position).saturating_sub(seen.start)
+                    ..(position + 1 - seen.start).min(SPAN_TOKENS);
                 let last = visible.end - 1;
-                tops[r] = self.value_tops[last / BLOCK_TOKENS][last % BLOCK_TOKENS];
-                let weigh = Weigh {
+                value_scale_max[r] = self.value_scale_max[last / BLOCK_TOKENS][last % BLOCK_TOKENS];
+                let softmax_step = SoftmaxStep {
                     blocks: self.blocks,
                     visible,
                     scale: scales[r],
                     soft_cap: self.task.op.of.soft_cap,
                     key_scales: self.key_scales,
                     value_scales: self.value_scales,
-                    inverse: if tops[r] > f32::MIN_POSITIVE {
-                        255.0 / tops[r]
+                    inverse: if value_scale_max[r] > f32::MIN_POSITIVE {
+                        255.0 / value_scale_max[r]
                     } else {
                         0.0
                     },
                 };
                 // SAFETY: the processor has the instructions that `isa` names.
-                unsafe { weigh_on(isa, &weigh, &int8.scores[r], &mut int8.weights[r], &mut weighed[r]) };
+                unsafe {
+                    softmax_step_on(
+                        isa,
+                        &softmax_step,
+                        &int8.scores[r],
+                        &mut int8.weights[r],
+                        &mut partials[r],
+                    )
+                };
             }
-            let fold = Fold {
-                weighed: &weighed[..rows],
-                tops: &tops,
+            let merge = SoftmaxMerge {
+                partials: &partials[..rows],
+                value_scale_max: &value_scale_max,
                 scales,
             };
             let (mut rescales, mut scales) = ([0.0; ROWS_MAX], [0.0; ROWS_MAX]);
             let (states, totals) = (&mut softmax[from..], &mut int8.totals[from..]);
-            fold_on(isa, &fold, states, totals, &mut rescales, &mut scales);
+            merge_on(isa, &merge, states, totals, &mut rescales, &mut scales);
             let op = Values {
                 rows,
                 blocks: self.blocks,
-                panels: wide / PANEL,
+                panels: padded_dim / PANEL,
                 weights: int8.weights.as_ptr(),
                 values: self.values.map(<[i8]>::as_ptr),
                 rescales,
                 scales,
-                sums: sums[from * wide..(from + rows) * wide].as_mut_ptr(),
+                sums: sums[from * padded_dim..(from + rows) * padded_dim].as_mut_ptr(),
             };
             // SAFETY: weights and sums have `rows` rows, and each block has its full size.
             unsafe { add_values(isa, &op) };
@@ -280,7 +291,7 @@ fn portable_score(op: &Scores, out: &mut [[i32; SPAN_TOKENS]; ROWS_MAX]) {
 
 #[inline(always)]
 fn portable_values(op: &Values) {
-    let wide = op.panels * PANEL;
+    let padded_dim = op.panels * PANEL;
     for r in 0..op.rows {
         for panel in 0..op.panels {
             let mut sums = [0i32; PANEL];
@@ -288,7 +299,7 @@ fn portable_values(op: &Values) {
                 // SAFETY: `add_values`' caller vouches for rows and blocks.
                 let weight = i32::from(unsafe { (&*op.weights.add(r))[j] });
                 let (block, slot) = (op.values[j / BLOCK_TOKENS], j % BLOCK_TOKENS);
-                let at = (slot / QUAD * wide + panel * PANEL) * QUAD + slot % QUAD;
+                let at = (slot / QUAD * padded_dim + panel * PANEL) * QUAD + slot % QUAD;
                 for (d, sum) in sums.iter_mut().enumerate() {
                     // SAFETY: as above.
                     *sum += weight * i32::from(unsafe { *block.add(at + d * QUAD) });
@@ -296,7 +307,7 @@ fn portable_values(op: &Values) {
             }
             for (d, sum) in sums.into_iter().enumerate() {
                 // SAFETY: as above; the sums are the caller's own.
-                let y = unsafe { &mut *op.sums.add(r * wide + panel * PANEL + d) };
+                let y = unsafe { &mut *op.sums.add(r * padded_dim + panel * PANEL + d) };
                 *y = (sum as f32).mul_add(op.scales[r], *y * op.rescales[r]);
             }
         }
@@ -382,13 +393,13 @@ mod avx2 {
     unsafe fn values_of<const COUNT: usize>(op: &Values, (panel, first): (usize, usize)) {
         // SAFETY: indices stay within the bounds that `add_values` asks for.
         unsafe {
-            let wide = op.panels * PANEL;
+            let padded_dim = op.panels * PANEL;
             let offset = _mm256_set1_epi8(OFFSET as u8 as i8);
             let mut sums = [[_mm256_setzero_si256(); 2]; COUNT];
             let mut of_values = [_mm256_setzero_si256(); 2];
             for b in 0..op.blocks {
                 for quad in 0..BLOCK_TOKENS / QUAD {
-                    let from = op.values[b].add((quad * wide + panel * PANEL) * QUAD);
+                    let from = op.values[b].add((quad * padded_dim + panel * PANEL) * QUAD);
                     // A position that was never written may hold -128, whose sign `vpsignb` cannot
                     // flip.
                     let least = _mm256_set1_epi8(-127);
@@ -417,7 +428,7 @@ mod avx2 {
                 let (rescale, scale) = (_mm256_set1_ps(op.rescales[row]), _mm256_set1_ps(op.scales[row]));
                 for half in 0..2 {
                     let sum = _mm256_cvtepi32_ps(_mm256_add_epi32(sums[r][half], taken_off[half]));
-                    let at = op.sums.add(row * wide + panel * PANEL + half * PANEL / 2);
+                    let at = op.sums.add(row * padded_dim + panel * PANEL + half * PANEL / 2);
                     let before = _mm256_mul_ps(_mm256_loadu_ps(at), rescale);
                     _mm256_storeu_ps(at, _mm256_fmadd_ps(sum, scale, before));
                 }
@@ -522,14 +533,14 @@ mod x86 {
     unsafe fn values_of<const ROWS: usize, const PANELS: usize>(op: &Values, first: usize) {
         // SAFETY: indices stay within the bounds that `add_values` asks for.
         unsafe {
-            let wide = op.panels * PANEL;
+            let padded_dim = op.panels * PANEL;
             let mut sums = [[_mm512_setzero_si512(); PANELS]; ROWS];
             for b in 0..op.blocks {
                 let block = op.values[b].add(first * STEP);
                 for quad in 0..BLOCK_TOKENS / QUAD {
                     let mut values = [_mm512_setzero_si512(); PANELS];
                     for n in 0..PANELS {
-                        values[n] = _mm512_loadu_si512(block.add(quad * wide * QUAD + n * STEP).cast());
+                        values[n] = _mm512_loadu_si512(block.add(quad * padded_dim * QUAD + n * STEP).cast());
                     }
                     for r in 0..ROWS {
                         let at = op.weights.add(r).cast::<u8>().add(b * BLOCK_TOKENS + quad * QUAD);
@@ -543,7 +554,7 @@ mod x86 {
             for r in 0..ROWS {
                 let (rescale, scale) = (_mm512_set1_ps(op.rescales[r]), _mm512_set1_ps(op.scales[r]));
                 for n in 0..PANELS {
-                    let at = op.sums.add(r * wide + (first + n) * PANEL);
+                    let at = op.sums.add(r * padded_dim + (first + n) * PANEL);
                     let before = _mm512_mul_ps(_mm512_loadu_ps(at), rescale);
                     _mm512_storeu_ps(at, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[r][n]), scale, before));
                 }

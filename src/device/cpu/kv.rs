@@ -54,7 +54,7 @@ pub(super) struct Int8Pages {
     /// As `key_scales`.
     pub value_scales: Aligned<f32>,
     /// As `key_scales`: the maximum of the value scales from the span's first position to this one.
-    pub value_tops: Aligned<f32>,
+    pub value_scale_max: Aligned<f32>,
 }
 
 /// head_dim as stored in values: rounded up to whole panels.
@@ -81,18 +81,18 @@ impl KvPool {
                 values: Aligned::new(values),
                 key_scales: Aligned::sparse(tokens),
                 value_scales: Aligned::sparse(tokens),
-                value_tops: Aligned::sparse(tokens),
+                value_scale_max: Aligned::sparse(tokens),
             }),
         };
         KvPool { blocks, heads, store }
     }
 
     pub(super) fn block_bytes(heads: HeadShape, format: KvFormat) -> usize {
-        let (dim, wide) = (heads.head_dim, padded(heads.head_dim));
+        let (dim, padded_dim) = (heads.head_dim, padded(heads.head_dim));
         let position = match format {
-            KvFormat::F32 => (dim + wide) * size_of::<f32>(),
-            KvFormat::Bf16 => (dim + wide) * size_of::<Bf16>(),
-            KvFormat::Int8 | KvFormat::Fp8 => 2 * wide + 3 * size_of::<f32>(),
+            KvFormat::F32 => (dim + padded_dim) * size_of::<f32>(),
+            KvFormat::Bf16 => (dim + padded_dim) * size_of::<Bf16>(),
+            KvFormat::Int8 | KvFormat::Fp8 => 2 * padded_dim + 3 * size_of::<f32>(),
         };
         heads.kv_heads * BLOCK_TOKENS * position
     }
@@ -164,22 +164,22 @@ impl Int8Pages {
         copy_within(&mut self.values, heads, blocks, size, copies);
         copy_within(&mut self.key_scales, heads, blocks, BLOCK_TOKENS, copies);
         copy_within(&mut self.value_scales, heads, blocks, BLOCK_TOKENS, copies);
-        copy_within(&mut self.value_tops, heads, blocks, BLOCK_TOKENS, copies);
+        copy_within(&mut self.value_scale_max, heads, blocks, BLOCK_TOKENS, copies);
     }
 
     fn store(&mut self, on: On<'_>, heads: HeadShape, blocks: usize, step: &Step, qkv: &Buffer) {
-        let wide = padded(heads.head_dim);
-        let size = wide * BLOCK_TOKENS;
+        let padded_dim = padded(heads.head_dim);
+        let size = padded_dim * BLOCK_TOKENS;
         let keys = self.keys.chunks_exact_mut(blocks * size);
         let values = self.values.chunks_exact_mut(blocks * size);
         let key_scales = self.key_scales.chunks_exact_mut(blocks * BLOCK_TOKENS);
         let value_scales = self.value_scales.chunks_exact_mut(blocks * BLOCK_TOKENS);
-        let value_tops = self.value_tops.chunks_exact_mut(blocks * BLOCK_TOKENS);
-        let scales = key_scales.zip(value_scales).zip(value_tops);
+        let value_scale_max = self.value_scale_max.chunks_exact_mut(blocks * BLOCK_TOKENS);
+        let scales = key_scales.zip(value_scales).zip(value_scale_max);
         let mut all: Vec<_> = keys.zip(values).zip(scales).enumerate().collect();
         on.threads.share_mut(qkv.data.len(), &mut all, |_, all| {
-            let mut bytes = vec![0u8; wide];
-            for (head, ((keys, values), ((key_scales, value_scales), value_tops))) in all {
+            let mut bytes = vec![0u8; padded_dim];
+            for (head, ((keys, values), ((key_scales, value_scales), value_scale_max))) in all {
                 for_tokens(step, qkv, |row, Place { block, slot, before }| {
                     let (key, value) = key_and_value(row, heads, *head);
                     let scale = block * BLOCK_TOKENS + slot;
@@ -190,9 +190,9 @@ impl Int8Pages {
                         out[..QUAD].copy_from_slice(quad);
                     }
                     quantize_row_on(on.isa, value, &mut bytes, &mut value_scales[scale]);
-                    let top = before.map_or(0.0, |(block, slot)| value_tops[block * BLOCK_TOKENS + slot]);
-                    value_tops[scale] = value_scales[scale].max(top);
-                    let at = block * size + slot / QUAD * wide * QUAD + slot % QUAD;
+                    let top = before.map_or(0.0, |(block, slot)| value_scale_max[block * BLOCK_TOKENS + slot]);
+                    value_scale_max[scale] = value_scales[scale].max(top);
+                    let at = block * size + slot / QUAD * padded_dim * QUAD + slot % QUAD;
                     let out = &mut values[at..(block + 1) * size];
                     for (byte, out) in bytes.iter().zip(out.iter_mut().step_by(QUAD)) {
                         *out = byte.wrapping_sub(OFFSET as u8) as i8;

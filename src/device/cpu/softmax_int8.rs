@@ -10,7 +10,7 @@ use super::math::{EXP2, ROUND, exp2, max16, soft_cap};
 use super::{BLOCK_TOKENS, SPAN_TOKENS};
 
 /// The softmax step of one span for one row.
-pub(super) struct Weigh<'a> {
+pub(super) struct SoftmaxStep<'a> {
     pub blocks: usize,
     /// Positions of the span that the row sees.
     pub visible: std::ops::Range<usize>,
@@ -25,7 +25,7 @@ pub(super) struct Weigh<'a> {
 
 /// Results of a softmax step besides the weight bytes.
 #[derive(Clone, Copy, Default)]
-pub(super) struct Weighed {
+pub(super) struct SoftmaxPartial {
     /// Largest `score * key scale`.
     pub max: f32,
     /// Sums of weights relative to `max`, by slot (position within the block).
@@ -34,12 +34,12 @@ pub(super) struct Weighed {
 
 /// # Safety
 /// The processor has the instructions that `isa` names.
-pub(super) unsafe fn weigh_on(
+pub(super) unsafe fn softmax_step_on(
     isa: Isa,
-    op: &Weigh<'_>,
+    op: &SoftmaxStep<'_>,
     scores: &[i32; SPAN_TOKENS],
     weights: &mut [u8; SPAN_TOKENS],
-    out: &mut Weighed,
+    out: &mut SoftmaxPartial,
 ) {
     if let Some(cap) = op.soft_cap {
         return capped_on(isa, cap, op, scores, weights, out);
@@ -47,20 +47,33 @@ pub(super) unsafe fn weigh_on(
     match isa {
         // SAFETY: as the caller vouches.
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 | Isa::Avx512Vnni | Isa::Avx512Bf16 | Isa::Amx => unsafe { x86::weigh(op, scores, weights, out) },
+        Isa::Avx512 | Isa::Avx512Vnni | Isa::Avx512Bf16 | Isa::Amx => unsafe {
+            x86::softmax_step(op, scores, weights, out)
+        },
         _ => portable_on(isa, op, scores, weights, out),
     }
 }
 
 #[inline(always)]
-fn portable(op: &Weigh<'_>, scores: &[i32; SPAN_TOKENS], weights: &mut [u8; SPAN_TOKENS], out: &mut Weighed) {
-    weigh(|score| score, op, scores, weights, out);
+fn portable(
+    op: &SoftmaxStep<'_>,
+    scores: &[i32; SPAN_TOKENS],
+    weights: &mut [u8; SPAN_TOKENS],
+    out: &mut SoftmaxPartial,
+) {
+    softmax_step(|score| score, op, scores, weights, out);
 }
 
 /// As [`portable`], with a soft cap. `op.scale` includes the factor log2(e), so the cap is
 /// multiplied by this factor, too.
 #[inline(always)]
-fn capped(cap: f32, op: &Weigh<'_>, scores: &[i32; SPAN_TOKENS], weights: &mut [u8; SPAN_TOKENS], out: &mut Weighed) {
+fn capped(
+    cap: f32,
+    op: &SoftmaxStep<'_>,
+    scores: &[i32; SPAN_TOKENS],
+    weights: &mut [u8; SPAN_TOKENS],
+    out: &mut SoftmaxPartial,
+) {
     let cap = cap * std::f32::consts::LOG2_E;
     // All scores of a query of (nearly) zeros become 0, so its softmax is uniform.
     let inverse = if op.scale > f32::MIN_POSITIVE {
@@ -68,7 +81,7 @@ fn capped(cap: f32, op: &Weigh<'_>, scores: &[i32; SPAN_TOKENS], weights: &mut [
     } else {
         0.0
     };
-    weigh(
+    softmax_step(
         |score| soft_cap(score * op.scale, cap) * inverse,
         op,
         scores,
@@ -79,12 +92,12 @@ fn capped(cap: f32, op: &Weigh<'_>, scores: &[i32; SPAN_TOKENS], weights: &mut [
 
 /// The softmax step. `bound` is applied to each `score * key scale` first.
 #[inline(always)]
-fn weigh(
+fn softmax_step(
     bound: impl Fn(f32) -> f32,
-    op: &Weigh<'_>,
+    op: &SoftmaxStep<'_>,
     scores: &[i32; SPAN_TOKENS],
     weights: &mut [u8; SPAN_TOKENS],
-    out: &mut Weighed,
+    out: &mut SoftmaxPartial,
 ) {
     let (scores, _) = scores.as_chunks::<BLOCK_TOKENS>();
     let (weights, _) = weights.as_chunks_mut::<BLOCK_TOKENS>();
@@ -111,46 +124,46 @@ fn weigh(
             weights[b][j] = if visible(b, j) { byte } else { 0 };
         }
     }
-    *out = Weighed { max, totals };
+    *out = SoftmaxPartial { max, totals };
 }
 
 multiversion! {
     fn portable_on(
-        op: &Weigh<'_>,
+        op: &SoftmaxStep<'_>,
         scores: &[i32; SPAN_TOKENS],
         weights: &mut [u8; SPAN_TOKENS],
-        out: &mut Weighed,
+        out: &mut SoftmaxPartial,
     ) = portable;
 }
 
 multiversion! {
     fn capped_on(
         cap: f32,
-        op: &Weigh<'_>,
+        op: &SoftmaxStep<'_>,
         scores: &[i32; SPAN_TOKENS],
         weights: &mut [u8; SPAN_TOKENS],
-        out: &mut Weighed,
+        out: &mut SoftmaxPartial,
     ) = capped;
 }
 
 /// Softmax steps of some rows, to be merged into the rows' running states.
-pub(super) struct Fold<'a> {
-    pub weighed: &'a [Weighed],
+pub(super) struct SoftmaxMerge<'a> {
+    pub partials: &'a [SoftmaxPartial],
     /// `[rows]`: the largest scale of the values that the row sees in the span.
-    pub tops: &'a [f32],
-    /// As [`Weigh::scale`].
+    pub value_scale_max: &'a [f32],
+    /// As [`SoftmaxStep::scale`].
     pub scales: &'a [f32],
 }
 
 #[inline(always)]
-fn fold(
-    op: &Fold<'_>,
+fn merge(
+    op: &SoftmaxMerge<'_>,
     states: &mut [RowState],
     totals: &mut [[f32; BLOCK_TOKENS]],
     rescales: &mut [f32; ROWS_MAX],
     scales: &mut [f32; ROWS_MAX],
 ) {
-    for (r, new) in op.weighed.iter().enumerate() {
+    for (r, new) in op.partials.iter().enumerate() {
         let (state, scale) = (&mut states[r], op.scales[r]);
         let max = if new.max > state.max { new.max } else { state.max };
         let before = exp2((state.max - max) * scale);
@@ -159,20 +172,20 @@ fn fold(
         for (total, new) in totals[r].iter_mut().zip(new.totals) {
             *total = new.mul_add(here, *total * before);
         }
-        (rescales[r], scales[r]) = (before, here * (op.tops[r] / 255.0));
+        (rescales[r], scales[r]) = (before, here * (op.value_scale_max[r] / 255.0));
     }
 }
 
 multiversion! {
     /// Merges the steps into `states` and `totals`. Sets `rescales` to the factors of each row's
     /// earlier sums, and `scales` to the factors of its new integer sums.
-    pub(super) fn fold_on(
-        op: &Fold<'_>,
+    pub(super) fn merge_on(
+        op: &SoftmaxMerge<'_>,
         states: &mut [RowState],
         totals: &mut [[f32; BLOCK_TOKENS]],
         rescales: &mut [f32; ROWS_MAX],
         scales: &mut [f32; ROWS_MAX],
-    ) = fold;
+    ) = merge;
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -181,10 +194,10 @@ mod x86 {
 
     use std::arch::x86_64::*;
 
-    use super::{BLOCK_TOKENS, BLOCKS, EXP2, ROUND, SPAN_TOKENS, Weigh, Weighed};
+    use super::{BLOCK_TOKENS, BLOCKS, EXP2, ROUND, SPAN_TOKENS, SoftmaxPartial, SoftmaxStep};
 
     /// The 16 lanes of a block that are visible.
-    fn mask(op: &Weigh<'_>, block: usize) -> __mmask16 {
+    fn mask(op: &SoftmaxStep<'_>, block: usize) -> __mmask16 {
         let below = |end: usize| ((1u32 << end.saturating_sub(block * BLOCK_TOKENS).min(BLOCK_TOKENS)) - 1) as u16;
         below(op.visible.end) & !below(op.visible.start)
     }
@@ -194,11 +207,11 @@ mod x86 {
     /// # Safety
     /// The processor has AVX-512.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
-    pub unsafe fn weigh(
-        op: &Weigh<'_>,
+    pub unsafe fn softmax_step(
+        op: &SoftmaxStep<'_>,
         scores: &[i32; SPAN_TOKENS],
         weights: &mut [u8; SPAN_TOKENS],
-        out: &mut Weighed,
+        out: &mut SoftmaxPartial,
     ) {
         let mut scaled = [_mm512_setzero_ps(); BLOCKS];
         let none = _mm512_set1_ps(f32::NEG_INFINITY);

@@ -87,7 +87,7 @@ pub enum Target {
     /// (sm_90a).
     Card(u32),
     /// PTX for cards that NVRTC does not know yet; the driver makes the machine code.
-    Later(u32),
+    Ptx(u32),
 }
 
 impl Target {
@@ -107,14 +107,14 @@ impl Target {
             return Ok(Target::Card(capability));
         }
         let last = known.iter().copied().filter(|arch| *arch < capability).max();
-        Ok(Target::Later(last.unwrap_or(80)))
+        Ok(Target::Ptx(last.unwrap_or(80)))
     }
 
     fn option(self) -> String {
         match self {
             Target::Card(90) => "--gpu-architecture=sm_90a".into(),
             Target::Card(capability) => format!("--gpu-architecture=sm_{capability}"),
-            Target::Later(capability) => format!("--gpu-architecture=compute_{capability}"),
+            Target::Ptx(capability) => format!("--gpu-architecture=compute_{capability}"),
         }
     }
 }
@@ -144,7 +144,7 @@ impl Compiler {
 
     /// A cached kernel, with the assembler's log.
     pub fn kept(&self, kernel: &Kernel) -> Option<Compiled> {
-        let path = self.place(kernel)?;
+        let path = self.cache_path(kernel)?;
         Some(Compiled {
             log: String::from_utf8(cache::read(&path.with_extension("log"))?).ok()?,
             image: cache::read(&path)?,
@@ -157,7 +157,7 @@ impl Compiler {
     /// The kernel does not compile.
     pub fn make(&self, kernel: &Kernel) -> Result<Compiled, DeviceError> {
         let compiled = self.compile(kernel)?;
-        if let Some(path) = self.place(kernel) {
+        if let Some(path) = self.cache_path(kernel) {
             cache::keep(&path.with_extension("log"), compiled.log.as_bytes());
             cache::keep(&path, &compiled.image);
         }
@@ -174,18 +174,18 @@ impl Compiler {
         }
     }
 
-    fn place(&self, kernel: &Kernel) -> Option<PathBuf> {
-        self.place_of(kernel.name, kernel.name, &self.options(kernel).join(" "), "cubin")
+    fn cache_path(&self, kernel: &Kernel) -> Option<PathBuf> {
+        self.cache_path_of(kernel.name, kernel.name, &self.options(kernel).join(" "), "cubin")
     }
 
     /// Path of a cached file named `what`: by a hash of the kernel's source, the headers, NVRTC's
-    /// version and `of`.
-    pub(super) fn place_of(&self, name: &str, what: &str, of: &str, extension: &str) -> Option<PathBuf> {
+    /// version and `key`.
+    pub(super) fn cache_path_of(&self, name: &str, what: &str, key: &str, extension: &str) -> Option<PathBuf> {
         let folder = self.cache.as_ref()?;
         let (major, minor) = self.nvrtc.version();
         let version = format!("{major}.{minor}");
         let mut hash = Sha256::new();
-        let own = [source(name).ok()?, &version, of, FORM];
+        let own = [source(name).ok()?, &version, key, FORM];
         for part in own.into_iter().chain(HEADERS.iter().map(|(_, text)| *text)) {
             hash.update((part.len() as u64).to_le_bytes());
             hash.update(part);

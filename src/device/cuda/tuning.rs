@@ -86,7 +86,7 @@ impl Tuning {
             of += &format!(" cuBLASLt {version}");
         }
         let kernel = if card.is_hopper() { "linear_sm90" } else { "linear" };
-        let path = compiler.place_of(kernel, "products", &of, "json");
+        let path = compiler.cache_path_of(kernel, "products", &of, "json");
         let text = path.as_deref().and_then(cache::read);
         Tuning {
             path,
