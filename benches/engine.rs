@@ -14,7 +14,7 @@ use gristmill::engine::params::{GenerationParams, OutputConstraint};
 use gristmill::engine::request::{Request, UnitId};
 use gristmill::engine::{Engine, EngineOptions, Forward, ForwardError, Generator};
 use gristmill::job::{Job, Parameters};
-use gristmill::model::tokenizer::Tokenizer;
+use gristmill::tokenizer::Tokenizer;
 
 /// As a GPU has them.
 const BLOCK_TOKENS: u32 = 64;

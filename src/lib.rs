@@ -9,9 +9,11 @@
 #[macro_use]
 mod say;
 
+mod error_line;
 mod failpoint;
 mod notice;
 mod printable;
+mod python_json;
 mod regular;
 mod signing;
 
@@ -29,5 +31,6 @@ pub mod ledger;
 pub mod model;
 pub mod queue;
 pub mod report;
+pub mod tokenizer;
 
 pub mod cli;

@@ -12,6 +12,7 @@ use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
 use bytes::Bytes;
+use data_encoding::HEXLOWER;
 use hmac::{Hmac, KeyInit, Mac};
 use schemars::Schema;
 use serde_json::json;
@@ -189,7 +190,7 @@ impl Signing {
             None => (json.strip_suffix(b"}").unwrap_or(&json), ""),
         };
         let tag = mac(key, what, place, &Sha256::digest(body)).finalize().into_bytes();
-        let signature = crate::ledger::keys::hex(&tag);
+        let signature = HEXLOWER.encode(&tag);
         [
             body,
             FIELD.as_bytes(),
@@ -312,7 +313,7 @@ mod tests {
         for (key, text, tag) in cases {
             let mut mac = Hmac::<Sha256>::new_from_slice(key).unwrap();
             mac.update(text);
-            assert_eq!(crate::ledger::keys::hex(&mac.finalize().into_bytes()), tag);
+            assert_eq!(HEXLOWER.encode(&mac.finalize().into_bytes()), tag);
         }
     }
 

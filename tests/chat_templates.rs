@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use chrono::NaiveDateTime;
 use gristmill::job::chat::{ChatTemplate, Turn};
 use gristmill::job::spec::ChatTemplateChoice;
-use gristmill::model::tokenizer::TokenizerConfig;
+use gristmill::tokenizer::TokenizerConfig;
 use serde_json::{Value, json};
 
 fn folder() -> PathBuf {

@@ -19,7 +19,7 @@ use gristmill::engine::scheduler::Policy;
 use gristmill::engine::thinking::Thinking;
 use gristmill::engine::totals::StepShape;
 use gristmill::engine::{Engine, EngineError, EngineOptions, Forward, ForwardError, Generator};
-use gristmill::model::tokenizer::Tokenizer;
+use gristmill::tokenizer::Tokenizer;
 use proptest::prelude::*;
 use serde_json::json;
 

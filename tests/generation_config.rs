@@ -12,7 +12,7 @@ use gristmill::engine::request::{Request, UnitId};
 use gristmill::engine::sequence::SampleState;
 use gristmill::job::{Job, JobFile};
 use gristmill::model::config::generation::GenerationFile;
-use gristmill::model::tokenizer::Tokenizer;
+use gristmill::tokenizer::Tokenizer;
 use serde_json::{Value, json};
 
 use crate::commands::run;

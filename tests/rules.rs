@@ -1,5 +1,6 @@
 //! The house's rules, as tests.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -67,7 +68,7 @@ fn unsafe_stands_only_where_it_may() {
         "src/device/cuda/nvrtc.rs",
         "src/device/cuda/libraries.rs",
         "src/device/cuda/mod.rs",
-        "src/model/tokenizer/guarded.rs",
+        "src/tokenizer/guarded.rs",
         "src/model/weights.rs",
     ];
     let found: Vec<String> = files("src", "rs")
@@ -148,6 +149,43 @@ fn folders_do_not_name_what_they_must_not() {
         }
     }
     assert!(found.is_empty(), "{found:#?}");
+}
+
+/// The top-level module of a source file: `engine` for `src/engine/run.rs`, `signing` for `src/signing.rs`.
+fn module(path: &Path) -> String {
+    let name = name(path);
+    let below = name.strip_prefix("src/").unwrap_or(&name);
+    below.split(['/', '.']).next().unwrap_or_default().to_string()
+}
+
+#[test]
+fn top_level_modules_form_no_circle() {
+    let mut needs: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
+    for path in files("src", "rs") {
+        let text = fs::read_to_string(&path).unwrap();
+        let code = text.split("#[cfg(test)]").next().unwrap();
+        let of = needs.entry(module(&path)).or_default();
+        for line in code.lines().map(|line| line.split("//").next().unwrap()) {
+            for rest in line.split("crate::").skip(1) {
+                let end = rest
+                    .find(|c: char| !c.is_alphanumeric() && c != '_')
+                    .unwrap_or(rest.len());
+                of.insert(rest[..end].to_string());
+            }
+        }
+    }
+    // The root of the crate names all of them.
+    needs.remove("lib");
+    let modules: BTreeSet<String> = needs.keys().cloned().collect();
+    for (own, of) in &mut needs {
+        of.retain(|other| other != own && modules.contains(other));
+    }
+    // Modules that need nothing else are taken away, until none is left or all others form circles.
+    while let Some(free) = needs.iter().find(|(_, of)| of.is_empty()).map(|(free, _)| free.clone()) {
+        needs.remove(&free);
+        needs.values_mut().for_each(|of| drop(of.remove(&free)));
+    }
+    assert!(needs.is_empty(), "these need each other: {needs:#?}");
 }
 
 #[test]

@@ -10,8 +10,8 @@ use std::sync::Arc;
 use gristmill::device::{Precision, cpu};
 use gristmill::engine::philox::StreamKey;
 use gristmill::engine::request::UnitId;
-use gristmill::model::tokenizer::Tokenizer;
 use gristmill::model::{KvBudget, LoadOptions, Transformer};
+use gristmill::tokenizer::Tokenizer;
 use serde_json::{Value, json};
 
 use crate::commands::run;

@@ -14,7 +14,7 @@ use gristmill::engine::request::{Completion, FinishReason, Request, UnitId};
 use gristmill::engine::sequence::{Next, SampleState};
 use gristmill::engine::thinking::Begin;
 use gristmill::job::{Job, JobFile, RenderSetup, Renderer};
-use gristmill::model::tokenizer::Tokenizer;
+use gristmill::tokenizer::Tokenizer;
 use serde_json::{Value, json};
 
 use crate::support::root;

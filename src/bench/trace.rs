@@ -9,7 +9,7 @@ use serde::Deserialize;
 
 use crate::engine::params::{GenerationParams, OutputConstraint};
 use crate::engine::request::{Request, UnitId};
-use crate::model::tokenizer::Tokenizer;
+use crate::tokenizer::Tokenizer;
 
 /// Upper bound on the length of a line.
 const LINE_BYTES_MAX: u64 = 16 << 20;

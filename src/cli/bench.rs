@@ -23,9 +23,9 @@ use crate::engine::{Engine, Forward, Generator};
 use crate::model::config::Config;
 use crate::model::folder;
 use crate::model::shapes;
-use crate::model::tokenizer::Tokenizer;
 use crate::model::weights::RandomWeights;
 use crate::model::{Channels, Checkpoint};
+use crate::tokenizer::Tokenizer;
 use crate::worker::model::Formats;
 
 pub async fn bench(args: BenchArgs) -> Result<Exit, Failure> {

@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 
 use crate::device::DeviceError;
-pub use crate::report::one_line;
+pub use crate::error_line::one_line;
 use crate::report::summary::RowCounts;
 
 /// How a command ended. The README documents these codes, and Airflow tasks branch on them.

@@ -10,8 +10,9 @@ use crate::cli::exit::{Exit, Failure};
 use crate::cli::limits::{Used, limit_lines};
 use crate::cli::output::ledger_at;
 use crate::ledger::spend::Others;
+use crate::ledger::spend::dollars;
 use crate::ledger::{JobLimits, Ledger, LimitsFrom, StopWhy};
-use crate::report::cost::{dollars, show_dollars};
+use crate::report::cost::show_dollars;
 use crate::report::progress::show_duration;
 
 /// The workers' default log interval.

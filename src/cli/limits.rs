@@ -3,8 +3,9 @@
 use std::time::Duration;
 
 use crate::cli::exit::Failure;
+use crate::ledger::spend::dollars;
 use crate::ledger::{JobCommand, JobLimits, Ledger, LimitsFrom, StopWhy, Unfinished};
-use crate::report::cost::{dollars, show_dollars};
+use crate::report::cost::show_dollars;
 use crate::report::progress::show_duration;
 use crate::worker::WorkerLimits;
 

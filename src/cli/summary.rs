@@ -1,9 +1,9 @@
 //! Builds a job's report from its ledger.
 
 use crate::dataset::layout::SkippedFile;
+use crate::error_line::one_line;
 use crate::ledger::Ledger;
 use crate::ledger::status::Status;
-use crate::report::one_line;
 use crate::report::summary::Summary;
 
 /// The full report.

@@ -6,6 +6,7 @@ use std::ops::Range;
 use std::path::Path as FsPath;
 
 use bytes::Bytes;
+use data_encoding::HEXLOWER;
 use futures::future::try_join_all;
 use futures::stream::BoxStream;
 use futures::{StreamExt, TryStreamExt, stream};
@@ -72,7 +73,7 @@ fn other_etag(planned: &str, meta: &ObjectMeta) -> Option<String> {
 
 /// The digits of a finished hash.
 pub(super) fn hex(hasher: Sha256) -> String {
-    hasher.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
+    HEXLOWER.encode(&hasher.finalize())
 }
 
 /// One pinned object.

@@ -29,7 +29,7 @@ use std::sync::Arc;
 
 use crate::device::draw::{Allowed, Draw, Drawn};
 use crate::engine::constraint::{ConstraintError, Weight};
-use crate::model::tokenizer::Tokenizer;
+use crate::tokenizer::Tokenizer;
 
 /// Maximum number of choices, and maximum bytes of all choices together.
 const CHOICES_MAX: usize = 10_000;
@@ -529,7 +529,7 @@ mod tests {
     /// The path begins with the space that the tokenizer adds; the choice's text is without it.
     #[test]
     fn choices_begin_with_the_tokenizers_space() {
-        let sentencepiece = crate::model::tokenizer::tests::sentencepiece;
+        let sentencepiece = crate::tokenizer::tests::sentencepiece;
         let texts = ["ab", "ac", " ab"].map(String::from);
         for (scheme, begin) in [
             (Some("always"), " "),

@@ -35,7 +35,7 @@ use crate::engine::thinking::Begin;
 use crate::engine::totals::{StepShape, StepTotals};
 use crate::engine::work::{self, Active, PendingStep, Row, Work};
 use crate::engine::{EngineOptions, Forward, ForwardError};
-use crate::model::tokenizer::Tokenizer;
+use crate::tokenizer::Tokenizer;
 
 /// Cost of a unit that takes its token, in elements as [`Threads::parts`] counts them: a
 /// microsecond or more per unit.

@@ -36,7 +36,7 @@ use crate::engine::params::GenerationParams;
 use crate::engine::philox::StreamKey;
 use crate::engine::request::{Completion, FinishReason, Request, UnitId};
 use crate::engine::thinking::{Course, Spelled};
-use crate::model::tokenizer::Tokenizer;
+use crate::tokenizer::Tokenizer;
 
 /// One completion while it is generated.
 pub struct SampleState {
@@ -599,7 +599,7 @@ mod tests {
 
     #[test]
     fn the_tokenizers_space_is_not_part_of_the_text() {
-        let sentencepiece = crate::model::tokenizer::tests::sentencepiece;
+        let sentencepiece = crate::tokenizer::tests::sentencepiece;
         let tokenizer = Arc::new(sentencepiece(Some("always")));
         let id = |token: &str| tokenizer.id_of(token).unwrap();
         let order = [id("▁"), id("▁a"), id("b"), 2];

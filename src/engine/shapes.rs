@@ -9,7 +9,7 @@ use crate::engine::constraint::compiler::{Found, Key};
 use crate::engine::constraint::{Compiler, Constraint, ConstraintError};
 use crate::engine::params::GenerationParams;
 use crate::engine::request::{Request, UnitId};
-use crate::model::tokenizer::Tokenizer;
+use crate::tokenizer::Tokenizer;
 
 /// Time that an otherwise idle engine waits for a shape per call.
 const WAIT: Duration = Duration::from_millis(10);

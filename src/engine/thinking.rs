@@ -27,7 +27,7 @@ use std::sync::Arc;
 
 use smallvec::SmallVec;
 
-use crate::model::tokenizer::Tokenizer;
+use crate::tokenizer::Tokenizer;
 
 /// Delimiters and limits of a model's thoughts.
 #[derive(Debug, Clone, PartialEq, Eq)]

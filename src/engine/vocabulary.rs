@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use toktrie::{INVALID_TOKEN, TokRxInfo, TokTrie, TokenId, TokenizerEnv};
 
-use crate::model::tokenizer::Tokenizer;
+use crate::tokenizer::Tokenizer;
 
 /// Maximum bytes of a token under a grammar: the trie stores a depth in one byte. Longer tokens
 /// (runs of white space) are not used.

@@ -11,6 +11,7 @@ use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::time::Duration;
 
+use data_encoding::HEXLOWER;
 use sha2::{Digest, Sha256};
 
 use crate::engine::request::{Completion, FinishReason, Finished, Request};
@@ -196,7 +197,7 @@ fn completion(request: &Request, pace: &Pace) -> Result<Completion, String> {
     }
     let hash: [u8; 32] = hash.finalize().into();
     let token = |i: usize| u32::from(u16::from_le_bytes([hash[2 * i % 32], hash[(2 * i + 1) % 32]])) % COMPLETION_IDS;
-    let hex: String = hash[..8].iter().map(|byte| format!("{byte:02x}")).collect();
+    let hex: String = HEXLOWER.encode(&hash[..8]);
     Ok(Completion {
         id: request.id,
         token_ids: (0..pace.completion_tokens).map(token).collect(),

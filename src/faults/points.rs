@@ -5,8 +5,6 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use crate::ledger::LedgerError;
-
 /// The variable that arms failpoints.
 pub const VARIABLE: &str = "GRISTMILL_FAILPOINTS";
 
@@ -38,20 +36,6 @@ pub const POINTS: &[&str] = &[
 #[derive(Debug, thiserror::Error)]
 #[error("failpoint `{0}`: an error, as armed")]
 pub struct Injected(&'static str);
-
-/// In the ledger, the error looks like a store that does not answer.
-impl From<Injected> for LedgerError {
-    fn from(injected: Injected) -> LedgerError {
-        LedgerError::Retryable {
-            what: "a request".into(),
-            tries: 1,
-            source: object_store::Error::Generic {
-                store: "failpoint",
-                source: Box::new(injected),
-            },
-        }
-    }
-}
 
 /// The action of an armed point.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -6,7 +6,7 @@ use serde_json::{Map, Value, json};
 use super::spec::ChatTemplateChoice;
 use super::suggest;
 use super::template::Template;
-use crate::model::tokenizer::{Tokenizer, TokenizerConfig};
+use crate::tokenizer::{Tokenizer, TokenizerConfig};
 
 /// A text that no template produces by itself.
 const PROBE: &str = "gristmill probe text";

@@ -20,8 +20,8 @@ use std::borrow::Cow;
 
 use serde_json::{Map, Value};
 
-use crate::model::tokenizer::trie::{ROOT, Trie};
-use crate::model::tokenizer::{Added, Tokenizer};
+use crate::tokenizer::trie::{ROOT, Trie};
+use crate::tokenizer::{Added, Tokenizer};
 
 /// Noncharacters used as marks: Unicode reserves them for internal use.
 const MARKS: std::ops::RangeInclusive<char> = '\u{FDD0}'..='\u{FDEF}';

@@ -46,7 +46,9 @@ pub use parameters::Parameters;
 pub use prompt::{RenderSetup, RenderedRow, Renderer};
 pub use spec::Job;
 
-use crate::model::tokenizer::one_line;
+use data_encoding::HEXLOWER;
+
+use crate::tokenizer::one_line;
 
 /// A job that cannot start until someone edits it (or gives it another model).
 #[derive(Debug, thiserror::Error)]
@@ -99,5 +101,5 @@ pub(crate) fn suggest<'a>(word: &str, known: impl IntoIterator<Item = &'a str>) 
 fn sha256(bytes: impl AsRef<[u8]>) -> String {
     use sha2::Digest;
     let digest = sha2::Sha256::digest(bytes);
-    digest.iter().map(|byte| format!("{byte:02x}")).collect()
+    HEXLOWER.encode(&digest)
 }

@@ -17,8 +17,8 @@ use super::thinking::Thinks;
 use super::{JobError, one_line, sha256, suggest};
 use crate::dataset::row::InputRow;
 use crate::engine::params::GenerationParams;
-use crate::model::tokenizer::{Encoded, Tokenizer};
 use crate::report::summary::number;
+use crate::tokenizer::{Encoded, Tokenizer};
 use source::{CompiledMessage, Content, OfRow, Source, compile, named_columns, takes_apart};
 
 /// Maximum nesting of a row's values, which is also the JSON reader's limit.

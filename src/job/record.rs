@@ -19,7 +19,7 @@ use crate::dataset::answer_type::AnswerType;
 use crate::dataset::output::{OutputColumns, OutputSchema};
 use crate::dataset::sample::INPUT_ROW;
 use crate::engine::forbidden::Forbidden;
-use crate::report::in_short;
+use crate::error_line::in_short;
 
 /// Maximum number of stop texts from a checkpoint.
 const MODEL_STOPS_MAX: usize = 4096;

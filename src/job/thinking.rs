@@ -17,8 +17,8 @@ use super::check::{FieldError, bad, check_length, integer_in};
 use super::generate::{Generate, MAX_TOKENS_MAX, ShapeSpec};
 use super::sampling::Source;
 use crate::engine::thinking::{Begin, Thinking};
-use crate::model::tokenizer::Tokenizer;
 use crate::report::summary::{counted, number};
+use crate::tokenizer::Tokenizer;
 
 /// Default maximum of tokens for thought and answer, if neither the job nor the checkpoint sets
 /// one.

@@ -60,3 +60,18 @@ impl LedgerError {
         matches!(self, LedgerError::Retryable { .. })
     }
 }
+
+/// In the ledger, the error looks like a store that does not answer.
+#[cfg(feature = "faults")]
+impl From<crate::faults::Injected> for LedgerError {
+    fn from(injected: crate::faults::Injected) -> LedgerError {
+        LedgerError::Retryable {
+            what: "a request".into(),
+            tries: 1,
+            source: object_store::Error::Generic {
+                store: "failpoint",
+                source: Box::new(injected),
+            },
+        }
+    }
+}

@@ -8,14 +8,15 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{MutexGuard, PoisonError};
 
+use data_encoding::HEXLOWER;
 use futures::{FutureExt, StreamExt, TryStreamExt};
 
 use super::Ledger;
 use super::error::{LedgerError, Result};
 use super::keys::{Keys, SHARDS_PER_BLOCK, SUCCESS};
 use super::record::{Commit, Digest, Record, Success, Tally, VERSION, decode, encode, read};
+use super::spend::dollars;
 use super::store::Created;
-use crate::report::cost::dollars;
 
 /// Maximum concurrent requests while a job's records are read.
 pub(super) const READS_AT_ONCE: usize = 16;
@@ -311,7 +312,7 @@ impl PartsHash {
 
     pub(super) fn finish(self) -> String {
         use sha2::Digest as _;
-        super::keys::hex(&self.lines.finalize())
+        HEXLOWER.encode(&self.lines.finalize())
     }
 }
 

@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use data_encoding::HEXLOWER;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
@@ -30,12 +31,12 @@ impl Id {
     pub fn random() -> Result<Id> {
         #[cfg(feature = "faults")]
         if let Some(bytes) = crate::faults::ids::next::<{ ID_DIGITS / 2 }>() {
-            return Ok(Id(hex(&bytes)));
+            return Ok(Id(HEXLOWER.encode(&bytes)));
         }
         let mut bytes = [0u8; ID_DIGITS / 2];
         getrandom::fill(&mut bytes)
             .map_err(|error| LedgerError::stop(format!("the operating system gives no random bytes: {error}")))?;
-        Ok(Id(hex(&bytes)))
+        Ok(Id(HEXLOWER.encode(&bytes)))
     }
 
     pub fn as_str(&self) -> &str {
@@ -69,15 +70,10 @@ impl fmt::Display for Id {
     }
 }
 
-/// Lower-case hex of `bytes`.
-pub(crate) fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
-}
-
 /// SHA-256 of `bytes` in lower-case hex: the hash of every ledger record.
 pub fn sha256(bytes: &[u8]) -> String {
     use sha2::Digest;
-    hex(&sha2::Sha256::digest(bytes))
+    HEXLOWER.encode(&sha2::Sha256::digest(bytes))
 }
 
 /// Whether `text` is a valid worker name, which becomes part of a key.

@@ -12,7 +12,7 @@ use super::keys::{Id, Keys, sha256};
 use super::rowset::RowSet;
 use super::store::Store;
 use crate::dataset::row::RowStatus;
-use crate::report::in_short;
+use crate::error_line::in_short;
 
 /// Version of the records written by this gristmill.
 pub const VERSION: u32 = 1;

@@ -23,6 +23,11 @@ use super::store::Listed;
 /// Time within which a new worker writes its first spending, even if it is 0.
 const FIRST_WRITE: TimeDelta = TimeDelta::seconds(2);
 
+/// Dollars for `seconds` of a device at `usd_per_hour`; `None` where the job names no price.
+pub fn dollars(seconds: f64, usd_per_hour: Option<f64>) -> Option<f64> {
+    usd_per_hour.map(|price| seconds / 3600.0 * price)
+}
+
 /// The spendings of all workers of a job.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Spent {
@@ -269,5 +274,16 @@ impl Ledger {
             .try_collect()
             .await?;
         Ok(found.into_iter().flatten().collect())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_hour_costs_the_hourly_price() {
+        assert_eq!(dollars(3600.0, Some(2.6)), Some(2.6));
+        assert_eq!(dollars(3600.0, None), None);
     }
 }

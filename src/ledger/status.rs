@@ -12,7 +12,7 @@ use super::keys::Id;
 use super::log::ShardLog;
 use super::order::StopWhy;
 use super::record::{Commit, Tally};
-use crate::report::cost::dollars;
+use super::spend::dollars;
 
 /// Maximum number of blocks that are read concurrently. The commits of an open block are read
 /// concurrently too.

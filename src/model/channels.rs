@@ -10,6 +10,7 @@
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
+use data_encoding::HEXLOWER;
 use safetensors::tensor::{Dtype, TensorView};
 use safetensors::{SafeTensorError, SafeTensors};
 use sha2::{Digest, Sha256};
@@ -128,7 +129,7 @@ impl Channels {
         for values in self.layers.iter().flat_map(|layer| &layer.each) {
             values.iter().for_each(|x| hash.update(x.to_le_bytes()));
         }
-        hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
+        HEXLOWER.encode(&hash.finalize())
     }
 
     /// Reads a file of magnitudes and checks that it fits the model.

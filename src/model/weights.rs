@@ -9,6 +9,7 @@ use std::io::Read;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
+use data_encoding::HEXLOWER;
 use memmap2::Mmap;
 use rayon::prelude::*;
 use safetensors::SafeTensors;
@@ -412,7 +413,7 @@ pub fn checkpoint_hash(dir: &Path) -> Result<String, ModelError> {
             return Err(ModelError::broken(&path, "the file shrank while it was read"));
         }
     }
-    Ok(hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect())
+    Ok(HEXLOWER.encode(&hash.finalize()))
 }
 
 /// Random numbers that a thread generates per task.

@@ -1,9 +1,4 @@
-//! Converts device time to money.
-
-/// Dollars for `seconds` of a device at `usd_per_hour`; `None` where the job names no price.
-pub fn dollars(seconds: f64, usd_per_hour: Option<f64>) -> Option<f64> {
-    usd_per_hour.map(|price| seconds / 3600.0 * price)
-}
+//! Formats money.
 
 /// Formats dollars for people: four decimals below one dollar, otherwise two.
 pub fn show_dollars(usd: f64) -> String {
@@ -19,9 +14,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_hour_costs_the_hourly_price() {
-        assert_eq!(dollars(3600.0, Some(2.6)), Some(2.6));
-        assert_eq!(dollars(3600.0, None), None);
+    fn small_amounts_have_four_decimals() {
         assert_eq!(show_dollars(0.01234), "$0.0123");
         assert_eq!(show_dollars(12.345), "$12.35");
     }

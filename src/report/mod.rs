@@ -3,7 +3,6 @@
 pub mod agreement;
 pub mod answers;
 pub mod cost;
-mod error_line;
 pub mod meter;
 pub mod progress;
 pub mod recheck;
@@ -11,5 +10,4 @@ pub mod sample;
 mod shell;
 pub mod summary;
 
-pub use error_line::{in_short, one_line};
 pub use shell::shell_word;

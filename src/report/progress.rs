@@ -6,7 +6,8 @@ use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
 
-use crate::report::cost::{dollars, show_dollars};
+use crate::ledger::spend::dollars;
+use crate::report::cost::show_dollars;
 use crate::report::meter::{Meter, Reading};
 use crate::report::summary::{counted, number, rate};
 

@@ -4,9 +4,9 @@ use std::sync::Arc;
 
 use serde::Serialize;
 
-use crate::model::tokenizer::Tokenizer;
 use crate::report::answers::Answer;
 use crate::report::summary::{counted, number};
+use crate::tokenizer::Tokenizer;
 
 /// Maximum number of differing rows that are listed.
 const DIFFERING_SHOWN: usize = 5;

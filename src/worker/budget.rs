@@ -7,8 +7,9 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use crate::ledger::spend::Others;
+use crate::ledger::spend::dollars;
 use crate::ledger::{JobLimits, Ledger, Result, StopWhy};
-use crate::report::cost::{dollars, show_dollars};
+use crate::report::cost::show_dollars;
 use crate::worker::limits::WorkerLimits;
 
 /// A worker on a job has written its spending within this many log intervals.

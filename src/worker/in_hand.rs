@@ -3,9 +3,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::error_line::one_line;
 use crate::ledger::RowSet;
 use crate::queue::Delivery;
-use crate::report::one_line;
 use crate::worker::Worker;
 use crate::worker::in_flight::ShardKey;
 use crate::worker::jobs::OpenJob;

@@ -3,8 +3,8 @@
 
 use std::time::Duration;
 
+use crate::ledger::spend::dollars;
 use crate::ledger::{JobLimits, StopWhy};
-use crate::report::cost::dollars;
 
 /// What a job may cost, and how long it may take.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]

@@ -15,9 +15,9 @@ use crate::ledger::{JobIdentity, Ledger};
 use crate::model::config::Config;
 use crate::model::error::ModelError;
 use crate::model::folder;
-use crate::model::tokenizer::Tokenizer;
 use crate::model::weights::checkpoint_hash;
 use crate::model::{Channels, Checkpoint};
+use crate::tokenizer::Tokenizer;
 
 /// The keys of a job's random numbers and template dates, and the `max_tokens` of its retries.
 #[derive(Debug, Clone, Copy)]

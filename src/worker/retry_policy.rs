@@ -191,7 +191,7 @@ impl RetryPolicy {
         let began = outage.map_or(now, |o| o.began);
         if due {
             *outage = Some(Outage { began, said: now });
-            tracing::warn!("waiting: {}", crate::report::one_line(error));
+            tracing::warn!("waiting: {}", crate::error_line::one_line(error));
         }
     }
 }

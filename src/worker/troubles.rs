@@ -5,8 +5,8 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use crate::error_line::one_line;
 use crate::queue::Message;
-use crate::report::one_line;
 
 /// Time after a failure in which the intake does not wait for tries of shards of the same job; they
 /// are set aside at once.

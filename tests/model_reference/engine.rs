@@ -7,8 +7,8 @@ use gristmill::device::Precision;
 use gristmill::engine::params::GenerationParams;
 use gristmill::engine::request::{Request, UnitId};
 use gristmill::engine::{Engine, EngineOptions, Generator};
-use gristmill::model::tokenizer::Tokenizer;
 use gristmill::model::{KvBudget, Transformer};
+use gristmill::tokenizer::Tokenizer;
 
 use super::harness::{Reference, folder, options};
 

@@ -3,6 +3,7 @@
 use std::fmt::{self, Display, Formatter};
 use std::path::PathBuf;
 
+use data_encoding::HEXLOWER;
 use sha2::{Digest, Sha256};
 
 use super::cache;
@@ -190,7 +191,7 @@ impl Compiler {
             hash.update((part.len() as u64).to_le_bytes());
             hash.update(part);
         }
-        let hash: String = hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
+        let hash: String = HEXLOWER.encode(&hash.finalize());
         Some(folder.join(format!("{what}-{}.{extension}", &hash[..32])))
     }
 

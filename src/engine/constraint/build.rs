@@ -17,7 +17,7 @@ use crate::engine::constraint::weight::Memory;
 use crate::engine::constraint::{Constraint, ConstraintError, Weight, formats, pattern, schema};
 use crate::engine::params::OutputConstraint;
 use crate::engine::vocabulary::Vocabulary;
-use crate::model::tokenizer::Tokenizer;
+use crate::tokenizer::Tokenizer;
 
 /// llguidance's message where no token may follow.
 const NOTHING_FOLLOWS: &str = "NoExtensionBias";

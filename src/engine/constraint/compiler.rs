@@ -23,7 +23,7 @@ use crate::engine::constraint::text::{one_line, same_shape};
 use crate::engine::constraint::weight::{Live, Memory};
 use crate::engine::constraint::{Constraint, ConstraintError, build, schema};
 use crate::engine::params::OutputConstraint;
-use crate::model::tokenizer::Tokenizer;
+use crate::tokenizer::Tokenizer;
 
 /// Maximum number of cached results, and maximum bytes of their shapes' texts; each row of a batch
 /// file may bring its own shape.

@@ -43,7 +43,7 @@ use std::sync::Arc;
 
 use crate::engine::choice::Choices;
 use crate::engine::params::OutputConstraint;
-use crate::model::tokenizer::Tokenizer;
+use crate::tokenizer::Tokenizer;
 
 pub use compiler::Compiler;
 pub use grammar::{Grammar, GrammarState};

@@ -4,7 +4,7 @@ use proptest::prelude::*;
 use serde_json::json;
 
 use super::{Added, Guard, Marks, Piece, Place, fold, marked_inside, push_text, stands_alone};
-use crate::model::tokenizer::{Tokenizer, byte_char};
+use crate::tokenizer::{Tokenizer, byte_char};
 
 const MARKS: Marks = Marks {
     inside: '\u{FDD0}',

@@ -22,7 +22,7 @@ fn tokenizer(template: &str) -> Arc<Tokenizer> {
     let config = json!({
         "bos_token": "<s>", "eos_token": "<|im_end|>", "add_bos_token": true, "chat_template": template,
     });
-    let config = crate::model::tokenizer::TokenizerConfig::parse(&config.to_string()).unwrap();
+    let config = crate::tokenizer::TokenizerConfig::parse(&config.to_string()).unwrap();
     Arc::new(Tokenizer::from_words_with(&[], &["<s>", "<|im_start|>", "<|im_end|>"], config).unwrap())
 }
 

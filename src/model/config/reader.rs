@@ -5,7 +5,8 @@ use std::path::Path;
 use serde_json::{Map, Value};
 
 use crate::model::error::ModelError;
-use crate::model::{json, read_limited};
+use crate::model::read_limited;
+use crate::python_json;
 
 /// Maximum size of `config.json`. Label names may need some MB.
 const CONFIG_BYTES_MAX: u64 = 32 << 20;
@@ -20,7 +21,7 @@ pub(super) fn read_json(path: &Path) -> Result<Map<String, Value>, ModelError> {
 
 /// Parses `bytes` as a JSON object. Errors name `path`.
 pub(super) fn parse(path: &Path, bytes: &[u8]) -> Result<Map<String, Value>, ModelError> {
-    match json::from_slice(bytes) {
+    match python_json::from_slice(bytes) {
         Ok(Value::Object(map)) => Ok(map),
         Ok(_) => Err(ModelError::broken(path, "not a JSON object")),
         Err(e) => Err(ModelError::broken(path, format!("not valid JSON: {e}"))),

@@ -3,7 +3,7 @@
 
 use gristmill::model::Checkpoint;
 use gristmill::model::config::Config;
-use gristmill::model::tokenizer::Tokenizer;
+use gristmill::tokenizer::Tokenizer;
 use gristmill::model::weights::{WeightSource, Weights};
 use libfuzzer_sys::fuzz_target;
 

@@ -5,7 +5,7 @@ use std::sync::{Arc, LazyLock};
 
 use gristmill::engine::constraint::{Constraint, GrammarState};
 use gristmill::engine::params::OutputConstraint;
-use gristmill::model::tokenizer::Tokenizer;
+use gristmill::tokenizer::Tokenizer;
 use libfuzzer_sys::fuzz_target;
 
 static TOKENIZER: LazyLock<Arc<Tokenizer>> = LazyLock::new(|| {

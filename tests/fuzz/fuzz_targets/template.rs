@@ -4,7 +4,7 @@
 use chrono::DateTime;
 use gristmill::job::chat::{ChatTemplate, Turn};
 use gristmill::job::spec::ChatTemplateChoice;
-use gristmill::model::tokenizer::TokenizerConfig;
+use gristmill::tokenizer::TokenizerConfig;
 use libfuzzer_sys::fuzz_target;
 use serde_json::{Map, json};
 

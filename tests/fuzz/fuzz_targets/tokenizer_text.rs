@@ -2,7 +2,7 @@
 //! a limit of tokens changes no token before it.
 #![no_main]
 
-use gristmill::model::tokenizer::Tokenizer;
+use gristmill::tokenizer::Tokenizer;
 use libfuzzer_sys::fuzz_target;
 
 /// Longer than what is encoded at once.

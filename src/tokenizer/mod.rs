@@ -17,6 +17,7 @@ mod declared;
 mod encode;
 mod fit;
 mod guarded;
+mod other_forms;
 mod prefix;
 mod stream;
 pub(crate) mod trie;
@@ -24,14 +25,15 @@ pub(crate) mod trie;
 use std::collections::{BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 
+use data_encoding::HEXLOWER;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use tokenizers::{AddedToken, AddedVocabulary, PostProcessorWrapper, Tokenizer as Inner};
 
-use super::folder::other_tokenizer;
 use declared::{Declared, check_beginnings, check_templates};
 use encode::{Bounds, Streams, encode_with};
 use guarded::guarded;
+use other_forms::other_tokenizer;
 use prefix::{Prefix, puts_space_in_front, without_prefix};
 
 pub use config::{ChatTemplateSource, TokenizerConfig};
@@ -264,7 +266,7 @@ impl Tokenizer {
         let prefixes_space = puts_space_in_front(&first_piece)?;
         let unknown_text = declared.model.unk_token.as_ref().or(config.unk_token.as_ref());
         let unknown = declared.model.unk_id.or_else(|| full.token_to_id(unknown_text?));
-        let hash = Sha256::digest(json).iter().map(|byte| format!("{byte:02x}")).collect();
+        let hash = HEXLOWER.encode(&Sha256::digest(json));
         let tokenizer = Tokenizer {
             full,
             first_piece,

@@ -5,8 +5,8 @@ use proptest::prelude::*;
 use serde_json::{Map, Value, json};
 
 use super::*;
-use crate::model::tokenizer::bytes::byte_char;
-use crate::model::tokenizer::encode::encode_with;
+use crate::tokenizer::bytes::byte_char;
+use crate::tokenizer::encode::encode_with;
 
 const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 

@@ -7,7 +7,7 @@ use std::path::Path;
 use serde_json::Value;
 
 use super::{Added, TokenizerError};
-use crate::model::json;
+use crate::python_json;
 
 /// Maximum size of a companion file in bytes.
 const CONFIG_BYTES_MAX: u64 = 32 << 20;
@@ -57,7 +57,7 @@ impl TokenizerConfig {
         let path = dir.join("special_tokens_map.json");
         if path.exists() {
             let text = read_text(&path)?;
-            let map: Value = json::from_slice(text.as_bytes()).map_err(|e| TokenizerError::Broken {
+            let map: Value = python_json::from_slice(text.as_bytes()).map_err(|e| TokenizerError::Broken {
                 path,
                 why: format!("not JSON: {e}"),
             })?;
@@ -92,7 +92,7 @@ impl TokenizerConfig {
 
     /// Parses the text of a `tokenizer_config.json`.
     pub fn parse(text: &str) -> Result<TokenizerConfig, String> {
-        let value: Value = json::from_slice(text.as_bytes()).map_err(|e| format!("not JSON: {e}"))?;
+        let value: Value = python_json::from_slice(text.as_bytes()).map_err(|e| format!("not JSON: {e}"))?;
         let Value::Object(map) = &value else {
             return Err("not a JSON object".into());
         };
