@@ -121,7 +121,7 @@ async fn given_types_hold_or_their_cell_is_named() {
             bad(3, "line 5: column `price`: `2\\n` is no float64"),
             bad(
                 4,
-                "line 7: column `id`: not UTF-8 at byte 1 of the cell; convert the file, as with `iconv -f LATIN1 -t UTF-8`"
+                "line 7: column `id`: not UTF-8 at byte 1 of the cell; convert the file to UTF-8, as with `iconv -f LATIN1 -t UTF-8`"
             ),
             bad(5, "line 8: column `price`: a zero byte at byte 1 of the cell"),
             Ok(json!({"id": "7", "n": 8, "price": 9})),

@@ -263,7 +263,7 @@ fn text_of<'a>(cell: &'a Cell<'_>) -> Result<&'a str, String> {
     let text = std::str::from_utf8(&cell.text);
     let text = text.map_err(|e| {
         format!(
-            "not UTF-8 at byte {} of the cell; convert the file, as with `iconv -f LATIN1 -t UTF-8`",
+            "not UTF-8 at byte {} of the cell; convert the file to UTF-8, as with `iconv -f LATIN1 -t UTF-8`",
             e.valid_up_to() + 1
         )
     })?;
