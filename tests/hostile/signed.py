@@ -17,7 +17,7 @@ KEY = "the-key-of-these-tests-0123456789-abcdef"
 OTHER = "another-key-of-these-tests-0123456789-abc"
 ROWS = 4
 RUN = ["run", "job.yaml", "--quiet"]
-UNSIGNED, WRONG = "is not signed", "no signing key set here gives"
+UNSIGNED, WRONG = "is not signed", "matches no signing key set here"
 SIGNATURE = ',"signature":"'
 
 

@@ -246,7 +246,7 @@ impl AttentionTile<'_> {
                 packed = seen.within.clone();
             }
             self.score(seen.within, keys, scratch);
-            let softmax_step = SoftmaxStep {
+            let step = SoftmaxStep {
                 spec: self.op.of.spec,
                 positions: &scratch.positions,
                 group: self.group(),
@@ -258,7 +258,7 @@ impl AttentionTile<'_> {
             };
             softmax_step_on(
                 self.op.on.isa,
-                &softmax_step,
+                &step,
                 &mut scratch.scores,
                 &mut scratch.softmax,
                 &mut scratch.sums,

@@ -188,7 +188,7 @@ impl<'a> Span<'a> {
                     ..(position + 1 - seen.start).min(SPAN_TOKENS);
                 let last = visible.end - 1;
                 value_scale_max[r] = self.value_scale_max[last / BLOCK_TOKENS][last % BLOCK_TOKENS];
-                let softmax_step = SoftmaxStep {
+                let step = SoftmaxStep {
                     blocks: self.blocks,
                     visible,
                     scale: scales[r],
@@ -202,15 +202,7 @@ impl<'a> Span<'a> {
                     },
                 };
                 // SAFETY: the processor has the instructions that `isa` names.
-                unsafe {
-                    softmax_step_on(
-                        isa,
-                        &softmax_step,
-                        &int8.scores[r],
-                        &mut int8.weights[r],
-                        &mut partials[r],
-                    )
-                };
+                unsafe { softmax_step_on(isa, &step, &int8.scores[r], &mut int8.weights[r], &mut partials[r]) };
             }
             let merge = SoftmaxMerge {
                 partials: &partials[..rows],
