@@ -183,7 +183,9 @@ fn top_level_modules_form_no_circle() {
     // Modules that need nothing else are taken away, until none is left or all others form circles.
     while let Some(free) = needs.iter().find(|(_, of)| of.is_empty()).map(|(free, _)| free.clone()) {
         needs.remove(&free);
-        needs.values_mut().for_each(|of| drop(of.remove(&free)));
+        for of in needs.values_mut() {
+            of.remove(&free);
+        }
     }
     assert!(needs.is_empty(), "these need each other: {needs:#?}");
 }
