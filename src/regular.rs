@@ -1,10 +1,16 @@
 //! Reads files that a stranger may have placed. A pipe in place of a file is rejected, because
 //! opening it would wait for a writer. A file larger than its limit is not read.
 
+use std::collections::BTreeSet;
 use std::fs::{File, FileType};
 use std::io::{Error, ErrorKind, Read, Result};
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::Path;
+
+/// Maximum number of names read from a folder.
+const NAMES_MAX: usize = 10_000;
+/// Length of a file's beginning.
+const BEGINNING_BYTES: u64 = 256;
 
 /// Opens a regular file, or a link to one. Returns the file and its size.
 ///
@@ -55,6 +61,27 @@ fn read_at_most(file: File, max: u64) -> Result<Vec<u8>> {
 /// As for [`read`], or the file is not UTF-8.
 pub fn read_text(path: &Path, max: u64) -> Result<String> {
     String::from_utf8(read(path, max)?).map_err(|_| Error::new(ErrorKind::InvalidData, "it is not UTF-8 text"))
+}
+
+/// The first bytes of a file, by which formats are told. Empty where the file cannot be read.
+pub fn beginning(path: &Path) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    if let Ok((file, _)) = open(path) {
+        // After an error, the bytes read so far are used as they are.
+        let _ = file.take(BEGINNING_BYTES).read_to_end(&mut bytes);
+    }
+    bytes
+}
+
+/// The names in a folder, at most [`NAMES_MAX`].
+///
+/// # Errors
+/// The folder cannot be listed.
+pub fn names(folder: &Path) -> Result<BTreeSet<String>> {
+    let entries = std::fs::read_dir(folder)?.take(NAMES_MAX);
+    entries
+        .map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned()))
+        .collect()
 }
 
 fn too_large(what: String, max: u64) -> Error {

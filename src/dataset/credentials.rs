@@ -11,7 +11,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use object_store::CredentialProvider;
 
-use super::store_error::cause;
+use super::store_error::{cause, chain};
 
 /// Maximum wait for the first credentials. Services respond within milliseconds.
 const FIRST_MAX: Duration = Duration::from_secs(5);
@@ -56,6 +56,15 @@ impl Cloud {
             }
         }
     }
+}
+
+/// Whether a provider asks the metadata service. object_store's types are private, and their names
+/// appear in their debug output.
+pub fn asks_metadata(provider: &impl fmt::Debug) -> bool {
+    let provider = format!("{provider:?}");
+    ["InstanceCredentialProvider", "ImdsManagedIdentityProvider"]
+        .iter()
+        .any(|name| provider.contains(name))
 }
 
 /// Replaces errors of the metadata service by [`NoCredentials`] until it gives the first
@@ -114,15 +123,10 @@ impl<Credential: fmt::Debug + Send + Sync> CredentialProvider for FirstCredentia
 
 /// Whether an error came from a request to a metadata service.
 fn names_metadata(error: &(dyn std::error::Error + 'static)) -> bool {
-    let mut next = Some(error);
-    while let Some(error) = next {
+    chain(error).any(|error| {
         let text = error.to_string();
-        if METADATA_PATHS.iter().any(|path| text.contains(path)) {
-            return true;
-        }
-        next = error.source();
-    }
-    false
+        METADATA_PATHS.iter().any(|path| text.contains(path))
+    })
 }
 
 #[cfg(test)]

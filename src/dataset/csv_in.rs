@@ -79,7 +79,6 @@ fn first_cells(piece: &Piece, delimiter: u8) -> Result<Option<Vec<String>>, Stri
     let cells = cells(record.text, delimiter).take(KEYS_MAX + 1).zip(1..);
     let text = |(cell, place): (Cell, usize)| match text_of(&cell) {
         Ok(text) => Ok(text.to_string()),
-        Err(why) if std::str::from_utf8(&cell.text).is_err() => Err(format!("cell {place}: {why}")),
         Err(why) => Err(format!("cell {place}: {why}")),
     };
     cells.map(text).collect::<Result<_, _>>().map(Some)

@@ -5,15 +5,21 @@ use std::error::Error;
 /// Maximum length of that line, in characters.
 const LENGTH_MAX: usize = 300;
 
+/// An error and its sources, outermost first.
+pub fn chain<'e>(error: &'e (dyn Error + 'static)) -> impl Iterator<Item = &'e (dyn Error + 'static)> {
+    std::iter::successors(Some(error), |error: &&'e (dyn Error + 'static)| (*error).source())
+}
+
+/// The first error of this type in the chain.
+pub fn found<'e, E: Error + 'static>(error: &'e (dyn Error + 'static)) -> Option<&'e E> {
+    chain(error).find_map(|error| error.downcast_ref())
+}
+
 /// The root cause of an object_store error, since the errors above it repeat its text. Of an XML
 /// response only the code and message are kept: the rest may be long, and may hold data that does
 /// not belong in a log.
 pub fn cause(error: &(dyn Error + 'static)) -> String {
-    let mut last = error;
-    while let Some(source) = last.source() {
-        last = source;
-    }
-    let text = last.to_string();
+    let text = chain(error).last().unwrap_or(error).to_string();
     let line = match text.split_once('<') {
         Some((before, xml)) => {
             let before = before.trim().trim_end_matches(':');

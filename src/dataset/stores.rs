@@ -23,7 +23,7 @@ use percent_encoding::percent_decode_str;
 use url::{Position, Url};
 
 use super::aws_profile::{self, Keys, ProfileCredentials};
-use super::credentials::{Cloud, FirstCredentials};
+use super::credentials::{Cloud, FirstCredentials, asks_metadata};
 use super::web::{MayFollow, WebConnector};
 
 /// Timeout of one request in seconds, including the body, unless `GRISTMILL_STORE_TIMEOUT` is set.
@@ -174,6 +174,9 @@ impl Stores {
         }
         builder = builder.with_url(url.as_str());
         let store = builder.clone().build().map_err(refused)?;
+        if !asks_metadata(store.credentials()) {
+            return Ok(store);
+        }
         let first = FirstCredentials::new(store.credentials().clone(), Cloud::Aws);
         builder.with_credentials(Arc::new(first)).build().map_err(refused)
     }
@@ -228,6 +231,9 @@ impl Stores {
             .fold(builder, |builder, (key, value)| builder.with_config(key, value))
             .with_url(url.as_str());
         let store = builder.clone().build().map_err(refused)?;
+        if !asks_metadata(store.credentials()) {
+            return Ok(store);
+        }
         let first = FirstCredentials::new(store.credentials().clone(), Cloud::Google);
         builder.with_credentials(Arc::new(first)).build().map_err(refused)
     }
@@ -245,6 +251,9 @@ impl Stores {
             .fold(builder, |builder, (key, value)| builder.with_config(key, value))
             .with_url(url.as_str());
         let store = builder.clone().build().map_err(without_account)?;
+        if !asks_metadata(store.credentials()) {
+            return Ok(store);
+        }
         let first = FirstCredentials::new(store.credentials().clone(), Cloud::Azure);
         builder.with_credentials(Arc::new(first)).build().map_err(refused)
     }

@@ -18,6 +18,7 @@ use reqwest::redirect;
 use url::Url;
 
 use super::hosts::{is_link_local, names_link_local};
+use super::store_error::found;
 
 /// Maximum redirects per request, about as many as in browsers and in reqwest itself.
 const REDIRECTS_MAX: usize = 10;
@@ -33,14 +34,7 @@ pub struct Refusal(String);
 
 /// The refusal in a chain of errors, if there is one.
 pub fn refusal<'e>(error: &'e (dyn std::error::Error + 'static)) -> Option<&'e Refusal> {
-    let mut next = Some(error);
-    while let Some(error) = next {
-        if let Some(refusal) = error.downcast_ref::<Refusal>() {
-            return Some(refusal);
-        }
-        next = error.source();
-    }
-    None
+    found(error)
 }
 
 /// Builds the client for one web server.

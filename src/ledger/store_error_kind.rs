@@ -2,6 +2,7 @@
 
 use super::folder::Odd;
 use crate::dataset::credentials::NoCredentials;
+use crate::dataset::store_error::{chain, found};
 
 /// The consequence of a store error for its request.
 pub(super) enum StoreErrorKind {
@@ -73,34 +74,16 @@ fn names_no_bucket(error: &object_store::Error) -> bool {
         E::NotFound { source, .. } | E::Generic { source, .. } => source,
         _ => return false,
     };
-    let mut next: Option<&(dyn std::error::Error + 'static)> = Some(said.as_ref());
-    while let Some(error) = next {
+    chain(said.as_ref()).any(|error| {
         let text = error.to_string();
-        if [
+        [
             "NoSuchBucket",
             "ContainerNotFound",
             "The specified bucket does not exist",
         ]
         .iter()
         .any(|word| text.contains(word))
-        {
-            return true;
-        }
-        next = error.source();
-    }
-    false
-}
-
-/// The first error of this type in the chain.
-fn found<'a, E: std::error::Error + 'static>(error: &'a (dyn std::error::Error + 'static)) -> Option<&'a E> {
-    let mut next = Some(error);
-    while let Some(error) = next {
-        if let Some(found) = error.downcast_ref::<E>() {
-            return Some(found);
-        }
-        next = error.source();
-    }
-    None
+    })
 }
 
 #[cfg(test)]

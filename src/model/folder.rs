@@ -4,20 +4,18 @@
 //! format and says what to do.
 
 use std::collections::BTreeSet;
-use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
 use super::read_limited;
 use crate::model::error::ModelError;
+use crate::regular::{self, beginning};
 
 const CONFIG: &str = "config.json";
 const WEIGHTS: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 const TOKENIZER: &str = "tokenizer.json";
-/// Maximum number of names read from a folder.
-const NAMES_MAX: usize = 10_000;
 /// Maximum size of the small JSON files that are parsed here.
 const SMALL_BYTES_MAX: u64 = 1 << 20;
 /// Git LFS pointer files are smaller.
@@ -121,16 +119,6 @@ fn file(path: &Path) -> String {
 const GGUF: &str =
     "it is a GGUF file, llama.cpp's format: give the folder of the safetensors checkpoint that it was made of";
 
-/// The first bytes of a file. Empty where the file cannot be read.
-fn beginning(path: &Path) -> Vec<u8> {
-    let mut bytes = Vec::new();
-    if let Ok((file, _)) = crate::regular::open(path) {
-        // After an error, the bytes read so far are used as they are.
-        let _ = file.take(256).read_to_end(&mut bytes);
-    }
-    bytes
-}
-
 /// A folder and the names in it.
 struct Folder<'a> {
     dir: &'a Path,
@@ -139,14 +127,7 @@ struct Folder<'a> {
 
 impl Folder<'_> {
     fn list(dir: &Path) -> Result<Folder<'_>, ModelError> {
-        let mut names = BTreeSet::new();
-        for entry in std::fs::read_dir(dir)
-            .map_err(|e| ModelError::read(dir, e))?
-            .take(NAMES_MAX)
-        {
-            let name = entry.map_err(|e| ModelError::read(dir, e))?.file_name();
-            names.insert(name.to_string_lossy().into_owned());
-        }
+        let names = regular::names(dir).map_err(|e| ModelError::read(dir, e))?;
         Ok(Folder { dir, names })
     }
 

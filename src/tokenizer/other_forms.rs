@@ -1,17 +1,14 @@
 //! Tokenizers in other formats than `tokenizer.json`, recognised by file names and first bytes.
 
-use std::collections::BTreeSet;
-use std::io::Read;
 use std::path::Path;
 
-/// Maximum number of names read from a folder.
-const NAMES_MAX: usize = 10_000;
+use crate::regular::{self, beginning};
 
 /// Names the tokenizer that a folder without `tokenizer.json` has. `None`: no known tokenizer, or
 /// SentencePiece's.
 pub(super) fn other_tokenizer(dir: &Path) -> Option<String> {
-    let names = names(dir).ok()?;
-    let has = |name: &str| names.contains(name);
+    let names = regular::names(dir).ok()?;
+    let has = |name: &str| names.contains(name) && dir.join(name).is_file();
     let convert = "transformers makes a `tokenizer.json` of it, where it knows the model: \
                    `AutoTokenizer.from_pretrained(folder).save_pretrained(folder)`";
     if has("tokenizer.model") {
@@ -42,23 +39,6 @@ pub(super) fn other_tokenizer(dir: &Path) -> Option<String> {
             "has its tokenizer only as `vocab.json` and `merges.txt`, and gristmill reads `tokenizer.json`: {convert}"
         )
     })
-}
-
-fn names(dir: &Path) -> std::io::Result<BTreeSet<String>> {
-    let entries = std::fs::read_dir(dir)?.take(NAMES_MAX);
-    entries
-        .map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned()))
-        .collect()
-}
-
-/// The first bytes of a file. Empty where the file cannot be read.
-fn beginning(path: &Path) -> Vec<u8> {
-    let mut bytes = Vec::new();
-    if let Ok((file, _)) = crate::regular::open(path) {
-        // After an error, the bytes read so far are used as they are.
-        let _ = file.take(256).read_to_end(&mut bytes);
-    }
-    bytes
 }
 
 /// Whether a file begins like tiktoken's text format: one line per token, with the token's bytes in

@@ -126,3 +126,35 @@ fn addresses_are_shown_without_secrets() {
     assert_eq!(shown(&url("https://me:hush@host/a?sig=hush")), "https://me:…@host/a?…");
     assert_eq!(shown(&url("s3://bucket/a b")), "s3://bucket/a%20b");
 }
+
+/// Names the provider of a bucket's credentials.
+fn provider(variables: &[(&str, &str)], bucket: &str) -> String {
+    let (stores, url) = (stores(variables), url(bucket));
+    match url.scheme() {
+        "s3" => format!("{:?}", stores.s3(&url).unwrap().credentials()),
+        "gs" => format!("{:?}", stores.gcs(&url).unwrap().credentials()),
+        _ => format!("{:?}", stores.azure(&url).unwrap().credentials()),
+    }
+}
+
+/// Only the metadata service has a time limit, and its errors are a lack of credentials.
+#[test]
+fn only_the_metadata_service_is_held_to_its_first_credentials() {
+    let account = ("AZURE_STORAGE_ACCOUNT_NAME", "account");
+    let wrapped = |variables: &[(&str, &str)], bucket| provider(variables, bucket).contains("FirstCredentials");
+    assert!(wrapped(&[], "s3://bucket/key"));
+    assert!(wrapped(&[account], "az://container/key"));
+    // A login of the person who runs the tests comes before the metadata service.
+    let login = std::env::home_dir().map(|home| home.join(".config/gcloud/application_default_credentials.json"));
+    assert!(wrapped(&[], "gs://bucket/key") || login.is_some_and(|login| login.exists()));
+    let web_identity = [
+        ("AWS_WEB_IDENTITY_TOKEN_FILE", "/nowhere/token"),
+        ("AWS_ROLE_ARN", "arn:aws:iam::1:role/r"),
+    ];
+    assert!(!wrapped(&web_identity, "s3://bucket/key"));
+    assert!(!wrapped(&KEYS, "s3://bucket/key"));
+    assert!(!wrapped(
+        &[account, ("AZURE_STORAGE_ACCOUNT_KEY", "aGVsbG8=")],
+        "az://container/key"
+    ));
+}
