@@ -66,6 +66,7 @@ mod signed_jobs;
 mod skips;
 mod store_s3;
 mod tensors;
+mod terminal;
 mod thinking;
 mod thinking_demo;
 mod thinking_models;

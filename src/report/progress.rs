@@ -82,8 +82,9 @@ pub fn show_work(meter: Arc<Meter>, quiet: bool) -> tokio::task::JoinHandle<()> 
     })
 }
 
+/// The text is shown whole; the bar takes the rest of the terminal's width.
 fn bar_style() -> ProgressStyle {
-    ProgressStyle::with_template("{bar:32} {human_pos}/{human_len} rows, {wide_msg}")
+    ProgressStyle::with_template("{wide_bar} {human_pos}/{human_len} rows, {msg}")
         .unwrap_or_else(|_| ProgressStyle::default_bar())
 }
 

@@ -36,7 +36,8 @@ def all_targets():
 
 
 def build(targets):
-    environment = os.environ | {"CARGO_TARGET_DIR": str(TARGET)}
+    # C libraries are built with the address sanitizer; librdkafka's configure links its trials against one of them.
+    environment = os.environ | {"CARGO_TARGET_DIR": str(TARGET), "LDFLAGS": "-fsanitize=address"}
     for target in targets:
         subprocess.run(["cargo", "+nightly", "fuzz", "build", "--fuzz-dir", FUZZ, target], cwd=ROOT, check=True, env=environment)
 
