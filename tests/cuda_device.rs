@@ -112,7 +112,7 @@ fn what_is_missing_is_said_in_one_line() {
         &|c| _ = c.args(["--device", "cuda:3"]),
         &["cuda:3", "cuda:0` alone"],
     );
-    doctor("9.0", &|c| _ = c.args(["--device", "cpu"]), &["no GPU to examine"]);
+    doctor("9.0", &|c| _ = c.args(["--device", "cpu"]), &["no GPU to check"]);
     // A driver without a compiler beside it.
     let folder = tempfile::tempdir().unwrap();
     std::fs::copy(stand_ins().join("libcuda.so"), folder.path().join("libcuda.so")).unwrap();

@@ -96,7 +96,7 @@ fn shapes_that_are_misspelt() {
         ),
         (
             "json_schema: {type: string, minlength: 3}",
-            "`generate.json_schema` has `minlength` at its top, which is no keyword of JSON Schema; did you mean `minLength`?",
+            "`generate.json_schema` has `minlength` at its root, which is no keyword of JSON Schema; did you mean `minLength`?",
         ),
         (
             "json_schema: {type: integer, minimum: 5, maximum: 1}",

@@ -34,7 +34,12 @@ fn progress_fits_the_terminal_and_shows_the_cost() {
     let command = serde_json::to_string(&[env!("CARGO_BIN_EXE_gristmill"), "run", arg(&job)]).unwrap();
     let shown: Value =
         serde_json::from_str(&py(folder.path(), &format!("COMMAND = {command}\n{ON_A_TERMINAL}"))).unwrap();
-    let shown: Vec<&str> = shown.as_array().unwrap().iter().map(|line| line.as_str().unwrap()).collect();
+    let shown: Vec<&str> = shown
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|line| line.as_str().unwrap())
+        .collect();
     let progress: Vec<&&str> = shown.iter().filter(|line| line.contains("/2,000 rows, ")).collect();
     assert!(progress.len() > 2, "{shown:#?}");
     assert!(progress.iter().all(|line| line.chars().count() <= 60), "{progress:#?}");

@@ -72,7 +72,7 @@ fn examine(args: &DoctorArgs) -> Result<Report, Failure> {
         ResolvedDevice::Cuda(ordinal) => ordinal,
         ResolvedDevice::Cpu => {
             return Err(Failure::bad_job(anyhow!(
-                "there is no GPU to examine (the CPU is what GPUs are held against): `--device cuda:0` says what is missing"
+                "doctor found no GPU to check (GPUs are checked against the CPU): `--device cuda:0` says what is missing"
             )));
         }
     };

@@ -49,7 +49,7 @@ const WINDOWS_WAITING: usize = 4;
 pub enum EngineError {
     #[error(transparent)]
     Forward(ForwardError),
-    #[error("the model drew {found} tokens where {expected} were asked for")]
+    #[error("the model returned {found} sampled tokens in place of {expected}")]
     Drawn { found: usize, expected: usize },
     #[error("the engine has stopped after an earlier failure")]
     Stopped,
@@ -321,7 +321,7 @@ impl Engine {
             return Err(error);
         };
         tracing::warn!(
-            "a step's memory does not fit, {why}: steps have {} tokens and {} sequences at most from now on",
+            "a step does not fit in the device's memory, {why}: from now on a step has at most {} tokens and {} sequences",
             limits.max_step_tokens,
             limits.max_sequences
         );

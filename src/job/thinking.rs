@@ -279,7 +279,7 @@ impl Thinks {
         match thinks {
             Some(thinks) => thinks.check_room(line).map_err(|e| format!("`{e}")),
             None if line.thinking != job.thinking => {
-                Err("`thinking_token_budget` is for a model that thinks, and this one is not known to".into())
+                Err("`thinking_token_budget` needs a thinking model, and this model is not known to be one".into())
             }
             None => Ok(()),
         }

@@ -156,14 +156,14 @@ impl Channels {
                     .map_err(|_| broken(format!("it has no `{name}`: was it made for another model?")))?;
                 if tensor.dtype() != Dtype::F32 || tensor.shape() != [width] {
                     return Err(broken(format!(
-                        "`{name}` is {:?} {:?}, this model's is F32 [{width}]: it was made for another model",
+                        "`{name}` is {:?} {:?} in place of F32 [{width}]: the file was made for another model",
                         tensor.dtype(),
                         tensor.shape()
                     )));
                 }
                 values.extend(tensor.data().as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)));
                 if values.iter().any(|x| !x.is_finite() || *x < 0.0) {
-                    return Err(broken(format!("`{name}` holds what is no magnitude")));
+                    return Err(broken(format!("`{name}` holds a value that is negative or not finite")));
                 }
             }
         }

@@ -158,9 +158,12 @@ pub fn examine(config: &Config, headers: &Headers) -> Result<bool, ModelError> {
         return Err(stranger.refused(headers, *at, strangers.len()));
     }
     if let [name, others @ ..] = &missing[..] {
-        let instead = strangers
-            .first()
-            .map(|(_, at)| format!("; `{}` is there, of which `config.json` says nothing", in_line(at.1)));
+        let instead = strangers.first().map(|(_, at)| {
+            format!(
+                "; the file has `{}`, which `config.json` does not mention",
+                in_line(at.1)
+            )
+        });
         return Err(ModelError::broken(
             headers.path(),
             format!(
@@ -197,7 +200,7 @@ fn stored<'a>(
                 return Err(ModelError::broken(
                     &file.path,
                     format!(
-                        "tensors `{}` and `{}` stand for one of the model's, and which is meant is not known: take one out",
+                        "tensors `{}` and `{}` are two names of one weight: remove the wrong one",
                         in_line(other),
                         in_line(name)
                     ),
@@ -236,10 +239,10 @@ fn hold_against_index(headers: &Headers, is_harmless: &impl Fn(&str) -> bool) ->
             let why = match listed.get(name.as_str()) {
                 Some(there) if *there == at => continue,
                 Some(there) => format!(
-                    "stands here, and in `{}`, where the index lists it",
+                    "is in this file and in `{}`, where the index lists it",
                     headers.files[*there].path.display()
                 ),
-                None => "stands here, and the index does not list it".to_owned(),
+                None => "is in this file, and the index does not list it".to_owned(),
             };
             return Err(ModelError::broken(
                 &file.path,

@@ -112,7 +112,7 @@ pub fn blocks_of_the_rest<D: Device>(device: &D, config: &Config, bytes: Option<
     }
     let Some(free) = device.free_bytes()? else {
         return Err(ModelError::Options(
-            "this device has no memory of its own: say how large its KV pool is to be".into(),
+            "this device has no memory of its own: give the KV pool's size".into(),
         ));
     };
     let block = block_bytes(device, config);
@@ -120,7 +120,7 @@ pub fn blocks_of_the_rest<D: Device>(device: &D, config: &Config, bytes: Option<
     if blocks == 0 {
         let mib = |bytes: u64| bytes >> 20;
         return Err(DeviceError::OutOfMemory(format!(
-            "with the model and a step's activations loaded, {} MiB are left; {} MiB of them stay free, and a KV block takes {} KiB: ask for fewer `--step-tokens`, or for 8 bits",
+            "{} MiB are free beside the model and a step's activations; {} MiB of them are reserved, and a KV block takes {} KiB: use fewer `--step-tokens`, or an 8-bit `precision`",
             mib(free),
             mib(MARGIN_BYTES),
             block.div_ceil(1 << 10)

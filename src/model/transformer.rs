@@ -265,7 +265,9 @@ impl<D: Device> Transformer<D> {
                 Ok(()) => break,
                 Err(DeviceError::OutOfMemory(why)) if tokens > pool::STEP_TOKENS_MIN => {
                     tokens = (tokens / 2).max(pool::STEP_TOKENS_MIN);
-                    tracing::warn!("a step's memory does not fit, {why}: steps have {tokens} tokens at most");
+                    tracing::warn!(
+                        "a step does not fit in the device's memory, {why}: from now on a step has at most {tokens} tokens"
+                    );
                     self.buffers = Buffers::new(&self.device);
                 }
                 Err(error) => return Err(error.into()),
@@ -355,7 +357,7 @@ impl<D: Device> Transformer<D> {
             let positions = &batch.positions[s.first_token as usize..next as usize];
             if !positions.iter().copied().eq(s.kv_len - s.q_len..s.kv_len) {
                 return Err(format!(
-                    "sequence {i}: positions are not its last {} of {}",
+                    "sequence {i}: its positions are not the last {} of {}",
                     s.q_len, s.kv_len
                 ));
             }
@@ -392,13 +394,15 @@ impl<D: Device> Transformer<D> {
             .iter()
             .any(|(token, _)| *token as usize >= batch.tokens.len())
         {
-            return Err("a token is drawn that is none of the step's".to_owned());
+            return Err("a sampled position is outside of the step".to_owned());
         }
         if !batch.logits_at.is_sorted_by(|a, b| a < b) {
             return Err("`logits_at` does not ascend".to_owned());
         }
         match batch.logits_at.last() {
-            Some(&last) if last as usize >= batch.tokens.len() => Err(format!("no token {last} to take logits at")),
+            Some(&last) if last as usize >= batch.tokens.len() => Err(format!(
+                "logits are asked for at token {last}, which is outside of the step"
+            )),
             _ => Ok(()),
         }
     }

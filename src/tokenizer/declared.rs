@@ -92,7 +92,7 @@ impl Declared {
         }
         let growth = self.normalizer_growth()?.saturating_mul(self.pre_tokenizer_growth()?);
         most(
-            "bytes that its normalizer and pre-tokenizer make of one",
+            "output bytes of its normalizer and pre-tokenizer for one input byte",
             growth,
             GROWTH_MAX,
         )?;
@@ -150,7 +150,7 @@ impl Declared {
                 Some(actual) if actual == *id => {}
                 Some(actual) => {
                     return Err(format!(
-                        "its added token `{content}` says id {id}, but its place is {actual}"
+                        "its added token `{content}` declares the id {id}, but has the id {actual}"
                     ));
                 }
                 None => return Err(format!("its added token `{content}` cannot be added")),
@@ -208,7 +208,7 @@ pub(super) fn check_beginnings(full: &Inner) -> Result<(), String> {
         beginnings.push(text);
         bytes += text.len();
         most(
-            "bytes in tokens of its vocabulary that begin with each other",
+            "bytes in vocabulary tokens that are prefixes of other tokens",
             bytes,
             BEGINNINGS_BYTES_MAX,
         )?;

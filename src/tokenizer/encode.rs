@@ -230,7 +230,7 @@ impl Tokenizer {
             }
             if written > WRITTEN_BYTES_MAX || text.len() > STRETCH_BYTES_MAX {
                 return Err(format!(
-                    "this text has {} bytes, more than its tokenizer, of a kind that cuts no text in parts, encodes at once",
+                    "this text has {} bytes, more than its tokenizer encodes at once, and this tokenizer cannot split a text",
                     text.len()
                 ));
             }

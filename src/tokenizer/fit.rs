@@ -221,7 +221,7 @@ impl RoundTrip<'_> {
         match alike {
             true => Ok(()),
             false => Err(format!(
-                "its decoder makes another text of whole answers than of single tokens, which is not supported: {} and {}",
+                "its decoder gives different texts for a whole answer and for its single tokens, which is not supported: {} and {}",
                 shown(&whole),
                 shown(&back)
             )),

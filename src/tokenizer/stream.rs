@@ -418,7 +418,7 @@ fn joins_nothing_before(c: char) -> bool {
 fn fits(bytes: usize) -> Result<(), End> {
     match bytes > STRETCH_BYTES_MAX {
         true => Err(End::Failed(format!(
-            "this text holds a stretch of {bytes} bytes that the tokenizer cannot cut, and {STRETCH_BYTES_MAX} are the most that are encoded at once"
+            "this text has {bytes} bytes that the tokenizer cannot split, and at most {STRETCH_BYTES_MAX} are encoded at once"
         ))),
         false => Ok(()),
     }

@@ -254,7 +254,7 @@ fn folders_without_a_usable_tokenizer_say_so() {
         "model": {"type": "WordLevel", "vocab": {"u": 0}, "unk_token": "u"},
     });
     std::fs::write(dir.path().join("tokenizer.json"), lying.to_string()).unwrap();
-    assert!(message(dir.path()).contains("says id 7, but its place is 1"));
+    assert!(message(dir.path()).contains("declares the id 7, but has the id 1"));
 }
 
 #[test]

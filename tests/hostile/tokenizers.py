@@ -71,7 +71,7 @@ def cases():
     # A text that loading does not try: its rows fail, or take what they take, and the process goes on.
     yield expression("own_trigger", r"QZXW(?:(?:QZXW)+)+!|\S|\s", text="QZXW" * 400, says=(), codes=(REFUSED, FAILED_ROWS, DONE))
     yield normalizer("slow_replacement", replace("x", Regex="((?:a+)+b)"), text=run, says=(), codes=(REFUSED, FAILED_ROWS, DONE))
-    growth = ("make of one",)
+    growth = ("for one input byte",)
     yield normalizer("doubling", *[replace("aa", String="a")] * 30, says=growth)
     yield normalizer("one_long_replacement", replace("q" * 1_000_000, String="q"), text="q" * 1_000, says=growth)
     yield normalizer("long_prefix", {"type": "Prepend", "prepend": "x" * 1_000_000}, says=growth)
@@ -91,7 +91,7 @@ def cases():
     yield case("long_added_token", added("<" + "a" * 100_000), says=("bytes in an added token",))
     vocab = [["<unk>", 0.0], *(["a" * (number + 1), -1.0] for number in range(2_000))]
     yield case("beginnings", lambda whole: whole.update(model={"type": "Unigram", "unk_id": 0, "vocab": vocab}, added_tokens=[]),
-               text="a" * 5_000, says=("begin with each other",))
+               text="a" * 5_000, says=("are prefixes of other tokens",))
     words = {"type": "WordPiece", "vocab": {"[UNK]": 0, "a": 1}, "unk_token": "[UNK]", "continuing_subword_prefix": "##",
              "max_input_chars_per_word": 10**9}
     yield case("long_words", lambda whole: whole.update(model=words, added_tokens=[]), says=("max_input_chars_per_word",))

@@ -482,9 +482,7 @@ impl Device for Cpu {
 
     fn read(&self, buffer: &Buffer) -> Result<Vec<f32>, DeviceError> {
         if buffer.quantized.is_some() {
-            return Err(DeviceError::Unsupported(
-                "rows in 8 bits are not read back from a CPU".into(),
-            ));
+            return Err(DeviceError::Unsupported("the CPU does not read 8-bit rows back".into()));
         }
         Ok(buffer.data.clone())
     }

@@ -194,7 +194,7 @@ impl GrammarState {
     pub fn prepare(&mut self) {
         if matches!(self.mask, Mask::Unknown) {
             let mask = self.ask(Matcher::compute_mask_or_eos);
-            self.mask = Mask::Computed(mask.map_err(|e| format!("no token can follow in the asked-for shape: {e}")));
+            self.mask = Mask::Computed(mask.map_err(|e| format!("no token can follow under the constraint: {e}")));
         }
     }
 

@@ -99,7 +99,7 @@ impl Lexer {
             return Ok(());
         }
         Err(format!(
-            "the states of the shapes that run take more than {} MiB, and its own {} KiB of them; ask for a simpler shape",
+            "the grammars of the running rows take more than {} MiB of memory, {} KiB of it this row's; use a simpler schema or expression",
             sum.most >> 20,
             grown >> 10
         ))

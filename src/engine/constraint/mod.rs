@@ -52,7 +52,7 @@ pub use weight::Weight;
 /// Why a shape cannot be applied: the job (or the row that brought the shape) is refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ConstraintError {
-    #[error("`{field}` is too large: {size} {unit}, at most {limit} are read")]
+    #[error("`{field}` is too large: {size} {unit}, and the maximum is {limit}")]
     TooLarge {
         field: &'static str,
         size: usize,
@@ -66,19 +66,23 @@ pub enum ConstraintError {
     Work { field: &'static str },
     #[error("`{field}` cannot be compiled: {why}")]
     Invalid { field: &'static str, why: String },
-    #[error("`{field}` is not compiled after {seconds} s and was given up")]
+    #[error("`{field}` did not compile within {seconds} s")]
     TooSlow { field: &'static str, seconds: u64 },
     #[error(
-        "`{field}` cannot be compiled: all {threads} threads for it are held by shapes of earlier rows that were given up"
+        "`{field}` cannot be compiled: all {threads} compiler threads are still busy with schemas of earlier rows that timed out"
     )]
     Held { field: &'static str, threads: usize },
-    #[error("`{field}` allows no text that this model's vocabulary can spell")]
+    #[error("`{field}` allows no text that this model's vocabulary can produce")]
     Unsatisfiable { field: &'static str },
-    #[error("`choice` lists {count} choices of {bytes} bytes together; 1 to 10,000 choices of at most 1 MiB are taken")]
+    #[error(
+        "`choice` lists {count} choices of {bytes} bytes together; it may list 1 to 10,000 choices of 1 MiB together"
+    )]
     ChoiceCount { count: usize, bytes: usize },
-    #[error("the model's vocabulary cannot spell the choice `{text}`")]
+    #[error("the model's vocabulary cannot produce the choice `{text}`")]
     Unspeakable { text: String },
-    #[error("the choice `{text}` begins another one, and the model has no end-of-sequence token to tell them apart")]
+    #[error(
+        "the choice `{text}` is the beginning of another choice, and the model has no end-of-sequence token to tell them apart"
+    )]
     NoEnd { text: String },
     #[error(
         "the choice `{text}` needs token {token}, which the checkpoint's `suppress_tokens`, `begin_suppress_tokens` or \

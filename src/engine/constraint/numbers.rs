@@ -22,7 +22,7 @@ pub(super) fn check_numbers(members: &Map<String, Value>) -> Result<(), String> 
             Value::Object(members) => stack.extend(members.values()),
             Value::Number(number) if !is_exact(number) => {
                 return Err(format!(
-                    "its value {number} is no number of 64 bits in floating point, and answers would have the next one: make it a text"
+                    "its value {number} has no exact 64-bit floating-point form, and answers would hold the nearest one: write it as a string"
                 ));
             }
             _ => {}
@@ -60,7 +60,7 @@ fn check_bounds(
         // For integers, the compiler would clamp these bounds to int64. If only the smallest int64
         // is left, the compiler overflows its stack.
         if leaves_none(float) {
-            return Err("its bounds leave numbers of more than 64 bits alone".into());
+            return Err("its bounds allow only numbers that have no 64-bit floating-point form".into());
         }
         // The compiler's own computation, bit for bit. The compiler handles fractions correctly.
         let reckoned = (float + step) as i64;
@@ -69,7 +69,7 @@ fn check_bounds(
             .is_some_and(|whole| i128::from(reckoned) != i128::from(whole) + step as i128)
         {
             return Err(format!(
-                "its bound {bound} is no number of 64 bits in floating point, and answers would be held to another one: choose one below \
+                "its bound {bound} has no exact 64-bit floating-point form, so another bound would apply: choose one below \
                  9007199254740992, or an even one"
             ));
         }

@@ -108,7 +108,7 @@ impl<'a> Places<'a> {
             }
         }
         if parts.is_empty() {
-            return "its top".into();
+            return "its root".into();
         }
         parts.reverse();
         let pointer = format!("/{}", parts.join("/"));

@@ -31,14 +31,14 @@ pub(super) fn placed(message: &str, schema: &Value) -> Option<String> {
             ("are", "them")
         };
         return Some(format!(
-            "it has {} at {place}, which {verb} not supported: leave {it} out, and hold the answers against {it} afterwards",
+            "it has {} at {place}, which {verb} not supported: leave {it} out, and check the answers against {it} afterwards",
             there.join(" and ")
         ));
     }
     if let Some((_, format)) = message.split_once("Unknown format: ") {
         let (place, _) = find(&|members| is(members, "format", format))?;
         return Some(format!(
-            "it has the `format` `{format}` at {place}, which is not known: leave it out, or say it by a `pattern`"
+            "it has the `format` `{format}` at {place}, which is unknown: leave it out, or use a `pattern`"
         ));
     }
     if let Some((_, kind)) = message.split_once("Invalid type: ") {
@@ -53,9 +53,9 @@ pub(super) fn placed(message: &str, schema: &Value) -> Option<String> {
     let name = name.split('\'').next()?;
     let (place, _) = find(&|members| is(members, "$ref", name))?;
     Some(match name.starts_with("#/") {
-        true => format!("its `$ref` at {place} names `{name}`, which is not there"),
+        true => format!("its `$ref` at {place} names `{name}`, which does not exist"),
         false => format!(
-            "its `$ref` at {place} names `{name}`: only places of the schema itself can be named, such as `#/$defs/NAME`"
+            "its `$ref` at {place} names `{name}`: a `$ref` can only point into the same schema, as in `#/$defs/NAME`"
         ),
     })
 }

@@ -184,7 +184,7 @@ fn check_references(schema: &Value) -> Result<(), ConstraintError> {
                     if left == 0 {
                         sum = sum.max(REFERRED_LEVELS_MAX + 1);
                     }
-                    bound(sum, REFERRED_LEVELS_MAX, "levels of definitions that `$ref`s name")?;
+                    bound(sum, REFERRED_LEVELS_MAX, "levels of nested `$ref` definitions")?;
                 }
             }
             _ => {}
@@ -242,7 +242,7 @@ impl<'a> Work<'a> {
 
     /// Counts the work of schemas that must hold together.
     fn meet(&mut self, items: Vec<Item<'a>>, depth: usize) -> Result<(), ConstraintError> {
-        bound(depth, PLACED_LEVELS_MAX, "levels with definitions in place")?;
+        bound(depth, PLACED_LEVELS_MAX, "levels after `$ref`s are expanded")?;
         let mut flat = Vec::new();
         let mut references = Vec::new();
         let mut stack = items;

@@ -88,7 +88,7 @@ fn numbers_that_would_become_others_are_refused() {
     for (value, words) in [
         (
             json!({"const": 9_007_199_254_740_993_u64}),
-            "9007199254740993 is no number of 64 bits",
+            "9007199254740993 has no exact 64-bit floating-point form",
         ),
         (
             json!({"enum": ["a", {"b": [18_446_744_073_709_551_615_u64]}]}),
@@ -96,7 +96,7 @@ fn numbers_that_would_become_others_are_refused() {
         ),
         (
             serde_json::from_str(r#"{"const": 12345678901234567890123}"#).unwrap(),
-            "is no number of 64 bits",
+            "has no exact 64-bit floating-point form",
         ),
         (
             json!({"items": {"const": -9_007_199_254_740_993_i64}, "type": "array"}),
@@ -104,19 +104,19 @@ fn numbers_that_would_become_others_are_refused() {
         ),
         (
             json!({"type": "integer", "minimum": 9.3e18, "maximum": 9.4e18}),
-            "more than 64 bits",
+            "that have no 64-bit floating-point form",
         ),
         (
             json!({"type": ["integer", "null"], "exclusiveMaximum": -1e19, "minimum": -1e20}),
-            "more than 64 bits",
+            "that have no 64-bit floating-point form",
         ),
         (
             json!({"type": "integer", "minimum": i64::MIN, "maximum": i64::MIN}),
-            "more than 64 bits",
+            "that have no 64-bit floating-point form",
         ),
         (
             json!({"allOf": [{"type": "integer"}, {"minimum": -1e20, "maximum": -1e19}]}),
-            "more than 64 bits",
+            "that have no 64-bit floating-point form",
         ),
     ] {
         let error = schema(value.clone()).unwrap_err().to_string();
@@ -135,7 +135,7 @@ fn numbers_that_would_become_others_are_refused() {
     ] {
         let error =
             schema(json!({"type": "object", "properties": {"a": {"type": "integer", name: bound}}})).unwrap_err();
-        let words = format!("at `/properties/a`, its bound {bound} is no number of 64 bits in floating point");
+        let words = format!("at `/properties/a`, its bound {bound} has no exact 64-bit floating-point form");
         assert!(error.to_string().contains(&words), "{name}: {error}");
     }
     let draft_4 = json!({"type": "integer", "minimum": large - 1, "exclusiveMinimum": true});
@@ -227,7 +227,7 @@ fn what_is_not_supported_is_named_with_its_place_and_what_to_do() {
     for (value, words) in [
         (
             json!({"type": "object", "properties": {"a/b": {"type": "object", "propertyNames": {"pattern": "x"}}}}),
-            "it has `propertyNames` at `/properties/a~1b`, which is not supported: leave it out, and hold the answers against it afterwards",
+            "it has `propertyNames` at `/properties/a~1b`, which is not supported: leave it out, and check the answers against it afterwards",
         ),
         (
             json!({"anyOf": [{"type": "null"}, {"if": {"type": "null"}, "then": {}}]}),
@@ -235,7 +235,7 @@ fn what_is_not_supported_is_named_with_its_place_and_what_to_do() {
         ),
         (
             json!({"type": "array", "uniqueItems": true}),
-            "it has `uniqueItems` at its top, which is not supported",
+            "it has `uniqueItems` at its root, which is not supported",
         ),
         // A property named `not` is no keyword.
         (
@@ -244,7 +244,7 @@ fn what_is_not_supported_is_named_with_its_place_and_what_to_do() {
         ),
         (
             json!({"type": "array", "items": {"type": "string", "format": "postcode"}}),
-            "it has the `format` `postcode` at `/items`, which is not known: leave it out, or say it by a `pattern`",
+            "it has the `format` `postcode` at `/items`, which is unknown: leave it out, or use a `pattern`",
         ),
         (
             json!({"type": "array", "items": {"type": ["null", "float"]}}),
@@ -252,11 +252,11 @@ fn what_is_not_supported_is_named_with_its_place_and_what_to_do() {
         ),
         (
             json!({"type": "array", "items": {"$ref": "#/$defs/no"}}),
-            "its `$ref` at `/items` names `#/$defs/no`, which is not there",
+            "its `$ref` at `/items` names `#/$defs/no`, which does not exist",
         ),
         (
             json!({"type": "array", "items": {"$ref": "other.json"}}),
-            "its `$ref` at `/items` names `other.json`: only places of the schema itself",
+            "its `$ref` at `/items` names `other.json`: a `$ref` can only point into the same schema",
         ),
     ] {
         let error = schema(value.clone()).unwrap_err().to_string();
@@ -268,7 +268,7 @@ fn what_is_not_supported_is_named_with_its_place_and_what_to_do() {
     );
     let error = schema(deep).unwrap_err().to_string();
     assert!(
-        error.contains("…`, which is not supported: leave it out, and hold") && error.len() < 400,
+        error.contains("…`, which is not supported: leave it out, and check") && error.len() < 400,
         "{error}"
     );
 }

@@ -200,7 +200,11 @@ fn of_a_model_that_sees_images_the_text_part_is_held_against_the_configuration()
         refused(&c, &renamed(&[parts[0], &bias]), &[&bias, "bias of `q_proj`"]);
         refused(&c, &renamed(&["audio_tower.a"]), &["audio_tower.a", "read by no part"]);
         let twice = ["model.norm.weight"];
-        refused(&c, &renamed(&twice), &["model.norm.weight", prefix, "take one out"]);
+        refused(
+            &c,
+            &renamed(&twice),
+            &["model.norm.weight", prefix, "remove the wrong one"],
+        );
     }
     let head = "language_model.lm_head.weight";
     let mut headers = headers(&c);
@@ -272,7 +276,7 @@ fn index_and_files_must_agree() {
         &[
             "m/model-2.safetensors",
             table,
-            "stands here, and in `m/model-1.safetensors`",
+            "is in this file and in `m/model-1.safetensors`",
         ],
     );
 

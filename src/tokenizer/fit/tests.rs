@@ -318,7 +318,9 @@ fn texts_that_come_back_as_others_are_refused() {
     );
     let error = load(&file(marks_model(), none, metaspace("never"), across)).unwrap_err();
     assert!(
-        error.contains("of whole answers than of single tokens") && error.contains("is owed") && !error.contains('\n'),
+        error.contains("for a whole answer and for its single tokens")
+            && error.contains("is owed")
+            && !error.contains('\n'),
         "{error}"
     );
 }
@@ -349,7 +351,7 @@ fn texts_that_grow_without_bounds_are_refused() {
     let with = |times| load(&file(bytes_model(), grow(times), byte_level(), byte_level()));
     assert_eq!(with(256).err(), None);
     let error = with(257).unwrap_err();
-    assert!(error.contains("make of one: 514, more than 512"), "{error}");
+    assert!(error.contains("for one input byte: 514, more than 512"), "{error}");
 }
 
 #[test]

@@ -298,7 +298,7 @@ fn what_cannot_be_cut_and_is_too_long_is_an_error() {
             // This pre-tokenizer cuts after each `a`.
             "behind" => assert_eq!(encoded.unwrap().len(), 1_001),
             _ => assert!(
-                encoded.unwrap_err().contains("bytes that the tokenizer cannot cut"),
+                encoded.unwrap_err().contains("bytes that the tokenizer cannot split"),
                 "{name}"
             ),
         }

@@ -101,19 +101,19 @@ fn files_that_are_too_much_are_refused() {
         (
             "/normalizer",
             json!({"type": "Sequence", "normalizers": vec![replace("aa"); 10]}),
-            "make of one: 1024, more than 512",
+            "for one input byte: 1024, more than 512",
         ),
         (
             "/normalizer",
             json!({"type": "Sequence", "normalizers": vec![json!({"type": "NFC"}); 65]}),
             "steps in its normalizer: 65",
         ),
-        ("/normalizer", replace(&"b".repeat(513)), "make of one: 513"),
+        ("/normalizer", replace(&"b".repeat(513)), "for one input byte: 513"),
         ("/model", bert, "`max_input_chars_per_word` is 201, more than 200"),
         (
             "/model",
             json!({"type": "Unigram", "unk_id": 0, "vocab": chain}),
-            "that begin with each other",
+            "that are prefixes of other tokens",
         ),
         (
             "/added_tokens",

@@ -61,14 +61,14 @@ fn refused_schemas() -> Vec<(Value, &'static str)> {
         ),
         (
             chain(2000, |next| json!({"type": "array", "items": next})),
-            "levels of definitions that `$ref`s name, at most 3000",
+            "levels of nested `$ref` definitions, at most 3000",
         ),
         (
             chain(
                 310,
                 |next| json!({"allOf": [{"type": "array", "items": next}, {"type": "array", "items": {"type": "array"}}]}),
             ),
-            "levels with definitions in place, at most 300",
+            "levels after `$ref`s are expanded, at most 300",
         ),
         (chain(30, twice), "multiply to more than 64 MiB"),
         (
@@ -454,7 +454,7 @@ fn what_rows_lead_lexers_to_is_bounded_over_all_of_them() {
             most = most.max(growth.bytes());
             let Err(why) = walked else { return true };
             assert!(
-                why.contains("take more than 4 MiB") && why.contains("a simpler shape"),
+                why.contains("take more than 4 MiB") && why.contains("a simpler schema or expression"),
                 "{why}"
             );
             failed += 1;
