@@ -69,7 +69,7 @@ impl Notice {
     /// The notice was not accepted; the error is one line.
     pub async fn post(&self, url: &Url, keys: &Signing) -> Result<(), String> {
         if names_link_local(url) {
-            return Err("it names a link-local address or metadata service, to which nothing is posted".into());
+            return Err("it is a link-local address or a metadata service; nothing is posted there".into());
         }
         let client = poster(url, TRY_MAX).map_err(|error| cause(&error))?;
         let mut last = String::new();
@@ -142,7 +142,7 @@ fn signatures(keys: &Signing, id: &str, seconds: u64, body: &str) -> String {
 /// The message for a notice that was not accepted.
 pub fn not_told(url: &Url, why: &str) -> String {
     format!(
-        "`on_finish.url` `{}` was not told: {why}; the job's result stands",
+        "could not notify `on_finish.url` `{}`: {why}; the job's result is unaffected",
         shown(url)
     )
 }

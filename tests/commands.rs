@@ -655,14 +655,8 @@ fn why_rows_failed_is_said_with_how_many() {
         fs::write(&rows, text.replacen("word ", "wordy ", 3)).unwrap();
         let ran = run(&["run", arg(&job), "--quiet"]).expect(3).stdout;
         let line = |text: &str, count: &str| text.lines().any(|line| line.contains(count));
-        assert!(
-            line(&ran, "failed      3 of 4 that were looked at: "),
-            "{format}: {ran}"
-        );
-        assert!(
-            line(&ran, "            1 of 4 that were looked at: "),
-            "{format}: {ran}"
-        );
+        assert!(line(&ran, "failed      3 of 4 examined rows: "), "{format}: {ran}");
+        assert!(line(&ran, "            1 of 4 examined rows: "), "{format}: {ran}");
         assert_eq!(
             run(&["status", arg(&output)])
                 .expect(0)

@@ -50,13 +50,13 @@ fn a_lost_part_is_made_again_byte_for_byte() {
                 "{seen}"
             );
             let said = run(&["status", arg(&output)]).expect(0).stdout;
-            assert!(said.contains("is gone: `gristmill run` makes it again"), "{said}");
+            assert!(said.contains("is missing: `gristmill run` builds it again"), "{said}");
             // What would need it, or do away with what it is made from.
             run(&["retry", arg(&output)]).expect(2).one_line(&["is not finished"]);
             run(&["clean", arg(&output), "--yes"]).expect(2);
             let run_again = run(&["run", arg(&job), "--quiet"]).expect(3);
             assert!(
-                run_again.stderr.contains("was gone, and was made again"),
+                run_again.stderr.contains("was missing and has been built again"),
                 "{}",
                 run_again.stderr
             );
@@ -82,7 +82,7 @@ fn a_part_that_cannot_be_made_again_leaves_the_job_unfinished() {
             fs::remove_file(output.join("_SUCCESS")).unwrap();
         }
         run(&["run", arg(&job), "--quiet"]).expect(1).one_line(&[
-            "part-00004.parquet` is gone and cannot be made again",
+            "part-00004.parquet` is missing and cannot be built again",
             "restore it from a backup",
         ]);
         assert_eq!(output.join("_SUCCESS").exists(), !gone);
@@ -110,7 +110,7 @@ fn a_retry_over_a_lost_part_ends() {
     fs::remove_file(&other).unwrap();
     run(&["run", arg(&job), "--quiet"])
         .expect(1)
-        .one_line(&["part-00007.parquet` is gone", "leaves it as it was"]);
+        .one_line(&["part-00007.parquet` is missing", "does not include this shard"]);
     fs::write(&other, bytes).unwrap();
     run(&["run", arg(&job), "--quiet"]).expect(3);
     run(&["verify", arg(&output), "--inputs"]).expect(0);

@@ -164,7 +164,7 @@ fn a_failure_is_a_warning_and_the_result_stands() {
         lines[0]
     );
     assert!(
-        lines[1].contains("was not told") && lines[1].contains("redirects are not followed"),
+        lines[1].contains("could not notify") && lines[1].contains("redirects are not followed"),
         "{}",
         lines[1]
     );
@@ -183,7 +183,7 @@ fn a_failure_is_a_warning_and_the_result_stands() {
     fs::write(missing.path().join("notify.sh"), "#!/bin/sh\n").unwrap();
     let (job, _) = job_with(missing.path(), "{command: [./notify.sh]}");
     let ran = run(&["run", arg(&job), "--quiet"]).expect(0);
-    ran.one_line(&["cannot start `", "notify.sh`", "the job's result stands"]);
+    ran.one_line(&["cannot start `", "notify.sh`", "the job's result is unaffected"]);
 }
 
 #[test]

@@ -113,7 +113,7 @@ async fn tell_of_run(asked: &OnFinish, prepared: &PreparedJob, ledger: &Ledger, 
         let ran = tokio::task::spawn_blocking(move || run_command(&command, &folder, &object, &stop)).await?;
         if let Err(why) = ran {
             is_told = false;
-            eprintln!("gristmill: warning: `on_finish.command` {why}; the job's result stands");
+            eprintln!("gristmill: warning: `on_finish.command` {why}; the job's result is unaffected");
         }
     }
     if let Some(url) = asked.address() {

@@ -47,7 +47,7 @@ pub async fn status(args: OutputArgs) -> Result<Exit, Failure> {
     }
     for name in status.lost_parts.iter().take(SHARDS_SHOWN) {
         println!(
-            "damaged     `{name}` is gone: `gristmill run` makes it again, or workers after `gristmill reconcile`"
+            "damaged     `{name}` is missing: `gristmill run` builds it again, or workers after `gristmill reconcile`"
         );
     }
     for name in pinned_anew(&ledger, &control) {

@@ -457,7 +457,7 @@ impl Ledger {
             return Ok(());
         }
         Err(LedgerError::conflict(format!(
-            "`{}` is not what it was when this worker began job `{}`: nothing more is published",
+            "`{}` has changed since this worker began job `{}`: this worker publishes nothing more",
             self.store().address(JOB),
             self.job().name
         )))

@@ -504,7 +504,7 @@ impl ShardLog {
         match self.ledger.store().create(key, bytes).await? {
             Created::Ours => Ok(()),
             Created::Theirs(_) => Err(LedgerError::damaged(format!(
-                "`{}` holds other bytes than this worker wrote, under a name that only it knows",
+                "`{}` holds other bytes than this worker wrote, although only this worker knows the name",
                 self.ledger.store().address(key)
             ))),
         }

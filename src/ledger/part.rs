@@ -58,7 +58,7 @@ impl Ledger {
         let generation = origin.generation.unwrap_or_else(|| "0".into());
         generation
             .parse()
-            .map_err(|_| format!("names no generation, but `{generation}`"))
+            .map_err(|_| format!("its metadata has an invalid generation: `{generation}`"))
     }
 
     /// Counts the rows of `bytes`, which must be the shard's rows, each once and in order. Returns
@@ -79,7 +79,7 @@ impl Ledger {
         match count.next == count.end {
             true => Ok((count.tally, count.to_do)),
             false => Err(format!(
-                "ends before row {}, its shard before row {}",
+                "ends before row {}; its shard ends before row {}",
                 count.next, count.end
             )),
         }
@@ -135,7 +135,7 @@ impl Count {
             ));
         }
         if row != self.next {
-            return Err(format!("row {row} stands where row {} belongs", self.next));
+            return Err(format!("has row {row} in place of row {}", self.next));
         }
         self.next += 1;
         Ok(())

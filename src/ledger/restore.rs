@@ -34,11 +34,11 @@ impl Ledger {
         let gone = self.without_part().await?;
         // A retry only publishes parts of its own shards.
         if let Some(&shard) = gone.iter().find(|&&shard| self.rows_to_do(shard).is_empty()) {
-            return Err(self.cannot_restore(shard, "the retry that is under way leaves it as it was"));
+            return Err(self.cannot_restore(shard, "the retry in progress does not include this shard"));
         }
         for shard in &gone {
             tracing::info!(
-                "`{}` is gone, and is to be made again",
+                "`{}` is missing and will be built again",
                 self.store().address(&self.keys().part(*shard))
             );
         }
@@ -69,11 +69,14 @@ impl Ledger {
             Assembled::Damaged(_) => return Err(self.cannot_restore(shard, "the data of its rows is lost")),
         };
         if log.described(&bytes) != commit.part {
-            return Err(self.cannot_restore(shard, "what the ledger gives is not what was committed"));
+            return Err(self.cannot_restore(
+                shard,
+                "the part built again from the ledger differs from the committed one",
+            ));
         }
         let look = || self.check_still_ours().boxed();
         if self.store().create_after(name, bytes, &look).await?.created == Created::Ours {
-            tracing::warn!("`{}` was gone, and was made again", self.store().address(name));
+            tracing::warn!("`{}` was missing and has been built again", self.store().address(name));
         }
         self.finish_check(Some(shard)).await?;
         Ok(true)
@@ -81,7 +84,7 @@ impl Ledger {
 
     fn cannot_restore(&self, shard: u32, why: &str) -> LedgerError {
         LedgerError::damaged(format!(
-            "`{}` is gone and cannot be made again, since {why}: restore it from a backup or an earlier version of the object, or \
+            "`{}` is missing and cannot be built again, since {why}: restore it from a backup or an earlier version of the object, or \
              run the job to a new `output.uri`",
             self.store().address(&self.keys().part(shard))
         ))

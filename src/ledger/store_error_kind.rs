@@ -43,7 +43,7 @@ pub(super) fn store_error_kind(error: &object_store::Error) -> StoreErrorKind {
     match found::<Odd>(error) {
         Some(Odd::Link(_)) => {
             return StoreErrorKind::Lasting(
-                "no link below an output is followed: put the file or folder itself there, or make the whole output a link",
+                "symbolic links below an output are not followed: use a real file or folder, or link the whole output",
             );
         }
         Some(Odd::Special(_)) => {

@@ -233,7 +233,7 @@ impl Ledger {
             .filter(|object| !hidden(&object.key) && !expected.contains(&object.key))
         {
             out.find(format!(
-                "`{}` lies beside the parts and is none of this job",
+                "`{}` is beside the parts, and does not belong to this job",
                 object.key
             ));
         }
@@ -241,7 +241,7 @@ impl Ledger {
             let inside = self.store().list(folder).await?;
             for object in inside.iter().filter(|object| !object.key.split('/').any(hidden)) {
                 out.find(format!(
-                    "`{}` lies beside the parts and is none of this job",
+                    "`{}` is beside the parts, and does not belong to this job",
                     object.key
                 ));
             }

@@ -39,7 +39,7 @@ impl Server {
         // The entry may hold a password by mistake, so the error does not repeat it.
         let bad = || {
             wrong(format!(
-                "`{LIST}` takes `host`, `host:port` or `amqp://host:port`, joined by commas: an entry is none of these"
+                "`{LIST}` has an invalid entry: write `host`, `host:port` or `amqp://host:port`, separated by commas"
             ))
         };
         let (scheme, rest) = match entry.split_once("://") {
@@ -102,7 +102,7 @@ impl Servers {
                 "`queue.url` of the job file begins with `amqp://`, which would send {what} in clear text: use `amqps://`, {list}"
             ),
             false => format!(
-                "`queue.url` of the job file leads to `{servers}`, and {what} goes only to servers that you name: {list} in \
+                "the job file's `queue.url` names the server `{servers}`, which is not in your list, and {what} is sent to listed servers only: {list} in \
                  the environment"
             ),
         }))
@@ -184,7 +184,7 @@ mod tests {
         for (variable, value, url, words) in [
             (LIST, "", "kafka://h/t", "list `h:9092` in `GRISTMILL_QUEUE_HOST`"),
             (LIST, "broker:9092", "kafka://broker:9093/t", "`broker:9093`"),
-            (LIST, "a", "kafka://a,b,c:1/t", "leads to `b:9092,c:1`"),
+            (LIST, "a", "kafka://a,b,c:1/t", "names the server `b:9092,c:1`"),
             (
                 LIST,
                 "broker",
@@ -205,9 +205,9 @@ mod tests {
                 "kafka://a:1/t",
                 "`GRISTMILL_QUEUE`: a queue address",
             ),
-            (LIST, "u:hunter2@h", "kafka://h/t", "an entry is none of these"),
-            (LIST, "https://h", "kafka://h/t", "an entry is none of these"),
-            (LIST, "h:9092/t", "kafka://h/t", "an entry is none of these"),
+            (LIST, "u:hunter2@h", "kafka://h/t", "has an invalid entry"),
+            (LIST, "https://h", "kafka://h/t", "has an invalid entry"),
+            (LIST, "h:9092/t", "kafka://h/t", "has an invalid entry"),
         ] {
             let line = refused(&[(variable, value)], url).unwrap_or_else(|| panic!("{variable}={value} {url}"));
             assert!(

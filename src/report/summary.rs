@@ -216,7 +216,7 @@ fn failure_lines(failures: &Failures) -> Vec<String> {
             message.push('…');
         }
         let (rows, all) = (number(reason.rows), number(failures.looked_at));
-        format!("{word:11} {rows} of {all} that were looked at: {message}")
+        format!("{word:11} {rows} of {all} examined rows: {message}")
     };
     failures.most.iter().enumerate().map(line).collect()
 }

@@ -81,7 +81,7 @@ fn a_commit_without_its_part_is_made_good() {
     let second = scene.crew.hire(&[]);
     complete(&mut scene).unwrap();
     let log = scene.crew.log(second);
-    assert!(log.contains("was gone, and was made again"), "{log}");
+    assert!(log.contains("was missing and has been built again"), "{log}");
     scene.conclude();
     suite.end();
 }

@@ -75,7 +75,7 @@ fn the_memory_alarm_blocks_publishers() {
             .unwrap();
         scene.until("that publishing is blocked", BLOCKED_MAX, |_| {
             let said = std::fs::read_to_string(&said).unwrap();
-            said.contains("the broker holds publishing back")
+            said.contains("the broker blocks publishing")
         });
         let computed = scene.computed();
         let alarm = scene.suite.random.ms(4_000..7_000);

@@ -192,7 +192,7 @@ def leak(name, answer, queue, env, says, more=()):
 
 
 def leaks():
-    told = ("`queue.url` of the job file leads to", "--queue", "GRISTMILL_QUEUE_HOST")
+    told = ("the job file's `queue.url` names the server", "--queue", "GRISTMILL_QUEUE_HOST")
     plain = {"security.protocol": "sasl_plaintext", "sasl.mechanism": "PLAIN", "api.version.request": False,
              "broker.version.fallback": "0.10.0"}
     in_clear = {"GRISTMILL_KAFKA_SECURITY_PROTOCOL": "SASL_PLAINTEXT", "GRISTMILL_KAFKA_SASL_MECHANISM": "PLAIN"}

@@ -344,7 +344,7 @@ async fn a_lost_part_is_replaced_by_the_same_bytes_alone() {
     assert_eq!(ledger.unfinished().await.unwrap(), [0]);
     let other = |_: &[_], _: &[_]| Ok::<_, String>(bytes::Bytes::from_static(b"other rows"));
     let error = ledger.restore_part(&commit, other).await.unwrap_err();
-    assert!(error.to_string().contains("not what was committed"), "{error}");
+    assert!(error.to_string().contains("differs from the committed one"), "{error}");
     assert!(
         output.store.head(&at(&output, &name)).await.is_err(),
         "nothing was put there"

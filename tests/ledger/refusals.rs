@@ -376,7 +376,7 @@ async fn lines_of_somebody_else_are_never_overwritten_nor_committed() {
     for (standing, why) in [
         (foreign, "where `batch_req_"),
         ("x\n".repeat(4), "line 1 is no result of a batch"),
-        (String::new(), "ends before row 4, its shard before row 8"),
+        (String::new(), "ends before row 4; its shard ends before row 8"),
     ] {
         let (output, ledger) = lines_job("same", 4).await;
         put(&output, "part-00001.jsonl", standing.clone()).await;

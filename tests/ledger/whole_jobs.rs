@@ -285,7 +285,7 @@ async fn verification_finds_what_is_wrong() {
         .unwrap();
     expect(&ledger, "`part-00001.parquet` is not the part that was committed").await;
     expect(&ledger, "`part-00001.parquet` is foreign").await;
-    expect(&ledger, "row 0 stands where row 4 belongs").await;
+    expect(&ledger, "has row 0 in place of row 4").await;
 
     let (output, ledger) = finished_job().await;
     output.store.delete(&at(&output, "part-00002.parquet")).await.unwrap();
@@ -302,8 +302,8 @@ async fn verification_finds_what_is_wrong() {
         .put(&at(&output, "more/rows.parquet"), first.clone().into())
         .await
         .unwrap();
-    expect(&ledger, "`part-00003.parquet` lies beside the parts").await;
-    expect(&ledger, "`more/rows.parquet` lies beside the parts").await;
+    expect(&ledger, "`part-00003.parquet` is beside the parts").await;
+    expect(&ledger, "`more/rows.parquet` is beside the parts").await;
 
     let (output, ledger) = finished_job().await;
     output
@@ -346,7 +346,7 @@ async fn verification_finds_what_is_wrong() {
         assert!(
             findings
                 .iter()
-                .any(|line| line.contains("stands where") || line.contains("ends before")),
+                .any(|line| line.contains("in place of row") || line.contains("ends before")),
             "{findings:?}"
         );
     }
@@ -466,7 +466,7 @@ async fn lines_are_published_and_verified_too() {
         ("x\nx\nx\n".to_string(), "line 1 is no result of a batch"),
         (
             format!("{}\n{}\n", all[0], all[1]),
-            "ends before row 2, its shard before row 3",
+            "ends before row 2; its shard ends before row 3",
         ),
         (
             format!("{good}{}\n", all[2]),

@@ -163,7 +163,7 @@ impl PollThread<'_> {
         match self.mode {
             Mode::Member if self.group().tracker.is_stuck(now) => {
                 tracing::warn!(
-                    "{}: the worker has stopped making progress; leaving the group until it moves on",
+                    "{}: the worker has stopped making progress; leaving the consumer group until it makes progress again",
                     self.address
                 );
                 let progress_count = self.group().tracker.progress_count();
@@ -181,7 +181,10 @@ impl PollThread<'_> {
                 }
             }
             Mode::LetGo { progress_count } if self.group().tracker.progress_count() > progress_count => {
-                tracing::info!("{}: the worker moves on; joining the group again", self.address);
+                tracing::info!(
+                    "{}: the worker makes progress again; rejoining the consumer group",
+                    self.address
+                );
                 self.join();
             }
             Mode::Waiting { next_look, .. } if now >= next_look => self.look(now),

@@ -246,7 +246,7 @@ async fn say_when_blocked(events: impl futures::Stream<Item = Event>, address: S
     while let Some(event) = events.next().await {
         match event {
             Event::ConnectionBlocked(reason) => {
-                tracing::warn!("{address}: the broker holds publishing back ({reason}); waiting");
+                tracing::warn!("{address}: the broker blocks publishing ({reason}); waiting");
             }
             Event::ConnectionUnblocked => tracing::warn!("{address}: the broker accepts messages again"),
             _ => {}

@@ -488,7 +488,7 @@ impl Consumer {
         if self.tracker.is_stuck(now) {
             let progress_count = self.tracker.progress_count();
             tracing::warn!(
-                "{}: the worker has stopped making progress; leaving the queue until it moves on",
+                "{}: the worker has stopped making progress; cancelling its consumer until it makes progress again",
                 self.url
             );
             self.tracker.recall("its worker has stopped making progress", |_| true);

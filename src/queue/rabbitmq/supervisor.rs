@@ -91,5 +91,5 @@ async fn wait_for_progress(consumer: &Consumer, progress_count: u64) {
     while consumer.tracker.progress_count() == progress_count && !consumer.tracker.is_closing() {
         tokio::time::sleep(PROGRESS_POLL).await;
     }
-    tracing::info!("{}: the worker moves on; consuming again", consumer.url);
+    tracing::info!("{}: the worker makes progress again; consuming again", consumer.url);
 }
