@@ -1,7 +1,7 @@
 //! Formats an error and its causes on one line.
 
 /// The causes of an error on one line. A cause that the line already contains is left out.
-pub fn one_line(error: &anyhow::Error) -> String {
+pub(crate) fn one_line(error: &anyhow::Error) -> String {
     let mut line = String::new();
     for cause in error.chain() {
         let text = cause.to_string();
@@ -20,7 +20,7 @@ const CHARS_MAX: usize = 400;
 
 /// A parser's message on one line, shortened and without control characters. The message may quote
 /// foreign bytes.
-pub fn in_short(text: &str) -> String {
+pub(crate) fn in_short(text: &str) -> String {
     let words = text.split_whitespace().flat_map(|word| [" ", word]).skip(1);
     let mut chars = words.flat_map(str::chars).filter(|c| !c.is_control());
     let mut line: String = chars.by_ref().take(CHARS_MAX).collect();

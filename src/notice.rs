@@ -31,7 +31,7 @@ const ALL_MAX: Duration = Duration::from_secs(20);
 
 /// The notice that a job is done.
 #[derive(Debug, Clone)]
-pub struct Notice {
+pub(crate) struct Notice {
     /// `JOB-GENERATION`: a repeated notice has the same id.
     pub id: String,
     /// JSON that an `on_finish` command reads on stdin, or that is posted.
@@ -51,7 +51,7 @@ impl Notice {
     ///
     /// # Errors
     /// The ledger cannot be read.
-    pub async fn of(ledger: &Ledger) -> ledger::Result<Notice> {
+    pub(crate) async fn of(ledger: &Ledger) -> ledger::Result<Notice> {
         let status = ledger.glance().await?;
         let id = format!("{}-{}", status.job, ledger.generation());
         let summary = Summary::of(&status, ledger.store().url().as_str());
@@ -67,7 +67,7 @@ impl Notice {
     ///
     /// # Errors
     /// The notice was not accepted; the error is one line.
-    pub async fn post(&self, url: &Url, keys: &Signing) -> Result<(), String> {
+    pub(crate) async fn post(&self, url: &Url, keys: &Signing) -> Result<(), String> {
         if names_link_local(url) {
             return Err("it is a link-local address or a metadata service; nothing is posted there".into());
         }
@@ -140,7 +140,7 @@ fn signatures(keys: &Signing, id: &str, seconds: u64, body: &str) -> String {
 }
 
 /// The message for a notice that was not accepted.
-pub fn not_told(url: &Url, why: &str) -> String {
+pub(crate) fn not_told(url: &Url, why: &str) -> String {
     format!(
         "could not notify `on_finish.url` `{}`: {why}; the job's result is unaffected",
         shown(url)

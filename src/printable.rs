@@ -61,9 +61,10 @@ impl io::Write for Log {
     /// The log passes whole lines.
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
         let text = String::from_utf8_lossy(line);
-        let escaped = match self.colours {
-            true => with_colours(&text),
-            false => printable(text),
+        let escaped = if self.colours {
+            with_colours(&text)
+        } else {
+            printable(text)
         };
         io::Write::write_all(&mut io::stderr().lock(), escaped.as_bytes())?;
         Ok(line.len())

@@ -16,7 +16,7 @@ const BEGINNING_BYTES: u64 = 256;
 ///
 /// # Errors
 /// The path leads to something else, or cannot be opened.
-pub fn open(path: &Path) -> Result<(File, u64)> {
+pub(crate) fn open(path: &Path) -> Result<(File, u64)> {
     // Checked before opening, because opening a device may already have an effect.
     check(std::fs::metadata(path)?.file_type())?;
     let file = File::options()
@@ -34,10 +34,11 @@ pub fn open(path: &Path) -> Result<(File, u64)> {
 ///
 /// # Errors
 /// As for [`open`], or the file is larger than `max`.
-pub fn read(path: &Path, max: u64) -> Result<Vec<u8>> {
-    let (file, size) = match is_given(path) {
-        true => (File::open(path)?, 0),
-        false => open(path)?,
+pub(crate) fn read(path: &Path, max: u64) -> Result<Vec<u8>> {
+    let (file, size) = if is_given(path) {
+        (File::open(path)?, 0)
+    } else {
+        open(path)?
     };
     if size > max {
         return Err(too_large(format!("it has {size} bytes"), max));
@@ -49,9 +50,10 @@ pub fn read(path: &Path, max: u64) -> Result<Vec<u8>> {
 fn read_at_most(file: File, max: u64) -> Result<Vec<u8>> {
     let mut bytes = Vec::new();
     file.take(max + 1).read_to_end(&mut bytes)?;
-    match bytes.len() as u64 > max {
-        true => Err(too_large("it is larger".into(), max)),
-        false => Ok(bytes),
+    if bytes.len() as u64 > max {
+        Err(too_large("it is larger".into(), max))
+    } else {
+        Ok(bytes)
     }
 }
 
@@ -59,12 +61,12 @@ fn read_at_most(file: File, max: u64) -> Result<Vec<u8>> {
 ///
 /// # Errors
 /// As for [`read`], or the file is not UTF-8.
-pub fn read_text(path: &Path, max: u64) -> Result<String> {
+pub(crate) fn read_text(path: &Path, max: u64) -> Result<String> {
     String::from_utf8(read(path, max)?).map_err(|_| Error::new(ErrorKind::InvalidData, "it is not UTF-8 text"))
 }
 
 /// The first bytes of a file, by which formats are told. Empty where the file cannot be read.
-pub fn beginning(path: &Path) -> Vec<u8> {
+pub(crate) fn beginning(path: &Path) -> Vec<u8> {
     let mut bytes = Vec::new();
     if let Ok((file, _)) = open(path) {
         // After an error, the bytes read so far are used as they are.
@@ -77,7 +79,7 @@ pub fn beginning(path: &Path) -> Vec<u8> {
 ///
 /// # Errors
 /// The folder cannot be listed.
-pub fn names(folder: &Path) -> Result<BTreeSet<String>> {
+pub(crate) fn names(folder: &Path) -> Result<BTreeSet<String>> {
     let entries = std::fs::read_dir(folder)?.take(NAMES_MAX);
     entries
         .map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned()))
@@ -101,7 +103,7 @@ fn is_given(path: &Path) -> bool {
 ///
 /// # Errors
 /// The file is of another type.
-pub fn check(kind: FileType) -> Result<()> {
+pub(crate) fn check(kind: FileType) -> Result<()> {
     let what = match kind {
         kind if kind.is_file() => return Ok(()),
         kind if kind.is_dir() => "a folder",

@@ -41,7 +41,7 @@ const DIGITS: usize = 64;
 
 /// The kind of signed data: a signature of a message is invalid for a record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum What {
+pub(crate) enum What {
     /// A record in the ledger.
     Record,
     /// A message of any queue: its meaning does not depend on the queue.
@@ -51,7 +51,7 @@ pub enum What {
 /// Why the signature of some bytes is not accepted. Its text follows the name of the record or
 /// message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Unsigned {
+pub(crate) enum Unsigned {
     Missing,
     Wrong,
 }
@@ -69,7 +69,7 @@ impl fmt::Display for Unsigned {
 
 /// Keys in the order of use: the first one signs, all of them verify. Cheap to clone.
 #[derive(Clone, Default)]
-pub struct Signing {
+pub(crate) struct Signing {
     keys: Arc<[Hmac<Sha256>]>,
 }
 
@@ -85,7 +85,7 @@ impl Signing {
     ///
     /// # Errors
     /// The keys cannot be read or used. The error is one line without the keys.
-    pub fn of_process() -> Result<Signing, String> {
+    pub(crate) fn of_process() -> Result<Signing, String> {
         static OF_PROCESS: OnceLock<Result<Signing, String>> = OnceLock::new();
         let found = OF_PROCESS.get_or_init(|| Signing::of(std::env::var_os(KEY), std::env::var_os(KEY_FILE)));
         found.clone()
@@ -95,7 +95,7 @@ impl Signing {
     ///
     /// # Errors
     /// As for [`Signing::of_process`].
-    pub fn of_posts() -> Result<Signing, String> {
+    pub(crate) fn of_posts() -> Result<Signing, String> {
         let [keys, file] = [ON_FINISH_KEY, ON_FINISH_KEY_FILE].map(std::env::var_os);
         Signing::of_named([ON_FINISH_KEY, ON_FINISH_KEY_FILE], keys, file)
     }
@@ -131,7 +131,7 @@ impl Signing {
     ///
     /// # Errors
     /// A line is not a valid key. The error names the line, not the key.
-    pub fn with(text: &str) -> Result<Signing, String> {
+    pub(crate) fn with(text: &str) -> Result<Signing, String> {
         let lines: Vec<&str> = text.trim_end_matches(['\r', '\n']).lines().collect();
         if lines.len() > KEYS_MAX {
             return Err(format!(
@@ -155,23 +155,24 @@ impl Signing {
             Hmac::<Sha256>::new_from_slice(line.as_bytes())
                 .map_err(|error| format!("the key in line {number}: {error}"))
         };
-        match lines.is_empty() {
-            true => Err("it holds no key".into()),
-            false => lines
+        if lines.is_empty() {
+            Err("it holds no key".into())
+        } else {
+            lines
                 .iter()
                 .enumerate()
                 .map(key)
                 .collect::<Result<_, _>>()
-                .map(|keys| Signing { keys }),
+                .map(|keys| Signing { keys })
         }
     }
 
-    pub fn is_on(&self) -> bool {
+    pub(crate) fn is_on(&self) -> bool {
         !self.keys.is_empty()
     }
 
     /// The line about signing to print at the start; `None` if no key is set.
-    pub fn line(&self) -> Option<String> {
+    pub(crate) fn line(&self) -> Option<String> {
         match self.keys.len() {
             0 => None,
             1 => Some("signing is on: unsigned records and messages are refused".into()),
@@ -183,7 +184,7 @@ impl Signing {
 
     /// Adds a signature as the last field of `json`, a non-empty object in compact JSON that may
     /// end in a line end. Returns `json` unchanged if no key is set.
-    pub fn sign(&self, what: What, place: &str, json: Bytes) -> Bytes {
+    pub(crate) fn sign(&self, what: What, place: &str, json: Bytes) -> Bytes {
         let Some(key) = self.keys.first() else { return json };
         let (body, end) = match json.strip_suffix(b"}\n") {
             Some(body) => (body, "\n"),
@@ -203,7 +204,7 @@ impl Signing {
     }
 
     /// HMAC-SHA-256 of `bytes` with each key.
-    pub fn tags(&self, bytes: &[u8]) -> Vec<[u8; DIGITS / 2]> {
+    pub(crate) fn tags(&self, bytes: &[u8]) -> Vec<[u8; DIGITS / 2]> {
         let tag = |key: &Hmac<Sha256>| key.clone().chain_update(bytes).finalize().into_bytes().into();
         self.keys.iter().map(tag).collect()
     }
@@ -213,7 +214,7 @@ impl Signing {
     ///
     /// # Errors
     /// The signature is missing or wrong.
-    pub fn check(&self, what: What, place: &str, bytes: &[u8]) -> Result<(), Unsigned> {
+    pub(crate) fn check(&self, what: What, place: &str, bytes: &[u8]) -> Result<(), Unsigned> {
         if !self.is_on() {
             return Ok(());
         }
@@ -221,9 +222,10 @@ impl Signing {
         let digest = Sha256::digest(body);
         // `verify_slice` takes constant time, whichever byte differs.
         let signed = |key| mac(key, what, place, &digest).verify_slice(&tag).is_ok();
-        match self.keys.iter().any(signed) {
-            true => Ok(()),
-            false => Err(Unsigned::Wrong),
+        if self.keys.iter().any(signed) {
+            Ok(())
+        } else {
+            Err(Unsigned::Wrong)
         }
     }
 }
@@ -259,12 +261,12 @@ fn parts(bytes: &[u8]) -> Option<(&[u8], [u8; DIGITS / 2])> {
 }
 
 /// Whether `bytes` end in a signature, valid or not.
-pub fn is_signed(bytes: &[u8]) -> bool {
+pub(crate) fn is_signed(bytes: &[u8]) -> bool {
     parts(bytes).is_some()
 }
 
 /// Adds the field `signature` to the JSON Schema of a record or message.
-pub fn describe(schema: &mut Schema) {
+pub(crate) fn describe(schema: &mut Schema) {
     let properties = schema.ensure_object().entry("properties").or_insert_with(|| json!({}));
     if let Some(properties) = properties.as_object_mut() {
         properties.insert(

@@ -390,7 +390,7 @@ fn a_full_disk() {
     Run::of(&mut gristmill(&["run", arg(&job), "--quiet"])).expect(0);
 }
 
-pub fn rows_of(output: &Path) -> Vec<serde_json::Value> {
+pub(crate) fn rows_of(output: &Path) -> Vec<serde_json::Value> {
     let script = "import sys, json, pyarrow.dataset as ds\n\
                   print(json.dumps(ds.dataset(sys.argv[1], format='parquet').to_table().to_pylist()))";
     let run = Run::of(std::process::Command::new(python()).args(["-c", script, arg(output)])).expect(0);

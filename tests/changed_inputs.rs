@@ -350,9 +350,10 @@ fn a_job_that_is_done_is_not_done_with_other_inputs() {
         done();
         let more = folder.path().join("rows-2.jsonl");
         fs::write(&more, &bytes).unwrap();
-        match through_glob {
-            true => refused("rows-2.jsonl` has come since"),
-            false => done(),
+        if through_glob {
+            refused("rows-2.jsonl` has come since")
+        } else {
+            done()
         }
         // Inputs are often removed when they are done with.
         fs::remove_file(&more).unwrap();

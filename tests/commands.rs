@@ -10,17 +10,18 @@ use crate::services::{S3, need};
 use crate::support::{Run, arg, gristmill, job_in, python, record, root};
 
 /// Runs the binary.
-pub fn run(arguments: &[&str]) -> Run {
+pub(crate) fn run(arguments: &[&str]) -> Run {
     Run::of(&mut gristmill(arguments))
 }
 
 /// The labelling job over its 2,000 tickets: eight shards, about nine seconds of work on two cores.
+#[cfg(feature = "faults")]
 fn label_job(folder: &Path) -> (PathBuf, PathBuf) {
     job_in(folder, "label-tickets.yaml", |text| text)
 }
 
 /// A job of 40 short rows in ten shards; the texts of `long` rows are longer than the job's context, so they fail.
-pub fn small_job(folder: &Path, long: &[usize]) -> (PathBuf, PathBuf) {
+pub(crate) fn small_job(folder: &Path, long: &[usize]) -> (PathBuf, PathBuf) {
     let line = |row: usize| {
         let text = if long.contains(&row) {
             "word ".repeat(600)
@@ -493,9 +494,10 @@ fn finished_rows_whose_data_is_lost_are_computed_again() {
             let lost = data_objects(&output);
             assert!(!lost.is_empty());
             for path in &lost {
-                match same_size {
-                    true => fs::write(path, vec![b'x'; fs::metadata(path).unwrap().len() as usize]).unwrap(),
-                    false => fs::remove_file(path).unwrap(),
+                if same_size {
+                    fs::write(path, vec![b'x'; fs::metadata(path).unwrap().len() as usize]).unwrap()
+                } else {
+                    fs::remove_file(path).unwrap()
                 }
             }
             let seen = status(&output);
@@ -633,7 +635,7 @@ fn help_shows_no_value_of_the_environment() {
 }
 
 /// Addresses of queues for this test, one for each broker that runs.
-pub fn queues(test: &str) -> Vec<String> {
+pub(crate) fn queues(test: &str) -> Vec<String> {
     let name = format!("{test}-{}", std::process::id());
     [("GRISTMILL_TEST_KAFKA", "kafka://"), ("GRISTMILL_TEST_RABBITMQ", "")]
         .iter()

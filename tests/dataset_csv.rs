@@ -327,9 +327,12 @@ async fn an_input_that_changed_stops_the_job() {
 
 /// Writes a table as Python's csv module does.
 fn write(path: &Path, names: &[&str], rows: &[Vec<String>], end: &str) {
-    let quote = |cell: &str| match cell.contains(['"', ',', '\n', '\r']) || cell.is_empty() {
-        true => format!("\"{}\"", cell.replace('"', "\"\"")),
-        false => cell.to_string(),
+    let quote = |cell: &str| {
+        if cell.contains(['"', ',', '\n', '\r']) || cell.is_empty() {
+            format!("\"{}\"", cell.replace('"', "\"\""))
+        } else {
+            cell.to_string()
+        }
     };
     let mut text = names.join(",") + end;
     for row in rows {

@@ -88,7 +88,7 @@ async fn a_line_of_100_mb_is_one_errored_row_in_bounded_memory() {
 }
 
 /// Highest resident set of this process so far.
-pub fn peak_bytes() -> u64 {
+pub(crate) fn peak_bytes() -> u64 {
     let status = fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find(|l| l.starts_with("VmHWM:")).unwrap();
     line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() * 1024

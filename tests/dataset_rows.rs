@@ -6,7 +6,7 @@ use gristmill::dataset::{DatasetError, InputPlan, InputRow, PlanRequest, ShardRe
 use serde_json::Value;
 
 /// Two rows a shard.
-pub fn request(uris: &[&str], carry: &[&str]) -> PlanRequest {
+pub(crate) fn request(uris: &[&str], carry: &[&str]) -> PlanRequest {
     PlanRequest {
         uris: uris.iter().map(|s| s.to_string()).collect(),
         format: None,
@@ -24,7 +24,7 @@ pub fn request(uris: &[&str], carry: &[&str]) -> PlanRequest {
 }
 
 /// All rows of a plan and the carried columns of each shard, read a shard at a time, the plan taken through its text form.
-pub async fn read_shards(
+pub(crate) async fn read_shards(
     plan: &InputPlan,
     columns: Option<Vec<String>>,
 ) -> Result<(Vec<InputRow>, Vec<RecordBatch>), DatasetError> {
@@ -45,7 +45,7 @@ pub async fn read_shards(
 }
 
 /// As [`read_shards`], the carried columns in one.
-pub async fn read_all(
+pub(crate) async fn read_all(
     plan: &InputPlan,
     columns: Option<Vec<String>>,
 ) -> Result<(Vec<InputRow>, RecordBatch), DatasetError> {
@@ -54,6 +54,6 @@ pub async fn read_all(
 }
 
 /// The fields of each row, or why there are none.
-pub fn fields(rows: &[InputRow]) -> Vec<Result<Value, String>> {
+pub(crate) fn fields(rows: &[InputRow]) -> Vec<Result<Value, String>> {
     rows.iter().map(|r| r.fields.clone().map(Value::Object)).collect()
 }

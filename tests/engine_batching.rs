@@ -29,7 +29,7 @@ const POISON: u32 = 7;
 
 /// What the model saw, for tests to look at.
 #[derive(Debug, Default, Clone)]
-pub struct Seen {
+pub(crate) struct Seen {
     steps: usize,
     tokens: usize,
     largest_step: usize,
@@ -60,9 +60,10 @@ impl FakeModel {
     /// Is there no memory for what is asked for now?
     fn is_full(&mut self) -> Result<(), ForwardError> {
         self.calls += 1;
-        match self.full_at.contains(&self.calls) {
-            true => Err(DeviceError::OutOfMemory("a step takes 3 MiB, and 2 are free".into()).into()),
-            false => Ok(()),
+        if self.full_at.contains(&self.calls) {
+            Err(DeviceError::OutOfMemory("a step takes 3 MiB, and 2 are free".into()).into())
+        } else {
+            Ok(())
         }
     }
 }
@@ -208,7 +209,7 @@ fn cell(table: &[u32], position: u32, size: usize) -> usize {
 
 /// How to run the engine.
 #[derive(Debug, Clone)]
-pub struct Setup {
+pub(crate) struct Setup {
     blocks: usize,
     block_tokens: usize,
     budget: usize,
@@ -223,7 +224,7 @@ pub struct Setup {
 }
 
 /// Room for everything.
-pub const ROOMY: Setup = Setup {
+pub(crate) const ROOMY: Setup = Setup {
     blocks: 512,
     block_tokens: 16,
     budget: 4096,
@@ -294,7 +295,7 @@ fn request(row: u64, prompt: &[u32], params: &GenerationParams) -> Request {
 }
 
 /// Runs requests, each submitted at the step it names, and returns what came back, by row.
-pub fn run(setup: &Setup, requests: &[(usize, Request)]) -> (BTreeMap<u64, Result<Completion, String>>, Seen) {
+pub(crate) fn run(setup: &Setup, requests: &[(usize, Request)]) -> (BTreeMap<u64, Result<Completion, String>>, Seen) {
     let (mut engine, seen) = engine(setup);
     let mut done = BTreeMap::new();
     let (mut computed, mut finished) = (0, 0);

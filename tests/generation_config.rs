@@ -65,7 +65,7 @@ const READ: &str = "import json, sys, pyarrow.dataset as ds\n\
     ['completion', 'token_ids', 'finish_reason', 'status', 'error']).to_pylist()))";
 
 /// The rows of an output, as pyarrow reads them.
-pub fn rows(output: &Path) -> Value {
+pub(crate) fn rows(output: &Path) -> Value {
     Run::of(Command::new(python()).args(["-c", READ, arg(output)]))
         .expect(0)
         .json()
@@ -519,9 +519,10 @@ impl Reference {
             let (mut below, mut above) = (from, 1.0);
             while above - below > 1e-10 {
                 let middle = (below + above) / 2.0;
-                match self.token(middle, &mut scratch) == token {
-                    true => below = middle,
-                    false => above = middle,
+                if self.token(middle, &mut scratch) == token {
+                    below = middle
+                } else {
+                    above = middle
                 }
             }
             found.push((token, above - from));

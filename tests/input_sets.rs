@@ -9,7 +9,7 @@ use crate::commands::run;
 use crate::support::{Run, arg, demo_job, py, python, record};
 
 /// A job over `input` (the inside of a YAML mapping), which shows `template` and carries `carry`.
-pub fn job(folder: &Path, input: &str, template: &str, carry: &str, shard_rows: usize) -> (PathBuf, PathBuf) {
+pub(crate) fn job(folder: &Path, input: &str, template: &str, carry: &str, shard_rows: usize) -> (PathBuf, PathBuf) {
     let rest = format!(
         "context: 256\ninput: {{{input}}}\nprompt: {{text: '{template}'}}\n\
          generate: {{max_tokens: 1, temperature: 0}}\noutput: {{uri: out, carry: [{carry}]}}\nshards: {{rows: {shard_rows}}}\n"

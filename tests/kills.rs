@@ -32,9 +32,12 @@ fn written(folder: &Path) -> usize {
     };
     entries
         .map(|entry| entry.unwrap().path())
-        .map(|path| match path.is_dir() {
-            true => written(&path),
-            false => usize::from(is_ledger),
+        .map(|path| {
+            if path.is_dir() {
+                written(&path)
+            } else {
+                usize::from(is_ledger)
+            }
         })
         .sum()
 }
@@ -80,9 +83,10 @@ fn fifty_kills_lose_and_repeat_nothing() {
             child.kill().unwrap();
         }
         child.wait().unwrap();
-        match written(&output) > before {
-            true => kills += usize::from(is_alive),
-            false => span_ms = (2 * span_ms).min(SPAN_MS_MAX),
+        if written(&output) > before {
+            kills += usize::from(is_alive)
+        } else {
+            span_ms = (2 * span_ms).min(SPAN_MS_MAX)
         }
     }
     println!("{kills} kills, {finished_early} jobs finished in between");

@@ -503,9 +503,10 @@ fn plain_completions_have_no_use_for_what_chat_templates_read() {
     run(&["run", arg(&path), "--quiet"]).expect(3);
     for (row, (name, value)) in rows_of(&output).iter().zip(&asked) {
         let words = format!("`{name}` in `body` is for chat completions");
-        match value.is_null() {
-            true => assert_eq!(row["error"], Value::Null),
-            false => assert!(row["error"].as_str().unwrap().contains(&words), "{row}"),
+        if value.is_null() {
+            assert_eq!(row["error"], Value::Null)
+        } else {
+            assert!(row["error"].as_str().unwrap().contains(&words), "{row}")
         }
     }
 }

@@ -7,10 +7,10 @@ use std::time::{Duration, Instant};
 
 use gristmill::queue::{Delivery, Message, Publisher, Queue, QueueUrl, Settings, connect, contract};
 
-pub use crate::services::need;
+pub(crate) use crate::services::need;
 
 /// Long enough for whatever a broker has to do.
-pub const SOON: Duration = Duration::from_secs(40);
+pub(crate) const SOON: Duration = Duration::from_secs(40);
 
 fn unique(name: &str) -> String {
     static NEXT: AtomicU32 = AtomicU32::new(0);
@@ -20,7 +20,7 @@ fn unique(name: &str) -> String {
 }
 
 /// A fresh topic with so many partitions, made by the first who prepares it.
-pub fn kafka_url(address: &str, name: &str, partitions: u32) -> QueueUrl {
+pub(crate) fn kafka_url(address: &str, name: &str, partitions: u32) -> QueueUrl {
     let topic = unique(name);
     format!("kafka://{address}/{topic}?partitions={partitions}")
         .parse()
@@ -28,12 +28,12 @@ pub fn kafka_url(address: &str, name: &str, partitions: u32) -> QueueUrl {
 }
 
 /// A fresh queue; `query` begins with `?` or is empty.
-pub fn rabbit_url(address: &str, name: &str, query: &str) -> QueueUrl {
+pub(crate) fn rabbit_url(address: &str, name: &str, query: &str) -> QueueUrl {
     format!("{address}/%2f/{}{query}", unique(name)).parse().unwrap()
 }
 
 /// Short times, so that tests need not wait.
-pub fn settings() -> Settings {
+pub(crate) fn settings() -> Settings {
     Settings {
         kafka: [("session.timeout.ms", "6000"), ("heartbeat.interval.ms", "500")]
             .map(|(name, value)| (name.to_owned(), value.to_owned()))
@@ -44,7 +44,7 @@ pub fn settings() -> Settings {
     }
 }
 
-pub fn messages(numbers: std::ops::Range<u32>) -> Vec<Message> {
+pub(crate) fn messages(numbers: std::ops::Range<u32>) -> Vec<Message> {
     numbers
         .map(|shard| Message::new("contract", "memory:///contract", 0, shard))
         .collect()
@@ -59,24 +59,24 @@ fn show_log() {
         .try_init();
 }
 
-pub async fn fill(url: &QueueUrl, messages: &[Message]) {
+pub(crate) async fn fill(url: &QueueUrl, messages: &[Message]) {
     show_log();
     let publisher = Publisher::open(url, &settings()).await.unwrap();
     publisher.prepare(u64::try_from(messages.len()).unwrap()).await.unwrap();
     publisher.send(messages).await.unwrap();
 }
 
-pub async fn filled(url: &QueueUrl, messages: &[Message]) -> Arc<dyn Queue> {
+pub(crate) async fn filled(url: &QueueUrl, messages: &[Message]) -> Arc<dyn Queue> {
     fill(url, messages).await;
     connect(url, &settings()).await.unwrap()
 }
 
-pub async fn receive(queue: &dyn Queue) -> Delivery {
+pub(crate) async fn receive(queue: &dyn Queue) -> Delivery {
     queue.receive(SOON).await.unwrap().expect("a message comes")
 }
 
 /// Waits until the queue is attached.
-pub async fn attached(queue: &dyn Queue) {
+pub(crate) async fn attached(queue: &dyn Queue) {
     let start = Instant::now();
     while !queue.is_attached() {
         assert!(start.elapsed() < SOON, "the queue is attached in the end");
@@ -85,7 +85,7 @@ pub async fn attached(queue: &dyn Queue) {
 }
 
 /// Acknowledges whatever comes until `wanted` were seen; how often each came.
-pub async fn drain(queue: &dyn Queue, wanted: &BTreeSet<u32>) -> Vec<u32> {
+pub(crate) async fn drain(queue: &dyn Queue, wanted: &BTreeSet<u32>) -> Vec<u32> {
     let start = Instant::now();
     let mut came = Vec::new();
     while !wanted.iter().all(|shard| came.contains(shard)) {
@@ -98,7 +98,7 @@ pub async fn drain(queue: &dyn Queue, wanted: &BTreeSet<u32>) -> Vec<u32> {
     came
 }
 
-pub async fn expect_nothing(queue: &dyn Queue, time: Duration) {
+pub(crate) async fn expect_nothing(queue: &dyn Queue, time: Duration) {
     let found = queue.receive(time).await.unwrap();
     assert!(found.is_none(), "nothing may come, {found:?} came");
 }

@@ -13,13 +13,14 @@ const DOOR: Duration = Duration::from_secs(15);
 async fn refused(url: &QueueUrl, settings: &Settings, secret: &str, words: &[&str]) {
     for publishing in [true, false] {
         let start = Instant::now();
-        let error = match publishing {
-            true => Publisher::open(url, settings).await.map(drop),
+        let error = if publishing {
+            Publisher::open(url, settings).await.map(drop)
+        } else {
             // A broker that takes its time refuses at the first message.
-            false => match connect(url, settings).await {
+            match connect(url, settings).await {
                 Ok(queue) => queue.receive(DOOR).await.map(drop),
                 Err(error) => Err(error),
-            },
+            }
         };
         let error = error.expect_err("a closed door");
         let line = error.to_string();

@@ -23,7 +23,7 @@ fn name(url: &QueueUrl) -> &str {
     }
 }
 
-pub async fn channel(address: &str) -> (Connection, lapin::Channel) {
+pub(crate) async fn channel(address: &str) -> (Connection, lapin::Channel) {
     let connection = Connection::connect(&format!("{address}/%2f"), ConnectionProperties::default())
         .await
         .unwrap();

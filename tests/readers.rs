@@ -8,11 +8,11 @@ use std::time::Duration;
 use crate::support::{Run, arg, gristmill, job_in, python, root};
 
 /// Of [`tickets_job`].
-pub const ROWS: u64 = 1000;
-pub const SHARD_ROWS: u64 = 50;
+pub(crate) const ROWS: u64 = 1000;
+pub(crate) const SHARD_ROWS: u64 = 50;
 
 /// The labelling job over the first 1,000 tickets in 20 shards, and its output: a few seconds of work.
-pub fn tickets_job(folder: &Path) -> (PathBuf, PathBuf) {
+pub(crate) fn tickets_job(folder: &Path) -> (PathBuf, PathBuf) {
     let cut = format!(
         "import pyarrow.parquet as pq\npq.write_table(pq.read_table(r'{}').slice(0, {ROWS}), r'{}', row_group_size=250)",
         root().join("jobs/demo/tickets.parquet").display(),
@@ -27,7 +27,7 @@ pub fn tickets_job(folder: &Path) -> (PathBuf, PathBuf) {
 }
 
 /// Runs the job until two parts of `output` stand, then ends it by SIGTERM.
-pub fn run_halfway(arguments: &[&str], output: &Path) {
+pub(crate) fn run_halfway(arguments: &[&str], output: &Path) {
     let mut child = gristmill(arguments)
         .args(["--quiet", "--log-interval", "0.05"])
         .stdout(Stdio::null())
@@ -51,13 +51,14 @@ fn parts(output: &Path) -> usize {
 }
 
 /// Every file below `folder`.
-pub fn files_below(folder: &Path) -> Vec<PathBuf> {
+pub(crate) fn files_below(folder: &Path) -> Vec<PathBuf> {
     let mut files = Vec::new();
     for entry in fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();
-        match path.is_dir() {
-            true => files.extend(files_below(&path)),
-            false => files.push(path),
+        if path.is_dir() {
+            files.extend(files_below(&path))
+        } else {
+            files.push(path)
         }
     }
     files
@@ -82,7 +83,7 @@ fn published(output: &Path) -> String {
 }
 
 /// Runs the lines of docs/output.md over outputs, each `ROWS=FOLDER`.
-pub fn check_readers(outputs: &[String]) {
+pub(crate) fn check_readers(outputs: &[String]) {
     let script = root().join("tests/check_readers.py");
     let said = Run::of(Command::new(python()).arg(script).args(outputs)).expect(0);
     assert_eq!(said.stdout.lines().count(), outputs.len(), "{}", said.stdout);

@@ -11,7 +11,7 @@ use crate::skips::skip;
 use crate::support::{Run, root};
 
 /// The value of `variable`, one of those that `services.py env` prints; where it is missing, `test` is noted as skipped.
-pub fn need(test: &str, variable: &str) -> Option<String> {
+pub(crate) fn need(test: &str, variable: &str) -> Option<String> {
     let found = std::env::var(variable).ok().filter(|value| !value.is_empty());
     if found.is_none() {
         skip(test, &format!("`{variable}` is not set: the service does not run"));
@@ -21,7 +21,7 @@ pub fn need(test: &str, variable: &str) -> Option<String> {
 
 /// An S3 store with a bucket.
 #[derive(Debug, Clone)]
-pub struct S3 {
+pub(crate) struct S3 {
     /// `http://host:port`.
     pub endpoint: String,
     pub key: String,
@@ -31,7 +31,7 @@ pub struct S3 {
 
 impl S3 {
     /// The store of this run, or `None`, with `test` noted as skipped.
-    pub fn need(test: &str) -> Option<S3> {
+    pub(crate) fn need(test: &str) -> Option<S3> {
         Some(S3 {
             endpoint: need(test, "GRISTMILL_TEST_S3")?,
             key: need(test, "GRISTMILL_TEST_S3_KEY")?,
@@ -41,7 +41,7 @@ impl S3 {
     }
 
     /// What the `AWS_` variables of a process must say to use this store through `endpoint` (the store's own, or a proxy's).
-    pub fn variables(&self, endpoint: &str) -> Vec<(String, String)> {
+    pub(crate) fn variables(&self, endpoint: &str) -> Vec<(String, String)> {
         [
             ("AWS_ENDPOINT_URL", endpoint),
             ("AWS_ALLOW_HTTP", "true"),
@@ -54,7 +54,7 @@ impl S3 {
     }
 
     /// An address that no other test uses.
-    pub fn folder(&self, test: &str) -> String {
+    pub(crate) fn folder(&self, test: &str) -> String {
         use std::sync::atomic::{AtomicU64, Ordering};
         static NUMBER: AtomicU64 = AtomicU64::new(0);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
@@ -64,7 +64,7 @@ impl S3 {
 
 /// What can be done to a running service.
 #[derive(Debug, Clone, Copy)]
-pub enum Action {
+pub(crate) enum Action {
     /// SIGKILL.
     Kill,
     /// SIGTERM, and waits for the end.
@@ -79,7 +79,7 @@ pub enum Action {
 
 /// Does `action` to `kafka`, `rabbitmq` or `minio`.
 #[track_caller]
-pub fn control(name: &str, action: Action) {
+pub(crate) fn control(name: &str, action: Action) {
     let action = match action {
         Action::Kill => "kill",
         Action::End => "end",
@@ -92,7 +92,7 @@ pub fn control(name: &str, action: Action) {
 
 /// Runs `rabbitmqctl` on the test node.
 #[track_caller]
-pub fn rabbitmqctl(arguments: &[&str]) -> Run {
+pub(crate) fn rabbitmqctl(arguments: &[&str]) -> Run {
     try_rabbitmqctl(arguments).expect(0)
 }
 
@@ -109,11 +109,11 @@ fn try_rabbitmqctl(arguments: &[&str]) -> Run {
 const WATERMARK: &str = "set_vm_memory_high_watermark";
 
 /// RabbitMQ's memory alarm: it blocks whoever publishes. It is lifted with this, also where a test fails: the tests behind it share the broker.
-pub struct MemoryAlarm(());
+pub(crate) struct MemoryAlarm(());
 
 impl MemoryAlarm {
     #[track_caller]
-    pub fn raise() -> MemoryAlarm {
+    pub(crate) fn raise() -> MemoryAlarm {
         rabbitmqctl(&[WATERMARK, "0.00001"]);
         MemoryAlarm(())
     }
@@ -131,14 +131,14 @@ impl Drop for MemoryAlarm {
 
 /// Temporary credentials of the test store, as AWS's metadata services would give them out.
 #[track_caller]
-pub fn session() -> serde_json::Value {
+pub(crate) fn session() -> serde_json::Value {
     Run::of(script().args(["session", "--dir"]).arg(folder()))
         .expect(0)
         .json()
 }
 
 /// A token service for web identities, as EKS pods have it; ends when dropped.
-pub struct TokenService {
+pub(crate) struct TokenService {
     child: Child,
     lines: Lines<BufReader<ChildStdout>>,
     /// `https://localhost:port`, by a certificate of the test CA.
@@ -146,7 +146,7 @@ pub struct TokenService {
 }
 
 impl TokenService {
-    pub fn start() -> TokenService {
+    pub(crate) fn start() -> TokenService {
         let mut command = script();
         command.args(["sts", "--dir"]).arg(folder()).stdout(Stdio::piped());
         let mut child = command.spawn().expect("the token service starts");
@@ -156,7 +156,7 @@ impl TokenService {
     }
 
     /// The next request that was served: its token, and the access key given for it.
-    pub fn served(&mut self) -> (String, String) {
+    pub(crate) fn served(&mut self) -> (String, String) {
         let line = self.lines.next().expect("the service runs").expect("text");
         let (token, key) = line.split_once(' ').expect("token and key");
         (token.to_string(), key.to_string())
@@ -177,7 +177,7 @@ fn script() -> Command {
 }
 
 /// Where the services keep their files.
-pub fn folder() -> PathBuf {
+pub(crate) fn folder() -> PathBuf {
     std::env::var_os("GRISTMILL_TEST_SERVICES_DIR")
         .expect("`services.py env` sets GRISTMILL_TEST_SERVICES_DIR")
         .into()

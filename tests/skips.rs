@@ -5,7 +5,7 @@ use std::io::Write;
 
 /// Notes that the test `name` checked nothing, and why. `tests/check.sh` takes such tests out of those that passed and
 /// lists them before its closing line; with `--no-skips` they fail the run.
-pub fn skip(name: &str, why: &str) {
+pub(crate) fn skip(name: &str, why: &str) {
     eprintln!("skipped: {name}: {why}");
     if let Some(list) = std::env::var_os("GRISTMILL_TEST_SKIPS") {
         let mut list = OpenOptions::new()
@@ -21,6 +21,6 @@ pub fn skip(name: &str, why: &str) {
 
 /// The same where the processor lacks `what`: no other set-up of this machine would help. `tests/check.sh` knows such a line by
 /// its first words, and `--no-skips` lets it pass.
-pub fn lacks(name: &str, what: &str) {
+pub(crate) fn lacks(name: &str, what: &str) {
     skip(name, &format!("this machine has no {what}"));
 }

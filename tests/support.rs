@@ -9,12 +9,12 @@ use std::time::Instant;
 use serde_json::{Value, json};
 
 /// The repository's root.
-pub fn root() -> &'static Path {
+pub(crate) fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
 
 /// The built binary with `arguments`.
-pub fn gristmill(arguments: &[&str]) -> Command {
+pub(crate) fn gristmill(arguments: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_gristmill"));
     command.args(arguments).env_remove("RUST_LOG");
     command
@@ -22,14 +22,14 @@ pub fn gristmill(arguments: &[&str]) -> Command {
 
 /// A finished process, its output as text.
 #[derive(Debug)]
-pub struct Run {
+pub(crate) struct Run {
     pub code: Option<i32>,
     pub stdout: String,
     pub stderr: String,
 }
 
 impl Run {
-    pub fn of(command: &mut Command) -> Run {
+    pub(crate) fn of(command: &mut Command) -> Run {
         let Output { status, stdout, stderr } = command.output().expect("the process starts");
         Run {
             code: status.code(),
@@ -40,7 +40,7 @@ impl Run {
 
     /// Fails the test, showing everything that was printed, unless the exit code is `code`.
     #[track_caller]
-    pub fn expect(self, code: i32) -> Run {
+    pub(crate) fn expect(self, code: i32) -> Run {
         assert_eq!(
             self.code,
             Some(code),
@@ -53,7 +53,7 @@ impl Run {
 
     /// Fails unless stderr is one line that holds all of `words`.
     #[track_caller]
-    pub fn one_line(&self, words: &[&str]) {
+    pub(crate) fn one_line(&self, words: &[&str]) {
         let lines = self.stderr.trim_end().lines().count();
         assert_eq!(lines, 1, "not one line:\n{}", self.stderr);
         for word in words {
@@ -63,14 +63,14 @@ impl Run {
 
     /// The JSON object on the last line of stdout.
     #[track_caller]
-    pub fn json(&self) -> serde_json::Value {
+    pub(crate) fn json(&self) -> serde_json::Value {
         let last = self.stdout.lines().last().unwrap_or_default();
         serde_json::from_str(last).unwrap_or_else(|e| panic!("last line is not JSON ({e}): {last}"))
     }
 }
 
 /// Python with pyarrow and DuckDB, as `tests/check.sh` sets it up.
-pub fn python() -> PathBuf {
+pub(crate) fn python() -> PathBuf {
     let python = match std::env::var_os("PYTHON") {
         Some(python) => PathBuf::from(python),
         None => root().join(".venv/bin/python"),
@@ -85,14 +85,14 @@ pub fn python() -> PathBuf {
 
 /// Runs Python with pyarrow, pandas and DuckDB in `folder`; answers what it prints.
 #[track_caller]
-pub fn py(folder: &Path, script: &str) -> String {
+pub(crate) fn py(folder: &Path, script: &str) -> String {
     Run::of(Command::new(python()).current_dir(folder).args(["-c", script]))
         .expect(0)
         .stdout
 }
 
 /// Writes a job of the demo model, whose output is `folder/out`; `rest`: the other fields.
-pub fn demo_job(folder: &Path, name: &str, rest: &str) -> (PathBuf, PathBuf) {
+pub(crate) fn demo_job(folder: &Path, name: &str, rest: &str) -> (PathBuf, PathBuf) {
     let model = root().join("jobs/demo/model");
     let path = folder.join("job.yaml");
     let text = format!("name: {name}\nmodel: {}\nprecision: f32\n{rest}", model.display());
@@ -101,14 +101,14 @@ pub fn demo_job(folder: &Path, name: &str, rest: &str) -> (PathBuf, PathBuf) {
 }
 
 /// Writes so many rows of an `id` and a short `text`, as lines.
-pub fn write_tickets(folder: &Path, count: u32) {
+pub(crate) fn write_tickets(folder: &Path, count: u32) {
     let line = |n: u32| format!("{{\"id\": {n}, \"text\": \"ticket {n}\"}}\n");
     std::fs::write(folder.join("rows.jsonl"), (0..count).map(line).collect::<String>()).expect("the rows are written");
 }
 
 /// Runs the separate checker over published files.
 #[track_caller]
-pub fn check_output(output: &Path, input: &Path, carry: &str) {
+pub(crate) fn check_output(output: &Path, input: &Path, carry: &str) {
     let mut command = Command::new(python());
     command
         .arg(root().join("tests/check_output.py"))
@@ -119,7 +119,7 @@ pub fn check_output(output: &Path, input: &Path, carry: &str) {
 }
 
 /// Writes one of `jobs/*.yaml` into `folder` with absolute inputs and its output in `folder/out`; `edit` changes the text.
-pub fn job_in(folder: &Path, name: &str, edit: impl Fn(String) -> String) -> (PathBuf, PathBuf) {
+pub(crate) fn job_in(folder: &Path, name: &str, edit: impl Fn(String) -> String) -> (PathBuf, PathBuf) {
     let text = std::fs::read_to_string(root().join("jobs").join(name)).expect("the example job is there");
     let demo = root().join("jobs/demo");
     let text = text.replace("demo/", &format!("{}/", demo.display()));
@@ -133,12 +133,12 @@ pub fn job_in(folder: &Path, name: &str, edit: impl Fn(String) -> String) -> (Pa
 }
 
 /// The record of the job in `output`.
-pub fn record(output: &Path) -> Value {
+pub(crate) fn record(output: &Path) -> Value {
     serde_json::from_slice(&std::fs::read(output.join("_gristmill/job.json")).unwrap()).unwrap()
 }
 
 /// Whether this is the full run; else the part for every CI.
-pub fn is_full() -> bool {
+pub(crate) fn is_full() -> bool {
     match std::env::var("GRISTMILL_FAULTS").as_deref() {
         Ok("full") => true,
         Ok("ci") | Err(_) => false,
@@ -148,7 +148,7 @@ pub fn is_full() -> bool {
 
 /// Everything that the test `name`, a section of `tests/faults.sh`, asked for held: says so, with `figures`, and writes the
 /// result where `GRISTMILL_FAULTS_RESULT` names a file. `seed`: where its faults follow from one.
-pub fn passed(name: &str, seed: Option<u64>, began: Instant, figures: Value) {
+pub(crate) fn passed(name: &str, seed: Option<u64>, began: Instant, figures: Value) {
     let line = json!({
         "test": name,
         "passed": true,
@@ -169,6 +169,6 @@ pub fn passed(name: &str, seed: Option<u64>, began: Instant, figures: Value) {
 }
 
 /// A path as an argument.
-pub fn arg(path: &Path) -> &str {
+pub(crate) fn arg(path: &Path) -> &str {
     path.to_str().expect("test paths are UTF-8")
 }

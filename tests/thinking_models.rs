@@ -116,10 +116,7 @@ const STYLES: [Style; 7] = [
 
 /// What the model is asked for of an opening delimiter under a shape: of harmony's, which message it is.
 fn asked_opening(opens: &str) -> &str {
-    match opens.starts_with("<|channel|>") {
-        true => "a",
-        false => opens,
-    }
+    if opens.starts_with("<|channel|>") { "a" } else { opens }
 }
 
 fn fixture() -> Value {
@@ -132,10 +129,7 @@ fn tokenizer(style: &Style) -> Arc<Tokenizer> {
     // GPT-2's bytes: printable ones stand for themselves, the others lie above 255.
     let printable = |byte: u32| matches!(byte, 33..=126 | 161..=172 | 174..=255);
     let mut above = 256..;
-    let chars = (0..256).map(|byte| match printable(byte) {
-        true => byte,
-        false => above.next().unwrap(),
-    });
+    let chars = (0..256).map(|byte| if printable(byte) { byte } else { above.next().unwrap() });
     let vocab: serde_json::Map<String, Value> = chars
         .zip(0..)
         .map(|(c, id): (u32, u32)| (char::from_u32(c).unwrap().to_string(), id.into()))
@@ -304,9 +298,10 @@ fn completions_have_the_form_of_the_template() {
             // Some prompts go on behind the delimiter that they open, and so does the model that opens it.
             let line = if *opens == "<think>" { "\n" } else { "" };
             let is_free = shape == json!({});
-            let (opened, wanted_gap, wanted_answer) = match is_free {
-                true => (opens.to_string(), *gap, format!("{answer}</s>")),
-                false => (asked_opening(opens).to_string(), "", answer[..1].to_string()),
+            let (opened, wanted_gap, wanted_answer) = if is_free {
+                (opens.to_string(), *gap, format!("{answer}</s>"))
+            } else {
+                (asked_opening(opens).to_string(), "", answer[..1].to_string())
             };
             let wants = format!("{opened}{line}{thought}{before}{closes}{wanted_gap}{wanted_answer}");
             let completion = complete(&tokenizer, &prompt.tokens, &prompt.params, &ids(&wants));

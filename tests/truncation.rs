@@ -173,16 +173,15 @@ fn cut_off_answers_are_counted_everywhere_and_retried_with_more() {
     assert_eq!(ran["rows"]["truncated"], count(&after));
     assert!(count(&after) < cut, "{after:?}");
     for (row, (was, is)) in before.iter().zip(&after).enumerate() {
-        match was.truncated {
-            false => assert_eq!(was, is, "row {row} was not to be touched"),
-            true => {
-                assert!(is.tokens > was.tokens && is.tokens <= 60, "row {row}: {was:?} {is:?}");
-                let (was, is) = (was.completion.as_str().unwrap(), is.completion.as_str().unwrap());
-                assert!(
-                    is.starts_with(was),
-                    "row {row}: greedy, it goes on where it was cut: {was} {is}"
-                );
-            }
+        if !was.truncated {
+            assert_eq!(was, is, "row {row} was not to be touched")
+        } else {
+            assert!(is.tokens > was.tokens && is.tokens <= 60, "row {row}: {was:?} {is:?}");
+            let (was, is) = (was.completion.as_str().unwrap(), is.completion.as_str().unwrap());
+            assert!(
+                is.starts_with(was),
+                "row {row}: greedy, it goes on where it was cut: {was} {is}"
+            );
         }
     }
     run(&["verify", arg(&output)]).expect(0);

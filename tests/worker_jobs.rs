@@ -133,7 +133,7 @@ fn one_of_two_jobs_is_cancelled_and_the_other_is_none_the_worse() {
 }
 
 /// The model in `dir` as a worker has it that was started for contexts of so many tokens.
-pub fn model(dir: &Path, context_tokens: u32) -> Model {
+pub(crate) fn model(dir: &Path, context_tokens: u32) -> Model {
     let files = ModelFiles::open(dir.to_path_buf()).unwrap();
     let formats = Formats::of(Precision::F32, Precision::Auto, device::Precision::F32);
     let hash = files.hash(formats.precision).unwrap();

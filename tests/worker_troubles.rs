@@ -127,9 +127,10 @@ impl Gate {
         std::thread::spawn(move || {
             for client in listener.incoming() {
                 let (client, store) = (client.unwrap(), store.clone());
-                match opened.load(Ordering::SeqCst) {
-                    true => drop(std::thread::spawn(move || forward(client, &store))),
-                    false => drop(std::thread::spawn(move || refuse(client))),
+                if opened.load(Ordering::SeqCst) {
+                    drop(std::thread::spawn(move || forward(client, &store)))
+                } else {
+                    drop(std::thread::spawn(move || refuse(client)))
                 }
             }
         });
@@ -398,11 +399,12 @@ struct NoQueue {
 impl Queue for NoQueue {
     async fn receive(&self, wait: Duration) -> Result<Option<Delivery>, QueueError> {
         tokio::time::sleep(wait / 10).await;
-        match self.denied {
-            true => Err(QueueError::Denied {
+        if self.denied {
+            Err(QueueError::Denied {
                 why: "a wrong password".into(),
-            }),
-            false => Ok(None),
+            })
+        } else {
+            Ok(None)
         }
     }
     async fn extend(&self, _: &Delivery, _: Duration) -> Result<(), QueueError> {

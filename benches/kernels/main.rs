@@ -244,9 +244,10 @@ fn attention_of(group: &mut BenchmarkGroup<'_, WallTime>, (name, heads): (&str, 
     let operations = 4 * pairs * u64::from(SEQUENCES) * (heads.heads * heads.head_dim) as u64;
     let is_decoding = q_len == 1;
     group.sample_size(if is_decoding { SAMPLES } else { 2 * LONG_SAMPLES });
-    group.throughput(match is_decoding {
-        true => Throughput::Bytes(bytes as u64),
-        false => Throughput::Elements(operations),
+    group.throughput(if is_decoding {
+        Throughput::Bytes(bytes as u64)
+    } else {
+        Throughput::Elements(operations)
     });
     let what = if is_decoding { "decode" } else { "prefill" };
     group.bench_function(BenchmarkId::new(format!("{what} {name}"), kv_len), |bencher| {

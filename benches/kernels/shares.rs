@@ -145,14 +145,15 @@ fn cell(device: &Cpu, precision: Precision, (inputs, outputs): (usize, usize), r
     let shares = (0..times[0].len()).map(|i| times[1][i].max(times[2][i]) / times[0][i] * 100.0);
     let share = median(shares.collect());
     let [layer, reading, computing] = times.map(median);
-    match reading > computing {
-        true => format!("{:.1} GB/s, {share:.0} %", (calls * bytes) as f64 / layer / 1e9),
-        false => format!("{:.0} G/s, {share:.0} %", (calls * operations) as f64 / layer / 1e9),
+    if reading > computing {
+        format!("{:.1} GB/s, {share:.0} %", (calls * bytes) as f64 / layer / 1e9)
+    } else {
+        format!("{:.0} G/s, {share:.0} %", (calls * operations) as f64 / layer / 1e9)
     }
 }
 
 /// Prints the table: bytes of weights or operations a second, whichever is the limit, and the share of it.
-pub fn print() {
+pub(crate) fn print() {
     let has = |name: &str| name.parse::<Isa>().is_ok();
     if !has("avx512-bf16") {
         println!("the ceilings are written for AVX-512 VNNI and BF16, which this processor lacks");
@@ -180,9 +181,12 @@ pub fn print() {
             let is_head = HEADS.contains(&shape);
             let cells: String = sizes
                 .iter()
-                .map(|rows| match is_head && *rows > HEAD_ROWS_MAX {
-                    true => " |".to_string(),
-                    false => format!(" {} |", cell(&device, precision, shape, *rows, &memory)),
+                .map(|rows| {
+                    if is_head && *rows > HEAD_ROWS_MAX {
+                        " |".to_string()
+                    } else {
+                        format!(" {} |", cell(&device, precision, shape, *rows, &memory))
+                    }
                 })
                 .collect();
             println!("| {} | {}x{} |{cells}", precision.word(), shape.0, shape.1);

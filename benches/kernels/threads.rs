@@ -31,7 +31,7 @@ fn sample(between: u64, region: impl Fn()) -> f64 {
     start.elapsed().as_secs_f64() * 1e6 / REGIONS as f64
 }
 
-pub fn print() {
+pub(crate) fn print() {
     let threads = crate::threads();
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads.count()).build();
     let pool = pool.expect("the system gives threads");

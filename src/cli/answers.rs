@@ -21,7 +21,7 @@ impl PreparedJob {
     }
 
     /// The lines for the terminal.
-    pub fn parsed_lines(&self) -> Vec<String> {
+    pub(super) fn parsed_lines(&self) -> Vec<String> {
         let Some((of, untyped)) = self.parsed() else {
             return Vec::new();
         };
@@ -35,13 +35,13 @@ impl PreparedJob {
     }
 
     /// For a job with typed answers: lines about parts that stay text.
-    pub fn untyped_lines(&self) -> Vec<String> {
+    pub(super) fn untyped_lines(&self) -> Vec<String> {
         let parsed = self.parsed().filter(|_| !self.job.output.parsed.is_text());
         parsed.map_or(Vec::new(), |(_, untyped)| named(&untyped))
     }
 
     /// The same as JSON; null if `parsed` is text.
-    pub fn parsed_json(&self) -> Value {
+    pub(super) fn parsed_json(&self) -> Value {
         match self.parsed().filter(|_| !self.job.output.parsed.is_text()) {
             None => Value::Null,
             Some((of, untyped)) => {

@@ -11,9 +11,9 @@ use crate::cli::device_choice::{DeviceChoice, ResolvedDevice};
 use crate::device::cpu::Isa;
 use crate::job::generate::MAX_TOKENS_MAX;
 use crate::job::spec::duration_seconds;
-pub use crate::report::shell_word;
-pub use doctor::DoctorArgs;
-pub use jobs::JobsArgs;
+pub(super) use crate::report::shell_word;
+pub(super) use doctor::DoctorArgs;
+pub(super) use jobs::JobsArgs;
 
 #[derive(Debug, Parser)]
 #[command(
@@ -22,13 +22,13 @@ pub use jobs::JobsArgs;
     about = "Grinds whole datasets through a language model",
     max_term_width = 100
 )]
-pub struct Arguments {
+pub(super) struct Arguments {
     #[command(subcommand)]
     pub command: Command,
 }
 
 #[derive(Debug, Subcommand)]
-pub enum Command {
+pub(super) enum Command {
     /// Run a whole job on this machine; run it again to go on where it stopped
     Run(RunArgs),
     /// Read and tokenize every row without running the model: counts, lengths, cost
@@ -67,7 +67,7 @@ pub enum Command {
 
 /// A job file, and what its parameters stand for.
 #[derive(Debug, Clone, Args)]
-pub struct JobArgs {
+pub(super) struct JobArgs {
     /// The job file (YAML or JSON); `-` reads it from standard input
     #[arg(value_name = "JOB")]
     pub path: PathBuf,
@@ -78,7 +78,7 @@ pub struct JobArgs {
 
 impl JobArgs {
     /// Shell arguments that name the same job again.
-    pub fn again(&self) -> String {
+    pub(super) fn again(&self) -> String {
         let path = std::iter::once(self.path.display().to_string());
         let set = self
             .set
@@ -97,7 +97,7 @@ fn parameter(text: &str) -> Result<(String, String), String> {
 }
 
 #[derive(Debug, Args)]
-pub struct RunArgs {
+pub(super) struct RunArgs {
     #[command(flatten)]
     pub job: JobArgs,
     #[command(flatten)]
@@ -116,7 +116,7 @@ pub struct RunArgs {
 }
 
 #[derive(Debug, Args)]
-pub struct WorkerArgs {
+pub(super) struct WorkerArgs {
     /// The queue: kafka://host:port/topic, amqp://host/vhost/queue or amqps://…
     #[arg(long, value_name = "URL", env = "GRISTMILL_QUEUE", hide_env_values = true)]
     pub queue: String,
@@ -193,7 +193,7 @@ pub struct WorkerArgs {
 }
 
 #[derive(Debug, Args)]
-pub struct PlanArgs {
+pub(super) struct PlanArgs {
     #[command(flatten)]
     pub job: JobArgs,
     #[command(flatten)]
@@ -213,7 +213,7 @@ pub struct PlanArgs {
 }
 
 #[derive(Debug, Args)]
-pub struct RecheckArgs {
+pub(super) struct RecheckArgs {
     /// Of a finished job, whoever ran it
     #[command(flatten)]
     pub job: JobArgs,
@@ -237,7 +237,7 @@ pub struct RecheckArgs {
 }
 
 #[derive(Debug, Args)]
-pub struct CalibrateArgs {
+pub(super) struct CalibrateArgs {
     /// What is measured is written into its model's folder
     #[command(flatten)]
     pub job: JobArgs,
@@ -252,7 +252,7 @@ pub struct CalibrateArgs {
 }
 
 #[derive(Debug, Args)]
-pub struct SubmitArgs {
+pub(super) struct SubmitArgs {
     #[command(flatten)]
     pub job: JobArgs,
     #[command(flatten)]
@@ -275,7 +275,7 @@ pub struct SubmitArgs {
 
 /// The queue that a command enqueues to.
 #[derive(Debug, Clone, Args)]
-pub struct QueueArgs {
+pub(super) struct QueueArgs {
     /// `kafka://host:port,…/topic`, `amqp://user@host:port/vhost/queue` or `amqps://…`; passwords come from the
     /// environment (see docs/commands.md)
     #[arg(long, value_name = "URL")]
@@ -286,7 +286,7 @@ pub struct QueueArgs {
 }
 
 #[derive(Debug, Args)]
-pub struct CancelArgs {
+pub(super) struct CancelArgs {
     /// The job's output folder or URL
     pub output: String,
     /// End the job: workers publish the rows that are left as `cancelled`
@@ -298,7 +298,7 @@ pub struct CancelArgs {
 }
 
 #[derive(Debug, Args)]
-pub struct RetryArgs {
+pub(super) struct RetryArgs {
     /// The job's output folder or URL
     pub output: String,
     #[command(flatten)]
@@ -319,7 +319,7 @@ pub struct RetryArgs {
 #[command(
     override_usage = "gristmill extend OUTPUT [--usd DOLLARS] [--deadline TIME] [--json]\n       One of `--usd` and `--deadline`, or both"
 )]
-pub struct ExtendArgs {
+pub(super) struct ExtendArgs {
     /// The job's output folder or URL
     pub output: String,
     /// Dollars that the whole job may cost from now on, those already spent among them
@@ -334,7 +334,7 @@ pub struct ExtendArgs {
 }
 
 #[derive(Debug, Args)]
-pub struct ReconcileArgs {
+pub(super) struct ReconcileArgs {
     /// Output folders or URLs of jobs
     #[arg(required = true, value_name = "OUTPUT")]
     pub outputs: Vec<String>,
@@ -356,7 +356,7 @@ pub struct ReconcileArgs {
 
 /// Who hears of a job's end from a process that reads jobs' records.
 #[derive(Debug, Args)]
-pub struct OnFinishArgs {
+pub(super) struct OnFinishArgs {
     /// Web addresses that may be told when a job is done whose record names one (`on_finish.url`); without it, nothing is posted anywhere
     #[arg(
         long,
@@ -368,7 +368,7 @@ pub struct OnFinishArgs {
 }
 
 #[derive(Debug, Args)]
-pub struct CleanArgs {
+pub(super) struct CleanArgs {
     /// The job's output folder or URL
     pub output: String,
     /// Remove it; without this, only say what would be removed
@@ -380,14 +380,14 @@ pub struct CleanArgs {
 }
 
 #[derive(Debug, Args)]
-pub struct LimitArgs {
+pub(super) struct LimitArgs {
     /// Only the first N rows, into a folder of their own in `_limit/` beside the job's output
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub limit: Option<u64>,
 }
 
 #[derive(Debug, Args)]
-pub struct EngineArgs {
+pub(super) struct EngineArgs {
     /// Where to compute: `cpu`, `cuda:0` on, or `auto`, the first GPU where there is one
     #[arg(long, value_name = "DEVICE", default_value = "auto")]
     pub device: DeviceChoice,
@@ -415,7 +415,7 @@ pub struct EngineArgs {
 impl EngineArgs {
     /// Maximum tokens and sequences per step. A GPU needs larger steps before compute, instead of
     /// memory bandwidth, becomes the bottleneck.
-    pub fn step_limits(&self, place: ResolvedDevice) -> StepLimitArgs {
+    pub(super) fn step_limits(&self, place: ResolvedDevice) -> StepLimitArgs {
         let (step_tokens, sequences) = match place {
             ResolvedDevice::Cpu => (2048, 256),
             ResolvedDevice::Cuda(_) => (8192, 512),
@@ -429,14 +429,14 @@ impl EngineArgs {
 
 /// Limits of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct StepLimitArgs {
+pub(super) struct StepLimitArgs {
     pub step_tokens: u32,
     pub sequences: u32,
 }
 
 /// Parts of batching that a measurement can go without.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-pub enum Part {
+pub(super) enum Part {
     /// Order waiting prompts by prefix and length
     Sorting,
     /// Compute equal beginnings of prompts once
@@ -449,7 +449,7 @@ pub enum Part {
 
 /// Where a benchmark's weights come from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-pub enum LoadFormat {
+pub(super) enum LoadFormat {
     /// The folder; random numbers for the name of a shape
     Auto,
     /// Random numbers: of the folder, `config.json` is enough
@@ -457,7 +457,7 @@ pub enum LoadFormat {
 }
 
 #[derive(Debug, Args)]
-pub struct BenchArgs {
+pub(super) struct BenchArgs {
     /// A checkpoint's folder, or the name of a published shape to be filled with random weights
     #[arg(long, value_name = "DIR|SHAPE")]
     pub model: String,
@@ -511,7 +511,7 @@ pub struct BenchArgs {
 }
 
 #[derive(Debug, Args)]
-pub struct OutputArgs {
+pub(super) struct OutputArgs {
     /// The job's output folder or URL
     pub output: String,
     /// Print the result as one JSON object, last on stdout
@@ -520,7 +520,7 @@ pub struct OutputArgs {
 }
 
 #[derive(Debug, Args)]
-pub struct VerifyArgs {
+pub(super) struct VerifyArgs {
     /// The job's output folder or URL
     pub output: String,
     /// Read the inputs, too, and compare the carried columns of every row with them
@@ -536,7 +536,7 @@ pub struct VerifyArgs {
 }
 
 #[derive(Debug, Args)]
-pub struct WatchArgs {
+pub(super) struct WatchArgs {
     /// The job's output folder or URL
     pub output: String,
     /// Seconds between looks

@@ -28,7 +28,7 @@ use crate::model::{Channels, Checkpoint};
 use crate::tokenizer::Tokenizer;
 use crate::worker::model::Formats;
 
-pub async fn bench(args: BenchArgs) -> Result<Exit, Failure> {
+pub(super) async fn bench(args: BenchArgs) -> Result<Exit, Failure> {
     tokio::task::spawn_blocking(move || run(&args))
         .await
         .context("the benchmark panicked")?

@@ -19,7 +19,7 @@ use crate::report::sample::{ShardSample, sample};
 use crate::report::summary::counted;
 use crate::worker::model::{Formats, Stream};
 
-pub async fn calibrate(args: CalibrateArgs) -> Result<Exit, Failure> {
+pub(super) async fn calibrate(args: CalibrateArgs) -> Result<Exit, Failure> {
     let mut prepared = PreparedJob::prepare(&args.job, None, || Ok(ResolvedDevice::Cpu)).await?;
     prepared.settle(None)?;
     let prompts = prompts(&prepared, args.rows).await?;

@@ -15,7 +15,7 @@ enum Outcome {
     AlreadyFinished,
 }
 
-pub async fn cancel(args: CancelArgs) -> Result<Exit, Failure> {
+pub(super) async fn cancel(args: CancelArgs) -> Result<Exit, Failure> {
     let ledger = ledger_at(&args.output).await?;
     let outcome = order(&ledger, args.finish).await?;
     let name = &ledger.job().name;

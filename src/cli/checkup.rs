@@ -28,7 +28,7 @@ struct Check {
     said: String,
 }
 
-pub async fn checkup(args: &DoctorArgs, path: &Path) -> Result<Exit, Failure> {
+pub(super) async fn checkup(args: &DoctorArgs, path: &Path) -> Result<Exit, Failure> {
     let named = JobArgs {
         path: path.to_path_buf(),
         set: args.set.clone(),

@@ -9,7 +9,7 @@ use crate::cli::exit::{Exit, Failure};
 use crate::cli::output::ledger_at;
 use crate::report::summary::counted;
 
-pub async fn clean(args: CleanArgs) -> Result<Exit, Failure> {
+pub(super) async fn clean(args: CleanArgs) -> Result<Exit, Failure> {
     let ledger = ledger_at(&args.output).await?;
     let name = &ledger.job().name;
     if ledger.finish_check(None).await?.is_none() {
@@ -31,12 +31,13 @@ pub async fn clean(args: CleanArgs) -> Result<Exit, Failure> {
         return Ok(Exit::Done);
     }
     let amount = format!("{}, {}", counted(cleaned.objects, "object"), size(cleaned.bytes));
-    match args.yes {
-        true => println!("job `{name}`: removed {amount}; parts, commits and `_SUCCESS` stay"),
-        false => println!(
+    if args.yes {
+        println!("job `{name}`: removed {amount}; parts, commits and `_SUCCESS` stay")
+    } else {
+        println!(
             "job `{name}`: {amount} can be removed; `gristmill clean {} --yes` does it",
             shell_word(&args.output)
-        ),
+        )
     }
     Ok(Exit::Done)
 }

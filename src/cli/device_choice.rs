@@ -8,7 +8,7 @@ use crate::device::{DeviceError, Precision};
 
 /// The value of `--device`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub enum DeviceChoice {
+pub(super) enum DeviceChoice {
     /// The first usable GPU, else the CPU.
     #[default]
     Auto,
@@ -38,7 +38,7 @@ impl FromStr for DeviceChoice {
 
 /// The device after resolving `auto`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum ResolvedDevice {
+pub(super) enum ResolvedDevice {
     Cpu,
     Cuda(u32),
 }
@@ -46,7 +46,7 @@ pub enum ResolvedDevice {
 impl DeviceChoice {
     /// The device of other machines, which are assumed to have the named one; `auto` is resolved on
     /// this machine.
-    pub fn of_others(self) -> Result<ResolvedDevice, Failure> {
+    pub(super) fn of_others(self) -> Result<ResolvedDevice, Failure> {
         match self {
             DeviceChoice::Cuda(number) => Ok(ResolvedDevice::Cuda(number)),
             DeviceChoice::Cpu | DeviceChoice::Auto => self.resolve(),
@@ -54,7 +54,7 @@ impl DeviceChoice {
     }
 
     /// Checks that the named GPU is usable; for `auto`, logs why no GPU is used.
-    pub fn resolve(self) -> Result<ResolvedDevice, Failure> {
+    pub(super) fn resolve(self) -> Result<ResolvedDevice, Failure> {
         match self {
             DeviceChoice::Cpu => Ok(ResolvedDevice::Cpu),
             DeviceChoice::Cuda(number) => {
@@ -80,7 +80,7 @@ impl DeviceChoice {
 impl ResolvedDevice {
     /// The meaning of `precision: auto` on this device. On a CPU, F32 costs no more than BF16, and
     /// rows do not depend on their batch.
-    pub fn precision(self) -> Precision {
+    pub(super) fn precision(self) -> Precision {
         match self {
             ResolvedDevice::Cpu => Precision::F32,
             ResolvedDevice::Cuda(_) => Precision::Bf16,

@@ -49,7 +49,7 @@ struct InFormat {
     finding: ModelFinding,
 }
 
-pub async fn doctor(args: DoctorArgs) -> Result<Exit, Failure> {
+pub(super) async fn doctor(args: DoctorArgs) -> Result<Exit, Failure> {
     say_signing(args.json)?;
     if let Some(job) = &args.job {
         return checkup(&args, job).await;
@@ -118,11 +118,12 @@ fn examine(args: &DoctorArgs) -> Result<Report, Failure> {
         let open = |products| Cuda::open(ordinal, precision, kv, products);
         let device = open(Products::Kernels).map_err(Failure::bad_job)?;
         // If the library cannot be opened, the kernels are still examined without the comparison.
-        let library = match args.no_cublaslt {
-            true => None,
-            false => open(Products::Library)
+        let library = if args.no_cublaslt {
+            None
+        } else {
+            open(Products::Library)
                 .inspect_err(|why| say(quiet, &format!("{format} by our kernels alone: {why}")))
-                .ok(),
+                .ok()
         };
         report.cublaslt = library.as_ref().and_then(Cuda::library_path);
         let ceilings = device.ceilings(args.quick)?;
@@ -176,9 +177,10 @@ fn examine(args: &DoctorArgs) -> Result<Report, Failure> {
 /// Prints a finding immediately, so that it is known even if the rest fails or hangs. It goes to
 /// stderr if stdout is for the report.
 fn say(to_stderr: bool, line: &str) {
-    match to_stderr {
-        true => eprintln!("{line}"),
-        false => println!("{line}"),
+    if to_stderr {
+        eprintln!("{line}")
+    } else {
+        println!("{line}")
     }
 }
 

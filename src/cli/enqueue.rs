@@ -16,20 +16,20 @@ use crate::report::summary::{counted, number};
 use crate::worker::messages;
 
 /// A queue that is not connected yet.
-pub struct Target {
+pub(super) struct Target {
     url: QueueUrl,
     settings: Settings,
 }
 
 /// A connected queue.
-pub struct Enqueuer {
+pub(super) struct Enqueuer {
     /// The address without secrets.
     pub url: String,
     publisher: Publisher,
 }
 
 /// Result of enqueuing.
-pub struct Sent {
+pub(super) struct Sent {
     /// The address without secrets.
     pub url: String,
     pub messages: u64,
@@ -41,7 +41,7 @@ impl Target {
     ///
     /// # Errors
     /// An invalid address or property, or a secret on the command line.
-    pub fn new(url: &str, kafka: Vec<(String, String)>, in_flight: u32) -> Result<Target, Failure> {
+    pub(super) fn new(url: &str, kafka: Vec<(String, String)>, in_flight: u32) -> Result<Target, Failure> {
         if let Some((name, _)) = kafka.iter().find(|(name, _)| is_secret(name)) {
             let variable = environment_name(name);
             return Err(Failure::bad_job(anyhow!(
@@ -64,7 +64,7 @@ impl Target {
     ///
     /// # Errors
     /// Like [`Target::new`].
-    pub fn find(args: &QueueArgs, job: Option<&JobQueue>) -> Result<Option<Target>, Failure> {
+    pub(super) fn find(args: &QueueArgs, job: Option<&JobQueue>) -> Result<Option<Target>, Failure> {
         let in_flight = Settings::default().in_flight;
         match (&args.queue, job) {
             (Some(url), _) => Target::new(url, args.kafka.clone(), in_flight).map(Some),
@@ -80,29 +80,29 @@ impl Target {
     }
 
     /// Like [`Target::find`], but a queue must be named.
-    pub fn required(args: &QueueArgs) -> Result<Target, Failure> {
+    pub(super) fn required(args: &QueueArgs) -> Result<Target, Failure> {
         Target::find(args, None)?.ok_or_else(|| Failure::bad_job(anyhow!("no queue: give `--queue URL`")))
     }
 
     /// Connects as a consumer.
-    pub async fn consume(&self) -> Result<Arc<dyn Queue>, QueueError> {
+    pub(super) async fn consume(&self) -> Result<Arc<dyn Queue>, QueueError> {
         queue::connect(&self.url, &self.settings).await
     }
 
     /// The address without secrets.
-    pub fn url(&self) -> String {
+    pub(super) fn url(&self) -> String {
         self.url.to_string()
     }
 
     /// Connects to the broker and describes the topic or queue; `None` if it does not exist.
     /// Creates nothing.
-    pub async fn look(&self) -> Result<Option<Prepared>, Failure> {
+    pub(super) async fn look(&self) -> Result<Option<Prepared>, Failure> {
         let publisher = Publisher::open(&self.url, &self.settings).await.map_err(refusal)?;
         publisher.look().await.map_err(refusal)
     }
 
     /// Connects as a producer.
-    pub async fn connect(&self) -> Result<Enqueuer, Failure> {
+    pub(super) async fn connect(&self) -> Result<Enqueuer, Failure> {
         let publisher = Publisher::open(&self.url, &self.settings).await.map_err(refusal)?;
         Ok(Enqueuer {
             url: self.url.to_string(),
@@ -114,7 +114,7 @@ impl Target {
 impl Enqueuer {
     /// Creates the topic or queue if necessary, and sends a message for each of these shards of the
     /// ledger's generation. Returns when the broker has confirmed all messages.
-    pub async fn send(&self, ledger: &Ledger, shards: &[u32]) -> Result<Sent, Failure> {
+    pub(super) async fn send(&self, ledger: &Ledger, shards: &[u32]) -> Result<Sent, Failure> {
         let doing = || format!("enqueuing to `{}`", self.url);
         let count = shards.len() as u64;
         let prepared = self.publisher.prepare(count).await.map_err(refusal);
@@ -132,14 +132,14 @@ impl Enqueuer {
 
 impl Sent {
     /// For the terminal: `2,442 shards to kafka://…, whose 256 partitions feed up to 256 workers`.
-    pub fn line(&self) -> String {
+    pub(super) fn line(&self) -> String {
         let feeds = feeds(&self.prepared);
         let made = if self.prepared.created { " (made now)" } else { "" };
         format!("{} to {}{made}{feeds}", counted(self.messages, "shard"), self.url)
     }
 
     /// For `--json`.
-    pub fn json(&self) -> Value {
+    pub(super) fn json(&self) -> Value {
         json!({
             "url": self.url,
             "messages": self.messages,
@@ -151,7 +151,7 @@ impl Sent {
 
 /// The number of workers that a topic or queue can feed, in words; the text follows the queue's
 /// name.
-pub fn feeds(prepared: &Prepared) -> String {
+pub(super) fn feeds(prepared: &Prepared) -> String {
     match prepared.partitions {
         Some(1) => ", whose one partition feeds one worker".to_string(),
         Some(n) => format!(", whose {0} partitions feed up to {0} workers", number(n.into())),

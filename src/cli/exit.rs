@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 
 use crate::device::DeviceError;
-pub use crate::error_line::one_line;
+pub(super) use crate::error_line::one_line;
 use crate::report::summary::RowCounts;
 
 /// How a command ended. The README documents these codes, and Airflow tasks branch on them.
@@ -48,14 +48,14 @@ impl Exit {
 
 /// An error that ends a command, with its exit code.
 #[derive(Debug)]
-pub struct Failure {
+pub(super) struct Failure {
     pub exit: Exit,
     pub error: anyhow::Error,
 }
 
 impl Failure {
     /// The job or its inputs are at fault.
-    pub fn bad_job(error: impl Into<anyhow::Error>) -> Failure {
+    pub(super) fn bad_job(error: impl Into<anyhow::Error>) -> Failure {
         Failure {
             exit: Exit::BadJob,
             error: error.into(),
@@ -63,7 +63,7 @@ impl Failure {
     }
 
     /// The same failure, prefixed with the operation in progress.
-    pub fn context(self, doing: String) -> Failure {
+    pub(super) fn context(self, doing: String) -> Failure {
         Failure {
             exit: self.exit,
             error: self.error.context(doing),
@@ -78,9 +78,10 @@ impl<E: Into<anyhow::Error>> From<E> for Failure {
             matches!(cause.downcast_ref::<DeviceError>(), Some(DeviceError::Lost(_)))
         };
         Failure {
-            exit: match error.chain().any(is_lost) {
-                true => Exit::Restart,
-                false => Exit::Failure,
+            exit: if error.chain().any(is_lost) {
+                Exit::Restart
+            } else {
+                Exit::Failure
             },
             error,
         }

@@ -18,7 +18,7 @@ use crate::report::progress::show_duration;
 /// The workers' default log interval.
 const LOG_INTERVAL: Duration = Duration::from_secs(60);
 
-pub async fn extend(args: ExtendArgs) -> Result<Exit, Failure> {
+pub(super) async fn extend(args: ExtendArgs) -> Result<Exit, Failure> {
     if args.usd.is_none() && args.deadline.is_none() {
         return Err(Failure::bad_job(anyhow!(
             "neither `--usd` nor `--deadline` is given: name the limit to raise, or both"

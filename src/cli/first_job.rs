@@ -31,7 +31,7 @@ const OPEN_MAX: Duration = Duration::from_secs(10);
 const LOOK_EVERY: Duration = Duration::from_secs(10);
 
 /// Searches for a job that this worker can start with.
-pub struct FirstJob<'a> {
+pub(super) struct FirstJob<'a> {
     pub queue: &'a Arc<dyn Queue>,
     pub access: &'a Access,
     pub retry_policy: RetryPolicy,
@@ -43,7 +43,7 @@ pub struct FirstJob<'a> {
 }
 
 /// Result of the search.
-pub enum Search {
+pub(super) enum Search {
     Found(Box<First>),
     /// The worker was told to stop, or no usable message arrived. `refused` counts the messages
     /// that arrived.
@@ -53,7 +53,7 @@ pub enum Search {
 }
 
 /// The job to start with.
-pub struct First {
+pub(super) struct First {
     pub ledger: Ledger,
     pub job: Job,
     /// Whether it is a job of `--job`.
@@ -133,7 +133,7 @@ impl FirstJob<'_> {
     /// # Errors
     /// The queue, or every store that messages name, has been unavailable for longer than the
     /// worker waits.
-    pub async fn find(&self) -> Result<Search, Failure> {
+    pub(super) async fn find(&self) -> Result<Search, Failure> {
         let (mut idle, mut pace) = (Idle::default(), Pace::default());
         let (mut failing, refusals) = (Failing::default(), Refusals::default());
         let mut watch = Watch::default();
@@ -203,9 +203,10 @@ impl FirstJob<'_> {
 
     fn still_waits(&self, since: Instant, why: String) -> Result<(), Failure> {
         let waited = since.elapsed();
-        match self.retry_policy.gives_up_after(waited) {
-            true => Err(anyhow::anyhow!("waited for {} s: {why}", waited.as_secs()).into()),
-            false => Ok(()),
+        if self.retry_policy.gives_up_after(waited) {
+            Err(anyhow::anyhow!("waited for {} s: {why}", waited.as_secs()).into())
+        } else {
+            Ok(())
         }
     }
 
@@ -289,15 +290,16 @@ fn found(ledger: Ledger, job: Job, is_watched: bool, failing: Vec<(String, anyho
 }
 
 /// The error for a watched job; a missing job is the caller's mistake.
-pub fn cannot_watch(error: anyhow::Error) -> Failure {
-    match error.is::<NoJob>() {
-        true => Failure::bad_job(error),
-        false => Failure::from(error),
+pub(super) fn cannot_watch(error: anyhow::Error) -> Failure {
+    if error.is::<NoJob>() {
+        Failure::bad_job(error)
+    } else {
+        Failure::from(error)
     }
 }
 
 /// The job of a watched ledger; fails if its model must not be loaded.
-pub fn watched_job(ledger: &Ledger, access: &Access) -> Result<Job, Failure> {
+pub(super) fn watched_job(ledger: &Ledger, access: &Access) -> Result<Job, Failure> {
     let job = Job::of_record(&ledger.job().resolved, &ledger.store().address(JOB))?;
     match refused_model(&job, access) {
         Some(why) => Err(Failure::bad_job(anyhow::anyhow!(why))),

@@ -19,7 +19,7 @@ const LOOKS_AT_ONCE: usize = 32;
 
 /// Refuses to report a job as done if its inputs have changed: a nightly job with constant file
 /// names would seem to have run. Inputs that are gone or inaccessible are ignored.
-pub async fn check_done(prepared: &PreparedJob, ledger: &Ledger) -> Result<(), Failure> {
+pub(super) async fn check_done(prepared: &PreparedJob, ledger: &Ledger) -> Result<(), Failure> {
     let Some(what) = what_is_new(prepared, ledger).await? else {
         return Ok(());
     };
@@ -74,7 +74,7 @@ fn new_among(found: &Inputs, ledger: &Ledger) -> Option<String> {
 
 /// A note about files that were skipped as unreadable, for a job that continues: the plan is
 /// unchanged, whatever the files hold now.
-pub async fn left_out(ledger: &Ledger) -> Option<String> {
+pub(super) async fn left_out(ledger: &Ledger) -> Option<String> {
     let summary = SkippedFile::summary(&ledger.job().layout.skipped)?;
     let changed = match mended(ledger).await {
         None => String::new(),
@@ -84,7 +84,7 @@ pub async fn left_out(ledger: &Ledger) -> Option<String> {
 }
 
 /// Names a skipped file that has changed since; `None` if none has, as far as can be checked.
-pub async fn mended(ledger: &Ledger) -> Option<String> {
+pub(super) async fn mended(ledger: &Ledger) -> Option<String> {
     let skipped = &ledger.job().layout.skipped;
     let looks = skipped.iter().map(|skipped| async move {
         let file = skipped.open().ok()?;
@@ -109,7 +109,7 @@ pub async fn mended(ledger: &Ledger) -> Option<String> {
 
 /// Differences between inputs and plan, in input order; inputs that still hold the planned bytes
 /// are omitted. The check itself changes no pins.
-pub async fn differences(ledger: &Ledger) -> Result<Vec<DatasetError>, Failure> {
+pub(super) async fn differences(ledger: &Ledger) -> Result<Vec<DatasetError>, Failure> {
     let pins = Pins::new(ledger.job().inputs.clone());
     pins.know(ledger.control().await?.pins().map(PinnedAnew::from));
     let looks = (0..ledger.job().inputs.len() as u32).map(|input| pins.check(input));

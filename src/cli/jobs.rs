@@ -96,7 +96,7 @@ enum Seen {
     Folders(object_store::Result<Page>),
 }
 
-pub async fn jobs(args: JobsArgs) -> Result<Exit, Failure> {
+pub(super) async fn jobs(args: JobsArgs) -> Result<Exit, Failure> {
     let here = std::env::current_dir()?;
     let prefix = Location::parse(&args.prefix, &here).map_err(Failure::bad_job)?;
     if prefix.local_path().is_some_and(|path| !path.is_dir()) {
@@ -114,9 +114,10 @@ pub async fn jobs(args: JobsArgs) -> Result<Exit, Failure> {
     } else {
         show(&found, &prefix);
     }
-    Ok(match found.unread.is_empty() {
-        true => Exit::Done,
-        false => Exit::Failure,
+    Ok(if found.unread.is_empty() {
+        Exit::Done
+    } else {
+        Exit::Failure
     })
 }
 
@@ -249,9 +250,10 @@ fn unlisted(place: &Location, error: &object_store::Error) -> Failure {
     let failed = anyhow!("cannot list `{}`: {why}", shown(&place.url));
     // An existing bucket gives an empty listing for a prefix without objects, so a 404 means that
     // there is no bucket.
-    match why.contains("answered 404") {
-        true => Failure::bad_job(failed),
-        false => failed.into(),
+    if why.contains("answered 404") {
+        Failure::bad_job(failed)
+    } else {
+        failed.into()
     }
 }
 

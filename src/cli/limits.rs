@@ -11,7 +11,7 @@ use crate::worker::WorkerLimits;
 
 /// A job's use of its limits.
 #[derive(Debug, Clone, Copy)]
-pub struct Used {
+pub(super) struct Used {
     /// Device seconds of all workers together.
     pub device_seconds: f64,
     /// Time since the job was created.
@@ -20,13 +20,13 @@ pub struct Used {
 
 impl Used {
     /// Current use.
-    pub async fn of(ledger: &Ledger) -> Result<Used, Failure> {
+    pub(super) async fn of(ledger: &Ledger) -> Result<Used, Failure> {
         Ok(Used::with(ledger, ledger.spent().await?.device_seconds()))
     }
 
     /// Current use, given the device seconds. The age is by this machine's clock, since the
     /// ledger's last write may be old.
-    pub fn with(ledger: &Ledger, device_seconds: f64) -> Used {
+    pub(super) fn with(ledger: &Ledger, device_seconds: f64) -> Used {
         Used {
             device_seconds,
             age: (chrono::Utc::now() - ledger.created_at()).to_std().unwrap_or_default(),
@@ -34,19 +34,19 @@ impl Used {
     }
 
     /// The total cost at the current price; `None` without a price.
-    pub fn usd(&self, terms: &JobLimits) -> Option<f64> {
+    pub(super) fn usd(&self, terms: &JobLimits) -> Option<f64> {
         dollars(self.device_seconds, terms.usd_per_hour)
     }
 
     /// The first of these limits that is reached, if any.
-    pub fn reached(&self, terms: &JobLimits) -> Option<StopWhy> {
+    pub(super) fn reached(&self, terms: &JobLimits) -> Option<StopWhy> {
         WorkerLimits::of(terms).reached(self.device_seconds, self.age)
     }
 }
 
 /// Why a begun job does not continue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Held {
+pub(super) struct Held {
     pub why: StopWhy,
     /// Whether its unfinished rows still become rows of the output.
     pub closes: bool,
@@ -56,7 +56,7 @@ pub struct Held {
 /// `submit` last read, they replace all current limits, including those of `extend`. A reached
 /// limit stops the job; a stopped job continues if no limit is reached. Prints the orders that it
 /// gives, and returns what still holds the job.
-pub async fn follow_file(ledger: &Ledger, file: &JobLimits, quiet: bool) -> Result<Option<Held>, Failure> {
+pub(super) async fn follow_file(ledger: &Ledger, file: &JobLimits, quiet: bool) -> Result<Option<Held>, Failure> {
     let used = Used::of(ledger).await?;
     let mut control = ledger.control().await?;
     // Each iteration gives one order; orders written by others in the meantime are read like all
@@ -136,7 +136,7 @@ fn unfinished(terms: &JobLimits) -> &'static str {
 }
 
 /// Lines for the terminal: budget and deadline, the rest of each, and who set them.
-pub fn limit_lines(terms: &JobLimits, from: Option<LimitsFrom>, used: &Used) -> Vec<String> {
+pub(super) fn limit_lines(terms: &JobLimits, from: Option<LimitsFrom>, used: &Used) -> Vec<String> {
     let mut lines = Vec::new();
     if let Some((most, spent)) = terms.usd.zip(used.usd(terms)) {
         lines.push(format!(
@@ -147,9 +147,10 @@ pub fn limit_lines(terms: &JobLimits, from: Option<LimitsFrom>, used: &Used) -> 
     }
     if let Some(seconds) = terms.deadline_seconds {
         let left = seconds as f64 - used.age.as_secs_f64();
-        let left = match left > 0.0 {
-            true => format!("{} left", show_duration(left)),
-            false => format!("passed {} ago", show_duration(-left)),
+        let left = if left > 0.0 {
+            format!("{} left", show_duration(left))
+        } else {
+            format!("passed {} ago", show_duration(-left))
         };
         lines.push(format!(
             "deadline    {} after the job's start, {left}",
@@ -170,7 +171,7 @@ fn set_by(from: Option<LimitsFrom>) -> &'static str {
 }
 
 /// A line for the terminal: the limit that stopped the job, who set it, and its use.
-pub async fn reached_line(ledger: &Ledger, why: StopWhy) -> Result<String, Failure> {
+pub(super) async fn reached_line(ledger: &Ledger, why: StopWhy) -> Result<String, Failure> {
     let control = ledger.control().await?;
     let used = Used::of(ledger).await?;
     Ok(said_reached(
@@ -183,7 +184,7 @@ pub async fn reached_line(ledger: &Ledger, why: StopWhy) -> Result<String, Failu
 }
 
 /// The same line, with the job file's field to raise.
-pub async fn what_to_raise(ledger: &Ledger, why: StopWhy) -> Result<String, Failure> {
+pub(super) async fn what_to_raise(ledger: &Ledger, why: StopWhy) -> Result<String, Failure> {
     let field = match why {
         StopWhy::Deadline => "deadline",
         _ => "usd",

@@ -16,7 +16,7 @@ use crate::printable::Log;
 const SHOW_PASSWORDS: &[&str] = &["lapin", "amq_protocol", "async_rs"];
 
 /// Initializes the program's log.
-pub fn init() {
+pub(super) fn init() {
     let wanted = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("warn"));
     let colours = std::io::stderr().is_terminal();
     subscriber(wanted, move || Log { colours }, colours).init();

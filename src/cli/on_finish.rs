@@ -38,7 +38,7 @@ const WATCH_EVERY: Duration = Duration::from_secs(1);
 const LEAVING_MAX: Duration = Duration::from_secs(4);
 
 /// The configured actions in words; `None` if there are none.
-pub fn line(prepared: &PreparedJob) -> Option<String> {
+pub(super) fn line(prepared: &PreparedJob) -> Option<String> {
     let OnFinish { command, url } = of_whole_job(prepared)?;
     let words: Vec<String> = command.iter().map(|word| shell_word(word)).collect();
     let runs = (!words.is_empty()).then(|| format!("runs `{}`", words.join(" ")));
@@ -53,7 +53,7 @@ fn of_whole_job(prepared: &PreparedJob) -> Option<&OnFinish> {
 }
 
 /// Unusable keys are reported before the job begins instead of at its end.
-pub fn check_keys(prepared: &PreparedJob) -> Result<(), Failure> {
+pub(super) fn check_keys(prepared: &PreparedJob) -> Result<(), Failure> {
     match of_whole_job(prepared).and_then(OnFinish::address) {
         Some(_) => Signing::of_posts()
             .map(drop)
@@ -63,15 +63,16 @@ pub fn check_keys(prepared: &PreparedJob) -> Result<(), Failure> {
 }
 
 /// A missing command is reported before the job begins instead of at its end.
-pub fn check_command(prepared: &PreparedJob) -> Result<(), Failure> {
+pub(super) fn check_command(prepared: &PreparedJob) -> Result<(), Failure> {
     let asked = of_whole_job(prepared).and_then(|asked| asked.command.first());
     match asked.map(|program| (program, is_there(program, &prepared.job.base_dir))) {
         Some((program, false)) => Err(Failure::bad_job(anyhow!(
             "{}: `on_finish.command`: there is no program `{program}`{}",
             prepared.job.file,
-            match program.contains('/') {
-                true => " (a path is relative to the job file)",
-                false => " in `PATH`",
+            if program.contains('/') {
+                " (a path is relative to the job file)"
+            } else {
+                " in `PATH`"
             }
         ))),
         _ => Ok(()),
@@ -80,17 +81,16 @@ pub fn check_command(prepared: &PreparedJob) -> Result<(), Failure> {
 
 /// Whether there is a file that [`run_command`] would start.
 fn is_there(program: &str, folder: &Path) -> bool {
-    match program.contains('/') {
-        true => folder.join(program).is_file(),
-        false => {
-            let folders = std::env::var_os("PATH").unwrap_or_default();
-            std::env::split_paths(&folders).any(|folder| folder.join(program).is_file())
-        }
+    if program.contains('/') {
+        folder.join(program).is_file()
+    } else {
+        let folders = std::env::var_os("PATH").unwrap_or_default();
+        std::env::split_paths(&folders).any(|folder| folder.join(program).is_file())
     }
 }
 
 /// Performs the actions of a person's own job file after the job's end.
-pub async fn of_run(prepared: &PreparedJob, ledger: &Ledger, stop: &Stop) {
+pub(super) async fn of_run(prepared: &PreparedJob, ledger: &Ledger, stop: &Stop) {
     let Some(asked) = of_whole_job(prepared) else { return };
     let is_any = !asked.command.is_empty() || asked.url.is_some();
     if !is_any {
@@ -136,9 +136,10 @@ fn run_command(command: &[String], folder: &Path, object: &str, stop: &Stop) -> 
         return Ok(());
     };
     // A path is relative to the job file; a bare name is looked up in PATH.
-    let program = match program.contains('/') {
-        true => folder.join(program),
-        false => PathBuf::from(program),
+    let program = if program.contains('/') {
+        folder.join(program)
+    } else {
+        PathBuf::from(program)
     };
     let stderr = std::io::stderr()
         .as_fd()
@@ -182,7 +183,7 @@ fn wait(child: &mut Child, stop: &Stop) -> Result<(), String> {
 }
 
 /// The option that a worker needs to post this job's end.
-pub fn accepting(ledger: &Ledger) -> String {
+pub(super) fn accepting(ledger: &Ledger) -> String {
     match recorded(ledger).and_then(|asked| asked.address()) {
         Some(url) => format!(
             " --accept-on-finish {}",
@@ -193,7 +194,7 @@ pub fn accepting(ledger: &Ledger) -> String {
 }
 
 /// Warns about parts of `on_finish` that workers will not perform.
-pub fn warn_submitted(prepared: &PreparedJob, ledger: &Ledger) {
+pub(super) fn warn_submitted(prepared: &PreparedJob, ledger: &Ledger) {
     let Some(asked) = of_whole_job(prepared) else { return };
     let file = &prepared.job.file;
     if !asked.command.is_empty() {
@@ -220,7 +221,7 @@ fn recorded(ledger: &Ledger) -> Option<OnFinish> {
 }
 
 /// Posts the ends of queued jobs, within the operator's permissions.
-pub struct Teller {
+pub(super) struct Teller {
     access: Access,
     keys: Signing,
     /// Jobs whose end was posted, or whose refusal was reported.
@@ -228,14 +229,14 @@ pub struct Teller {
 }
 
 /// A task that posts the end of each job whose result this worker writes.
-pub struct Telling {
+pub(super) struct Telling {
     task: JoinHandle<()>,
     /// Dropping it ends the task after a last check.
     going: oneshot::Sender<()>,
 }
 
 impl Telling {
-    pub fn start(teller: Teller, worker: Arc<Worker>) -> Telling {
+    pub(super) fn start(teller: Teller, worker: Arc<Worker>) -> Telling {
         let (going, mut over) = oneshot::channel();
         let task = tokio::spawn(async move {
             loop {
@@ -252,7 +253,7 @@ impl Telling {
 
     /// Ends after a last check. A worker that was told to `leave` does not wait for slow receivers;
     /// `reconcile` posts the rest.
-    pub async fn end(self, leave: bool) {
+    pub(super) async fn end(self, leave: bool) {
         drop(self.going);
         let most = if leave { LEAVING_MAX } else { Duration::MAX };
         // A panic in the task was reported already.
@@ -263,7 +264,7 @@ impl Telling {
 impl Teller {
     /// # Errors
     /// The keys that sign posts are unusable.
-    pub fn new(access: Access) -> Result<Teller, Failure> {
+    pub(super) fn new(access: Access) -> Result<Teller, Failure> {
         Ok(Teller {
             access,
             keys: Signing::of_posts().map_err(|why| Failure::bad_job(anyhow!(why)))?,
@@ -284,7 +285,7 @@ impl Teller {
 
     /// Posts the end of a finished job, unless that was done. A reason against posting is reported
     /// once per process.
-    pub async fn tell(&self, ledger: &Ledger) {
+    pub(super) async fn tell(&self, ledger: &Ledger) {
         let Some(url) = recorded(ledger).and_then(|asked| asked.address()) else {
             return;
         };

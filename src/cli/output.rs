@@ -13,7 +13,7 @@ use crate::ledger::{self, Ledger};
 const SLOW: Duration = Duration::from_secs(3);
 
 /// The output location of the full job.
-pub fn output_of(job: &Job) -> Result<Location, Failure> {
+pub(super) fn output_of(job: &Job) -> Result<Location, Failure> {
     let field = format!("{}: `output.uri`", job.file);
     let output = Location::parse(&job.output.uri, &job.base_dir)
         .map_err(|error| Failure::bad_job(error).context(field.clone()))?;
@@ -33,7 +33,7 @@ pub fn output_of(job: &Job) -> Result<Location, Failure> {
 }
 
 /// The ledger of the job at `output`; an error if there is none.
-pub async fn ledger_at(output: &str) -> Result<Ledger, Failure> {
+pub(super) async fn ledger_at(output: &str) -> Result<Ledger, Failure> {
     let here = std::env::current_dir()?;
     let location = Location::parse(output, &here).map_err(Failure::bad_job)?;
     let file = location.local_path().filter(|path| path.is_file());
@@ -48,7 +48,7 @@ pub async fn ledger_at(output: &str) -> Result<Ledger, Failure> {
 }
 
 /// The ledger at `output`, if any. Reports a slow store, which is retried for up to half a minute.
-pub async fn open_ledger(output: &Location) -> ledger::Result<Option<Ledger>> {
+pub(super) async fn open_ledger(output: &Location) -> ledger::Result<Option<Ledger>> {
     let mut opening = std::pin::pin!(Ledger::open(output));
     match tokio::time::timeout(SLOW, &mut opening).await {
         Ok(prepared) => prepared,
@@ -63,7 +63,7 @@ pub async fn open_ledger(output: &Location) -> ledger::Result<Option<Ledger>> {
 }
 
 /// The error if there is no job at `output`.
-pub fn no_job(output: &Location) -> Failure {
+pub(super) fn no_job(output: &Location) -> Failure {
     Failure::bad_job(anyhow::anyhow!(
         "`{}` holds no job: there is no `_gristmill/job.json`; `gristmill jobs` lists the jobs below a folder",
         output.url

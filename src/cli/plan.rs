@@ -41,7 +41,7 @@ const SKIPPED_SHOWN: usize = 10;
 /// Maximum width of a histogram bar, in characters.
 const BAR_CHARS: u64 = 40;
 
-pub async fn plan(args: PlanArgs) -> Result<Exit, Failure> {
+pub(super) async fn plan(args: PlanArgs) -> Result<Exit, Failure> {
     if let Some(threads) = args.threads {
         rayon::ThreadPoolBuilder::new()
             .num_threads(threads)
@@ -88,7 +88,11 @@ pub async fn plan(args: PlanArgs) -> Result<Exit, Failure> {
 }
 
 /// Streams all rows through the renderer. At most two shards are in memory.
-pub async fn read_all(renderer: &Arc<Renderer>, inputs: &InputPlan, preview: usize) -> Result<Preflight, Failure> {
+pub(super) async fn read_all(
+    renderer: &Arc<Renderer>,
+    inputs: &InputPlan,
+    preview: usize,
+) -> Result<Preflight, Failure> {
     let reader = reader(renderer, inputs);
     let mut preflight = Preflight::new(preview);
     let mut shards = futures::stream::iter(&inputs.shards)
@@ -106,7 +110,7 @@ pub async fn read_all(renderer: &Arc<Renderer>, inputs: &InputPlan, preview: usi
 
 /// Refuses a job if none of its rows can be rendered. Reads up to the shard of the first row that
 /// can.
-pub async fn check_any(prepared: &PreparedJob, inputs: &InputPlan) -> Result<(), Failure> {
+pub(super) async fn check_any(prepared: &PreparedJob, inputs: &InputPlan) -> Result<(), Failure> {
     let renderer = Arc::new(prepared.renderer(&Stream::now())?);
     let reader = reader(&renderer, inputs);
     let mut broken = Preflight::new(0);
@@ -131,14 +135,15 @@ pub async fn check_any(prepared: &PreparedJob, inputs: &InputPlan) -> Result<(),
 
 /// A row's number and error. Errors of reading begin with the row's number within its file.
 fn row_line(row: u64, why: &str) -> String {
-    match why.starts_with(&format!("row {row} of ")) {
-        true => why.to_string(),
-        false => format!("row {row}: {why}"),
+    if why.starts_with(&format!("row {row} of ")) {
+        why.to_string()
+    } else {
+        format!("row {row}: {why}")
     }
 }
 
 /// The failure if there are rows, but none of them can be rendered.
-pub fn none_to_ask(prepared: &PreparedJob, seen: &Preflight) -> Option<Failure> {
+pub(super) fn none_to_ask(prepared: &PreparedJob, seen: &Preflight) -> Option<Failure> {
     let none = seen.rows > 0 && seen.broken_rows == seen.rows;
     none.then(|| {
         let why = seen

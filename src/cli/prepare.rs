@@ -44,7 +44,7 @@ const BYTES_PER_VALUE: u64 = 16;
 const SAY_HASHING_BYTES: u64 = 4 << 30;
 
 /// A job, and everything about its model except the weights.
-pub struct PreparedJob {
+pub(super) struct PreparedJob {
     pub job: Arc<Job>,
     /// The command-line arguments that name the job.
     pub args: JobArgs,
@@ -66,7 +66,7 @@ pub struct PreparedJob {
 impl PreparedJob {
     /// Reads the job file and the model's config and tokenizer; `place` is called once the job file
     /// is known to be valid.
-    pub async fn prepare(
+    pub(super) async fn prepare(
         args: &JobArgs,
         limit: Option<u64>,
         place: impl FnOnce() -> Result<ResolvedDevice, Failure>,
@@ -104,7 +104,7 @@ impl PreparedJob {
     ///
     /// # Errors
     /// The checkpoint's settings are invalid or unsupported.
-    pub fn settle(&mut self, begun: Option<&Ledger>) -> Result<(), Failure> {
+    pub(super) fn settle(&mut self, begun: Option<&Ledger>) -> Result<(), Failure> {
         let begun = begun.filter(|ledger| self.is_of(ledger));
         let job = Arc::make_mut(&mut self.job);
         self.sampling = match begun {
@@ -135,7 +135,7 @@ impl PreparedJob {
     }
 
     /// Warnings about the model's files and settings.
-    pub fn warnings(&self) -> Vec<&String> {
+    pub(super) fn warnings(&self) -> Vec<&String> {
         self.model
             .config
             .warnings
@@ -146,13 +146,13 @@ impl PreparedJob {
     }
 
     /// Prints the warnings to stderr.
-    pub fn warn(&self) {
+    pub(super) fn warn(&self) {
         say_warnings(self.warnings());
     }
 
     /// A line about how the model thinks and the token limit of thought and answer; `None` if it
     /// does not think.
-    pub fn thinking_line(&self) -> Option<String> {
+    pub(super) fn thinking_line(&self) -> Option<String> {
         let generate = &self.job.generate;
         let whose = match generate.source("max_tokens") {
             Some(Source::Default) => "which `generate.max_tokens` sets",
@@ -166,7 +166,7 @@ impl PreparedJob {
 
     /// Finds, pins and shards the inputs, and checks that they have every column that the job
     /// names.
-    pub async fn plan(&self) -> Result<InputPlan, Failure> {
+    pub(super) async fn plan(&self) -> Result<InputPlan, Failure> {
         let generate = &self.job.generate;
         let renderer = self.renderer(&Stream::UNKNOWN)?;
         let mut request = PlanRequest {
@@ -268,7 +268,7 @@ impl PreparedJob {
 
     /// Hashes each input, so that a later change of ETag can be checked. Parquet files are read
     /// once more for this. Skipped for a trial, which should be fast.
-    pub async fn hash_inputs(&self, plan: &mut InputPlan) -> Result<(), Failure> {
+    pub(super) async fn hash_inputs(&self, plan: &mut InputPlan) -> Result<(), Failure> {
         if self.limit.is_some() {
             return Ok(());
         }
@@ -306,13 +306,13 @@ impl PreparedJob {
     }
 
     /// Input columns in the output.
-    pub fn carry(&self) -> Vec<String> {
+    pub(super) fn carry(&self) -> Vec<String> {
         self.job.carried()
     }
 
     /// The key of this job's prompts, and whether the job has begun. If the ledger `begun` is of
     /// another job, the key is as for a job created now.
-    pub fn stream(&self, begun: Option<&Ledger>) -> (Stream, bool) {
+    pub(super) fn stream(&self, begun: Option<&Ledger>) -> (Stream, bool) {
         match begun {
             Some(ledger) if self.is_of(ledger) => (Stream::of(&self.job, ledger), true),
             _ => (Stream::now(), false),
@@ -320,12 +320,12 @@ impl PreparedJob {
     }
 
     /// The renderer of this job's prompts.
-    pub fn renderer(&self, stream: &Stream) -> Result<Renderer, Failure> {
+    pub(super) fn renderer(&self, stream: &Stream) -> Result<Renderer, Failure> {
         self.model.renderer(&self.job, stream).map_err(Failure::bad_job)
     }
 
     /// Checks that the answers' output constraint is possible with this tokenizer.
-    pub fn check_shape(&self) -> Result<(), Failure> {
+    pub(super) fn check_shape(&self) -> Result<(), Failure> {
         let shape = self.job.generate.params(0, false).shape;
         let eos = self.model.eos_token_ids(&self.renderer(&Stream::UNKNOWN)?);
         let field = match &self.job.generate.shape {
@@ -345,14 +345,14 @@ impl PreparedJob {
     }
 
     /// Checks that the device supports its number formats.
-    pub fn check_place(&self) -> anyhow::Result<()> {
+    pub(super) fn check_place(&self) -> anyhow::Result<()> {
         let formats = self.formats();
         check_formats(formats, self.place)
             .with_context(|| format!("{}: in {formats}, it cannot run here", self.job.file))
     }
 
     /// The number formats to compute in, resolved.
-    pub fn formats(&self) -> Formats {
+    pub(super) fn formats(&self) -> Formats {
         Formats::of_job(&self.job, self.place.precision())
     }
 
@@ -365,7 +365,7 @@ impl PreparedJob {
     }
 
     /// The identity that two runs of the same job share. Reads the whole checkpoint once.
-    pub fn identity(&self) -> Result<JobIdentity, Failure> {
+    pub(super) fn identity(&self) -> Result<JobIdentity, Failure> {
         Ok(JobIdentity {
             job_hash: self.job_hash(),
             model_hash: self.model.hash(self.formats().precision).map_err(Failure::bad_job)?,
@@ -386,7 +386,7 @@ impl PreparedJob {
 
     /// Checks that `ledger` is of this job; hashes of older gristmills count too. Prints which
     /// settings of the job file are ignored for a begun job.
-    pub fn check_same(&self, ledger: &Ledger, identity: &JobIdentity) -> Result<(), LedgerError> {
+    pub(super) fn check_same(&self, ledger: &Ledger, identity: &JobIdentity) -> Result<(), LedgerError> {
         let found = differences(&ledger.job().resolved, &self.job.resolved());
         let mut identity = identity.clone();
         if self.is_of(ledger) {
@@ -411,7 +411,7 @@ impl PreparedJob {
     }
 
     /// Columns of the output besides the carried ones.
-    pub fn output_columns(&self) -> OutputColumns {
+    pub(super) fn output_columns(&self) -> OutputColumns {
         self.job.output_columns(self.thinking.is_some())
     }
 
@@ -429,7 +429,7 @@ impl PreparedJob {
     }
 
     /// The job's limits as its file states them.
-    pub fn terms(&self) -> JobLimits {
+    pub(super) fn terms(&self) -> JobLimits {
         let budget = &self.job.budget;
         JobLimits {
             usd: budget.usd,
@@ -443,7 +443,7 @@ impl PreparedJob {
     }
 
     /// The planned job, ready to be recorded.
-    pub fn draft(&self, plan: InputPlan, identity: JobIdentity) -> Result<JobDraft, Failure> {
+    pub(super) fn draft(&self, plan: InputPlan, identity: JobIdentity) -> Result<JobDraft, Failure> {
         let columns = self.output_schema(&plan)?;
         let mut job = (*self.job).clone();
         if self.limit.is_some() {
@@ -513,14 +513,14 @@ impl PreparedJob {
 }
 
 /// Prints warnings to stderr.
-pub fn say_warnings<'a>(warnings: impl IntoIterator<Item = &'a String>) {
+pub(super) fn say_warnings<'a>(warnings: impl IntoIterator<Item = &'a String>) {
     for warning in warnings {
         eprintln!("gristmill: warning: {warning}");
     }
 }
 
 /// Prints at the start whether records and messages must be signed.
-pub fn say_signing(quiet: bool) -> Result<(), Failure> {
+pub(super) fn say_signing(quiet: bool) -> Result<(), Failure> {
     let signing = Signing::of_process().map_err(|why| Failure::bad_job(anyhow::anyhow!(why)))?;
     if let Some(line) = signing.line().filter(|_| !quiet) {
         eprintln!("gristmill: {line}");
@@ -529,7 +529,7 @@ pub fn say_signing(quiet: bool) -> Result<(), Failure> {
 }
 
 /// An unreadable input is the job's fault; a failing store is not.
-pub fn unread(error: anyhow::Error) -> Failure {
+pub(super) fn unread(error: anyhow::Error) -> Failure {
     match error.downcast_ref::<DatasetError>() {
         None | Some(DatasetError::Store { .. }) => Failure::from(error),
         Some(_) => Failure::bad_job(error),
@@ -537,7 +537,7 @@ pub fn unread(error: anyhow::Error) -> Failure {
 }
 
 /// The model's folder, which must be local.
-pub fn model_dir(job: &Job) -> Result<PathBuf, Failure> {
+pub(super) fn model_dir(job: &Job) -> Result<PathBuf, Failure> {
     let bad = |why: &str| Failure::bad_job(anyhow::anyhow!("{}: `model`: {why}", job.file));
     if job.model.contains("://") && !job.model.starts_with("file://") {
         if folder::hub_name(&job.model).is_some() {

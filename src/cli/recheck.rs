@@ -29,7 +29,7 @@ use crate::worker::model::Formats;
 use crate::worker::recheck::{self, RecheckConfig};
 use crate::worker::stop::Stop;
 
-pub async fn recheck(args: RecheckArgs) -> Result<Exit, Failure> {
+pub(super) async fn recheck(args: RecheckArgs) -> Result<Exit, Failure> {
     let mut prepared = PreparedJob::prepare(&args.job, args.limit, || args.engine.device.resolve()).await?;
     let sample = asked_sample(&prepared, &args)?;
     let ledger = open_ledger(&prepared.output).await?;
@@ -67,7 +67,7 @@ pub async fn recheck(args: RecheckArgs) -> Result<Exit, Failure> {
 }
 
 /// The sample to run again, checked against the job.
-pub struct Sample {
+pub(super) struct Sample {
     /// At least 1; a job with fewer rows is rechecked completely.
     pub rows: u64,
     /// Higher than the job's own formats.
@@ -77,7 +77,7 @@ pub struct Sample {
 impl Sample {
     /// The sample for `asked`; `place` names the setting that gave its precision, for errors.
     /// `own`: the job's formats.
-    pub fn new(job: &Job, own: Formats, asked: &Asked, place: &str) -> Result<Sample, Failure> {
+    pub(super) fn new(job: &Job, own: Formats, asked: &Asked, place: &str) -> Result<Sample, Failure> {
         if let Some(formats) = own.rechecked_in(asked.precision) {
             let rows = asked.rows;
             return Ok(Sample { rows, formats });
@@ -112,7 +112,7 @@ fn asked_sample(prepared: &PreparedJob, args: &RecheckArgs) -> Result<Sample, Fa
 }
 
 /// Rechecks a finished job. The job's own model must be unloaded first, since this loads it again.
-pub async fn of_job(
+pub(super) async fn of_job(
     prepared: &PreparedJob,
     ledger: &Ledger,
     wanted: &Sample,

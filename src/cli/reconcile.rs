@@ -79,7 +79,7 @@ impl Backoff {
     }
 }
 
-pub async fn reconcile(args: ReconcileArgs) -> Result<Exit, Failure> {
+pub(super) async fn reconcile(args: ReconcileArgs) -> Result<Exit, Failure> {
     let target = Target::required(&args.queue)?;
     let asked = Asked {
         accept_on_finish: &args.on_finish.accept_on_finish,

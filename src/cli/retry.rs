@@ -25,7 +25,7 @@ struct Generation {
     resumed: bool,
 }
 
-pub async fn retry(args: RetryArgs) -> Result<Exit, Failure> {
+pub(super) async fn retry(args: RetryArgs) -> Result<Exit, Failure> {
     if let Some(why) = misses(&args) {
         return Err(Failure::bad_job(anyhow!(why)));
     }

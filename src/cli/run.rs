@@ -31,7 +31,7 @@ use crate::worker::stop::{Stop, Why};
 use crate::worker::watched::Watched;
 use crate::worker::{self, Until, Worker, WorkerConfig};
 
-pub async fn run(args: RunArgs) -> Result<Exit, Failure> {
+pub(super) async fn run(args: RunArgs) -> Result<Exit, Failure> {
     let mut prepared = PreparedJob::prepare(&args.job, args.limit.limit, || args.engine.device.resolve()).await?;
     on_finish::check_keys(&prepared)?;
     on_finish::check_command(&prepared)?;

@@ -11,7 +11,7 @@ use crate::worker::model::ModelFiles;
 
 /// Messages about a job's sampling.
 #[derive(Debug, Default)]
-pub struct Sampling {
+pub(super) struct Sampling {
     /// The sources of the values, if the checkpoint provides some or would provide some.
     pub line: Option<String>,
     pub warnings: Vec<String>,
@@ -22,7 +22,7 @@ impl Sampling {
     ///
     /// # Errors
     /// The checkpoint's file has invalid or unsupported settings.
-    pub fn of_new(job: &mut Job, model: &ModelFiles) -> Result<Sampling, Failure> {
+    pub(super) fn of_new(job: &mut Job, model: &ModelFiles) -> Result<Sampling, Failure> {
         let file = GenerationFile::load(&model.dir).map_err(Failure::bad_job)?;
         job.generate.model_ends = Some(model.config.eos_token_ids.clone());
         if job.generate.defaults == Defaults::Neutral {
@@ -50,7 +50,7 @@ impl Sampling {
     }
 
     /// Takes all values from the record of the begun job.
-    pub fn of_begun(job: &mut Job, model: &ModelFiles, ledger: &Ledger) -> Result<Sampling, Failure> {
+    pub(super) fn of_begun(job: &mut Job, model: &ModelFiles, ledger: &Ledger) -> Result<Sampling, Failure> {
         let record = Job::of_record(&ledger.job().resolved, &ledger.store().address(JOB)).map_err(Failure::bad_job)?;
         let mut now = job.clone();
         let now = match Sampling::of_new(&mut now, model) {

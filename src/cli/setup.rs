@@ -27,7 +27,7 @@ use crate::worker::stop::{Stop, Why};
 const STEP_MAX: Duration = Duration::from_secs(600);
 
 /// A watchdog that detects a hung device.
-pub fn watchdog() -> Arc<StepWatchdog> {
+pub(super) fn watchdog() -> Arc<StepWatchdog> {
     #[cfg(feature = "faults")]
     if let Some(step_max) = crate::faults::step_max() {
         return Arc::new(StepWatchdog::new(step_max));
@@ -36,7 +36,7 @@ pub fn watchdog() -> Arc<StepWatchdog> {
 }
 
 /// A model and the engine that runs it.
-pub struct LoadedModel {
+pub(super) struct LoadedModel {
     pub model: Model,
     pub engine: Box<dyn Generator>,
 }
@@ -44,7 +44,7 @@ pub struct LoadedModel {
 impl LoadedModel {
     /// Loads the weights. `context`: maximum sequence length in tokens; `None`: the checkpoint's.
     /// `hash`: the checkpoint's hash.
-    pub fn load(
+    pub(super) fn load(
         files: ModelFiles,
         formats: Formats,
         context: Option<u32>,
@@ -81,7 +81,7 @@ fn engine(
 }
 
 /// Loads the checkpoint folder `dir` with the configuration `config` onto the device.
-pub fn load_model(
+pub(super) fn load_model(
     dir: &Path,
     config: Config,
     place: ResolvedDevice,
@@ -94,7 +94,7 @@ pub fn load_model(
 }
 
 /// Loads a model from any source of weights onto the device.
-pub fn on_device(
+pub(super) fn on_device(
     config: Config,
     weights: &dyn WeightSource,
     place: ResolvedDevice,
@@ -102,9 +102,10 @@ pub fn on_device(
     args: &EngineArgs,
 ) -> Result<Box<dyn Forward + Send>, Failure> {
     if let ResolvedDevice::Cuda(ordinal) = place {
-        let products = match args.no_cublaslt {
-            true => Products::Kernels,
-            false => Products::Fastest,
+        let products = if args.no_cublaslt {
+            Products::Kernels
+        } else {
+            Products::Fastest
         };
         let cuda = Cuda::open(ordinal, options.precision, options.kv_format, products).map_err(Failure::bad_job)?;
         let model = Transformer::on_device(cuda, config, weights, options).map_err(Failure::bad_job)?;
@@ -116,16 +117,17 @@ pub fn on_device(
 }
 
 fn check_cpu(precision: Precision, kv: KvFormat) -> anyhow::Result<()> {
-    match precision == Precision::Fp8 || kv == KvFormat::Fp8 {
-        true => Err(anyhow!(
+    if precision == Precision::Fp8 || kv == KvFormat::Fp8 {
+        Err(anyhow!(
             "a CPU does not compute in fp8: ask for `int8`, or for a GPU of compute capability 8.9 or later"
-        )),
-        false => Ok(()),
+        ))
+    } else {
+        Ok(())
     }
 }
 
 /// Checks that `place` supports these formats, so that the error comes before the model is loaded.
-pub fn check_formats(formats: Formats, place: ResolvedDevice) -> anyhow::Result<()> {
+pub(super) fn check_formats(formats: Formats, place: ResolvedDevice) -> anyhow::Result<()> {
     #[cfg(feature = "faults")]
     if crate::faults::KnownDevice::is_wanted() {
         return Ok(());
@@ -140,7 +142,7 @@ pub fn check_formats(formats: Formats, place: ResolvedDevice) -> anyhow::Result<
 }
 
 /// Options for loading a model; `vocabulary`: the number of ids that its tokenizer knows.
-pub fn load_options(
+pub(super) fn load_options(
     formats: Formats,
     context: Option<u32>,
     vocabulary: usize,
@@ -168,7 +170,7 @@ pub fn load_options(
 }
 
 /// Engine options for a model that was loaded with `loaded`.
-pub fn engine_options(formats: Formats, loaded: &LoadOptions, step_limits: StepLimitArgs) -> EngineOptions {
+pub(super) fn engine_options(formats: Formats, loaded: &LoadOptions, step_limits: StepLimitArgs) -> EngineOptions {
     EngineOptions {
         max_step_tokens: step_limits.step_tokens as usize,
         max_sequences: step_limits.sequences as usize,
@@ -179,12 +181,12 @@ pub fn engine_options(formats: Formats, loaded: &LoadOptions, step_limits: StepL
 }
 
 /// The thread pool for rendering and tokenizing.
-pub fn render_threads(args: &EngineArgs) -> Result<rayon::ThreadPool, Failure> {
+pub(super) fn render_threads(args: &EngineArgs) -> Result<rayon::ThreadPool, Failure> {
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads(args)).build();
     Ok(pool.context("cannot start the threads")?)
 }
 
-pub fn threads(args: &EngineArgs) -> usize {
+pub(super) fn threads(args: &EngineArgs) -> usize {
     args.threads
         .unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from))
 }
@@ -203,7 +205,7 @@ fn default_kv_bytes() -> u64 {
 }
 
 /// SIGINT and SIGTERM end the work once finished rows are written.
-pub fn stop_on_signals(stop: Stop) -> Result<(), Failure> {
+pub(super) fn stop_on_signals(stop: Stop) -> Result<(), Failure> {
     use tokio::signal::unix::{SignalKind, signal};
     let (mut interrupt, mut terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
     tokio::spawn(async move {

@@ -24,7 +24,7 @@ use crate::worker::retry_policy::{RetryDecision, RetryPolicy};
 /// Maximum number of shards that are listed; `--json` has all of them.
 const SHARDS_SHOWN: usize = 20;
 
-pub async fn status(args: OutputArgs) -> Result<Exit, Failure> {
+pub(super) async fn status(args: OutputArgs) -> Result<Exit, Failure> {
     let ledger = ledger_at(&args.output).await?;
     let status = ledger.status().await?;
     let control = ledger.control().await?;
@@ -144,7 +144,7 @@ fn shard_lines(status: &Status, now: DateTime<Utc>) -> Vec<String> {
 }
 
 /// Prints the state until the job ends; the exit code tells how it ended.
-pub async fn watch(args: WatchArgs) -> Result<Exit, Failure> {
+pub(super) async fn watch(args: WatchArgs) -> Result<Exit, Failure> {
     let ledger = ledger_at(&args.output).await?;
     let mut watched = Watched::default();
     // An outage of the store does not end the watch, since workers wait for it too.
@@ -285,7 +285,7 @@ fn shards(status: &Status) -> String {
     text
 }
 
-pub fn word(state: State) -> &'static str {
+pub(super) fn word(state: State) -> &'static str {
     match state {
         State::Running => "unfinished",
         State::Finished => "finished",

@@ -38,7 +38,7 @@ enum Ended {
     Stopped(StopWhy),
 }
 
-pub async fn submit(args: SubmitArgs) -> Result<Exit, Failure> {
+pub(super) async fn submit(args: SubmitArgs) -> Result<Exit, Failure> {
     let mut prepared = PreparedJob::prepare(&args.job, args.limit.limit, || args.device.of_others()).await?;
     let target = target(&args, &prepared.job)?;
     let begun = open_ledger(&prepared.output).await.map_err(refusal)?;
@@ -61,9 +61,10 @@ pub async fn submit(args: SubmitArgs) -> Result<Exit, Failure> {
     {
         eprintln!("gristmill: warning: {line}");
     }
-    let shards = match written.resumed {
-        true => ledger.unfinished().await?,
-        false => ledger.shard_numbers(),
+    let shards = if written.resumed {
+        ledger.unfinished().await?
+    } else {
+        ledger.shard_numbers()
     };
     let sent = match &enqueuer {
         Some(enqueuer) => Some(enqueuer.send(ledger, &shards).await.map_err(|failure| {
@@ -104,9 +105,10 @@ async fn write(prepared: &PreparedJob, begun: Option<Ledger>, preflight: bool) -
         return Ok(Written { ledger, resumed: true });
     }
     let mut plan = prepared.plan().await?;
-    match preflight {
-        true => look_at_rows(prepared, &plan).await?,
-        false => check_any(prepared, &plan).await?,
+    if preflight {
+        look_at_rows(prepared, &plan).await?
+    } else {
+        check_any(prepared, &plan).await?
     }
     prepared.hash_inputs(&mut plan).await?;
     let draft = prepared.draft(plan, identity)?;

@@ -7,7 +7,7 @@ use crate::ledger::status::Status;
 use crate::report::summary::Summary;
 
 /// The full report.
-pub async fn summary(ledger: &Ledger, status: &Status, output: &str) -> Summary {
+pub(super) async fn summary(ledger: &Ledger, status: &Status, output: &str) -> Summary {
     let mut summary = without_failures(ledger, status, output);
     if summary.rows.errored + summary.rows.invalid_output > 0 {
         match ledger.failures().await {
@@ -19,7 +19,7 @@ pub async fn summary(ledger: &Ledger, status: &Status, output: &str) -> Summary 
 }
 
 /// The report without the failures of rows, which would require reading parts.
-pub fn without_failures(ledger: &Ledger, status: &Status, output: &str) -> Summary {
+pub(super) fn without_failures(ledger: &Ledger, status: &Status, output: &str) -> Summary {
     let skipped = ledger.job().layout.skipped.iter().map(SkippedFile::line);
     Summary {
         skipped_inputs: skipped.collect(),

@@ -18,10 +18,10 @@ use crate::job::spec::Job;
 use crate::ledger::Ledger;
 
 /// Folder of the trials of all outputs beside it.
-pub const FOLDER: &str = "_limit";
+pub(super) const FOLDER: &str = "_limit";
 
 /// The location of the trial of the first `rows` rows: an existing one, or the new one.
-pub async fn place(job: &Job, output: &Location, rows: u64) -> Result<Location, Failure> {
+pub(super) async fn place(job: &Job, output: &Location, rows: u64) -> Result<Location, Failure> {
     let older = older(job, output, rows);
     if Ledger::open(&older).await?.is_some() {
         eprintln!(
@@ -41,7 +41,7 @@ pub async fn place(job: &Job, output: &Location, rows: u64) -> Result<Location, 
 }
 
 /// The ledgers of all of this job's trials, for any number of rows.
-pub async fn all(job: &Job, output: &Location) -> Result<Vec<Ledger>, Failure> {
+pub(super) async fn all(job: &Job, output: &Location) -> Result<Vec<Ledger>, Failure> {
     let mut found = Vec::new();
     for rows in rows_tried(job, &older(job, output, 1), "").await? {
         found.extend(Ledger::open(&older(job, output, rows)).await?);

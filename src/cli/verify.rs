@@ -27,7 +27,7 @@ use crate::worker::access::{Access, Asked};
 /// Number of shards whose inputs and parts are in memory concurrently.
 const SHARDS_AT_ONCE: usize = 4;
 
-pub async fn verify(args: VerifyArgs) -> Result<Exit, Failure> {
+pub(super) async fn verify(args: VerifyArgs) -> Result<Exit, Failure> {
     let ledger = ledger_at(&args.output).await?;
     if args.inputs {
         check_access(&args, &ledger)?;
@@ -256,12 +256,13 @@ fn compare_lines(bytes: &[u8], carry: &RecordBatch, names: &[String], first_row:
         }
         without_columns += 1;
     }
-    match count == carry.num_rows() {
-        true => Ok(Compared {
+    if count == carry.num_rows() {
+        Ok(Compared {
             differs: None,
             without_columns,
-        }),
-        false => Err(anyhow!("it has {count} lines, they have {} rows", carry.num_rows())),
+        })
+    } else {
+        Err(anyhow!("it has {count} lines, they have {} rows", carry.num_rows()))
     }
 }
 

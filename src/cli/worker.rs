@@ -39,7 +39,7 @@ const ONCE_WAITS_MAX: Duration = Duration::from_secs(600);
 /// Maximum number of characters of a host's name in a worker's name.
 const NAME_MAX: usize = 40;
 
-pub async fn worker(args: WorkerArgs) -> Result<Exit, Failure> {
+pub(super) async fn worker(args: WorkerArgs) -> Result<Exit, Failure> {
     let stop = Stop::default();
     stop_on_signals(stop.clone())?;
     let access = access(&args)?;
@@ -128,9 +128,10 @@ async fn is_missing(target: &Target) -> bool {
 /// Outages are waited out without a limit, except with `--once`, where the caller waits for the
 /// worker.
 fn retry_policy(args: &WorkerArgs) -> RetryPolicy {
-    match args.once {
-        true => RetryPolicy::within(ONCE_WAITS_MAX),
-        false => RetryPolicy::new(true),
+    if args.once {
+        RetryPolicy::within(ONCE_WAITS_MAX)
+    } else {
+        RetryPolicy::new(true)
     }
 }
 
@@ -268,7 +269,7 @@ fn recorded(identity: &JobIdentity) -> Formats {
     Formats::of(precision, kv, device::Precision::F32)
 }
 
-pub fn asked_precision(word: &str) -> Precision {
+pub(super) fn asked_precision(word: &str) -> Precision {
     match word {
         "f32" => Precision::F32,
         "bf16" => Precision::Bf16,

@@ -192,9 +192,10 @@ struct Reading<'a> {
 impl<'a> Reading<'a> {
     fn schema(&mut self, schema: &'a Value, place: &str, level: usize) -> AnswerType {
         let (following, noted) = (self.within.len(), self.untyped.len());
-        let read = match level > LEVELS_MAX {
-            true => Err("is nested too deep for a type".into()),
-            false => self.together(schema).and_then(|all| self.all(&all, place, level)),
+        let read = if level > LEVELS_MAX {
+            Err("is nested too deep for a type".into())
+        } else {
+            self.together(schema).and_then(|all| self.all(&all, place, level))
         };
         self.within.truncate(following);
         read.unwrap_or_else(|why| {

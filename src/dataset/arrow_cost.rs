@@ -18,10 +18,13 @@ const TEXT_BYTES: u64 = 80;
 
 /// Checks that a column of this type can be read. The error is the reason, which goes behind the
 /// column's name.
-pub fn check_type(data_type: &DataType, within_dictionary: bool) -> Result<(), String> {
-    let nested = || match within_dictionary {
-        true => Err(format!("is a dictionary of {data_type}, which is not supported")),
-        false => Ok(()),
+pub(super) fn check_type(data_type: &DataType, within_dictionary: bool) -> Result<(), String> {
+    let nested = || {
+        if within_dictionary {
+            Err(format!("is a dictionary of {data_type}, which is not supported"))
+        } else {
+            Ok(())
+        }
     };
     match data_type {
         DataType::Union(..) | DataType::RunEndEncoded(..) | DataType::ListView(_) | DataType::LargeListView(_) => Err(
@@ -45,7 +48,7 @@ pub fn check_type(data_type: &DataType, within_dictionary: bool) -> Result<(), S
 
 /// Bytes of one value; `shown`: including its JSON form. Counting stops once the sum exceeds a
 /// row's maximum.
-pub fn cost(column: &ArrayRef, row: usize, shown: bool) -> u64 {
+pub(super) fn cost(column: &ArrayRef, row: usize, shown: bool) -> u64 {
     let json = if shown { VALUE_BYTES } else { 0 };
     let text = |bytes: usize| PLACE_BYTES + (bytes as u64).saturating_mul(if shown { 3 } else { 1 });
     let own = match column.data_type() {

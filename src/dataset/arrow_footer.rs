@@ -136,11 +136,12 @@ pub fn decode_footer(bytes: &[u8], size: u64) -> Result<ArrowFooter, String> {
 /// is kept.
 fn check_heads<'a>(blocks: impl Iterator<Item = &'a BlockPlace>) -> Result<(), String> {
     let heads = blocks.fold(0u64, |sum, block| sum.saturating_add(block.head));
-    match heads <= HEADS_BYTES_MAX {
-        true => Ok(()),
-        false => Err(format!(
+    if heads <= HEADS_BYTES_MAX {
+        Ok(())
+    } else {
+        Err(format!(
             "the heads of its blocks take {heads} bytes, more than {HEADS_BYTES_MAX}: write it with larger record batches"
-        )),
+        ))
     }
 }
 
@@ -173,9 +174,10 @@ fn place(block: &Block, end: u64) -> Result<BlockPlace, String> {
         .offset
         .checked_add(place.head)
         .and_then(|at| at.checked_add(place.body));
-    match last.is_some_and(|last| last <= end) {
-        true => Ok(place),
-        false => Err(outside()),
+    if last.is_some_and(|last| last <= end) {
+        Ok(place)
+    } else {
+        Err(outside())
     }
 }
 

@@ -303,13 +303,13 @@ impl ArrowFile {
         let with_dictionaries = columns
             .iter()
             .any(|column| has_dictionary(self.footer.schema.field(*column).data_type()));
-        let dictionaries = match with_dictionaries {
-            true => self
-                .dictionaries
+        let dictionaries = if with_dictionaries {
+            self.dictionaries
                 .get_or_try_init(|| self.read_dictionaries())
                 .await?
-                .clone(),
-            false => Arc::default(),
+                .clone()
+        } else {
+            Arc::default()
         };
         let (schema, projection) = (self.footer.schema.clone(), columns.to_vec());
         let batch = apart(name, move || {
@@ -449,9 +449,10 @@ fn unpack(batch: &RecordBatch, rows: Vec<Range<u64>>, schema: &SchemaRef) -> Res
     let columns = batch.columns().iter().zip(schema.fields());
     let columns = columns.map(|(column, field)| {
         let column = take(column, &rows, None).map_err(|e| e.to_string())?;
-        match column.data_type() == field.data_type() {
-            true => Ok(column),
-            false => cast(&column, field.data_type()).map_err(|e| e.to_string()),
+        if column.data_type() == field.data_type() {
+            Ok(column)
+        } else {
+            cast(&column, field.data_type()).map_err(|e| e.to_string())
         }
     });
     let columns = columns.collect::<Result<Vec<_>, String>>()?;

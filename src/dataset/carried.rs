@@ -24,9 +24,10 @@ pub fn fitting_rows(batch: &RecordBatch, bytes: usize) -> usize {
     let (mut fit, mut most) = (0, batch.num_rows());
     while fit < most {
         let middle = (fit + most).div_ceil(2);
-        match memory(&batch.slice(0, middle)) <= bytes {
-            true => fit = middle,
-            false => most = middle - 1,
+        if memory(&batch.slice(0, middle)) <= bytes {
+            fit = middle
+        } else {
+            most = middle - 1
         }
     }
     fit

@@ -89,14 +89,14 @@ impl Cells {
         let mut cells = Cells::none(rows);
         let fields = batch.schema();
         let all = read.len() == 1 && read[0] == *rows;
-        let places: Vec<usize> = match all {
-            true => (0..cells.rows).collect(),
-            false => read
-                .iter()
+        let places: Vec<usize> = if all {
+            (0..cells.rows).collect()
+        } else {
+            read.iter()
                 .cloned()
                 .flatten()
                 .map(|row| (row - rows.start) as usize)
-                .collect(),
+                .collect()
         };
         let mut from: Vec<Option<u64>> = vec![None; cells.rows];
         for (n, place) in places.iter().enumerate() {
@@ -104,9 +104,10 @@ impl Cells {
         }
         let from = UInt64Array::from(from);
         for (field, column) in fields.fields().iter().zip(batch.columns()) {
-            let column = match all {
-                true => column.clone(),
-                false => take(column, &from, None).map_err(|e| e.to_string())?,
+            let column = if all {
+                column.clone()
+            } else {
+                take(column, &from, None).map_err(|e| e.to_string())?
             };
             cells.columns.push((Field::clone(field).with_nullable(true), column));
         }
@@ -145,13 +146,14 @@ impl Cells {
             let (_, column) = column.ok_or(format!("column `{}` is gone", field.name()))?;
             fit(column, field.data_type()).map_err(|why| format!("column `{}`: {why}", field.name()))
         });
-        let carried = match self.columns.is_empty() {
-            true => carry
+        let carried = if self.columns.is_empty() {
+            carry
                 .fields()
                 .iter()
                 .map(|f| new_null_array(f.data_type(), self.rows))
-                .collect(),
-            false => carried.collect::<Result<Vec<ArrayRef>, String>>()?,
+                .collect()
+        } else {
+            carried.collect::<Result<Vec<ArrayRef>, String>>()?
         };
         let carry = RecordBatch::try_new_with_options(carry, carried, &options).map_err(|e| e.to_string())?;
         // The file's column order, whatever the order of reading.

@@ -148,13 +148,14 @@ impl Decoder {
 
     /// Checks at the end of the input that no member is incomplete.
     pub fn finish(&self) -> Result<(), String> {
-        match self.open {
-            true => Err(format!(
+        if self.open {
+            Err(format!(
                 "it ends in the middle of its {} data, behind byte {}; was it written or copied whole?",
                 self.codec.as_str(),
                 self.read
-            )),
-            false => Ok(()),
+            ))
+        } else {
+            Ok(())
         }
     }
 

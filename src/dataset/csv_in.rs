@@ -68,9 +68,10 @@ fn first_cells(piece: &Piece, delimiter: u8) -> Result<Option<Vec<String>>, Stri
         return Ok(None);
     };
     if record.text.is_empty() {
-        return match record.place.len() == bytes.len() && !bytes.ends_with(b"\n") {
-            true => Ok(None),
-            false => Err("an empty line".into()),
+        return if record.place.len() == bytes.len() && !bytes.ends_with(b"\n") {
+            Ok(None)
+        } else {
+            Err("an empty line".into())
         };
     }
     if is_too_long(&bytes[record.place]) {
@@ -85,10 +86,7 @@ fn first_cells(piece: &Piece, delimiter: u8) -> Result<Option<Vec<String>>, Stri
 }
 
 fn usual_delimiter(text: &TextFile) -> char {
-    match text.is_named(&["tsv", "tab"]) {
-        true => '\t',
-        false => ',',
-    }
+    if text.is_named(&["tsv", "tab"]) { '\t' } else { ',' }
 }
 
 /// The columns' names; an empty name is replaced by the column's position.
@@ -103,9 +101,12 @@ fn header(names: Vec<String>, is_usual: bool) -> Result<Vec<String>, String> {
             serde_json::Value::from(other.to_string())
         ));
     }
-    let named = names.into_iter().zip(1..).map(|(name, place)| match name.is_empty() {
-        true => format!("column_{place}"),
-        false => name,
+    let named = names.into_iter().zip(1..).map(|(name, place)| {
+        if name.is_empty() {
+            format!("column_{place}")
+        } else {
+            name
+        }
     });
     let names: Vec<String> = named.collect();
     let checked = check_names(names.iter().map(String::as_str));

@@ -455,10 +455,7 @@ mod tests {
         ) {
             // Quotes like Python's csv module.
             let end = if windows { "\r\n" } else { "\n" };
-            let quote = |cell: &String| match cell.contains(['"', ',', '\n', '\r']) || cell.is_empty() {
-                true => format!("\"{}\"", cell.replace('"', "\"\"")),
-                false => cell.clone(),
-            };
+            let quote = |cell: &String| if cell.contains(['"', ',', '\n', '\r']) || cell.is_empty() { format!("\"{}\"", cell.replace('"', "\"\"")) } else { cell.clone() };
             let lines: Vec<String> = cells.iter().map(|row| row.iter().map(quote).collect::<Vec<_>>().join(",")).collect();
             let mut text = if bom { "\u{feff}".to_string() } else { String::new() };
             text += &lines.join(end);

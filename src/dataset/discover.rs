@@ -212,9 +212,10 @@ async fn folder(uri: &str, base: &Location) -> Result<Matched, DatasetError> {
         let mut parts = name.rsplit('.');
         let last = parts.next().unwrap_or_default().to_string();
         // A compression extension is stripped; the extension before it tells the format.
-        let kind = match compression::EXTENSIONS.contains(&last.as_str()) {
-            true => parts.next().unwrap_or_default().to_string(),
-            false => last,
+        let kind = if compression::EXTENSIONS.contains(&last.as_str()) {
+            parts.next().unwrap_or_default().to_string()
+        } else {
+            last
         };
         name.contains('.') && extensions.contains(&kind.as_str())
     };

@@ -122,9 +122,10 @@ impl Filter {
 
 fn unknown(name: &str, columns: &[PartitionColumn]) -> String {
     let known: Vec<String> = columns.iter().map(|column| format!("`{}`", column.name)).collect();
-    let which = match known.is_empty() {
-        true => "the inputs lie in no folders `column=value`".to_string(),
-        false => format!("the folders of the inputs give {}", known.join(", ")),
+    let which = if known.is_empty() {
+        "the inputs lie in no folders `column=value`".to_string()
+    } else {
+        format!("the folders of the inputs give {}", known.join(", "))
     };
     format!("`input.where` asks for column `{name}`, and {which}; rows cannot be chosen by columns in the files")
 }

@@ -4,7 +4,7 @@
 //! <https://github.com/apache/parquet-format/blob/master/Encodings.md>
 
 /// Why values cannot be decoded.
-pub type Broken = &'static str;
+pub(super) type Broken = &'static str;
 
 const CUT_OFF: Broken = "a page ends within its levels or lengths";
 
@@ -34,7 +34,7 @@ fn bits(bytes: &[u8], bit: usize, width: u32) -> u64 {
 
 /// The RLE/bit-packing hybrid: runs of one value alternate with bit-packed values.
 #[derive(Debug, Clone)]
-pub struct Hybrid<'a> {
+pub(super) struct Hybrid<'a> {
     bytes: &'a [u8],
     at: usize,
     width: u32,
@@ -47,7 +47,7 @@ pub struct Hybrid<'a> {
 
 impl<'a> Hybrid<'a> {
     /// A reader of values of `width` bits, at most 32.
-    pub fn new(bytes: &'a [u8], width: u32) -> Result<Hybrid<'a>, Broken> {
+    pub(super) fn new(bytes: &'a [u8], width: u32) -> Result<Hybrid<'a>, Broken> {
         if width > 32 {
             return Err("a page has values of more than 32 bits");
         }
@@ -61,7 +61,7 @@ impl<'a> Hybrid<'a> {
         })
     }
 
-    pub fn next_value(&mut self) -> Result<u32, Broken> {
+    pub(super) fn next_value(&mut self) -> Result<u32, Broken> {
         if self.width == 0 {
             return Ok(0);
         }
@@ -106,7 +106,7 @@ impl<'a> Hybrid<'a> {
 
 /// `DELTA_BINARY_PACKED`.
 #[derive(Debug, Clone)]
-pub struct Deltas<'a> {
+pub(super) struct Deltas<'a> {
     bytes: &'a [u8],
     /// Offset of the next block or miniblock header.
     at: usize,
@@ -129,7 +129,7 @@ pub struct Deltas<'a> {
 const BLOCK_VALUES_MAX: u64 = 1 << 20;
 
 impl<'a> Deltas<'a> {
-    pub fn new(bytes: &'a [u8]) -> Result<Deltas<'a>, Broken> {
+    pub(super) fn new(bytes: &'a [u8]) -> Result<Deltas<'a>, Broken> {
         let mut at = 0;
         let block = varint(bytes, &mut at)?;
         let miniblocks = varint(bytes, &mut at)?;
@@ -156,11 +156,11 @@ impl<'a> Deltas<'a> {
     }
 
     /// Number of values still to come, as the page claims.
-    pub fn left(&self) -> u64 {
+    pub(super) fn left(&self) -> u64 {
         self.left
     }
 
-    pub fn next_value(&mut self) -> Result<i64, Broken> {
+    pub(super) fn next_value(&mut self) -> Result<i64, Broken> {
         if self.left == 0 {
             return Err("a page has fewer lengths than values");
         }
@@ -179,7 +179,7 @@ impl<'a> Deltas<'a> {
     }
 
     /// Skips all values, and returns the offset of the bytes behind them.
-    pub fn end(mut self) -> Result<usize, Broken> {
+    pub(super) fn end(mut self) -> Result<usize, Broken> {
         while self.left > 0 {
             self.next_value()?;
         }

@@ -11,7 +11,7 @@ const NAMED_BYTES: u64 = VALUE_BYTES + ENTRY_BYTES;
 
 /// Upper bound of the memory of `line`'s values, in one pass over the bytes. Lines that are not
 /// JSON also get a number.
-pub fn json_cost(line: &[u8]) -> u64 {
+pub(super) fn json_cost(line: &[u8]) -> u64 {
     let (mut items, mut entries, mut groups) = (0u64, 0u64, 1u64);
     let mut at = 0;
     while let Some(&byte) = line.get(at) {

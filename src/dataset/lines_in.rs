@@ -219,12 +219,13 @@ pub(super) fn pieces(
             let mut out = Vec::new();
             let cut = match bytes {
                 Some(Ok(bytes)) => match cutter {
-                    Some(cutter) => cutter
-                        .push(&bytes, &mut out)
-                        .and_then(|()| match cutter.skipped() > most {
-                            true => Err(format!("decompressed, it has a line of more than {most} bytes")),
-                            false => Ok(()),
-                        }),
+                    Some(cutter) => cutter.push(&bytes, &mut out).and_then(|()| {
+                        if cutter.skipped() > most {
+                            Err(format!("decompressed, it has a line of more than {most} bytes"))
+                        } else {
+                            Ok(())
+                        }
+                    }),
                     None => Ok(()),
                 },
                 Some(Err(e)) => {

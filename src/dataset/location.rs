@@ -105,12 +105,11 @@ impl Location {
             }
             return Ok(url);
         }
-        let fs_path = match is_file {
-            true => {
-                let url = Url::parse(text).map_err(|e| bad(e.to_string()))?;
-                url.to_file_path().map_err(|()| bad("not a local file URL".into()))?
-            }
-            false => base_dir.join(text),
+        let fs_path = if is_file {
+            let url = Url::parse(text).map_err(|e| bad(e.to_string()))?;
+            url.to_file_path().map_err(|()| bad("not a local file URL".into()))?
+        } else {
+            base_dir.join(text)
         };
         let fs_path = normalize(&std::path::absolute(&fs_path).map_err(|e| bad(e.to_string()))?);
         Url::from_file_path(&fs_path).map_err(|()| bad("not an absolute path".into()))

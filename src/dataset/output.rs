@@ -256,9 +256,12 @@ impl OutputSchema {
     /// The Arrow schema of batches, data objects and parts.
     pub fn schema(&self) -> SchemaRef {
         let fields = self.carry.fields().iter().zip(self.carried_names());
-        let carried = fields.map(|(field, name)| match *field.name() == name {
-            true => field.clone(),
-            false => Arc::new(field.as_ref().clone().with_name(name)),
+        let carried = fields.map(|(field, name)| {
+            if *field.name() == name {
+                field.clone()
+            } else {
+                Arc::new(field.as_ref().clone().with_name(name))
+            }
         });
         Arc::new(Schema::new(
             carried.chain(own_fields(&self.columns)).collect::<Vec<FieldRef>>(),

@@ -26,19 +26,19 @@ use super::row_memory::PAGES_BYTES_MAX;
 const KEPT_BYTES_MAX: usize = 4 << 20;
 
 /// Cached bytes, by their ranges in the file.
-pub type Kept = Arc<Mutex<Vec<(Range<u64>, Bytes)>>>;
+pub(super) type Kept = Arc<Mutex<Vec<(Range<u64>, Bytes)>>>;
 
 /// The longest dictionary entries found so far, by row group and leaf column.
-pub type Widest = Arc<Mutex<HashMap<(usize, usize), Option<u64>>>>;
+pub(super) type Widest = Arc<Mutex<HashMap<(usize, usize), Option<u64>>>>;
 
 /// The rows would take more memory than the limit.
 #[derive(Debug, thiserror::Error)]
 #[error("the rows take more memory than may be read at once")]
-pub struct TooMuch;
+pub(super) struct TooMuch;
 
 /// The memory limit of a read, and the cost so far.
 #[derive(Debug, Clone)]
-pub struct Budget {
+pub(super) struct Budget {
     pub costs: Arc<Vec<LeafCost>>,
     pub limit: u64,
     pub taken: Arc<AtomicU64>,
@@ -48,7 +48,7 @@ pub struct Budget {
 }
 
 /// Feeds the decoder from the pinned file; pages have their headers checked on the way.
-pub struct ChunkReader {
+pub(super) struct ChunkReader {
     pub pinned: PinnedFile,
     pub footer: Arc<ParquetMetaData>,
     pub group: usize,
@@ -104,13 +104,12 @@ impl ChunkReader {
         for (leaf, (claims, first)) in &leaves {
             let cost = &budget.costs[*leaf];
             let most = claims.price(cost, budget.rows, claims.widest());
-            let price = match claims.names_texts(cost) && sum.saturating_add(most) > budget.limit / 4 {
-                true => {
-                    let widest = self.widest(budget, *leaf, first)?;
-                    let widest = widest.filter(|_| claims.has_one_dictionary());
-                    claims.price(cost, budget.rows, widest.unwrap_or(claims.widest()))
-                }
-                false => most,
+            let price = if claims.names_texts(cost) && sum.saturating_add(most) > budget.limit / 4 {
+                let widest = self.widest(budget, *leaf, first)?;
+                let widest = widest.filter(|_| claims.has_one_dictionary());
+                claims.price(cost, budget.rows, widest.unwrap_or(claims.widest()))
+            } else {
+                most
             };
             sum = sum.saturating_add(price);
         }
@@ -170,7 +169,7 @@ impl ChunkReader {
 }
 
 /// Checks the page headers in the bytes of a column chunk; `rows` as in [`check_pages`].
-pub fn check_chunk_pages(
+pub(super) fn check_chunk_pages(
     name: &str,
     group: usize,
     chunk: &ColumnChunkMetaData,

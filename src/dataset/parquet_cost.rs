@@ -21,7 +21,7 @@ const TEXT_BYTES: u64 = 80;
 
 /// Memory costs of a leaf column, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct LeafCost {
+pub(super) struct LeafCost {
     /// Per value, including nulls.
     pub value: u64,
     /// Per row, whatever it holds.
@@ -36,7 +36,7 @@ pub struct LeafCost {
 
 impl LeafCost {
     /// The cost of `values` values in `rows` rows, with `bytes` bytes of text in total.
-    pub fn of(&self, rows: u64, values: u64, bytes: u64) -> u64 {
+    pub(super) fn of(&self, rows: u64, values: u64, bytes: u64) -> u64 {
         let texts = if self.is_text { bytes } else { 0 };
         let values = values.saturating_mul(self.value);
         let texts = texts.saturating_mul(self.byte);
@@ -47,7 +47,7 @@ impl LeafCost {
 }
 
 /// The costs of all leaf columns; `shown`: columns that also become JSON.
-pub fn leaf_costs(columns: &SchemaDescriptor, arrow: &Schema, shown: &[String]) -> Vec<LeafCost> {
+pub(super) fn leaf_costs(columns: &SchemaDescriptor, arrow: &Schema, shown: &[String]) -> Vec<LeafCost> {
     let cost = |leaf: usize| {
         let column = columns.column(leaf);
         let field = arrow.field(columns.get_column_root_idx(leaf));
@@ -96,9 +96,10 @@ fn padding(data_type: &DataType, in_list: bool) -> (u64, u64) {
                 .unwrap_or(0)
                 .saturating_mul(slots(item.data_type()));
             let (_, inside) = padding(item.data_type(), true);
-            match in_list {
-                true => (0, slots.max(inside)),
-                false => (slots, nested_only(item.data_type())),
+            if in_list {
+                (0, slots.max(inside))
+            } else {
+                (slots, nested_only(item.data_type()))
             }
         }
         DataType::List(item) | DataType::LargeList(item) | DataType::ListView(item) | DataType::LargeListView(item) => {
@@ -140,7 +141,7 @@ fn slots(data_type: &DataType) -> u64 {
 
 /// Sums of the claims in the headers of a leaf column's pages.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Claims {
+pub(super) struct Claims {
     values: u64,
     /// Values that are indices into the dictionary.
     named: u64,
@@ -152,7 +153,7 @@ pub struct Claims {
 }
 
 impl Claims {
-    pub fn add(&mut self, header: &PageHeader) {
+    pub(super) fn add(&mut self, header: &PageHeader) {
         // An uncompressed page has its stored size, whatever uncompressed size it claims.
         let uncompressed = header.uncompressed.max(header.compressed).max(0) as u64;
         let values = header.values.max(0) as u64;
@@ -175,28 +176,28 @@ impl Claims {
 
     /// Uncompressed bytes held while one page is decoded: the page, and the dictionary together
     /// with its decoded entries.
-    pub fn held(&self) -> u64 {
+    pub(super) fn held(&self) -> u64 {
         self.largest.saturating_add(self.dictionary_bytes.saturating_mul(2))
     }
 
     /// Whether the cost depends on the length of the longest dictionary entry.
-    pub fn names_texts(&self, cost: &LeafCost) -> bool {
+    pub(super) fn names_texts(&self, cost: &LeafCost) -> bool {
         cost.is_text && self.named > 0
     }
 
     /// Whether there is exactly one dictionary, as the format requires.
-    pub fn has_one_dictionary(&self) -> bool {
+    pub(super) fn has_one_dictionary(&self) -> bool {
         self.dictionaries == 1
     }
 
     /// Maximum bytes of a dictionary entry, whatever number of entries the page claims.
-    pub fn widest(&self) -> u64 {
+    pub(super) fn widest(&self) -> u64 {
         self.dictionary_bytes.saturating_sub(4)
     }
 
     /// Upper bound of the cost of `rows` rows of these pages, with dictionary entries of at most
     /// `widest` bytes.
-    pub fn price(&self, cost: &LeafCost, rows: u64, widest: u64) -> u64 {
+    pub(super) fn price(&self, cost: &LeafCost, rows: u64, widest: u64) -> u64 {
         let most = |values: u64| if cost.is_flat { values.min(rows) } else { values };
         let bytes = self.bytes.saturating_add(most(self.named).saturating_mul(widest));
         cost.of(rows, most(self.values), bytes)

@@ -19,14 +19,14 @@ use super::parquet_cost::LeafCost;
 /// Consecutive pages of a column chunk: its dictionary page, if any, and then data pages, the first
 /// of which begins with a new row.
 #[derive(Debug, Clone)]
-pub struct Pages {
+pub(super) struct Pages {
     pub bytes: Bytes,
     /// First row of the data pages, within the row group.
     pub first_row: u64,
 }
 
 /// Adds to `sums`, which has an entry per row of `rows`, the rows' costs in this column.
-pub fn add_row_costs(
+pub(super) fn add_row_costs(
     pages: &Pages,
     chunk: &ColumnChunkMetaData,
     cost: &LeafCost,
@@ -55,7 +55,7 @@ pub fn add_row_costs(
 
 /// Bytes of the longest entry of the dictionary at the start of `bytes`; `None` if there is no
 /// dictionary.
-pub fn widest_entry(bytes: &Bytes, chunk: &ColumnChunkMetaData) -> Result<Option<u64>, String> {
+pub(super) fn widest_entry(bytes: &Bytes, chunk: &ColumnChunkMetaData) -> Result<Option<u64>, String> {
     if chunk.column_type() != Physical::BYTE_ARRAY {
         return Ok(None);
     }
@@ -101,9 +101,10 @@ impl Plain<'_> {
         let four = self.bytes.get(self.at..self.at + 4).ok_or(short)?;
         let length = u32::from_le_bytes([four[0], four[1], four[2], four[3]]);
         self.at += 4 + length as usize;
-        match self.at <= self.bytes.len() {
-            true => Ok(length.into()),
-            false => Err(short),
+        if self.at <= self.bytes.len() {
+            Ok(length.into())
+        } else {
+            Err(short)
         }
     }
 }
@@ -123,9 +124,10 @@ impl<'a> Lengths<'a> {
     fn of(bytes: &'a [u8], encoding: Encoding, entries: &'a [u32], values: u32) -> Result<Lengths<'a>, String> {
         let deltas = |bytes: &'a [u8]| {
             let deltas = Deltas::new(bytes)?;
-            match deltas.left() <= values.into() {
-                true => Ok(deltas),
-                false => Err(String::from("a page has more lengths than values")),
+            if deltas.left() <= values.into() {
+                Ok(deltas)
+            } else {
+                Err(String::from("a page has more lengths than values"))
             }
         };
         let lengths = match encoding {
@@ -230,9 +232,10 @@ impl Walk<'_> {
         sums: &mut [u64],
     ) -> Result<bool, String> {
         let entries = std::mem::take(&mut self.entries);
-        let mut lengths = match self.is_text {
-            true => Lengths::of(bytes, encoding, &entries, count)?,
-            false => Lengths::None,
+        let mut lengths = if self.is_text {
+            Lengths::of(bytes, encoding, &entries, count)?
+        } else {
+            Lengths::None
         };
         for _ in 0..count {
             let is_new = rep.next_value()? == 0;
@@ -245,9 +248,10 @@ impl Walk<'_> {
             if row >= self.rows.end {
                 return Ok(false);
             }
-            let bytes = match self.is_text && def.next_value()? == self.def {
-                true => lengths.next_length()?,
-                false => 0,
+            let bytes = if self.is_text && def.next_value()? == self.def {
+                lengths.next_length()?
+            } else {
+                0
             };
             if row >= self.rows.start
                 && let Some(sum) = sums.get_mut((row - self.rows.start) as usize)

@@ -301,9 +301,10 @@ impl Walker {
     /// Number of bytes to fetch next: a header between large pages, else enough for many small
     /// pages.
     fn window(&self) -> u64 {
-        match self.page >= HOP_BYTES_MIN {
-            true => HEADER_BYTES.max(self.pending.len() as u64),
-            false => STREAM_BYTES,
+        if self.page >= HOP_BYTES_MIN {
+            HEADER_BYTES.max(self.pending.len() as u64)
+        } else {
+            STREAM_BYTES
         }
     }
 

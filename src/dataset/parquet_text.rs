@@ -26,12 +26,12 @@ pub struct BadCell {
 }
 
 /// Whether a column holds texts, at any depth.
-pub fn has_text(data_type: &DataType) -> bool {
+pub(super) fn has_text(data_type: &DataType) -> bool {
     as_bytes(data_type) != *data_type
 }
 
 /// The footer of the same file with its texts as bytes.
-pub fn as_bytes_footer(footer: &ArrowReaderMetadata) -> Result<ArrowReaderMetadata, ParquetError> {
+pub(super) fn as_bytes_footer(footer: &ArrowReaderMetadata) -> Result<ArrowReaderMetadata, ParquetError> {
     let metadata = footer.metadata();
     let file = metadata.file_metadata();
     let root = without_text(file.schema_descr().root_schema())?;
@@ -47,15 +47,16 @@ pub fn as_bytes_footer(footer: &ArrowReaderMetadata) -> Result<ArrowReaderMetada
 }
 
 /// The batch with its bytes converted to texts, and the cells where that failed.
-pub fn texts_of(batch: &RecordBatch, schema: &SchemaRef) -> Result<(RecordBatch, Vec<BadCell>), String> {
+pub(super) fn texts_of(batch: &RecordBatch, schema: &SchemaRef) -> Result<(RecordBatch, Vec<BadCell>), String> {
     let mut bad = Vec::new();
     let mut columns = Vec::new();
     let mut fields = Vec::new();
     for (column, field) in batch.columns().iter().zip(schema.fields()) {
         let before = bad.len();
-        let read = match column.data_type() == field.data_type() {
-            true => column.clone(),
-            false => text_column(column, field, &mut bad)?,
+        let read = if column.data_type() == field.data_type() {
+            column.clone()
+        } else {
+            text_column(column, field, &mut bad)?
         };
         // A cell that cannot be read is null.
         let nullable = field.is_nullable() || bad.len() > before;

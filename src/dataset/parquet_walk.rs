@@ -85,9 +85,10 @@ impl ParquetFile {
         let chunk = self.footer.metadata().row_group(group).column(leaf);
         let (start, length) = chunk.byte_range();
         let is_part = (rows.end - rows.start).saturating_mul(2) < self.group_rows(group);
-        let index = match is_part && length >= INDEX_BYTES_MIN {
-            true => self.page_index(group, leaf, chunk, start..start + length).await?,
-            false => None,
+        let index = if is_part && length >= INDEX_BYTES_MIN {
+            self.page_index(group, leaf, chunk, start..start + length).await?
+        } else {
+            None
         };
         let Some(index) = index else {
             let bytes = self.pinned.bytes(start..start + length).await?;
@@ -99,9 +100,10 @@ impl ParquetFile {
         let to = (from..pages.len()).rfind(|n| first_row(*n) < rows.end).unwrap_or(from);
         let data = pages[from].offset as u64..pages[to].offset as u64 + pages[to].compressed_page_size.max(0) as u64;
         let dictionary = start..pages[0].offset as u64;
-        let bytes = match dictionary.is_empty() || from == 0 {
-            true => self.pinned.bytes(start..data.end).await?,
-            false => self.pinned.ranges(&[dictionary, data]).await?.concat().into(),
+        let bytes = if dictionary.is_empty() || from == 0 {
+            self.pinned.bytes(start..data.end).await?
+        } else {
+            self.pinned.ranges(&[dictionary, data]).await?.concat().into()
         };
         Ok(Pages {
             bytes,

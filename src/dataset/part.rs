@@ -204,11 +204,10 @@ impl<'a> OpenaiColumns<'a> {
         let thoughts = many(self.value("reasoning", i)?);
         let choices = many(completion).into_iter().enumerate().map(|(n, text)| {
             let reason = reasons.get(n).cloned().unwrap_or(Value::Null);
-            let mut choice = match is_text {
-                true => json!({"index": n, "text": text}),
-                false => {
-                    json!({"index": n, "message": {"role": "assistant", "content": text, "refusal": null}})
-                }
+            let mut choice = if is_text {
+                json!({"index": n, "text": text})
+            } else {
+                json!({"index": n, "message": {"role": "assistant", "content": text, "refusal": null}})
             };
             if thinks {
                 // A text completion has no message to hold the thought.

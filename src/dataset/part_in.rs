@@ -155,9 +155,10 @@ fn claims(bytes: &Bytes, group: &RowGroupMetaData, chunk: &ColumnChunkMetaData) 
         of_chunk.values = of_chunk.values.saturating_add(values);
         at = at.saturating_add(length).saturating_add(compressed as usize);
     }
-    match chunk.column_type() == Type::BYTE_ARRAY && of_chunk.values > TEXTS_MAX {
-        true => Err(format!("claims {} texts, more than {TEXTS_MAX}", of_chunk.values)),
-        false => Ok(of_chunk),
+    if chunk.column_type() == Type::BYTE_ARRAY && of_chunk.values > TEXTS_MAX {
+        Err(format!("claims {} texts, more than {TEXTS_MAX}", of_chunk.values))
+    } else {
+        Ok(of_chunk)
     }
 }
 

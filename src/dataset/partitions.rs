@@ -136,12 +136,13 @@ pub fn folders_of(key: &str, outside: usize) -> Result<Folders, String> {
         }
         found.push((name, (value != NULL).then_some(value)));
     }
-    match found.len() > COLUMNS_MAX {
-        true => Err(format!(
+    if found.len() > COLUMNS_MAX {
+        Err(format!(
             "its folders give {} columns, more than {COLUMNS_MAX}",
             found.len()
-        )),
-        false => Ok(found),
+        ))
+    } else {
+        Ok(found)
     }
 }
 

@@ -231,19 +231,16 @@ impl<'a> Pieces<'a> {
         let SegmentRows { mut rows, carry } = piece;
         let output = |e: arrow::error::ArrowError| DatasetError::Output(format!("carried columns: {e}"));
         let fitting = fitting_rows(&carry, CARRY_BYTES_MAX.saturating_sub(self.carried));
-        let carry = match fitting < rows.len() {
-            true => {
-                let taken = self.carried + memory(&carry.slice(0, fitting));
-                for row in &mut rows[fitting..] {
-                    *row = Err(carries_too_much(taken));
-                }
-                self.carried = CARRY_BYTES_MAX;
-                blank_from(&carry, fitting).map_err(output)?
+        let carry = if fitting < rows.len() {
+            let taken = self.carried + memory(&carry.slice(0, fitting));
+            for row in &mut rows[fitting..] {
+                *row = Err(carries_too_much(taken));
             }
-            false => {
-                self.carried = self.carried.saturating_add(memory(&carry));
-                carry
-            }
+            self.carried = CARRY_BYTES_MAX;
+            blank_from(&carry, fitting).map_err(output)?
+        } else {
+            self.carried = self.carried.saturating_add(memory(&carry));
+            carry
         };
         let rows = rows.into_iter().zip(first_row..);
         Ok(ShardRows {
@@ -291,9 +288,12 @@ impl<'a> Pieces<'a> {
             .await?;
         let groups = by_group(&table, rows);
         let whole = groups.len() > 1 && matches!(task, Task::Rows { .. });
-        let task = |rows| match whole {
-            true => Task::Rows { segment, rows },
-            false => Task::Apart { segment, rows },
+        let task = |rows| {
+            if whole {
+                Task::Rows { segment, rows }
+            } else {
+                Task::Apart { segment, rows }
+            }
         };
         Ok(Done::Split(groups.into_iter().map(task).collect()))
     }
@@ -423,12 +423,13 @@ impl<'a> Pieces<'a> {
                 shown: Vec::new(),
             };
             let places = asked.rows.clone();
-            let read = match places.is_empty() {
-                true => Cells::nulls(&file, column, rows),
-                false => match file.read_rows(asked, None).await? {
+            let read = if places.is_empty() {
+                Cells::nulls(&file, column, rows)
+            } else {
+                match file.read_rows(asked, None).await? {
                     Read::Rows(batch, bad) => Cells::of(batch, bad, rows, &places),
                     Read::TooMuch => Err("its rows take more than they may".into()),
-                },
+                }
             };
             cells.join(read.map_err(|why| unreadable(&file, why))?);
         }
@@ -538,9 +539,10 @@ async fn row_costs(
     columns: &[String],
     shown: &[String],
 ) -> Result<Vec<u64>, DatasetError> {
-    match columns.is_empty() {
-        true => Ok(vec![0; (rows.end - rows.start) as usize]),
-        false => file.row_costs(rows.clone(), columns, shown).await,
+    if columns.is_empty() {
+        Ok(vec![0; (rows.end - rows.start) as usize])
+    } else {
+        file.row_costs(rows.clone(), columns, shown).await
     }
 }
 

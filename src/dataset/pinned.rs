@@ -64,9 +64,10 @@ fn stand_in(meta: &ObjectMeta) -> Option<String> {
 /// The ETag of a response if it differs from the planned one. Servers may omit the ETag in some
 /// responses.
 fn other_etag(planned: &str, meta: &ObjectMeta) -> Option<String> {
-    let found = match planned.starts_with(STAND_IN) {
-        true => stand_in(meta),
-        false => meta.e_tag.clone(),
+    let found = if planned.starts_with(STAND_IN) {
+        stand_in(meta)
+    } else {
+        meta.e_tag.clone()
     };
     found.filter(|found| found != planned)
 }
@@ -183,9 +184,10 @@ impl PinnedFile {
         self.check_regular().await?;
         let meta = self.location.store.head(&self.location.path).await;
         let meta = meta.map_err(|e| self.store_error(e))?;
-        match meta.size == self.size {
-            true => Ok(Pin::of(&meta)),
-            false => Err(self.changed(format!("it had {} bytes and has {}", self.size, meta.size))),
+        if meta.size == self.size {
+            Ok(Pin::of(&meta))
+        } else {
+            Err(self.changed(format!("it had {} bytes and has {}", self.size, meta.size)))
         }
     }
 
@@ -198,9 +200,10 @@ impl PinnedFile {
             hasher.update(&piece);
             read += piece.len() as u64;
         }
-        match read == self.size {
-            true => Ok(hex(hasher)),
-            false => Err(self.changed(format!("{read} bytes came where it has {}", self.size))),
+        if read == self.size {
+            Ok(hex(hasher))
+        } else {
+            Err(self.changed(format!("{read} bytes came where it has {}", self.size)))
         }
     }
 

@@ -256,7 +256,7 @@ impl OneSchema {
 }
 
 /// Whether both types hold the same values, so that a cast between them is lossless.
-pub fn same_type(a: &DataType, b: &DataType) -> bool {
+pub(super) fn same_type(a: &DataType, b: &DataType) -> bool {
     let is_text = |t: &DataType| matches!(t, DataType::Utf8 | DataType::LargeUtf8 | DataType::Utf8View);
     let is_binary = |t: &DataType| matches!(t, DataType::Binary | DataType::LargeBinary | DataType::BinaryView);
     a.equals_datatype(b) || (is_text(a) && is_text(b)) || (is_binary(a) && is_binary(b))
@@ -264,7 +264,7 @@ pub fn same_type(a: &DataType, b: &DataType) -> bool {
 
 /// The type that holds the values of both types unchanged: the wider of two integer types, or the
 /// other type if one column is all null.
-pub fn wider(a: &DataType, b: &DataType) -> Option<DataType> {
+pub(super) fn wider(a: &DataType, b: &DataType) -> Option<DataType> {
     /// Whether the type is signed, and its bits.
     fn whole(t: &DataType) -> Option<(bool, u32)> {
         match t {

@@ -59,11 +59,12 @@ impl Sample {
             let below = part * 2f64.powi(64);
             let rows = (0..total).filter(|row| (number(self.seed, *row) as f64) < below);
             let rows: Vec<u64> = rows.take(DRAWN_MAX as usize + 1).collect();
-            return match rows.len() as u64 > DRAWN_MAX {
-                true => Err(format!(
+            return if rows.len() as u64 > DRAWN_MAX {
+                Err(format!(
                     "`input.sample` draws more than {DRAWN_MAX} rows, and the record names each of them; draw fewer"
-                )),
-                false => Ok(rows),
+                ))
+            } else {
+                Ok(rows)
             };
         }
         let count = self.rows.unwrap_or(0).min(total) as usize;

@@ -282,13 +282,15 @@ pub(super) fn fit(column: &ArrayRef, to: &DataType) -> Result<ArrayRef, String> 
     }
     let owned = without_views(column.data_type());
     // Views keep whole pages alive.
-    let column = match owned == *column.data_type() {
-        true => column.clone(),
-        false => cast(column, &owned).map_err(|e| e.to_string())?,
+    let column = if owned == *column.data_type() {
+        column.clone()
+    } else {
+        cast(column, &owned).map_err(|e| e.to_string())?
     };
-    match column.data_type() == to {
-        true => Ok(column),
-        false => cast(&column, to).map_err(|e| e.to_string()),
+    if column.data_type() == to {
+        Ok(column)
+    } else {
+        cast(&column, to).map_err(|e| e.to_string())
     }
 }
 

@@ -56,9 +56,10 @@ async fn format_of(
         return Ok(told);
     }
     for (n, &bytes) in HEAD_BYTES.iter().enumerate() {
-        let head = match n == 0 && text.codec.is_none() {
-            true => first.clone(),
-            false => text.head(bytes).await?,
+        let head = if n == 0 && text.codec.is_none() {
+            first.clone()
+        } else {
+            text.head(bytes).await?
         };
         let named = |format: Format, extensions: &[&str]| match told {
             Some(told) => told == format,

@@ -25,9 +25,10 @@ pub fn cause(error: &(dyn Error + 'static)) -> String {
             let before = before.trim().trim_end_matches(':');
             let inside = [element(xml, "Code"), element(xml, "Message")];
             let inside: Vec<&str> = inside.into_iter().flatten().collect();
-            match inside.is_empty() {
-                true => before.to_string(),
-                false => format!("{before}: {}", inside.join(": ")),
+            if inside.is_empty() {
+                before.to_string()
+            } else {
+                format!("{before}: {}", inside.join(": "))
             }
         }
         None => text,

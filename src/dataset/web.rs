@@ -149,10 +149,7 @@ impl Resolve for Names {
         let lookup = (self.lookup)(name.as_str().to_string());
         Box::pin(async move {
             let found = lookup.await?;
-            let kept: Vec<SocketAddr> = match exempt {
-                true => found,
-                false => allowed(name.as_str(), found)?,
-            };
+            let kept: Vec<SocketAddr> = if exempt { found } else { allowed(name.as_str(), found)? };
             Ok(Box::new(kept.into_iter()) as Addrs)
         })
     }
@@ -160,12 +157,13 @@ impl Resolve for Names {
 
 fn allowed(name: &str, found: Vec<SocketAddr>) -> Result<Vec<SocketAddr>, Refusal> {
     let kept: Vec<SocketAddr> = found.iter().filter(|at| !is_link_local(at.ip())).copied().collect();
-    match kept.is_empty() && !found.is_empty() {
-        true => Err(Refusal(format!(
+    if kept.is_empty() && !found.is_empty() {
+        Err(Refusal(format!(
             "`{name}` resolves to {}, a link-local address or metadata service",
             found[0].ip()
-        ))),
-        false => Ok(kept),
+        )))
+    } else {
+        Ok(kept)
     }
 }
 

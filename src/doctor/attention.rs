@@ -199,7 +199,7 @@ impl Case {
 
 /// Reports each step of a case as a finding. The first step is a prefill; the second has one token
 /// or a few tokens per sequence.
-pub fn all<D: Device>(pair: &Pair<'_, D>, tell: &mut dyn FnMut(Finding)) -> Result<(), DeviceError> {
+pub(super) fn all<D: Device>(pair: &Pair<'_, D>, tell: &mut dyn FnMut(Finding)) -> Result<(), DeviceError> {
     for case in cases(pair.extent) {
         let want = case.run(&pair.reference, |_| Ok(None))?;
         let got = case.run(pair.device, |run| pair.time(pair.device, run))?;
@@ -244,9 +244,12 @@ fn of_first<D: Device>(
 ) -> Result<Vec<f32>, DeviceError> {
     let longest = steps.iter().flatten().map(|(_, _, to)| *to).max().unwrap_or(0);
     let blocks = longest.div_ceil(device.block_tokens());
-    let block = |sequence, at| match at < shared / device.block_tokens() {
-        true => at,
-        false => sequence * blocks + at,
+    let block = |sequence, at| {
+        if at < shared / device.block_tokens() {
+            at
+        } else {
+            sequence * blocks + at
+        }
     };
     let mut pool = device.kv_pool(heads, 2 * blocks as usize)?;
     let of = Attention::plain(heads, spec);
@@ -285,7 +288,7 @@ fn of_first<D: Device>(
 
 /// Checks that deterministic steps give the same bits for a sequence, however its tokens are split
 /// into steps and whatever else is in the batch.
-pub fn deterministic<D: Device>(pair: &Pair<'_, D>, tell: &mut dyn FnMut(Finding)) -> Result<(), DeviceError> {
+pub(super) fn deterministic<D: Device>(pair: &Pair<'_, D>, tell: &mut dyn FnMut(Finding)) -> Result<(), DeviceError> {
     let (heads, end) = match pair.extent {
         Extent::Quick => (heads(4, 2, 32), 1200),
         Extent::Full => (heads(32, 8, 128), 4200),

@@ -7,7 +7,7 @@ use crate::device::random::uniform;
 use crate::device::{Dtype, Precision, Tensor};
 
 /// Uniform random numbers in [-1, 1).
-pub fn numbers(seed: u64, count: usize) -> Vec<f32> {
+pub(super) fn numbers(seed: u64, count: usize) -> Vec<f32> {
     (0..count)
         .into_par_iter()
         .with_min_len(1 << 14)
@@ -17,7 +17,7 @@ pub fn numbers(seed: u64, count: usize) -> Vec<f32> {
 
 /// Rows that `precision` holds exactly, with scales that are powers of two. Quantization leaves
 /// such operands unchanged, so a product is exact up to the rounding of its result.
-pub fn exact(precision: Precision, seed: u64, rows: usize, width: usize) -> Vec<f32> {
+pub(super) fn exact(precision: Precision, seed: u64, rows: usize, width: usize) -> Vec<f32> {
     let mut values = numbers(seed, rows * width);
     if !matches!(precision, Precision::Int8 | Precision::Fp8) {
         return values;
@@ -53,7 +53,7 @@ fn four_bits(x: f32) -> f32 {
 }
 
 /// A matrix as a checkpoint would store it, in BF16.
-pub struct Stored {
+pub(super) struct Stored {
     rows: usize,
     columns: usize,
     data: Vec<u8>,
@@ -61,12 +61,12 @@ pub struct Stored {
 
 impl Stored {
     /// A matrix of random numbers times `scale`, a power of two.
-    pub fn new(seed: u64, rows: usize, columns: usize, scale: f32) -> Stored {
+    pub(super) fn new(seed: u64, rows: usize, columns: usize, scale: f32) -> Stored {
         Stored::of(&numbers(seed, rows * columns), rows, columns, scale)
     }
 
     /// A matrix of `values` times `scale`.
-    pub fn of(values: &[f32], rows: usize, columns: usize, scale: f32) -> Stored {
+    pub(super) fn of(values: &[f32], rows: usize, columns: usize, scale: f32) -> Stored {
         let mut data = vec![0; values.len() * 2];
         data.par_chunks_exact_mut(2)
             .with_min_len(1 << 14)
@@ -75,11 +75,11 @@ impl Stored {
         Stored { rows, columns, data }
     }
 
-    pub fn rows(&self) -> usize {
+    pub(super) fn rows(&self) -> usize {
         self.rows
     }
 
-    pub fn tensor(&self) -> Tensor<'_> {
+    pub(super) fn tensor(&self) -> Tensor<'_> {
         Tensor {
             dtype: Dtype::Bf16,
             rows: self.rows,

@@ -14,7 +14,7 @@ const EPS: f32 = 1e-5;
 
 /// Converts the error to a device error. The weights of these checks are finite, so only the device
 /// can refuse them.
-pub fn taken<T>(result: Result<T, TensorError>) -> Result<T, DeviceError> {
+pub(super) fn taken<T>(result: Result<T, TensorError>) -> Result<T, DeviceError> {
     result.map_err(|error| match error {
         TensorError::Device(error) => error,
         TensorError::NotFinite { .. } => DeviceError::Unsupported(error.to_string()),
@@ -68,7 +68,7 @@ fn embedded<D: Device>(device: &D, table: &Stored, scale: f32, tokens: &[u32]) -
     device.read(&out)
 }
 
-pub fn embed<D: Device>(pair: &Pair<'_, D>, tell: &mut dyn FnMut(Finding)) -> Result<(), DeviceError> {
+pub(super) fn embed<D: Device>(pair: &Pair<'_, D>, tell: &mut dyn FnMut(Finding)) -> Result<(), DeviceError> {
     for width in [16, 896, 4096] {
         let table = Stored::new(1, 131, width, 1.0);
         let tokens = [0, 130, 7, 7, 64];
@@ -129,7 +129,7 @@ fn normed<D: Device>(device: &D, input: &NormInput) -> Result<(Vec<f32>, Vec<f32
     }
 }
 
-pub fn norms<D: Device>(pair: &Pair<'_, D>, tell: &mut dyn FnMut(Finding)) -> Result<(), DeviceError> {
+pub(super) fn norms<D: Device>(pair: &Pair<'_, D>, tell: &mut dyn FnMut(Finding)) -> Result<(), DeviceError> {
     for &width in widths(pair.extent) {
         norms_of(pair, width, false, tell)?;
         norms_of(pair, width, true, tell)?;
@@ -155,9 +155,10 @@ fn norms_of<D: Device>(
         picked: None,
     };
     let more = if delta_norm { 1 } else { 0 };
-    let [all, residual, picked] = match delta_norm {
-        false => ["add_norm", "residual", "add_norm of picked rows"],
-        true => ["add_norm of a norm", "residual of a norm", "add_norm of a norm, picked"],
+    let [all, residual, picked] = if !delta_norm {
+        ["add_norm", "residual", "add_norm of picked rows"]
+    } else {
+        ["add_norm of a norm", "residual of a norm", "add_norm of a norm, picked"]
     };
     let (want, got) = (normed(&pair.reference, &input)?, normed(pair.device, &input)?);
     let shape = format!("{rows} x {width}");
@@ -252,7 +253,7 @@ impl<D: Device> Ready<D> {
     }
 }
 
-pub fn linears<D: Device>(pair: &Pair<'_, D>, tell: &mut dyn FnMut(Finding)) -> Result<(), DeviceError> {
+pub(super) fn linears<D: Device>(pair: &Pair<'_, D>, tell: &mut dyn FnMut(Finding)) -> Result<(), DeviceError> {
     let format = pair.precision.word();
     for (m, n, k) in linear_shapes(pair.extent) {
         for (operation, gated) in [
@@ -303,7 +304,7 @@ pub fn linears<D: Device>(pair: &Pair<'_, D>, tell: &mut dyn FnMut(Finding)) -> 
 
 /// Checks that a product gives the same bits in each of `ways`; `set` selects a way on the device.
 /// With these inputs every addition rounds.
-pub fn alike<D: Device, W: Display>(
+pub(super) fn alike<D: Device, W: Display>(
     pair: &Pair<'_, D>,
     device: &mut D,
     ways: impl IntoIterator<Item = W>,
@@ -390,7 +391,7 @@ fn logits_of<D: Device>(
     Ok(device.read_logits(&mut workspace)?.to_vec())
 }
 
-pub fn logits<D: Device>(pair: &Pair<'_, D>, tell: &mut dyn FnMut(Finding)) -> Result<(), DeviceError> {
+pub(super) fn logits<D: Device>(pair: &Pair<'_, D>, tell: &mut dyn FnMut(Finding)) -> Result<(), DeviceError> {
     let mut shapes = vec![
         (1, 128, 127, 64, None),
         (5, 400, 389, 192, None),

@@ -144,7 +144,7 @@ fn tried<D: Device>(
 }
 
 /// Checks every way of drawing; `tell` receives each finding as it is made.
-pub fn sampling<D: Device>(pair: &Pair<'_, D>, tell: &mut dyn FnMut(Finding)) -> Result<(), DeviceError> {
+pub(super) fn sampling<D: Device>(pair: &Pair<'_, D>, tell: &mut dyn FnMut(Finding)) -> Result<(), DeviceError> {
     let vocabularies: &[usize] = match pair.extent {
         Extent::Quick => &[33, 1024, 5003],
         Extent::Full => &[33, 1024, 5003, 32_000, 151_936],

@@ -265,9 +265,10 @@ impl<'a> Speller<'a> {
     /// The tokens of a choice. Where the tokenizer puts a space in front of a text, they begin with
     /// that space if the vocabulary can spell it.
     fn canonical(&mut self, text: &str) -> Result<Vec<u32>, ConstraintError> {
-        let prefixed = match self.tokenizer.prefixes_space() && !text.is_empty() {
-            true => self.spell(&format!(" {text}")),
-            false => None,
+        let prefixed = if self.tokenizer.prefixes_space() && !text.is_empty() {
+            self.spell(&format!(" {text}"))
+        } else {
+            None
         };
         prefixed
             .or_else(|| self.spell(text))
@@ -397,14 +398,16 @@ impl ChoiceState {
             .iter()
             .position(|(t, _)| *t == drawn.token)
             .unwrap_or(at.children.len());
-        let ways = match self.probabilities {
-            true => choices.ways(node, &drawn.logits),
-            false => Vec::new(),
+        let ways = if self.probabilities {
+            choices.ways(node, &drawn.logits)
+        } else {
+            Vec::new()
         };
         let of_children = drawn.logits.iter().take(at.children.len());
-        let raw = match logprobs {
-            true => of_children.map(|logit| drawn.log_probability_of(*logit)).collect(),
-            false => Vec::new(),
+        let raw = if logprobs {
+            of_children.map(|logit| drawn.log_probability_of(*logit)).collect()
+        } else {
+            Vec::new()
         };
         self.answers.insert(node, Answer { ways, raw, picked });
         let mut next = Vec::new();

@@ -74,7 +74,7 @@ pub(super) struct Out {
 impl Out {
     /// Computes [`ids`](Self::ids) for a completion without a grammar. `holes`: ids without a
     /// token. `ends`: tokens that end the completion.
-    pub fn prepare<'a>(
+    pub(super) fn prepare<'a>(
         &mut self,
         forbidden: &Forbidden,
         (prompt, completion): (usize, usize),
@@ -87,7 +87,7 @@ impl Out {
 
     /// Computes [`mask`](Self::mask) for a completion whose grammar allows `mask`; `eos` stays in
     /// it.
-    pub fn prepare_mask(&mut self, forbidden: &Forbidden, completion: usize, mask: &[u32], eos: &[u32]) {
+    pub(super) fn prepare_mask(&mut self, forbidden: &Forbidden, completion: usize, mask: &[u32], eos: &[u32]) {
         self.gather(forbidden, (completion == 0, false, true), &[], std::iter::empty());
         self.mask.clear();
         self.mask.extend(mask);
@@ -121,11 +121,11 @@ impl Out {
         self.ids.dedup();
     }
 
-    pub fn ids(&self) -> &[u32] {
+    pub(super) fn ids(&self) -> &[u32] {
         &self.ids
     }
 
-    pub fn mask(&self) -> &[u32] {
+    pub(super) fn mask(&self) -> &[u32] {
         &self.mask
     }
 }

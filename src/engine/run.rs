@@ -300,9 +300,10 @@ impl Engine {
             Ok((rows, count)) => self.pending = Some(PendingStep { rows, count, tokens }),
             Err(error) => return self.start_over(error, tokens, finished),
         }
-        match self.forward.runs_ahead() {
-            true => Ok(()),
-            false => self.collect_pending(finished),
+        if self.forward.runs_ahead() {
+            Ok(())
+        } else {
+            self.collect_pending(finished)
         }
     }
 
@@ -386,9 +387,10 @@ impl Engine {
             w.drawn = w.rows.iter().map(taken).collect();
         }
         let tokenizer = &*self.tokenizer;
-        let elements = match work.iter_mut().any(|w| w.active.unit.grammar().is_some()) {
-            true => usize::MAX,
-            false => work.len() * TAKE_ELEMENTS,
+        let elements = if work.iter_mut().any(|w| w.active.unit.grammar().is_some()) {
+            usize::MAX
+        } else {
+            work.len() * TAKE_ELEMENTS
         };
         self.options.threads.share_mut(elements, &mut work, |_, work| {
             for w in work {

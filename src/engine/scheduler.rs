@@ -446,9 +446,10 @@ impl Scheduler {
                 max_tokens: s.max_tokens,
             })
             .collect();
-        let order = match self.limits.policy.sort {
-            true => packing::order(&window, self.pool.block_tokens()),
-            false => (0..window.len()).collect(),
+        let order = if self.limits.policy.sort {
+            packing::order(&window, self.pool.block_tokens())
+        } else {
+            (0..window.len()).collect()
         };
         let mut sequences: Vec<Option<Sequence>> = std::mem::take(&mut self.incoming).into_iter().map(Some).collect();
         for i in order {

@@ -252,9 +252,10 @@ impl SampleState {
                 self.out.prepare(&params.forbidden, at, tokenizer.holes(), ends);
             }
             State::Grammar(state) => {
-                let mask = match self.course.may_answer() {
-                    true => &self.start.mask[..],
-                    false => state.mask().unwrap_or_default(),
+                let mask = if self.course.may_answer() {
+                    &self.start.mask[..]
+                } else {
+                    state.mask().unwrap_or_default()
                 };
                 self.out.prepare_mask(&params.forbidden, generated, mask, &self.eos);
             }
@@ -464,9 +465,10 @@ impl SampleState {
         chosen.tokens.truncate(room);
         chosen.logprobs.truncate(room);
         let mut completion = self.completion(if cut { FinishReason::Length } else { reason }, !cut, tokenizer);
-        completion.text = match cut {
-            true => without_prefix(&tokenizer.decode(&chosen.tokens), tokenizer).to_string(),
-            false => chosen.text,
+        completion.text = if cut {
+            without_prefix(&tokenizer.decode(&chosen.tokens), tokenizer).to_string()
+        } else {
+            chosen.text
         };
         completion.choice_probabilities = chosen.probabilities;
         completion.token_ids = std::mem::take(&mut self.completion);
@@ -524,9 +526,10 @@ impl SampleState {
 
 /// A completion's text without the one space that the tokenizer puts in front of texts.
 fn without_prefix<'a>(text: &'a str, tokenizer: &Tokenizer) -> &'a str {
-    match tokenizer.prefixes_space() {
-        true => text.strip_prefix(' ').unwrap_or(text),
-        false => text,
+    if tokenizer.prefixes_space() {
+        text.strip_prefix(' ').unwrap_or(text)
+    } else {
+        text
     }
 }
 

@@ -32,7 +32,7 @@ pub(super) struct Shapes {
 
 impl Shapes {
     /// The shape of a request, or the key under which it is being compiled.
-    pub fn find(&mut self, request: &Request, tokenizer: &Arc<Tokenizer>) -> Found {
+    pub(super) fn find(&mut self, request: &Request, tokenizer: &Arc<Tokenizer>) -> Found {
         let Request { params, eos, .. } = request;
         match &self.last {
             Some(last) if Arc::ptr_eq(&last.params, params) && last.eos == *eos => last.found.clone(),
@@ -53,18 +53,18 @@ impl Shapes {
     }
 
     /// Keeps a request whose shape is being compiled.
-    pub fn wait(&mut self, key: Key, request: Request) {
+    pub(super) fn wait(&mut self, key: Key, request: Request) {
         self.waiting.push_back((key, request));
     }
 
     /// Number of requests that wait for their shape.
-    pub fn waiting(&self) -> usize {
+    pub(super) fn waiting(&self) -> usize {
         self.waiting.len()
     }
 
     /// Requests whose shapes have been compiled since the last call. An idle engine waits a moment
     /// for them.
-    pub fn compiled(&mut self, is_idle: bool) -> Vec<(Request, Result<Constraint, ConstraintError>)> {
+    pub(super) fn compiled(&mut self, is_idle: bool) -> Vec<(Request, Result<Constraint, ConstraintError>)> {
         if self.waiting.is_empty() {
             return Vec::new();
         }
@@ -86,7 +86,7 @@ impl Shapes {
     }
 
     /// Drops requests that wait.
-    pub fn cancel(&mut self, dropped: impl Fn(UnitId) -> bool) {
+    pub(super) fn cancel(&mut self, dropped: impl Fn(UnitId) -> bool) {
         self.waiting.retain(|(_, request)| !dropped(request.id));
     }
 }

@@ -141,7 +141,7 @@ pub(super) struct Course {
 }
 
 impl Course {
-    pub fn new(thinking: Option<Arc<Thinking>>, prompt: &[u32], shaped: bool) -> Course {
+    pub(super) fn new(thinking: Option<Arc<Thinking>>, prompt: &[u32], shaped: bool) -> Course {
         let begin = thinking.as_ref().map_or(Begin::Answer, |t| t.begin(prompt));
         Course {
             thinking,
@@ -158,33 +158,33 @@ impl Course {
     }
 
     /// Whether the next token belongs to the answer.
-    pub fn answers(&self) -> bool {
+    pub(super) fn answers(&self) -> bool {
         self.phase == Phase::Answer
     }
 
     /// Whether the next token may be the answer's first, or may open a thought instead.
-    pub fn may_answer(&self) -> bool {
+    pub(super) fn may_answer(&self) -> bool {
         self.phase == Phase::Start
     }
 
     /// Whether the completion is inside a thought, or between thought and answer.
-    pub fn thinks(&self) -> bool {
+    pub(super) fn thinks(&self) -> bool {
         matches!(self.phase, Phase::Thought | Phase::Gap(_))
     }
 
     /// Whether a thought has begun; it may have ended since.
-    pub fn thought(&self) -> bool {
+    pub(super) fn thought(&self) -> bool {
         self.thought.is_some()
     }
 
     /// Lets the answer begin with the next token.
-    pub fn answer(&mut self) {
+    pub(super) fn answer(&mut self) {
         self.phase = Phase::Answer;
     }
 
     /// At the start of a completion with a shape: the tokens that continue a delimiter or the
     /// header, and whether the answer itself may begin instead.
-    pub fn openings(&self, completion: &[u32]) -> (SmallVec<[u32; 2]>, bool) {
+    pub(super) fn openings(&self, completion: &[u32]) -> (SmallVec<[u32; 2]>, bool) {
         let mut next = SmallVec::new();
         let Some(thinking) = &self.thinking else {
             return (next, true);
@@ -201,12 +201,12 @@ impl Course {
     }
 
     /// Whether this token continues an opening delimiter or a header.
-    pub fn opens(&self, completion: &[u32], token: u32) -> bool {
+    pub(super) fn opens(&self, completion: &[u32], token: u32) -> bool {
         self.phase == Phase::Start && self.openings(completion).0.contains(&token)
     }
 
     /// Whether this token continues the closing delimiter.
-    pub fn closes(&self, completion: &[u32], token: u32) -> bool {
+    pub(super) fn closes(&self, completion: &[u32], token: u32) -> bool {
         let (Phase::Thought, Some(thinking), Some(thought)) = (self.phase, &self.thinking, &self.thought) else {
             return false;
         };
@@ -215,7 +215,7 @@ impl Course {
 
     /// Tokens that are certain to come next; empty where the model decides, or once the answer has
     /// begun.
-    pub fn certain(&mut self, completion: &[u32]) -> Vec<u32> {
+    pub(super) fn certain(&mut self, completion: &[u32]) -> Vec<u32> {
         let Some(thinking) = &self.thinking else {
             return Vec::new();
         };
@@ -253,7 +253,7 @@ impl Course {
     }
 
     /// Advances by the last token of `completion`, which came before the answer or begins it.
-    pub fn take(&mut self, completion: &[u32], tokenizer: &Tokenizer) -> Spelled {
+    pub(super) fn take(&mut self, completion: &[u32], tokenizer: &Tokenizer) -> Spelled {
         let last = completion.len() - 1;
         let Some(thinking) = &self.thinking else {
             return Spelled::From(last);
@@ -290,9 +290,10 @@ impl Course {
                         let bytes = tokenizer.token_bytes(*token);
                         !bytes.is_empty() && bytes.iter().all(u8::is_ascii_whitespace)
                     };
-                    match begun.iter().all(is_space) {
-                        true => self.from = completion.len(),
-                        false => self.phase = Phase::Answer,
+                    if begun.iter().all(is_space) {
+                        self.from = completion.len()
+                    } else {
+                        self.phase = Phase::Answer
                     }
                     return Spelled::From(held);
                 }
@@ -302,7 +303,7 @@ impl Course {
     }
 
     /// The thought of a completion that has ended; `None`: the completion had no thought.
-    pub fn finish(&self, completion: &[u32], tokenizer: &Tokenizer) -> Option<Thought> {
+    pub(super) fn finish(&self, completion: &[u32], tokenizer: &Tokenizer) -> Option<Thought> {
         let Range { start, end } = self.thought.clone()?;
         let closed = end <= completion.len();
         let tokens = &completion[start..end.min(completion.len())];

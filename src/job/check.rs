@@ -69,8 +69,9 @@ pub(super) fn integer_in(
 pub(super) fn within(field: &str, value: Option<f64>, default: f64, low: f64, high: f64) -> Result<f32, FieldError> {
     let value = value.unwrap_or(default);
     // NaN is in no range.
-    match (low..=high).contains(&value) {
-        true => Ok(value as f32),
-        false => bad(field, format!("is {value}; it must be from {low} to {high}")),
+    if (low..=high).contains(&value) {
+        Ok(value as f32)
+    } else {
+        bad(field, format!("is {value}; it must be from {low} to {high}"))
     }
 }

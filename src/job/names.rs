@@ -57,9 +57,10 @@ impl Names {
         // A macro may be called before its definition.
         names.calls.retain(|name, _| !bound.contains(name.as_str()));
         names.methods.retain(|name, _| !own.contains(name));
-        (names.fields, names.asked) = match bound.contains(of) {
-            true => Default::default(),
-            false => (&names.fields - &walk.asked, walk.asked),
+        (names.fields, names.asked) = if bound.contains(of) {
+            Default::default()
+        } else {
+            (&names.fields - &walk.asked, walk.asked)
         };
         names
     }

@@ -73,11 +73,12 @@ fn check_command(command: &[String]) -> Result<(), FieldError> {
     if command.len() > WORDS_MAX {
         return bad(field, format!("has {} words, more than {WORDS_MAX}", command.len()));
     }
-    match command.iter().any(|word| word.contains('\0')) {
-        true => bad(field, "holds a zero byte, which no argument can have"),
-        false => command
+    if command.iter().any(|word| word.contains('\0')) {
+        bad(field, "holds a zero byte, which no argument can have")
+    } else {
+        command
             .iter()
-            .try_for_each(|word| super::check::check_length(field, word)),
+            .try_for_each(|word| super::check::check_length(field, word))
     }
 }
 
@@ -89,9 +90,10 @@ fn check_url(text: &str) -> Result<(), String> {
     let is_web = |url: &Url| matches!(url.scheme(), "http" | "https") && url.host().is_some();
     let Some(url) = url.filter(is_web) else {
         // A user, a password or a query is shown to nobody.
-        return Err(match text.contains(['@', '?', '#']) {
-            true => "is no web address: write it as `https://host/path`".into(),
-            false => format!("is `{text}`, which is no web address: write it as `https://host/path`"),
+        return Err(if text.contains(['@', '?', '#']) {
+            "is no web address: write it as `https://host/path`".into()
+        } else {
+            format!("is `{text}`, which is no web address: write it as `https://host/path`")
         });
     };
     // The address is stored in the job's record, which every reader of the output can read.
@@ -102,9 +104,10 @@ fn check_url(text: &str) -> Result<(), String> {
                 .into(),
         );
     }
-    match names_link_local(&url) {
-        true => Err("names a link-local address or metadata service, to which nothing is posted".into()),
-        false => Ok(()),
+    if names_link_local(&url) {
+        Err("names a link-local address or metadata service, to which nothing is posted".into())
+    } else {
+        Ok(())
     }
 }
 

@@ -110,7 +110,7 @@ pub(super) struct Filling<'a> {
 
 impl Filling<'_> {
     /// Fills every text of `value`, whose path is `path`.
-    pub fn value(&mut self, value: &mut Value, path: &str) -> Result<(), String> {
+    pub(super) fn value(&mut self, value: &mut Value, path: &str) -> Result<(), String> {
         match value {
             Value::String(text) if text.contains("${") => {
                 let place = |why| match path {
@@ -143,7 +143,7 @@ impl Filling<'_> {
     ///
     /// # Errors
     /// A value was given for a name that the file does not contain.
-    pub fn end(self) -> Result<Filled, String> {
+    pub(super) fn end(self) -> Result<Filled, String> {
         match self.parameters.given.keys().find(|name| !self.used.contains(name)) {
             None => Ok(self.filled),
             Some(name) => {
@@ -156,7 +156,7 @@ impl Filling<'_> {
     }
 
     /// The text with its parameters filled in, and whether it consisted of a single parameter.
-    pub fn text(&mut self, text: &str) -> Result<(String, bool), String> {
+    pub(super) fn text(&mut self, text: &str) -> Result<(String, bool), String> {
         let mut out = String::new();
         let mut rest = text;
         let mut is_whole = false;

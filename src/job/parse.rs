@@ -117,9 +117,10 @@ impl In<'_> {
     /// A message about a value, with the value's path added; `None` if the path does not exist.
     fn at(&self, message: &str) -> Option<String> {
         self.content.pointer(&pointer(&self.path))?;
-        match message.starts_with(EXPECTED) {
-            true => no_alternative(&self.path, self.content, message),
-            false => Some(format!("`{}`: {message}", self.path)),
+        if message.starts_with(EXPECTED) {
+            no_alternative(&self.path, self.content, message)
+        } else {
+            Some(format!("`{}`: {message}", self.path))
         }
     }
 

@@ -97,9 +97,10 @@ impl Renderer {
             message,
         };
         if job.generate.max_tokens >= setup.context_tokens {
-            let whose = match job.generate.is_of_model("max_tokens") {
-                true => " (the checkpoint's `max_new_tokens`)",
-                false => "",
+            let whose = if job.generate.is_of_model("max_tokens") {
+                " (the checkpoint's `max_new_tokens`)"
+            } else {
+                ""
             };
             return Err(invalid(format!(
                 "`generate.max_tokens` is {}{whose}, which leaves no room for a prompt in the model's context of {} tokens: give less",
@@ -263,12 +264,13 @@ impl Renderer {
         if let Some(raised) = &self.raised
             && rendered.params.max_tokens < raised.max_tokens
         {
-            rendered.params = match Arc::ptr_eq(&rendered.params, &self.params) {
-                true => raised.clone(),
-                false => Arc::new(GenerationParams {
+            rendered.params = if Arc::ptr_eq(&rendered.params, &self.params) {
+                raised.clone()
+            } else {
+                Arc::new(GenerationParams {
                     max_tokens: raised.max_tokens,
                     ..GenerationParams::clone(&rendered.params)
-                }),
+                })
             };
         }
         Ok(rendered)
@@ -304,14 +306,13 @@ impl Renderer {
     fn openai(&self, fields: &Map<String, Value>) -> Result<RenderedRow, String> {
         let (body, is_chat) = openai::body(fields)?;
         let generate = openai::generate(body, &self.generate)?;
-        let params = match generate == self.generate {
-            true => self.params.clone(),
-            false => {
-                check_stops(&generate, &self.setup.tokenizer).map_err(|e| format!("`{e}"))?;
-                let thinks = self.thinks.as_ref();
-                Thinks::check_line(thinks, &generate, &self.generate)?;
-                Arc::new(params(&generate, self.params.deterministic, &self.setup, thinks))
-            }
+        let params = if generate == self.generate {
+            self.params.clone()
+        } else {
+            check_stops(&generate, &self.setup.tokenizer).map_err(|e| format!("`{e}"))?;
+            let thinks = self.thinks.as_ref();
+            Thinks::check_line(thinks, &generate, &self.generate)?;
+            Arc::new(params(&generate, self.params.deterministic, &self.setup, thinks))
         };
         if params.max_tokens >= self.setup.context_tokens {
             return Err(format!(
@@ -362,12 +363,13 @@ impl Renderer {
                                 .map_err(|e| format!("template `prompt.messages[{i}].content`: {e}"))?,
                         });
                     }
-                    let content = match message.is_list {
-                        true => parts
+                    let content = if message.is_list {
+                        parts
                             .into_iter()
                             .map(|text| json!({"type": "text", "text": text}))
-                            .collect(),
-                        false => Value::from(parts.concat()),
+                            .collect()
+                    } else {
+                        Value::from(parts.concat())
                     };
                     rendered.push(json!({"role": message.role, "content": content}));
                 }
@@ -414,12 +416,13 @@ impl Renderer {
             return Ok((text, tokens));
         }
         let marks = Marks::free(fields).ok_or("the row holds control tokens and every noncharacter of Unicode")?;
-        let marked = match names {
-            true => self.guard.mark_map(fields, marks),
-            false => fields
+        let marked = if names {
+            self.guard.mark_map(fields, marks)
+        } else {
+            fields
                 .iter()
                 .map(|(name, value)| (name.clone(), self.guard.mark(value, marks)))
-                .collect(),
+                .collect()
         };
         let (text, surround) = prompt(&marked)?;
         let mut tokens = Vec::new();
@@ -507,9 +510,10 @@ impl Renderer {
         let room = context - params.max_tokens as usize;
         match self.truncate {
             Truncate::None if tokens.len() >= context => {
-                let count = match is_cut {
-                    true => format!("at least {}", number(context as u64)),
-                    false => number(tokens.len() as u64),
+                let count = if is_cut {
+                    format!("at least {}", number(context as u64))
+                } else {
+                    number(tokens.len() as u64)
                 };
                 return Err(format!(
                     "the prompt has {count} tokens, and the model's context of {} must hold it and at least one more; shorten \

@@ -408,9 +408,10 @@ fn text_method(text: &str, name: &str, args: &[Value]) -> Result<Option<Value>, 
             let mut inside = false;
             let mut out = String::with_capacity(text.len());
             for c in text.chars() {
-                match inside {
-                    true => out.extend(c.to_lowercase()),
-                    false => out.extend(c.to_uppercase()),
+                if inside {
+                    out.extend(c.to_lowercase())
+                } else {
+                    out.extend(c.to_uppercase())
                 }
                 inside = c.is_alphabetic();
             }
@@ -419,9 +420,12 @@ fn text_method(text: &str, name: &str, args: &[Value]) -> Result<Option<Value>, 
         "casefold" => Value::from(text.to_lowercase()),
         "swapcase" => text
             .chars()
-            .flat_map(|c| match c.is_lowercase() {
-                true => c.to_uppercase().collect::<Vec<_>>(),
-                false => c.to_lowercase().collect(),
+            .flat_map(|c| {
+                if c.is_lowercase() {
+                    c.to_uppercase().collect::<Vec<_>>()
+                } else {
+                    c.to_lowercase().collect()
+                }
             })
             .collect::<String>()
             .into(),

@@ -66,9 +66,10 @@ fn check_owner(field: &str, name: &str) -> Result<(), FieldError> {
     };
     // No variable exists for a property with a `_` in its name, and a variable that ends in `_FILE`
     // names a file with the value.
-    let variable = match name.contains(['_', '-']) || name.ends_with(".file") {
-        true => String::new(),
-        false => format!("`{}` in the environment or ", environment_name(name)),
+    let variable = if name.contains(['_', '-']) || name.ends_with(".file") {
+        String::new()
+    } else {
+        format!("`{}` in the environment or ", environment_name(name))
     };
     bad(
         field,

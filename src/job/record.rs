@@ -223,8 +223,9 @@ fn check_model_stops(stops: &[String]) -> Result<(), FieldError> {
             format!("has {} entries, more than {MODEL_STOPS_MAX}", stops.len()),
         );
     }
-    match stops.iter().any(String::is_empty) {
-        true => bad("stop", "holds an empty text, which would end every completion at once"),
-        false => Ok(()),
+    if stops.iter().any(String::is_empty) {
+        bad("stop", "holds an empty text, which would end every completion at once")
+    } else {
+        Ok(())
     }
 }

@@ -83,9 +83,10 @@ pub(super) fn sources(file: &GenerateFile) -> Sources {
 impl Generate {
     /// Takes values that the job left unset, and forbidden tokens, from the checkpoint.
     pub fn take_defaults(&mut self, model: &GenerationDefaults) {
-        let source = match model.is_old {
-            true => Source::Config,
-            false => Source::GenerationConfig,
+        let source = if model.is_old {
+            Source::Config
+        } else {
+            Source::GenerationConfig
         };
         let from = &mut self.from;
         take(from, source, "max_tokens", &mut self.max_tokens, model.max_new_tokens);
@@ -243,8 +244,9 @@ fn said(name: &str, value: &Value, forbidden: &Forbidden) -> String {
     ];
     let lists = lists.iter().filter(|(_, count)| *count > 0);
     let lists: Vec<String> = lists.map(|(what, count)| format!("{count} {what}")).collect();
-    match lists.is_empty() {
-        true => "nothing forbidden".into(),
-        false => lists.join(", "),
+    if lists.is_empty() {
+        "nothing forbidden".into()
+    } else {
+        lists.join(", ")
     }
 }

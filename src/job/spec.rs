@@ -313,9 +313,10 @@ fn build(parsed: Parsed, file: &str, base_dir: &Path) -> Result<Job, FieldError>
 
 /// Names are printed in single lines, so they must not hold control characters.
 pub(super) fn check_name(name: &str) -> Result<(), FieldError> {
-    match name.chars().any(char::is_control) {
-        true => bad("name", "holds control characters"),
-        false => Ok(()),
+    if name.chars().any(char::is_control) {
+        bad("name", "holds control characters")
+    } else {
+        Ok(())
     }
 }
 

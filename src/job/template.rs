@@ -148,9 +148,10 @@ impl Template {
             (describe(&error), !ends)
         })?;
         // Texts too short for the meters are counted here.
-        match text.len() > OUTPUT_BYTES_MAX {
-            true => Err((budget::too_long(), true)),
-            false => Ok(text),
+        if text.len() > OUTPUT_BYTES_MAX {
+            Err((budget::too_long(), true))
+        } else {
+            Ok(text)
         }
     }
 

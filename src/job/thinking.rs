@@ -320,15 +320,16 @@ impl Thinks {
         let Some(most) = generate.thinking.as_ref().and_then(|spec| spec.max_tokens) else {
             return Ok(());
         };
-        match most + self.end_tokens() < generate.max_tokens {
-            true => Ok(()),
-            false => Err(format!(
+        if most + self.end_tokens() < generate.max_tokens {
+            Ok(())
+        } else {
+            Err(format!(
                 "thinking.max_tokens` is {}, which with the {} tokens that end the thought leaves no room for an answer in \
-                 `max_tokens` of {}",
+             `max_tokens` of {}",
                 number(most.into()),
                 self.end_tokens(),
                 number(generate.max_tokens.into())
-            )),
+            ))
         }
     }
 

@@ -27,9 +27,10 @@ pub(super) fn unknown_message(field: &str, content: &Value) -> String {
             };
             let near = suggest(field, known.iter().map(String::as_str));
             let elsewhere = holders(field, &schema, &root, "", 0);
-            let hint = match elsewhere.is_empty() || near.contains("did you mean") {
-                true => near,
-                false => format!("; it is a field of `{}`", elsewhere.join("`, `")),
+            let hint = if elsewhere.is_empty() || near.contains("did you mean") {
+                near
+            } else {
+                format!("; it is a field of `{}`", elsewhere.join("`, `"))
             };
             format!("unknown field `{field}`{place}{hint}")
         }

@@ -22,9 +22,10 @@ pub(super) fn wrong_type(path: &str, content: &Value) -> Option<String> {
     }
     let is_one = wanted.len() == 1;
     let last = wanted.pop()?;
-    let wanted = match wanted.is_empty() {
-        true => last,
-        false => format!("{} or {last}", wanted.join(", ")),
+    let wanted = if wanted.is_empty() {
+        last
+    } else {
+        format!("{} or {last}", wanted.join(", "))
     };
     let value = content.pointer(&pointer(path));
     let found = value.map_or("missing".into(), shown);

@@ -64,12 +64,13 @@ impl Store {
         if self.shared.folder.is_some() {
             return self.rename_if_same(key, was, bytes).await;
         }
-        let mode = match self.unconditional() {
-            true => PutMode::Overwrite,
-            false => PutMode::Update(UpdateVersion {
+        let mode = if self.unconditional() {
+            PutMode::Overwrite
+        } else {
+            PutMode::Update(UpdateVersion {
                 e_tag: was.etag.clone(),
                 version: was.version.clone(),
-            }),
+            })
         };
         let options = PutOptions {
             mode,

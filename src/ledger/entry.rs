@@ -27,9 +27,10 @@ impl LogEntry {
         }
         // Bytes that are no JSON object are rejected by the decoder below.
         let is_void = serde_json::from_slice::<Kind>(bytes).is_ok_and(|kind| kind.voids.is_some());
-        match is_void {
-            true => decode(store, key, bytes).map(LogEntry::Void),
-            false => decode(store, key, bytes).map(LogEntry::Rows),
+        if is_void {
+            decode(store, key, bytes).map(LogEntry::Void)
+        } else {
+            decode(store, key, bytes).map(LogEntry::Rows)
         }
     }
 
@@ -61,9 +62,10 @@ impl Record for VoidRecord {
     const NEWEST: u32 = VERSION_MORE;
 
     fn check(&self) -> Result<(), String> {
-        match self.v == VERSION_MORE && self.voids < self.index {
-            true => Ok(()),
-            false => Err("it voids no earlier record".into()),
+        if self.v == VERSION_MORE && self.voids < self.index {
+            Ok(())
+        } else {
+            Err("it voids no earlier record".into())
         }
     }
 }

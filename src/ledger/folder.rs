@@ -65,16 +65,16 @@ struct Place {
 
 impl Folder {
     /// The folder at `root`, whose keys begin with `prefix`.
-    pub fn new(root: PathBuf, prefix: Path) -> Folder {
+    pub(super) fn new(root: PathBuf, prefix: Path) -> Folder {
         Folder { root, prefix }
     }
 
-    pub fn root(&self) -> &FsPath {
+    pub(super) fn root(&self) -> &FsPath {
         &self.root
     }
 
     /// Opens the file at `location` for locking; creates it if it does not exist.
-    pub async fn lock_file(&self, location: &Path) -> Result<File> {
+    pub(super) async fn lock_file(&self, location: &Path) -> Result<File> {
         let location = location.clone();
         self.blocking(move |folder| {
             let place = folder.place(&location, true)?;
@@ -85,7 +85,7 @@ impl Folder {
     }
 
     /// Syncs the folder of `location`, so that the name survives a power loss.
-    pub async fn sync_folder_of(&self, location: &Path) -> Result<()> {
+    pub(super) async fn sync_folder_of(&self, location: &Path) -> Result<()> {
         let location = location.clone();
         self.blocking(move |folder| folder.place(&location, false)?.sync())
             .await
@@ -93,7 +93,7 @@ impl Folder {
 
     /// Removes the files directly in `location` whose name satisfies `is_ours` and that were last
     /// written more than `age` ago.
-    pub async fn remove_old(&self, location: &Path, age: Duration, is_ours: fn(&str) -> bool) -> Result<()> {
+    pub(super) async fn remove_old(&self, location: &Path, age: Duration, is_ours: fn(&str) -> bool) -> Result<()> {
         let location = location.clone();
         self.blocking(move |folder| {
             let names = folder.names(&location)?;
@@ -218,9 +218,10 @@ impl Folder {
                 "" => Path::parse(name)?,
                 above => Path::parse(format!("{above}/{name}"))?,
             };
-            match FileType::from_raw_mode(stat.st_mode).is_dir() {
-                true => folders.push(key),
-                false => objects.push(meta(&stat, key)),
+            if FileType::from_raw_mode(stat.st_mode).is_dir() {
+                folders.push(key)
+            } else {
+                objects.push(meta(&stat, key))
             }
         }
         Ok((objects, folders))

@@ -249,9 +249,12 @@ impl Ledger {
     /// completion. This generation must be published completely.
     async fn rows_to_retry(&self, truncated: bool) -> Result<Vec<RetriedShard>> {
         // Number of such rows by the commit. `None`: the commit does not record it.
-        let count = move |tally: &Tally| match truncated {
-            true => tally.truncated,
-            false => Some(tally.rows() - tally.succeeded),
+        let count = move |tally: &Tally| {
+            if truncated {
+                tally.truncated
+            } else {
+                Some(tally.rows() - tally.succeeded)
+            }
         };
         let commits = self.standing_commits().await?;
         let meant = commits.into_iter().filter(|commit| count(&commit.tally) != Some(0));
@@ -264,9 +267,10 @@ impl Ledger {
                     let (mut rows, mut tally) = (RowSet::new(), Tally::default());
                     let damaged = |why: String| LedgerError::damaged(format!("shard {shard}: {why}"));
                     for (batch, counts) in ledger.rows_until_now(shard, ledger.all_rows(shard), &like).await? {
-                        let meant = match truncated {
-                            true => data::truncated(&batch, &counts).map_err(damaged)?,
-                            false => data::failed(&batch, &counts).map_err(damaged)?,
+                        let meant = if truncated {
+                            data::truncated(&batch, &counts).map_err(damaged)?
+                        } else {
+                            data::failed(&batch, &counts).map_err(damaged)?
                         };
                         tally.add(&data::tally(&batch, &meant).map_err(damaged)?);
                         rows = rows.union(&meant);
@@ -365,9 +369,10 @@ impl Ledger {
     /// shard.
     async fn standing_commit(&self, shard: u32) -> Result<Commit> {
         let missing = || LedgerError::damaged(format!("the commit of shard {shard} has gone"));
-        let ledger = match self.rows_to_do(shard).is_empty() {
-            true => self.before(shard).ok_or_else(missing)?,
-            false => self.clone(),
+        let ledger = if self.rows_to_do(shard).is_empty() {
+            self.before(shard).ok_or_else(missing)?
+        } else {
+            self.clone()
         };
         ledger.commit_of(shard).await?.ok_or_else(missing)
     }

@@ -322,9 +322,10 @@ impl JobRecord {
 
 /// Whether `next` begins where `last` ended: in the same input, or at the first row of a later one.
 fn follows(last: &Segment, next: &Segment) -> bool {
-    match next.input == last.input {
-        true => last.first_row.checked_add(last.rows) == Some(next.first_row),
-        false => next.input > last.input && next.first_row == 0,
+    if next.input == last.input {
+        last.first_row.checked_add(last.rows) == Some(next.first_row)
+    } else {
+        next.input > last.input && next.first_row == 0
     }
 }
 

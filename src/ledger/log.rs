@@ -584,9 +584,10 @@ impl ShardLog {
                 }
             }
         }
-        Ok(match damaged.is_empty() {
-            true => Counted::Whole(whole),
-            false => Counted::Damaged(damaged),
+        Ok(if damaged.is_empty() {
+            Counted::Whole(whole)
+        } else {
+            Counted::Damaged(damaged)
         })
     }
 }

@@ -76,12 +76,13 @@ impl Ledger {
             "jsonl" => count.lines(bytes, self.job().job.as_str())?,
             _ => part_in::quietly(|| count.parquet(bytes))?,
         }
-        match count.next == count.end {
-            true => Ok((count.tally, count.to_do)),
-            false => Err(format!(
+        if count.next == count.end {
+            Ok((count.tally, count.to_do))
+        } else {
+            Err(format!(
                 "ends before row {}; its shard ends before row {}",
                 count.next, count.end
-            )),
+            ))
         }
     }
 }

@@ -207,9 +207,10 @@ impl ShardLog {
             etag: None,
             held,
         };
-        let standing = match late {
-            true => Some(ours),
-            false => self.put_part(bytes.clone(), ours).await?,
+        let standing = if late {
+            Some(ours)
+        } else {
+            self.put_part(bytes.clone(), ours).await?
         };
         let Some(standing) = standing else {
             let missing = || LedgerError::damaged(format!("shard {shard} was retried before it was committed"));

@@ -448,13 +448,14 @@ impl Record for RetriedRows {
     const MAX_BYTES: u64 = 512 << 20;
 
     fn check(&self) -> Result<(), String> {
-        match self
+        if self
             .shards
             .iter()
             .all(|retried| Keys::block(retried.shard) == self.block)
         {
-            true => check_shards(&self.shards),
-            false => Err(format!("it names shards that are not of block {}", self.block)),
+            check_shards(&self.shards)
+        } else {
+            Err(format!("it names shards that are not of block {}", self.block))
         }
     }
 }

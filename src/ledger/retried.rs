@@ -112,9 +112,10 @@ impl Ledger {
         }
         let rows: RetriedRows = decode(self.store(), &key, &bytes)?;
         let place = (&rows.job, rows.generation, rows.block);
-        match place == (&record.job, record.generation, named.block) {
-            true => Ok(rows.shards),
-            false => Err(damaged("is of another retry")),
+        if place == (&record.job, record.generation, named.block) {
+            Ok(rows.shards)
+        } else {
+            Err(damaged("is of another retry"))
         }
     }
 }

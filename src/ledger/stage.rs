@@ -48,9 +48,10 @@ impl Store {
         let (store, path) = (&self.shared.inner, self.path(key));
         let mut options = PutOptions::default();
         if self.shared.folder.is_none() {
-            options.mode = match self.unconditional() {
-                true => PutMode::Overwrite,
-                false => PutMode::Create,
+            options.mode = if self.unconditional() {
+                PutMode::Overwrite
+            } else {
+                PutMode::Create
             };
             let put = store.put_opts(&path, bytes.clone().into(), options).await?;
             return Ok(put.e_tag);

@@ -280,9 +280,10 @@ impl Ledger {
                 let mut log = ShardLog::load(self, shard).await?;
                 log.confirm_suspects().await?;
                 // The shard may have been published and cleaned while its log was read.
-                let committed = match log.damaged_rows().is_empty() {
-                    true => None,
-                    false => self.commit_of(shard).await?,
+                let committed = if log.damaged_rows().is_empty() {
+                    None
+                } else {
+                    self.commit_of(shard).await?
                 };
                 Ok::<_, LedgerError>((log, committed))
             })

@@ -271,9 +271,10 @@ impl Store {
             match self.get_versioned(key, MAX_OBJECT_BYTES).await? {
                 Some((found, version)) => {
                     self.sync_folder_of(key).await?;
-                    let created = match found == bytes {
-                        true => Created::Ours,
-                        false => Created::Theirs(found),
+                    let created = if found == bytes {
+                        Created::Ours
+                    } else {
+                        Created::Theirs(found)
                     };
                     let etag = version.etag;
                     return Ok(Stood { created, etag });
@@ -554,9 +555,10 @@ impl Store {
     }
 
     pub(super) fn denied(&self, key: &str, doing: &str, why: &str, error: &object_store::Error) -> LedgerError {
-        let whose = match self.shared.folder.is_some() && key == JOB {
-            true => "; a local `job.json` is its owner's alone, who may give it to others with `chmod`",
-            false => "",
+        let whose = if self.shared.folder.is_some() && key == JOB {
+            "; a local `job.json` is its owner's alone, who may give it to others with `chmod`"
+        } else {
+            ""
         };
         LedgerError::denied(format!(
             "{doing} `{}`: {why} ({}){whose}",

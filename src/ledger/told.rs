@@ -17,7 +17,7 @@ use super::record::{Record, SMALL_BYTES, VERSION, encode};
 
 /// `told.json`: the end of this generation was told as the job's `on_finish` has it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub struct ToldMark {
+pub(super) struct ToldMark {
     pub v: u32,
     pub job: Id,
     pub generation: u32,

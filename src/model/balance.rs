@@ -41,7 +41,7 @@ struct Factors {
 }
 
 /// A checkpoint's weights, balanced.
-pub struct Balanced<'a> {
+pub(super) struct Balanced<'a> {
     inner: &'a dyn WeightSource,
     factors: HashMap<String, Factors>,
 }
@@ -52,7 +52,7 @@ impl<'a> Balanced<'a> {
     ///
     /// # Errors
     /// As [`WeightSource::tensor`].
-    pub fn new(
+    pub(super) fn new(
         inner: &'a dyn WeightSource,
         config: &Config,
         channels: Option<&Channels>,

@@ -39,7 +39,7 @@ pub(super) struct Builder<'a, D: Device> {
 }
 
 impl<D: Device> Builder<'_, D> {
-    pub fn weights(&self) -> Result<ModelWeights<D>, ModelError> {
+    pub(super) fn weights(&self) -> Result<ModelWeights<D>, ModelError> {
         let tensors = ModelTensors::of(self.config);
         let embedding = self.table(&tensors.embedding)?;
         let layers = tensors
@@ -87,9 +87,10 @@ impl<D: Device> Builder<'_, D> {
     ) -> Result<Linear<D::Matrix, D::Vector>, ModelError> {
         Ok(Linear {
             weight: self.taken(&tensors.weights, false, take)?,
-            bias: match tensors.biases.is_empty() {
-                true => None,
-                false => Some(self.vector(&tensors.biases)?),
+            bias: if tensors.biases.is_empty() {
+                None
+            } else {
+                Some(self.vector(&tensors.biases)?)
             },
         })
     }

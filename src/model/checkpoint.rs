@@ -329,9 +329,10 @@ impl Stranger {
         if weight.is_some_and(|weight| known.contains(weight.as_str())) {
             return Stranger::Bias(words[words.len().saturating_sub(2)].to_owned());
         }
-        match OTHER_HEADS.contains(&first) {
-            true => Stranger::OtherHead,
-            false => Stranger::Unknown,
+        if OTHER_HEADS.contains(&first) {
+            Stranger::OtherHead
+        } else {
+            Stranger::Unknown
         }
     }
 

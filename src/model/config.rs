@@ -213,25 +213,17 @@ impl Reader<'_> {
         let hidden_size = self.required_size("hidden_size", 1 << 17)?;
         let num_layers = self.required_size("num_hidden_layers", 1 << 10)?;
         let heads = self.heads(family, hidden_size)?;
-        let max_position_embeddings = match self.size("max_position_embeddings", 1 << 28)? {
-            Some(n) => n as u32,
-            None => match family {
-                Family::Llama => 2048,
-                Family::Mistral => 4096 * 32,
-                Family::Qwen2 | Family::Qwen3 => 32_768,
-                Family::Gemma2 => 8192,
-                Family::Gemma3 => 131_072,
-            },
-        };
+        let max_position_embeddings = self.max_position_embeddings(family)?;
         let attention_bias = self.flag("attention_bias")?.unwrap_or(false);
         let default_ids = match family {
             Family::Gemma2 => Some(256_000),
             Family::Gemma3 => Some(262_208),
             _ => None,
         };
-        let scalar = match family.is_gemma() {
-            true => self.number_in("query_pre_attn_scalar", 1e-6, 1e9)?.unwrap_or(256.0),
-            false => heads.head_dim as f64,
+        let scalar = if family.is_gemma() {
+            self.number_in("query_pre_attn_scalar", 1e-6, 1e9)?.unwrap_or(256.0)
+        } else {
+            heads.head_dim as f64
         };
         let (rope, window_rope) = self.ropes(family, heads.head_dim, max_position_embeddings)?;
         Ok(Config {
@@ -252,13 +244,15 @@ impl Reader<'_> {
                 Family::Gemma3 => self.soft_cap("final_logit_softcapping", None)?,
                 _ => None,
             },
-            embedding_scale: match family.is_gemma() {
-                true => (hidden_size as f64).sqrt() as f32,
-                false => 1.0,
+            embedding_scale: if family.is_gemma() {
+                (hidden_size as f64).sqrt() as f32
+            } else {
+                1.0
             },
-            activation: match family.is_gemma() {
-                true => Activation::GeluTanh,
-                false => Activation::Silu,
+            activation: if family.is_gemma() {
+                Activation::GeluTanh
+            } else {
+                Activation::Silu
             },
             norm_eps: self.number_in("rms_norm_eps", 0.0, 1.0)?.unwrap_or(1e-6) as f32,
             norms_from_one: family.is_gemma(),
@@ -277,6 +271,19 @@ impl Reader<'_> {
             max_position_embeddings,
             eos_token_ids: self.eos_token_ids()?,
             warnings: Vec::new(),
+        })
+    }
+
+    fn max_position_embeddings(&self, family: Family) -> Result<u32, ModelError> {
+        Ok(match self.size("max_position_embeddings", 1 << 28)? {
+            Some(n) => n as u32,
+            None => match family {
+                Family::Llama => 2048,
+                Family::Mistral => 4096 * 32,
+                Family::Qwen2 | Family::Qwen3 => 32_768,
+                Family::Gemma2 => 8192,
+                Family::Gemma3 => 131_072,
+            },
         })
     }
 
@@ -324,9 +331,10 @@ impl Reader<'_> {
 
     fn check_activation(&self, family: Family) -> Result<(), ModelError> {
         // `swish` is another name of `silu`.
-        let (field, known) = match family.is_gemma() {
-            true => ("hidden_activation", ["gelu_pytorch_tanh"; 2]),
-            false => ("hidden_act", ["silu", "swish"]),
+        let (field, known) = if family.is_gemma() {
+            ("hidden_activation", ["gelu_pytorch_tanh"; 2])
+        } else {
+            ("hidden_act", ["silu", "swish"])
         };
         if let Some(act) = self.text(field)?
             && !known.contains(&act)

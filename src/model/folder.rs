@@ -62,9 +62,10 @@ pub fn check(path: &Path) -> Result<(), ModelError> {
 /// There are no weights, or only weights in another format, which the error names.
 pub fn check_weights(dir: &Path) -> Result<(), ModelError> {
     let folder = Folder::list(dir)?;
-    match folder.has(WEIGHTS) || folder.has(INDEX) {
-        true => Ok(()),
-        false => Err(folder.other_weights()),
+    if folder.has(WEIGHTS) || folder.has(INDEX) {
+        Ok(())
+    } else {
+        Err(folder.other_weights())
     }
 }
 
@@ -227,12 +228,11 @@ impl Folder<'_> {
         let main = beginning(&self.dir.join("refs/main"));
         let main = String::from_utf8_lossy(&main).trim().to_string();
         let is_hash = !main.is_empty() && main.chars().all(|c| c.is_ascii_alphanumeric());
-        let there: Option<PathBuf> = match is_hash && snapshots.join(&main).is_dir() {
-            true => Some(snapshots.join(main)),
-            false => {
-                let mut all = std::fs::read_dir(&snapshots).into_iter().flatten().flatten();
-                all.next().filter(|_| all.next().is_none()).map(|one| one.path())
-            }
+        let there: Option<PathBuf> = if is_hash && snapshots.join(&main).is_dir() {
+            Some(snapshots.join(main))
+        } else {
+            let mut all = std::fs::read_dir(&snapshots).into_iter().flatten().flatten();
+            all.next().filter(|_| all.next().is_none()).map(|one| one.path())
         };
         match there {
             Some(there) => format!(
@@ -253,15 +253,16 @@ impl Folder<'_> {
                 )
             })
             .unwrap_or_default();
-        match self.has(CONFIG) && self.has_weights() {
-            true => format!(
+        if self.has(CONFIG) && self.has_weights() {
+            format!(
                 "it holds an adapter (`adapter_config.json`, of{base}) beside a model, and transformers would run the two together: merge them \
-                 with PEFT (`merge_and_unload()`, then `save_pretrained`), or take the adapter's files out"
-            ),
-            false => format!(
+             with PEFT (`merge_and_unload()`, then `save_pretrained`), or take the adapter's files out"
+            )
+        } else {
+            format!(
                 "it is an adapter (`adapter_config.json`), which is no model without its base{base}: merge the two with PEFT \
-                 (`merge_and_unload()`, then `save_pretrained`) and give the merged folder"
-            ),
+             (`merge_and_unload()`, then `save_pretrained`) and give the merged folder"
+            )
         }
     }
 

@@ -14,7 +14,7 @@ const MARGIN_BYTES: u64 = 512 << 20;
 
 /// Minimum tokens per step that is tried where memory is short. If even these do not fit, the model
 /// is too large for the device.
-pub const STEP_TOKENS_MIN: u32 = 128;
+pub(super) const STEP_TOKENS_MIN: u32 = 128;
 
 /// Bytes per block over all layers.
 fn block_bytes<D: Device>(device: &D, config: &Config) -> u64 {
@@ -22,13 +22,13 @@ fn block_bytes<D: Device>(device: &D, config: &Config) -> u64 {
 }
 
 /// The number of whole blocks that fit into `bytes`.
-pub fn blocks_of<D: Device>(device: &D, config: &Config, bytes: u64) -> Result<u32, ModelError> {
+pub(super) fn blocks_of<D: Device>(device: &D, config: &Config, bytes: u64) -> Result<u32, ModelError> {
     let blocks = bytes / block_bytes(device, config);
     checked(device, config, blocks.min(u64::from(u32::MAX)) as u32)
 }
 
 /// Checks that a pool has at least one block and a size that can be allocated.
-pub fn checked<D: Device>(device: &D, config: &Config, blocks: u32) -> Result<u32, ModelError> {
+pub(super) fn checked<D: Device>(device: &D, config: &Config, blocks: u32) -> Result<u32, ModelError> {
     let block = block_bytes(device, config);
     if blocks == 0 {
         return Err(ModelError::Options(format!(
@@ -47,14 +47,14 @@ pub fn checked<D: Device>(device: &D, config: &Config, blocks: u32) -> Result<u3
 }
 
 /// A pool for each layer.
-pub fn pools<D: Device>(device: &D, config: &Config, blocks: u32) -> Result<Vec<D::KvPool>, DeviceError> {
+pub(super) fn pools<D: Device>(device: &D, config: &Config, blocks: u32) -> Result<Vec<D::KvPool>, DeviceError> {
     let pool = |_| device.kv_pool(config.heads, blocks as usize);
     config.layers.iter().map(pool).collect()
 }
 
 /// A step of `tokens` tokens in sequences of the maximum length, with logits for `sequences` rows,
 /// or for every token if the step has fewer tokens. Its block numbers begin at 0.
-pub fn largest_step(tokens: u32, sequences: u32, context: u32, block_tokens: u32) -> StepBatch {
+pub(super) fn largest_step(tokens: u32, sequences: u32, context: u32, block_tokens: u32) -> StepBatch {
     let mut batch = StepBatch::default();
     // Sequences whose length is no multiple of the block size share blocks. That is harmless,
     // because nobody reads this step's results.
@@ -72,7 +72,7 @@ pub fn largest_step(tokens: u32, sequences: u32, context: u32, block_tokens: u32
 
 /// Refuses a model whose weights alone exceed the device's free memory. Linear layers count in the
 /// precision's format, the embedding table and the output head in BF16.
-pub fn check_fits<D: Device>(device: &D, config: &Config, precision: Precision) -> Result<(), ModelError> {
+pub(super) fn check_fits<D: Device>(device: &D, config: &Config, precision: Precision) -> Result<(), ModelError> {
     let Some(free) = device.free_bytes()? else {
         return Ok(());
     };
@@ -106,7 +106,11 @@ fn weights_bytes(config: &Config, precision: Precision) -> (u64, u64) {
 
 /// The number of whole blocks that fit into `bytes`. `None`: into the memory that the device has
 /// left, less `MARGIN_BYTES`.
-pub fn blocks_of_the_rest<D: Device>(device: &D, config: &Config, bytes: Option<u64>) -> Result<u32, ModelError> {
+pub(super) fn blocks_of_the_rest<D: Device>(
+    device: &D,
+    config: &Config,
+    bytes: Option<u64>,
+) -> Result<u32, ModelError> {
     if let Some(bytes) = bytes {
         return blocks_of(device, config, bytes);
     }

@@ -6,11 +6,11 @@
 use crate::model::config::Config;
 
 /// Name of the output head, if it is separate from the embedding table.
-pub const HEAD: &str = "lm_head.weight";
+pub(super) const HEAD: &str = "lm_head.weight";
 
 /// A tensor that the model reads.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct TensorSpec {
+pub(super) struct TensorSpec {
     pub name: String,
     /// `None` for a vector.
     pub rows: Option<usize>,
@@ -37,7 +37,7 @@ impl TensorSpec {
 
 /// Tensors of a linear operation. Several parts are concatenated by rows.
 #[derive(Debug)]
-pub struct LinearTensors {
+pub(super) struct LinearTensors {
     pub weights: Vec<TensorSpec>,
     /// One bias per weight, or none.
     pub biases: Vec<TensorSpec>,
@@ -45,7 +45,7 @@ pub struct LinearTensors {
 
 /// One layer's tensors.
 #[derive(Debug)]
-pub struct LayerTensors {
+pub(super) struct LayerTensors {
     pub attention_norm: TensorSpec,
     pub qkv: LinearTensors,
     pub qk_norm: Option<(TensorSpec, TensorSpec)>,
@@ -60,7 +60,7 @@ pub struct LayerTensors {
 
 /// A model's tensors by purpose.
 #[derive(Debug)]
-pub struct ModelTensors {
+pub(super) struct ModelTensors {
     pub embedding: TensorSpec,
     pub layers: Vec<LayerTensors>,
     pub norm: TensorSpec,
@@ -70,31 +70,29 @@ pub struct ModelTensors {
 
 /// Name of the norm before a layer's MLP. Families without post-norms call it
 /// `post_attention_layernorm`.
-pub fn mlp_norm_name(config: &Config) -> &'static str {
-    match config.post_norms {
-        true => "pre_feedforward_layernorm",
-        false => "post_attention_layernorm",
+pub(super) fn mlp_norm_name(config: &Config) -> &'static str {
+    if config.post_norms {
+        "pre_feedforward_layernorm"
+    } else {
+        "post_attention_layernorm"
     }
 }
 
 impl ModelTensors {
     /// The tensors of the model that `config` describes.
-    pub fn of(config: &Config) -> ModelTensors {
+    pub(super) fn of(config: &Config) -> ModelTensors {
         let c = config;
         let table = |name: &str| TensorSpec::matrix(name.to_owned(), c.vocab_size, c.hidden_size);
         ModelTensors {
             embedding: table("model.embed_tokens.weight"),
             layers: (0..c.layers.len()).map(|layer| LayerTensors::of(c, layer)).collect(),
             norm: TensorSpec::vector("model.norm.weight".to_owned(), c.hidden_size),
-            head: match c.tied_embeddings {
-                true => None,
-                false => Some(table(HEAD)),
-            },
+            head: if c.tied_embeddings { None } else { Some(table(HEAD)) },
         }
     }
 
     /// All tensors of the model.
-    pub fn all(&self) -> impl Iterator<Item = &TensorSpec> {
+    pub(super) fn all(&self) -> impl Iterator<Item = &TensorSpec> {
         let layers = self.layers.iter().flat_map(LayerTensors::all);
         [&self.embedding, &self.norm]
             .into_iter()

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 /// A kind of operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Operation {
+pub(super) enum Operation {
     Embed,
     Norm,
     Linear,
@@ -30,12 +30,12 @@ impl Operation {
 
 /// Time by operation, summed over steps.
 #[derive(Debug, Default)]
-pub struct Times([Duration; Operation::ALL.len()]);
+pub(super) struct Times([Duration; Operation::ALL.len()]);
 
 impl Times {
     /// Begins a step. Each call of the returned function adds the time since its last call, or
     /// since `laps`, to an operation.
-    pub fn laps(&mut self) -> impl FnMut(Operation) {
+    pub(super) fn laps(&mut self) -> impl FnMut(Operation) {
         let mut last = Instant::now();
         move |operation| {
             let now = Instant::now();
@@ -45,7 +45,7 @@ impl Times {
     }
 
     /// The sums, each with its operation's name.
-    pub fn read(&self) -> Vec<(&'static str, Duration)> {
+    pub(super) fn read(&self) -> Vec<(&'static str, Duration)> {
         Operation::ALL
             .iter()
             .map(|(operation, name)| (*name, self.0[*operation as usize]))

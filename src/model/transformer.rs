@@ -205,9 +205,10 @@ impl<D: Device> Transformer<D> {
             .map_or(config.vocab_size, |n| n.min(config.vocab_size));
         let random = source.random().filter(|_| device.makes_random());
         let unit_offset_norm = UnitOffsetNorm(source);
-        let source: &dyn WeightSource = match config.norms_from_one && !source.has_whole_norms() {
-            true => &unit_offset_norm,
-            false => source,
+        let source: &dyn WeightSource = if config.norms_from_one && !source.has_whole_norms() {
+            &unit_offset_norm
+        } else {
+            source
         };
         let balanced = match options.precision {
             // Channels of random weights have equal sizes and need no balancing.
@@ -584,10 +585,7 @@ impl<D: Device> Forward for Transformer<D> {
     }
 
     fn operation_times(&self) -> Vec<(&'static str, Duration)> {
-        match self.timed {
-            true => self.times.read(),
-            false => Vec::new(),
-        }
+        if self.timed { self.times.read() } else { Vec::new() }
     }
 }
 

@@ -10,7 +10,7 @@ use crate::model::error::ModelError;
 use crate::model::weights::{StoredTensor, WeightSource};
 
 /// A checkpoint's weights with 1 added to its norm weights, which become F32.
-pub struct UnitOffsetNorm<'a>(pub &'a dyn WeightSource);
+pub(super) struct UnitOffsetNorm<'a>(pub &'a dyn WeightSource);
 
 impl WeightSource for UnitOffsetNorm<'_> {
     fn tensor(&self, name: &str, rows: Option<usize>, columns: usize) -> Result<StoredTensor<'_>, ModelError> {

@@ -92,17 +92,17 @@ pub(crate) struct Recalling {
 }
 
 impl Recalling {
-    pub fn receipts(&self) -> &[u64] {
+    pub(super) fn receipts(&self) -> &[u64] {
         &self.receipts
     }
 
-    pub fn has_ended<T>(&mut self, tracker: &DeliveryTracker<T>) -> bool {
+    pub(super) fn has_ended<T>(&mut self, tracker: &DeliveryTracker<T>) -> bool {
         let dropped = !matches!(self.ended.try_recv(), Err(oneshot::error::TryRecvError::Empty));
         dropped || self.is_answered(tracker)
     }
 
     /// Whether each of the recalled deliveries has been answered.
-    pub fn is_answered<T>(&self, tracker: &DeliveryTracker<T>) -> bool {
+    pub(super) fn is_answered<T>(&self, tracker: &DeliveryTracker<T>) -> bool {
         let state = tracker.state();
         !self.receipts.iter().any(|receipt| state.out.contains_key(receipt))
     }
@@ -111,7 +111,7 @@ impl Recalling {
 impl<T> DeliveryTracker<T> {
     /// `settings` gives the length of the first lease and the maximum number of outstanding
     /// deliveries.
-    pub fn new(dispositions: UnboundedSender<Disposition<T>>, settings: &Settings) -> DeliveryTracker<T> {
+    pub(super) fn new(dispositions: UnboundedSender<Disposition<T>>, settings: &Settings) -> DeliveryTracker<T> {
         DeliveryTracker {
             state: Mutex::new(State {
                 ready: VecDeque::new(),
@@ -141,36 +141,36 @@ impl<T> DeliveryTracker<T> {
     }
 
     /// Adds a message for the next receiver.
-    pub fn put(&self, item: ReceivedMessage<T>) {
+    pub(super) fn put(&self, item: ReceivedMessage<T>) {
         self.state().ready.push_back(item);
         self.ready_notify.notify_one();
     }
 
     /// Number of messages that no receiver has taken yet.
-    pub fn ready(&self) -> usize {
+    pub(super) fn ready(&self) -> usize {
         self.state().ready.len()
     }
 
     /// Whether the lease of a delivery has expired.
-    pub fn is_stuck(&self, now: Instant) -> bool {
+    pub(super) fn is_stuck(&self, now: Instant) -> bool {
         self.state().out.values().any(|out| out.until <= now)
     }
 
     /// Extends all leases by the time in which the process itself was stopped: the worker could not
     /// extend.
-    pub fn grant(&self, time: Duration) {
+    pub(super) fn grant(&self, time: Duration) {
         for out in self.state().out.values_mut() {
             out.until += time;
         }
     }
 
     /// How many calls of the worker have shown progress so far.
-    pub fn progress_count(&self) -> u64 {
+    pub(super) fn progress_count(&self) -> u64 {
         self.progress_count.load(Ordering::SeqCst)
     }
 
     /// Recalls the outstanding deliveries that match `which`.
-    pub fn recall(&self, why: &'static str, which: impl Fn(&ReceivedMessage<T>) -> bool) -> Recalling {
+    pub(super) fn recall(&self, why: &'static str, which: impl Fn(&ReceivedMessage<T>) -> bool) -> Recalling {
         let mut state = self.state();
         let receipts: Vec<u64> = state
             .out
@@ -189,7 +189,7 @@ impl<T> DeliveryTracker<T> {
     }
 
     /// Forgets messages and deliveries that match `which`. Later answers to them do nothing.
-    pub fn forget(&self, which: impl Fn(&T) -> bool) {
+    pub(super) fn forget(&self, which: impl Fn(&T) -> bool) {
         let mut state = self.state();
         state.ready.retain(|item| !which(&item.token));
         state.out.retain(|_, out| !which(&out.item.token));
@@ -198,7 +198,7 @@ impl<T> DeliveryTracker<T> {
     }
 
     /// Removes and returns the ready messages that match `which`.
-    pub fn take_ready(&self, which: impl Fn(&ReceivedMessage<T>) -> bool) -> Vec<ReceivedMessage<T>> {
+    pub(super) fn take_ready(&self, which: impl Fn(&ReceivedMessage<T>) -> bool) -> Vec<ReceivedMessage<T>> {
         let mut state = self.state();
         let (taken, kept): (Vec<_>, Vec<_>) = state.ready.drain(..).partition(|item| which(item));
         state.ready = kept.into();
@@ -206,7 +206,7 @@ impl<T> DeliveryTracker<T> {
     }
 
     /// Removes a delivery from those that the worker holds.
-    pub fn take_out(&self, receipt: u64) -> Option<ReceivedMessage<T>> {
+    pub(super) fn take_out(&self, receipt: u64) -> Option<ReceivedMessage<T>> {
         let taken = self.state().out.remove(&receipt).map(|out| out.item);
         // Another delivery is allowed now.
         self.ready_notify.notify_one();
@@ -215,7 +215,7 @@ impl<T> DeliveryTracker<T> {
 
     /// Replaces the token of the outstanding delivery of `message` that matches `which` by `token`,
     /// and returns the old token. `None` where there is no such delivery.
-    pub fn adopt(&self, message: &Message, arrived: Instant, token: T, which: impl Fn(&T) -> bool) -> Option<T> {
+    pub(super) fn adopt(&self, message: &Message, arrived: Instant, token: T, which: impl Fn(&T) -> bool) -> Option<T> {
         let mut state = self.state();
         let held = state
             .out
@@ -231,25 +231,25 @@ impl<T> DeliveryTracker<T> {
     }
 
     /// Sets why access is refused; `None` where it is granted.
-    pub fn set_denied(&self, why: Option<String>) {
+    pub(super) fn set_denied(&self, why: Option<String>) {
         self.state().denied = why;
         self.ready_notify.notify_one();
     }
 
-    pub fn is_denied(&self) -> bool {
+    pub(super) fn is_denied(&self) -> bool {
         self.state().denied.is_some()
     }
 
     /// Sets whether the broker has registered this consumer.
-    pub fn set_attached(&self, attached: bool) {
+    pub(super) fn set_attached(&self, attached: bool) {
         self.state().attached = attached;
     }
 
-    pub fn is_closing(&self) -> bool {
+    pub(super) fn is_closing(&self) -> bool {
         self.closing.load(Ordering::SeqCst)
     }
 
-    pub fn close(&self) {
+    pub(super) fn close(&self) {
         self.closing.store(true, Ordering::SeqCst);
         self.closed_notify.notify_one();
     }
@@ -312,7 +312,7 @@ pub(crate) struct Brokered<T> {
 const CLOSE_WAIT: Duration = Duration::from_secs(5);
 
 impl<T> Brokered<T> {
-    pub fn new(tracker: Arc<DeliveryTracker<T>>, ended: std::sync::mpsc::Receiver<()>) -> Brokered<T> {
+    pub(super) fn new(tracker: Arc<DeliveryTracker<T>>, ended: std::sync::mpsc::Receiver<()>) -> Brokered<T> {
         Brokered {
             tracker,
             ended: Mutex::new(ended),

@@ -47,12 +47,13 @@ pub(crate) fn handling(body: &[u8], hops: u32, place: &str, signing: &Signing) -
 /// Handles a message without a valid signature: another worker may have the right key, or no key.
 fn unsigned(message: &Message, why: Unsigned, hops: u32, place: &str) -> Handling {
     let Message { output, shard, .. } = message;
-    let (handling, then) = match hops < HOPS_MAX {
-        true => (Handling::PassOn(hops + 1), "it is passed on"),
-        false => (
+    let (handling, then) = if hops < HOPS_MAX {
+        (Handling::PassOn(hops + 1), "it is passed on")
+    } else {
+        (
             Handling::Drop,
             "no worker took it, and it is left to `gristmill reconcile` with a key of this worker",
-        ),
+        )
     };
     tracing::warn!("{place}: the message for shard {shard} of `{output}` {why}: {then}");
     handling

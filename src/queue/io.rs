@@ -15,7 +15,7 @@ pub(crate) struct IoThread {
 
 impl IoThread {
     /// `name` is the thread's name, at most 15 bytes.
-    pub fn start(name: &str) -> Result<IoThread, QueueError> {
+    pub(super) fn start(name: &str) -> Result<IoThread, QueueError> {
         let failed = |error: std::io::Error| QueueError::Unavailable {
             why: format!("cannot start a thread for the queue: {error}"),
         };
@@ -33,12 +33,12 @@ impl IoThread {
         Ok(IoThread { handle, _stop: stop })
     }
 
-    pub fn spawn(&self, future: impl Future<Output = ()> + Send + 'static) {
+    pub(super) fn spawn(&self, future: impl Future<Output = ()> + Send + 'static) {
         self.handle.spawn(future);
     }
 
     /// Runs the future on the I/O thread and waits for its result.
-    pub async fn run<R: Send + 'static>(
+    pub(super) async fn run<R: Send + 'static>(
         &self,
         future: impl Future<Output = Result<R, QueueError>> + Send + 'static,
     ) -> Result<R, QueueError> {

@@ -57,12 +57,13 @@ impl Message {
     /// Encodes the message as [`Message::encode`] does, and signs it where a key is set.
     pub(crate) fn encode_signed(&self, signing: &Signing) -> Result<Vec<u8>, QueueError> {
         let bytes = signing.sign(What::Message, ANY_QUEUE, self.encode()?.into());
-        match bytes.len() > MESSAGE_BYTES_MAX {
+        if bytes.len() > MESSAGE_BYTES_MAX {
             // Every reader would reject a longer message.
-            true => Err(QueueError::Malformed {
+            Err(QueueError::Malformed {
                 why: format!("the output's address is too long: a message has at most {MESSAGE_BYTES_MAX} bytes"),
-            }),
-            false => Ok(bytes.into()),
+            })
+        } else {
+            Ok(bytes.into())
         }
     }
 

@@ -11,20 +11,20 @@ pub(crate) struct Outage {
 }
 
 impl Outage {
-    pub fn new(address: impl ToString) -> Outage {
+    pub(super) fn new(address: impl ToString) -> Outage {
         Outage {
             address: address.to_string(),
             since: None,
         }
     }
 
-    pub fn is_down(&self) -> bool {
+    pub(super) fn is_down(&self) -> bool {
         self.since.is_some()
     }
 
     /// Notes that the broker does not answer; only the first call logs. An address at the beginning
     /// of `why` is removed, because the line names it already.
-    pub fn down(&mut self, why: &str) {
+    pub(super) fn down(&mut self, why: &str) {
         if self.since.is_none() {
             self.since = Some(Instant::now());
             let why = why.strip_prefix(&format!("{}: ", self.address)).unwrap_or(why);
@@ -33,7 +33,7 @@ impl Outage {
     }
 
     /// Notes that the broker answers.
-    pub fn up(&mut self) {
+    pub(super) fn up(&mut self) {
         if let Some(since) = self.since.take() {
             tracing::warn!("{} is back after {} s", self.address, since.elapsed().as_secs());
         }

@@ -58,7 +58,7 @@ impl Server {
 
 impl Servers {
     /// Reads the servers from the two variables.
-    pub fn of(environment: &BTreeMap<String, String>) -> Result<Servers, QueueError> {
+    pub(super) fn of(environment: &BTreeMap<String, String>) -> Result<Servers, QueueError> {
         let mut found = Vec::new();
         if let Some(address) = environment.get(ADDRESS) {
             let url: QueueUrl = address
@@ -79,7 +79,7 @@ impl Servers {
 
     /// Fails where the operator has not named every server of `url`, which comes from a job file.
     /// `what` is the credential for the message ("the password", …).
-    pub fn admit(&self, url: &QueueUrl, what: &str) -> Result<(), QueueError> {
+    pub(super) fn admit(&self, url: &QueueUrl, what: &str) -> Result<(), QueueError> {
         let scheme = scheme(url);
         let mut refused = Vec::new();
         let mut only_in_clear = true;
@@ -97,14 +97,15 @@ impl Servers {
         }
         let servers = refused.join(",");
         let list = format!("give the address with `--queue`, or list `{servers}` in `{LIST}`");
-        Err(wrong(match only_in_clear {
-            true => format!(
+        Err(wrong(if only_in_clear {
+            format!(
                 "`queue.url` of the job file begins with `amqp://`, which would send {what} in clear text: use `amqps://`, {list}"
-            ),
-            false => format!(
+            )
+        } else {
+            format!(
                 "the job file's `queue.url` names the server `{servers}`, which is not in your list, and {what} is sent to listed servers only: {list} in \
-                 the environment"
-            ),
+             the environment"
+            )
         }))
     }
 }

@@ -108,7 +108,7 @@ pub(crate) struct Resolved {
 impl Resolved {
     /// Reads the environment. Fails where a file named there is unreadable, a setting is invalid,
     /// or a password would go to a server that only a job file names.
-    pub fn new(url: &QueueUrl, settings: &Settings) -> Result<Resolved, QueueError> {
+    pub(crate) fn new(url: &QueueUrl, settings: &Settings) -> Result<Resolved, QueueError> {
         let mut resolved = Resolved::with(
             url,
             settings,
@@ -305,7 +305,7 @@ impl Scrub {
     }
 
     /// The text on one line, with every secret replaced by `***`.
-    pub fn line(&self, text: &str) -> String {
+    pub(crate) fn line(&self, text: &str) -> String {
         let mut line = text.split_whitespace().collect::<Vec<_>>().join(" ");
         for secret in &self.0 {
             line = line.replace(secret.as_str(), "***");

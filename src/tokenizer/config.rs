@@ -47,12 +47,11 @@ impl TokenizerConfig {
     /// transformers.
     pub fn load(dir: &Path) -> Result<TokenizerConfig, TokenizerError> {
         let path = dir.join("tokenizer_config.json");
-        let mut config = match path.exists() {
-            true => {
-                let text = read_text(&path)?;
-                TokenizerConfig::parse(&text).map_err(|why| TokenizerError::Broken { path, why })?
-            }
-            false => TokenizerConfig::default(),
+        let mut config = if path.exists() {
+            let text = read_text(&path)?;
+            TokenizerConfig::parse(&text).map_err(|why| TokenizerError::Broken { path, why })?
+        } else {
+            TokenizerConfig::default()
         };
         let path = dir.join("special_tokens_map.json");
         if path.exists() {
@@ -219,9 +218,10 @@ pub(super) fn read_limited(path: &Path, limit: u64) -> Result<Vec<u8>, Tokenizer
     }
     let mut bytes = Vec::new();
     file.take(limit + 1).read_to_end(&mut bytes).map_err(read)?;
-    match bytes.len() as u64 > limit {
-        true => Err(too_large()),
-        false => Ok(bytes),
+    if bytes.len() as u64 > limit {
+        Err(too_large())
+    } else {
+        Ok(bytes)
     }
 }
 

@@ -185,9 +185,10 @@ pub(super) fn check_templates(processor: &Value) -> Result<(), String> {
 }
 
 fn most(what: &str, count: usize, most: usize) -> Result<(), String> {
-    match count > most {
-        true => Err(format!("{what}: {count}, more than {most}")),
-        false => Ok(()),
+    if count > most {
+        Err(format!("{what}: {count}, more than {most}"))
+    } else {
+        Ok(())
     }
 }
 

@@ -70,9 +70,10 @@ impl Tokenizer {
         }
         let ids = self.encode_as(Which::Full, text, limit)?;
         let is_cut = ids.len() > limit;
-        let (before, after) = match add_special {
-            true => self.surrounding()?,
-            false => Default::default(),
+        let (before, after) = if add_special {
+            self.surrounding()?
+        } else {
+            Default::default()
         };
         let after = if is_cut { Vec::new() } else { after };
         Ok(Encoded {

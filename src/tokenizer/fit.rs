@@ -63,10 +63,11 @@ fn check_spaces(tokenizer: &Tokenizer) -> Result<(), String> {
         let text = decoded(cut, &["a", &format!("{mark}b")]);
         text.is_some_and(|text| text.contains(' ') && !text.contains(mark))
     };
-    let fits = match prevails {
-        true => text == Some(mark) && reads(mark),
+    let fits = if prevails {
+        text == Some(mark) && reads(mark)
+    } else {
         // The vocabulary's mark may be a letter, so refuse only a text that has the other mark.
-        false => text != Some(other),
+        text != Some(other)
     };
     if fits {
         return Ok(());
@@ -107,9 +108,10 @@ fn mark_of_pieces(tokenizer: &Tokenizer) -> Option<(char, bool)> {
         }
     }
     let [bytes, sentence_pieces] = begin;
-    let (mark, most, least) = match bytes > sentence_pieces {
-        true => (MARKS[0], bytes, sentence_pieces),
-        false => (MARKS[1], sentence_pieces, bytes),
+    let (mark, most, least) = if bytes > sentence_pieces {
+        (MARKS[0], bytes, sentence_pieces)
+    } else {
+        (MARKS[1], sentence_pieces, bytes)
     };
     let prevails = most * PREVAILS_PIECES >= pieces && most > least * PREVAILS_TIMES;
     (most > 0 && (prevails || least == 0)).then_some((mark, prevails))
@@ -214,17 +216,19 @@ impl RoundTrip<'_> {
         let Ok(whole) = guarded(THIS_TEXT, || tokenizer.full.decode(&ids, true)) else {
             return Ok(());
         };
-        let alike = match any_space {
-            true => without_spaces(whole.as_bytes()) == without_spaces(back.as_bytes()),
-            false => whole.trim_matches(' ') == back.trim_matches(' '),
+        let alike = if any_space {
+            without_spaces(whole.as_bytes()) == without_spaces(back.as_bytes())
+        } else {
+            whole.trim_matches(' ') == back.trim_matches(' ')
         };
-        match alike {
-            true => Ok(()),
-            false => Err(format!(
+        if alike {
+            Ok(())
+        } else {
+            Err(format!(
                 "its decoder gives different texts for a whole answer and for its single tokens, which is not supported: {} and {}",
                 shown(&whole),
                 shown(&back)
-            )),
+            ))
         }
     }
 

@@ -300,9 +300,10 @@ impl Run<'_> {
 
     fn push(&mut self, ids: impl IntoIterator<Item = u32>) -> Result<(), End> {
         self.ids.extend(ids);
-        match self.ids.len() > self.limit {
-            true => Err(End::Enough),
-            false => Ok(()),
+        if self.ids.len() > self.limit {
+            Err(End::Enough)
+        } else {
+            Ok(())
         }
     }
 }
@@ -388,9 +389,10 @@ fn cut_tokens(
         each(Some(token.id), start, stop)?;
         from = stop;
     }
-    match from < text.len() {
-        true => each(None, from, text.len()),
-        false => Ok(()),
+    if from < text.len() {
+        each(None, from, text.len())
+    } else {
+        Ok(())
     }
 }
 
@@ -416,20 +418,22 @@ fn joins_nothing_before(c: char) -> bool {
 }
 
 fn fits(bytes: usize) -> Result<(), End> {
-    match bytes > STRETCH_BYTES_MAX {
-        true => Err(End::Failed(format!(
+    if bytes > STRETCH_BYTES_MAX {
+        Err(End::Failed(format!(
             "this text has {bytes} bytes that the tokenizer cannot split, and at most {STRETCH_BYTES_MAX} are encoded at once"
-        ))),
-        false => Ok(()),
+        )))
+    } else {
+        Ok(())
     }
 }
 
 fn in_time(until: Instant) -> Result<(), End> {
-    match Instant::now() > until {
-        true => Err(End::Failed(format!(
+    if Instant::now() > until {
+        Err(End::Failed(format!(
             "its tokenizer takes more than {SECONDS_MAX} seconds for this text"
-        ))),
-        false => Ok(()),
+        )))
+    } else {
+        Ok(())
     }
 }
 

@@ -104,16 +104,13 @@ impl Access {
             models: prefixes("--accept-models", asked.accept_models)?,
             told: {
                 let told = prefixes("--accept-on-finish", asked.accept_on_finish)?;
-                match told
+                if told
                     .iter()
                     .all(|prefix| matches!(prefix.scheme.as_str(), "http" | "https"))
                 {
-                    true => told,
-                    false => {
-                        return Err(
-                            "`--accept-on-finish`: give web addresses, such as `https://hooks.example/`".into(),
-                        );
-                    }
+                    told
+                } else {
+                    return Err("`--accept-on-finish`: give web addresses, such as `https://hooks.example/`".into());
                 }
             },
             outputs: asked.jobs.iter().map(named).collect::<Result<_, String>>()?,

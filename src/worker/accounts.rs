@@ -103,9 +103,10 @@ async fn look(worker: &Worker, job: &OpenJob, budget: &mut Budget, anew: bool) -
     // The first look writes too: others reckon with every worker on the job. A worker at work shows
     // that it lives.
     let is_at_it = worker.in_flight.of_job(job.number) > 0 && worker.watchdog.is_alive();
-    match anew || is_at_it {
-        true => job.sign(&worker.name).await?,
-        false => job.write_spend(&worker.name).await?,
+    if anew || is_at_it {
+        job.sign(&worker.name).await?
+    } else {
+        job.write_spend(&worker.name).await?
     }
     budget.set_terms(job.refresh().await?);
     Ok(budget.look(&job.ledger).await?)
@@ -118,9 +119,10 @@ async fn enforce(worker: &Worker, job: &OpenJob, budget: &mut Budget) -> anyhow:
     }
     // The known spendings may be old, and an order that extends the limits must not be answered
     // with a stop.
-    match budget.is_old() {
-        true => look(worker, job, budget, true).await?,
-        false => budget.set_terms(job.refresh().await?),
+    if budget.is_old() {
+        look(worker, job, budget, true).await?
+    } else {
+        budget.set_terms(job.refresh().await?)
     }
     if !budget.is_exact() {
         budget.read(&job.ledger).await?;

@@ -16,7 +16,7 @@ const STILL_SECONDS_MIN: f64 = 60.0;
 const SIGNS_EVERY: f64 = 60.0;
 
 /// The fate of `attempt`, whose worker showed `signs` of life; `see` looks for its process.
-pub fn fate(attempt: &AttemptView, signs: &Signs, see: impl Fn(&str) -> Seen) -> Fate {
+pub(super) fn fate(attempt: &AttemptView, signs: &Signs, see: impl Fn(&str) -> Seen) -> Fate {
     match attempt.process.as_deref().map_or(Seen::Elsewhere, see) {
         Seen::Here => Fate::Open,
         Seen::Gone => Fate::Dead,
@@ -28,9 +28,10 @@ pub fn fate(attempt: &AttemptView, signs: &Signs, see: impl Fn(&str) -> Seen) ->
             let still = (STILL_INTERVALS * every).max(STILL_SECONDS_MIN);
             let last = attempt.begun_at.max(signs.of(&attempt.worker));
             let quiet = signs.now.zip(last).map_or(TimeDelta::zero(), |(now, last)| now - last);
-            match quiet.as_seconds_f64() > still {
-                true => Fate::Dead,
-                false => Fate::Fresh,
+            if quiet.as_seconds_f64() > still {
+                Fate::Dead
+            } else {
+                Fate::Fresh
             }
         }
     }

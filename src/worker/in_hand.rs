@@ -22,7 +22,7 @@ pub(super) struct InHand {
 
 impl InHand {
     /// Guards a shard that is in flight.
-    pub fn new(worker: &Arc<Worker>, key: ShardKey) -> InHand {
+    pub(super) fn new(worker: &Arc<Worker>, key: ShardKey) -> InHand {
         InHand {
             worker: worker.clone(),
             key,
@@ -31,14 +31,14 @@ impl InHand {
     }
 
     /// Ends the work on the shard and returns the deliveries to answer.
-    pub fn answer(mut self) -> Vec<Arc<Delivery>> {
+    pub(super) fn answer(mut self) -> Vec<Arc<Delivery>> {
         self.kept = false;
         self.worker.in_flight.leave(self.key)
     }
 
     /// Keeps the shard in hand for a while and then gives it back to the queue, so that it does not
     /// spin. These rows of it may be running elsewhere.
-    pub fn give_back_later(mut self, job: &OpenJob, rows: &RowSet) {
+    pub(super) fn give_back_later(mut self, job: &OpenJob, rows: &RowSet) {
         self.kept = false;
         tracing::info!(
             "shard {} of {} waits: rows {rows} may be running elsewhere, alone on a device",
@@ -63,17 +63,17 @@ impl InHand {
     }
 
     /// Releases the shard's memory: it is set aside, and its columns are dropped.
-    pub fn holds_no_rows(&self) {
+    pub(super) fn holds_no_rows(&self) {
         self.worker.jobs.room().leave(self.key);
     }
 
     /// Whether the queue still wants this worker to do the shard.
-    pub fn is_wanted(&self) -> bool {
+    pub(super) fn is_wanted(&self) -> bool {
         self.worker.in_flight.is_wanted(self.key)
     }
 
     /// The router takes over the shard.
-    pub fn hand_on(mut self) {
+    pub(super) fn hand_on(mut self) {
         self.kept = false;
     }
 }

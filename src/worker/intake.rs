@@ -190,10 +190,11 @@ impl Intake {
             since,
             pauses,
         } = opened;
-        let permit = match plan.alone() {
+        let permit = if plan.alone() {
             // A narrowed try has the device to itself, so it takes all places.
-            true => self.all_places(place).await?,
-            false => place,
+            self.all_places(place).await?
+        } else {
+            place
         };
         let shard = OpenShard {
             job: job.clone(),
@@ -212,12 +213,9 @@ impl Intake {
         // A complete log means that a worker died between the last record and the part: only
         // publishing is left.
         let runs = !plan.next.is_empty() && !is_complete && closes.is_none();
-        let at_device = match runs {
-            false => None,
-            // Reserve the device's slot before the attempt is written: rows that only wait must not
-            // be blamed for a kill.
-            true => Some(self.ready.reserve().await?),
-        };
+        // Reserve the device's slot before the attempt is written: rows that only wait must not be
+        // blamed for a kill.
+        let at_device = if runs { Some(self.ready.reserve().await?) } else { None };
         Ok(Found::Shard(Box::new(Begun {
             in_hand,
             shard,
@@ -361,10 +359,11 @@ impl Intake {
         let planned = job.ledger.job().shard(shard.key.shard)?.clone();
         crate::failpoint!("intake.before-read");
         let output = job.ledger.store().url().to_string();
-        let time = match self.worker.retry_policy.is_patient() {
+        let time = if self.worker.retry_policy.is_patient() {
+            ReadTime::of_try(output, tries)
+        } else {
             // No other shard waits.
-            false => ReadTime::endless(output),
-            true => ReadTime::of_try(output, tries),
+            ReadTime::endless(output)
         };
         let prepared = match closes {
             Some(status) => close(job, &planned, &shard.log, status, plan, time).await?,

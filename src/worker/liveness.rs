@@ -87,9 +87,10 @@ async fn answer(mut stream: TcpStream, watchdog: &StepWatchdog) -> std::io::Resu
     // The answer is the same for every request.
     let mut request = [0; 1024];
     let _length = stream.read(&mut request).await?;
-    let (status, body) = match watchdog.is_alive() {
-        true => ("200 OK", "alive\n"),
-        false => ("503 Service Unavailable", "the device hangs\n"),
+    let (status, body) = if watchdog.is_alive() {
+        ("200 OK", "alive\n")
+    } else {
+        ("503 Service Unavailable", "the device hangs\n")
     };
     let answer = format!(
         "HTTP/1.1 {status}\r\ncontent-type: text/plain\r\ncontent-length: {}\r\nconnection: close\r\n\r\n{body}",

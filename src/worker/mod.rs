@@ -311,9 +311,10 @@ pub fn pass_on_later(queue: Arc<dyn Queue>, delivery: Arc<Delivery>) {
 /// The worker that can use the message may be busy for long, so the message is offered ever more
 /// slowly.
 fn pass_on_pause(hops: u32) -> Duration {
-    match hops < HOPS_MAX {
-        true => PASS_ON_PAUSE.saturating_mul(1 << hops.min(16)).min(PASS_ON_PAUSE_MAX),
-        false => PASS_ON_PAUSE,
+    if hops < HOPS_MAX {
+        PASS_ON_PAUSE.saturating_mul(1 << hops.min(16)).min(PASS_ON_PAUSE_MAX)
+    } else {
+        PASS_ON_PAUSE
     }
 }
 

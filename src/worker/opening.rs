@@ -121,7 +121,7 @@ pub(super) enum Taken {
 }
 
 impl Openings {
-    pub fn new(worker: Arc<Worker>, stop: Stop) -> Openings {
+    pub(super) fn new(worker: Arc<Worker>, stop: Stop) -> Openings {
         Openings {
             opener: Arc::new(Opener {
                 worker,
@@ -135,12 +135,12 @@ impl Openings {
     }
 
     /// Whether nothing is being opened and no store has failed lately.
-    pub fn is_quiet(&self) -> bool {
+    pub(super) fn is_quiet(&self) -> bool {
         self.tasks.is_empty() && !self.opener.worker.troubles.any()
     }
 
     /// Begins to open a delivery that was just received.
-    pub async fn take(&mut self, delivery: Delivery) -> anyhow::Result<Taken> {
+    pub(super) async fn take(&mut self, delivery: Delivery) -> anyhow::Result<Taken> {
         let (opener, message) = (self.opener.clone(), &delivery.message);
         let output = message.output.clone();
         let is_failing = [Where::Output, Where::Inputs]
@@ -167,14 +167,14 @@ impl Openings {
     }
 
     /// Remembers that the intake waited for a delivery of this output in vain.
-    pub fn note_slow(&mut self, output: String) {
+    pub(super) fn note_slow(&mut self, output: String) {
         self.slow.retain(|_, since| since.elapsed() < SLOW_HOLDS);
         self.slow.insert(output, Instant::now());
     }
 
     /// The next opening that ends: a shard to begin, or `None` where the delivery was dealt with.
     /// Waits for ever where nothing is being opened. Cancel-safe.
-    pub async fn next(&mut self) -> anyhow::Result<Option<Opened>> {
+    pub(super) async fn next(&mut self) -> anyhow::Result<Option<Opened>> {
         match self.tasks.join_next().await {
             Some(Ok(opened)) => opened,
             Some(Err(error)) => Err(anyhow::anyhow!("the task that opens a shard panicked: {error}")),
@@ -184,25 +184,24 @@ impl Openings {
 
     /// Sets a shard aside whose store failed while the shard began. Nothing else could begin during
     /// that try, which lasted `took`. An error that is not waited out ends the worker.
-    pub fn set_aside(&mut self, mut opened: Opened, place: Where, error: anyhow::Error, took: Duration) {
+    pub(super) fn set_aside(&mut self, mut opened: Opened, place: Where, error: anyhow::Error, took: Duration) {
         let opener = self.opener.clone();
         opened.in_hand.holds_no_rows();
         self.tasks.spawn(async move {
             let output = opened.output();
-            match opener.backoff(place, &output, error, &mut opened.pauses).await? {
-                true => {
-                    // The pause leaves most of the intake's time to other shards.
-                    tokio::time::sleep(took.saturating_mul(TRY_SHARE).min(TRY_PAUSE_MAX)).await;
-                    Ok(opened.in_hand.is_wanted().then_some(opened))
-                }
-                false => opener.put_off(opened.in_hand.answer()).await,
+            if opener.backoff(place, &output, error, &mut opened.pauses).await? {
+                // The pause leaves most of the intake's time to other shards.
+                tokio::time::sleep(took.saturating_mul(TRY_SHARE).min(TRY_PAUSE_MAX)).await;
+                Ok(opened.in_hand.is_wanted().then_some(opened))
+            } else {
+                opener.put_off(opened.in_hand.answer()).await
             }
         });
     }
 
     /// Holds up a shard of a job whose store failed with another shard: the next try comes after a
     /// pause. The number of such shards and the time of each are bounded.
-    pub async fn hold_up(&mut self, opened: Opened) -> anyhow::Result<()> {
+    pub(super) async fn hold_up(&mut self, opened: Opened) -> anyhow::Result<()> {
         let bounds = self.opener.bounds;
         if !bounds.allow(self.tasks.len(), opened.since) {
             return self.opener.put_off(opened.in_hand.answer()).await.map(drop);
@@ -222,9 +221,10 @@ impl Opener {
             return Some(why);
         }
         let why = is_suspect(delivery)?;
-        match self.worker.jobs.knows(&delivery.message).await {
-            true => None,
-            false => Some(why.into()),
+        if self.worker.jobs.knows(&delivery.message).await {
+            None
+        } else {
+            Some(why.into())
         }
     }
 
@@ -407,7 +407,7 @@ impl Opener {
 
     /// Leaves a shard that this worker cannot begin to other workers, unless its input stops the
     /// job for all.
-    pub async fn leave(&self, job: &OpenJob, in_hand: InHand, error: &anyhow::Error) -> anyhow::Result<()> {
+    pub(super) async fn leave(&self, job: &OpenJob, in_hand: InHand, error: &anyhow::Error) -> anyhow::Result<()> {
         if is_changed(error) && self.stop_job(job, error).await? {
             // Whoever continues the job enqueues its shards again.
             for delivery in in_hand.answer() {

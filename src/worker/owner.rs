@@ -17,7 +17,7 @@ const STICKY: u32 = 0o1000;
 ///
 /// # Errors
 /// The reason, as the end of a line that begins with the output's name.
-pub fn owns(output: &Path) -> Result<(), String> {
+pub(super) fn owns(output: &Path) -> Result<(), String> {
     let ledger = output.join("_gristmill");
     let record = ledger.join("job.json");
     for (path, what) in [(output, "folder"), (&ledger, "ledger"), (&record, "record")] {
@@ -48,9 +48,10 @@ fn check(found: &Metadata, what: &str) -> Result<(), String> {
         ));
     }
     let open = found.mode() & WRITABLE_BY_OTHERS != 0 && !(found.is_dir() && found.mode() & STICKY != 0);
-    match open && !found.is_symlink() {
-        true => Err(format!("has a {what} that every user of this machine may write to")),
-        false => Ok(()),
+    if open && !found.is_symlink() {
+        Err(format!("has a {what} that every user of this machine may write to"))
+    } else {
+        Ok(())
     }
 }
 

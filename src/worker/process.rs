@@ -7,13 +7,13 @@ use std::io::ErrorKind;
 /// `BOOT NAMESPACE PID START`: the boot id of the machine, the PID namespace, the PID, and the
 /// clock tick at which the process began. No other process has all four.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Process {
+pub(super) struct Process {
     name: String,
 }
 
 /// What is known of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Seen {
+pub(super) enum Seen {
     /// The process exists, running or paused.
     Here,
     Gone,
@@ -23,19 +23,19 @@ pub enum Seen {
 
 impl Process {
     /// This process; `None` where the operating system does not provide the fields.
-    pub fn own() -> Option<Process> {
+    pub(super) fn own() -> Option<Process> {
         let pid = std::process::id();
         let name = format!("{} {pid} {}", machine()?, Stat::of(pid).ok()?.start);
         Some(Process { name })
     }
 
-    pub fn as_str(&self) -> &str {
+    pub(super) fn as_str(&self) -> &str {
         &self.name
     }
 }
 
 /// Looks for the process of this name.
-pub fn see(name: &str) -> Seen {
+pub(super) fn see(name: &str) -> Seen {
     let found = || {
         let mut words = name.rsplitn(3, ' ');
         let (start, pid, of) = (words.next()?, words.next()?, words.next()?);

@@ -26,7 +26,7 @@ pub(super) struct ReadTime {
 
 impl ReadTime {
     /// Unbounded time for a shard of the job in `output`.
-    pub fn endless(output: String) -> ReadTime {
+    pub(super) fn endless(output: String) -> ReadTime {
         ReadTime {
             output,
             most: None,
@@ -35,7 +35,7 @@ impl ReadTime {
     }
 
     /// Time for a shard of the job in `output` after `before` earlier tries.
-    pub fn of_try(output: String, before: u32) -> ReadTime {
+    pub(super) fn of_try(output: String, before: u32) -> ReadTime {
         ReadTime {
             most: Some(READ_MAX.saturating_mul(1 << before.min(10))),
             ..ReadTime::endless(output)
@@ -44,7 +44,7 @@ impl ReadTime {
 
     /// Waits for an answer as long as time is left. `unpacked`: bytes that were decompressed so
     /// far.
-    pub async fn count<T, E: From<DatasetError>>(
+    pub(super) async fn count<T, E: From<DatasetError>>(
         &mut self,
         asked: impl Future<Output = Result<T, E>>,
         unpacked: impl Fn() -> u64,

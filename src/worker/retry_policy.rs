@@ -168,9 +168,10 @@ impl RetryPolicy {
 
     /// Returns an error where the queue has been away for the maximum time.
     pub fn still_waits_for_queue(&self, away: Duration) -> anyhow::Result<()> {
-        match self.gives_up_after(away) {
-            true => Err(anyhow::anyhow!("the queue has not answered for {} s", away.as_secs())),
-            false => Ok(()),
+        if self.gives_up_after(away) {
+            Err(anyhow::anyhow!("the queue has not answered for {} s", away.as_secs()))
+        } else {
+            Ok(())
         }
     }
 

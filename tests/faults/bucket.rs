@@ -7,13 +7,13 @@ use object_store::{ObjectStore, ObjectStoreExt};
 use crate::services::S3;
 
 /// The bucket of this run, for blocking code.
-pub struct Bucket {
+pub(super) struct Bucket {
     store: AmazonS3,
     runtime: tokio::runtime::Runtime,
 }
 
 impl Bucket {
-    pub fn open(settings: &S3) -> Bucket {
+    pub(super) fn open(settings: &S3) -> Bucket {
         let store = AmazonS3Builder::new()
             .with_endpoint(&settings.endpoint)
             .with_allow_http(true)
@@ -31,12 +31,12 @@ impl Bucket {
     }
 
     /// Whether something lies at `key`; an unreachable store says no.
-    pub fn has(&self, key: &str) -> bool {
+    pub(super) fn has(&self, key: &str) -> bool {
         self.runtime.block_on(self.store.head(&Path::from(key))).is_ok()
     }
 
     /// What lies at `key`.
-    pub fn get(&self, key: &str) -> Option<Vec<u8>> {
+    pub(super) fn get(&self, key: &str) -> Option<Vec<u8>> {
         self.runtime.block_on(async {
             let found = self.store.get(&Path::from(key)).await.ok()?;
             Some(found.bytes().await.ok()?.to_vec())
@@ -44,7 +44,7 @@ impl Bucket {
     }
 
     /// Keys below `prefix`, sorted.
-    pub fn list(&self, prefix: &str) -> Vec<String> {
+    pub(super) fn list(&self, prefix: &str) -> Vec<String> {
         use futures::TryStreamExt;
         let path = Path::from(prefix);
         let listed = self.store.list(Some(&path)).map_ok(|meta| meta.location.to_string());
@@ -56,13 +56,13 @@ impl Bucket {
         keys
     }
 
-    pub fn put(&self, key: &str, bytes: Vec<u8>) {
+    pub(super) fn put(&self, key: &str, bytes: Vec<u8>) {
         self.runtime
             .block_on(self.store.put(&Path::from(key), bytes.into()))
             .expect("the store can be written to");
     }
 
-    pub fn delete(&self, key: &str) {
+    pub(super) fn delete(&self, key: &str) {
         self.runtime
             .block_on(self.store.delete(&Path::from(key)))
             .expect("the store can be written to");

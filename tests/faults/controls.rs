@@ -163,8 +163,9 @@ fn dies_before_commit(scene: &mut Scene, on: Env) {
 }
 
 fn complete(scene: &mut Scene) -> Result<(), String> {
-    match scene.comes_true(COMPLETE_MAX, Scene::finished) {
-        true => Ok(()),
-        false => Err(format!("{NOT_COMPLETE} after {COMPLETE_MAX:?}")),
+    if scene.comes_true(COMPLETE_MAX, Scene::finished) {
+        Ok(())
+    } else {
+        Err(format!("{NOT_COMPLETE} after {COMPLETE_MAX:?}"))
     }
 }

@@ -17,7 +17,7 @@ const TAIL_LINES: usize = 15;
 
 /// How each worker is started.
 #[derive(Debug, Clone, Default)]
-pub struct Start {
+pub(super) struct Start {
     pub arguments: Vec<String>,
     pub env: Vec<(String, String)>,
 }
@@ -38,20 +38,20 @@ struct Seat {
 
 /// What ended a worker, and the log of its life.
 #[derive(Debug)]
-pub struct Ended {
+pub(super) struct Ended {
     pub status: ExitStatus,
     pub log: String,
 }
 
 impl Ended {
     /// The process ended itself with SIGABRT.
-    pub fn aborted(&self) -> bool {
+    pub(super) fn aborted(&self) -> bool {
         self.status.signal() == Some(libc::SIGABRT)
     }
 
     /// What a worker with `--json` says last.
     #[track_caller]
-    pub fn report(&self) -> Value {
+    pub(super) fn report(&self) -> Value {
         let line = self.log.lines().rfind(|line| line.starts_with('{'));
         let line = line.unwrap_or_else(|| panic!("no report:\n{}", self.log));
         serde_json::from_str(line).unwrap_or_else(|e| panic!("the report is not JSON ({e}): {line}"))
@@ -59,7 +59,7 @@ impl Ended {
 
     /// It left as it was told to, or since the job ended in that moment.
     #[track_caller]
-    pub fn assert_left(&self) {
+    pub(super) fn assert_left(&self) {
         let code = self.status.code();
         assert!(
             matches!(code, Some(0 | 3 | 6)),
@@ -69,20 +69,20 @@ impl Ended {
     }
 
     /// The worker left because there is nothing left to do, with or without failed rows.
-    pub fn job_is_over(&self) -> bool {
+    pub(super) fn job_is_over(&self) -> bool {
         matches!(self.status.code(), Some(0 | 3))
     }
 }
 
 /// The workers of a job. Dropped, it kills all of them.
-pub struct Crew {
+pub(super) struct Crew {
     start: Start,
     logs: PathBuf,
     seats: Vec<Seat>,
 }
 
 impl Crew {
-    pub fn new(start: Start, logs: &Path) -> Crew {
+    pub(super) fn new(start: Start, logs: &Path) -> Crew {
         std::fs::create_dir_all(logs).unwrap();
         Crew {
             start,
@@ -92,17 +92,17 @@ impl Crew {
     }
 
     /// Sets a variable of every worker to come.
-    pub fn set_env(&mut self, name: &str, value: &str) {
+    pub(super) fn set_env(&mut self, name: &str, value: &str) {
         self.start.env.push((name.into(), value.into()));
     }
 
     /// A new seat with a worker that has `env` besides what all have; its number.
-    pub fn hire(&mut self, env: &[(&str, &str)]) -> usize {
+    pub(super) fn hire(&mut self, env: &[(&str, &str)]) -> usize {
         self.hire_with(env, |_| ())
     }
 
     /// As [`Crew::hire`], with arguments of its own: `edit` gets those that all have.
-    pub fn hire_with(&mut self, env: &[(&str, &str)], edit: impl FnOnce(&mut Vec<String>)) -> usize {
+    pub(super) fn hire_with(&mut self, env: &[(&str, &str)], edit: impl FnOnce(&mut Vec<String>)) -> usize {
         let mut arguments = self.start.arguments.clone();
         edit(&mut arguments);
         self.seats.push(Seat {
@@ -121,12 +121,12 @@ impl Crew {
     }
 
     /// `env` holds for the seat's next life.
-    pub fn arm(&mut self, seat: usize, env: &[(&str, &str)]) {
+    pub(super) fn arm(&mut self, seat: usize, env: &[(&str, &str)]) {
         self.seats[seat].next_env = env.iter().map(|(k, v)| (k.to_string(), v.to_string())).collect();
     }
 
     /// The seat's next life, where none is left.
-    pub fn begin(&mut self, seat: usize) {
+    pub(super) fn begin(&mut self, seat: usize) {
         let place = &mut self.seats[seat];
         assert!(place.child.is_none(), "seat {seat} has a worker already");
         place.lives += 1;
@@ -148,7 +148,7 @@ impl Crew {
     }
 
     /// The next life of every seat without a worker.
-    pub fn begin_all(&mut self) {
+    pub(super) fn begin_all(&mut self) {
         for seat in 0..self.seats.len() {
             if self.seats[seat].child.is_none() {
                 self.begin(seat);
@@ -157,7 +157,7 @@ impl Crew {
     }
 
     /// Seats whose worker runs and is not paused.
-    pub fn awake(&self) -> Vec<usize> {
+    pub(super) fn awake(&self) -> Vec<usize> {
         let awake = |seat: &&usize| self.seats[**seat].child.is_some() && !self.seats[**seat].paused;
         (0..self.seats.len())
             .collect::<Vec<_>>()
@@ -168,17 +168,17 @@ impl Crew {
     }
 
     /// A seat whose worker has left.
-    pub fn vacant(&self) -> Option<usize> {
+    pub(super) fn vacant(&self) -> Option<usize> {
         self.seats.iter().position(|seat| seat.child.is_none() && !seat.done)
     }
 
     /// Lives that were begun, over all seats.
-    pub fn lives(&self) -> u64 {
+    pub(super) fn lives(&self) -> u64 {
         self.seats.iter().map(|seat| u64::from(seat.lives)).sum()
     }
 
     /// SIGKILL; false where the worker has ended already.
-    pub fn kill(&mut self, seat: usize) -> bool {
+    pub(super) fn kill(&mut self, seat: usize) -> bool {
         let Some(mut child) = self.seats[seat].child.take() else {
             return false;
         };
@@ -189,25 +189,25 @@ impl Crew {
     }
 
     /// SIGSTOP.
-    pub fn pause(&mut self, seat: usize) {
+    pub(super) fn pause(&mut self, seat: usize) {
         self.seats[seat].paused = true;
         self.signal(seat, libc::SIGSTOP);
     }
 
     /// SIGCONT.
-    pub fn wake(&mut self, seat: usize) {
+    pub(super) fn wake(&mut self, seat: usize) {
         self.signal(seat, libc::SIGCONT);
         self.seats[seat].paused = false;
     }
 
     /// SIGTERM; waits until the worker has left, at most `limit`, and says how.
-    pub fn dismiss(&mut self, seat: usize, limit: Duration) -> Ended {
+    pub(super) fn dismiss(&mut self, seat: usize, limit: Duration) -> Ended {
         self.signal(seat, libc::SIGTERM);
         self.wait(seat, limit)
     }
 
     /// Waits until the seat's worker ends, at most `limit`, and says how.
-    pub fn wait(&mut self, seat: usize, limit: Duration) -> Ended {
+    pub(super) fn wait(&mut self, seat: usize, limit: Duration) -> Ended {
         let began = Instant::now();
         loop {
             if let Some(ended) = self.ended(seat) {
@@ -223,7 +223,7 @@ impl Crew {
     }
 
     /// How the seat's worker ended, if it did.
-    pub fn ended(&mut self, seat: usize) -> Option<Ended> {
+    pub(super) fn ended(&mut self, seat: usize) -> Option<Ended> {
         let status = self.seats[seat].child.as_mut()?.try_wait().unwrap()?;
         self.seats[seat].child = None;
         let log = self.log(seat);
@@ -232,7 +232,7 @@ impl Crew {
 
     /// Looks who has ended by himself. With one of the exit codes `job_ended` the seat is done; what is `tolerated` begins
     /// its next life; anything else fails the test: workers wait for what is away, they do not end.
-    pub fn keep(&mut self, job_ended: &[i32], tolerated: fn(&Ended) -> bool) {
+    pub(super) fn keep(&mut self, job_ended: &[i32], tolerated: fn(&Ended) -> bool) {
         for seat in 0..self.seats.len() {
             let Some(ended) = self.ended(seat) else { continue };
             if ended.status.code().is_some_and(|code| job_ended.contains(&code)) {
@@ -250,18 +250,18 @@ impl Crew {
     }
 
     /// Whether every worker has ended by itself because the job is done.
-    pub fn all_done(&self) -> bool {
+    pub(super) fn all_done(&self) -> bool {
         self.seats.iter().all(|seat| seat.child.is_none())
     }
 
     /// The log of the seat's life, so far.
-    pub fn log(&self, seat: usize) -> String {
+    pub(super) fn log(&self, seat: usize) -> String {
         let bytes = std::fs::read(&self.seats[seat].log).unwrap_or_default();
         String::from_utf8_lossy(&bytes).into_owned()
     }
 
     /// The last lines of every worker, for a failure.
-    pub fn tails(&self) -> String {
+    pub(super) fn tails(&self) -> String {
         (0..self.seats.len())
             .map(|seat| format!("worker {seat}:\n{}\n", self.tail(seat)))
             .collect()

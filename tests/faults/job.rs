@@ -11,16 +11,16 @@ use crate::support::{Run, arg, python, root};
 
 /// A broker that shards travel over.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Broker {
+pub(super) enum Broker {
     Kafka,
     Rabbitmq,
 }
 
 impl Broker {
-    pub const ALL: [Broker; 2] = [Broker::Kafka, Broker::Rabbitmq];
+    pub(super) const ALL: [Broker; 2] = [Broker::Kafka, Broker::Rabbitmq];
 
     /// As `services.py` calls it.
-    pub fn name(self) -> &'static str {
+    pub(super) fn name(self) -> &'static str {
         match self {
             Broker::Kafka => "kafka",
             Broker::Rabbitmq => "rabbitmq",
@@ -28,7 +28,7 @@ impl Broker {
     }
 
     /// The address of a topic or queue.
-    pub fn url(self, topic: &str) -> String {
+    pub(super) fn url(self, topic: &str) -> String {
         let address = address(self.name());
         match self {
             Broker::Kafka => format!("kafka://{address}/{topic}?group={topic}"),
@@ -37,7 +37,7 @@ impl Broker {
     }
 
     /// Arguments of every command that consumes: a dead member is noticed after 2 s.
-    pub fn arguments(self) -> Vec<String> {
+    pub(super) fn arguments(self) -> Vec<String> {
         let properties: &[&str] = match self {
             Broker::Kafka => &["session.timeout.ms=2000", "heartbeat.interval.ms=500"],
             Broker::Rabbitmq => &[],
@@ -51,7 +51,7 @@ impl Broker {
 
 /// What a job's parts are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Format {
+pub(super) enum Format {
     Parquet,
     /// OpenAI batch result lines.
     Lines,
@@ -59,7 +59,7 @@ pub enum Format {
 
 /// What a job is like.
 #[derive(Debug, Clone)]
-pub struct Plan {
+pub(super) struct Plan {
     pub rows: u64,
     pub shard_rows: u64,
     /// Rows that have no answer, in percent.
@@ -90,7 +90,7 @@ impl Default for Plan {
 
 /// A job that is ready to be submitted.
 #[derive(Debug, Clone)]
-pub struct Job {
+pub(super) struct Job {
     pub name: String,
     /// The input's files, as the checker reads them.
     pub data: PathBuf,
@@ -105,7 +105,7 @@ pub struct Job {
 
 impl Job {
     /// Makes the input and the job file in `dir`; rows are given by `seed`.
-    pub fn make(plan: &Plan, name: &str, format: Format, seed: u64, store: &S3, dir: &Path) -> Job {
+    pub(super) fn make(plan: &Plan, name: &str, format: Format, seed: u64, store: &S3, dir: &Path) -> Job {
         let bucket = &store.bucket;
         let key = format!("faults/{name}");
         let job = Job {

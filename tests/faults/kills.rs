@@ -50,7 +50,7 @@ fn burst(scene: &mut Scene) -> u64 {
 }
 
 /// A worker that runs and is not paused.
-pub fn random_awake(scene: &mut Scene) -> Option<usize> {
+pub(super) fn random_awake(scene: &mut Scene) -> Option<usize> {
     let awake = scene.crew.awake();
     (!awake.is_empty()).then(|| *scene.suite.random.pick(&awake))
 }

@@ -8,14 +8,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 const TOKEN: &str = "token-of-this-machine";
 
 /// Runs until the test's process ends.
-pub struct Metadata {
+pub(super) struct Metadata {
     /// `http://host:port`.
     pub url: String,
     noticed: Arc<AtomicBool>,
 }
 
 impl Metadata {
-    pub fn start() -> Metadata {
+    pub(super) fn start() -> Metadata {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
         let url = format!(
             "http://{}",
@@ -33,7 +33,7 @@ impl Metadata {
     }
 
     /// From now on it says that the machine is taken away.
-    pub fn take_away(&self) {
+    pub(super) fn take_away(&self) {
         self.noticed.store(true, Ordering::SeqCst);
     }
 }
@@ -59,9 +59,10 @@ fn answer(request: &str, notice: bool) -> (&'static str, &'static str) {
     let asks = |line: &str| request.starts_with(&format!("{line} http/1.1\r\n"));
     let has = |header: &str| request.contains(&format!("\r\n{header}\r\n"));
     if asks("put /latest/api/token") {
-        return match request.contains("\r\nx-aws-ec2-metadata-token-ttl-seconds: ") {
-            true => ("200 OK", TOKEN),
-            false => ("400 Bad Request", ""),
+        return if request.contains("\r\nx-aws-ec2-metadata-token-ttl-seconds: ") {
+            ("200 OK", TOKEN)
+        } else {
+            ("400 Bad Request", "")
         };
     }
     if asks("get /latest/meta-data/spot/instance-action") {

@@ -14,12 +14,12 @@ use super::suite::Suite;
 use crate::support::{Run, arg, gristmill, python, root};
 
 /// Longest time that a job may take after its last fault.
-pub const END_MAX: Duration = Duration::from_secs(240);
+pub(super) const END_MAX: Duration = Duration::from_secs(240);
 /// Longest time that a worker may take to see that the job is done, or to leave when told to.
-pub const LEAVE_MAX: Duration = Duration::from_secs(30);
+pub(super) const LEAVE_MAX: Duration = Duration::from_secs(30);
 /// Within which an idle worker notices by itself that its jobs are done: it looks every 30 s at least, and every log
 /// interval where that is shorter.
-pub const IDLE_MAX: Duration = Duration::from_secs(60);
+pub(super) const IDLE_MAX: Duration = Duration::from_secs(60);
 /// Between two passes of `reconcile`: what was in flight has run out by then.
 const RECONCILE_EVERY: Duration = Duration::from_secs(5);
 const RECONCILE_MAX: u64 = 24;
@@ -29,7 +29,7 @@ const LOOK: Duration = Duration::from_millis(50);
 const LOOK_STORE: Duration = Duration::from_millis(400);
 
 /// Plays a job so often as the scale asks for, `full` times at most, over the brokers in turn.
-pub fn play_each(name: &'static str, brokers: &[Broker], plan: &Plan, full: u64, play: impl Fn(Scene)) {
+pub(super) fn play_each(name: &'static str, brokers: &[Broker], plan: &Plan, full: u64, play: impl Fn(Scene)) {
     let needs: Vec<&str> = brokers.iter().map(|broker| broker.name()).collect();
     let Some(services) = Services::of(name, &needs) else {
         return;
@@ -45,7 +45,7 @@ pub fn play_each(name: &'static str, brokers: &[Broker], plan: &Plan, full: u64,
 }
 
 /// See the module's description.
-pub struct Scene<'s> {
+pub(super) struct Scene<'s> {
     pub suite: &'s mut Suite,
     pub services: Services,
     pub bucket: Bucket,
@@ -66,12 +66,12 @@ pub struct Scene<'s> {
 
 impl<'s> Scene<'s> {
     /// Makes a job and submits it; no worker yet.
-    pub fn open(suite: &'s mut Suite, services: &Services, broker: Broker, plan: &Plan) -> Scene<'s> {
+    pub(super) fn open(suite: &'s mut Suite, services: &Services, broker: Broker, plan: &Plan) -> Scene<'s> {
         Scene::open_through(suite, services, broker, plan, &services.store.endpoint)
     }
 
     /// As [`Scene::open`]; commands and workers reach the store at `endpoint`.
-    pub fn open_through(
+    pub(super) fn open_through(
         suite: &'s mut Suite,
         services: &Services,
         broker: Broker,
@@ -124,13 +124,13 @@ impl<'s> Scene<'s> {
     }
 
     /// Submits the job, again where it was before.
-    pub fn submit(&self) {
+    pub(super) fn submit(&self) {
         self.run(&["submit", arg(&self.job.file), "--queue", &self.queue])
             .expect(0);
     }
 
     /// Enqueues what nobody moves, by a single pass whose looks are `seconds` apart.
-    pub fn reconcile(&self, seconds: f64) {
+    pub(super) fn reconcile(&self, seconds: f64) {
         let seconds = seconds.to_string();
         let run = self.run(&[
             "reconcile",
@@ -145,7 +145,7 @@ impl<'s> Scene<'s> {
     }
 
     /// Waits for `_SUCCESS` as an operator would who finds that the queue has lost messages; returns the passes it took.
-    pub fn reconcile_until_finished(&mut self) -> u64 {
+    pub(super) fn reconcile_until_finished(&mut self) -> u64 {
         let mut passes = 0;
         while !self.comes_true(RECONCILE_EVERY, Self::finished) {
             assert!(
@@ -160,33 +160,33 @@ impl<'s> Scene<'s> {
     }
 
     /// Since the job was submitted.
-    pub fn age(&self) -> Duration {
+    pub(super) fn age(&self) -> Duration {
         self.opened.elapsed()
     }
 
     /// Sets a variable of all commands to come; workers that are hired already keep theirs.
-    pub fn set_env(&mut self, name: &str, value: &str) {
+    pub(super) fn set_env(&mut self, name: &str, value: &str) {
         self.env.push((name.into(), value.into()));
     }
 
     /// A command that reaches the store as the workers do.
-    pub fn command(&self, arguments: &[&str]) -> Command {
+    pub(super) fn command(&self, arguments: &[&str]) -> Command {
         let mut command = gristmill(arguments);
         command.envs(self.env.iter().cloned());
         command
     }
 
-    pub fn run(&self, arguments: &[&str]) -> Run {
+    pub(super) fn run(&self, arguments: &[&str]) -> Run {
         Run::of(&mut self.command(arguments))
     }
 
     /// The job's status.
-    pub fn status(&self) -> Value {
+    pub(super) fn status(&self) -> Value {
         self.run(&["status", &self.job.output, "--json"]).expect(0).json()
     }
 
     /// Hires `workers` and waits until one of them computes.
-    pub fn begin(&mut self, workers: usize) {
+    pub(super) fn begin(&mut self, workers: usize) {
         for _ in 0..workers {
             self.crew.hire(&[]);
         }
@@ -194,13 +194,13 @@ impl<'s> Scene<'s> {
     }
 
     /// Rows that workers have computed, the same one as often as it was.
-    pub fn computed(&self) -> u64 {
+    pub(super) fn computed(&self) -> u64 {
         let bytes = std::fs::read(&self.trace).unwrap_or_default();
         bytes.iter().filter(|byte| **byte == b'\n').count() as u64
     }
 
     /// Lets time pass, and looks after the crew meanwhile.
-    pub fn live(&mut self, time: Duration) {
+    pub(super) fn live(&mut self, time: Duration) {
         let end = Instant::now() + time;
         loop {
             self.crew.keep(&self.job_ended, self.tolerated);
@@ -213,7 +213,7 @@ impl<'s> Scene<'s> {
     }
 
     /// Waits until `done`, looking after the crew. Fails after `limit`, saying `what` did not come.
-    pub fn until(&mut self, what: &str, limit: Duration, mut done: impl FnMut(&mut Self) -> bool) {
+    pub(super) fn until(&mut self, what: &str, limit: Duration, mut done: impl FnMut(&mut Self) -> bool) {
         assert!(
             self.comes_true(limit, &mut done),
             "{what}: not within {limit:?}\n{}",
@@ -222,7 +222,7 @@ impl<'s> Scene<'s> {
     }
 
     /// Whether `done` becomes true within `limit`.
-    pub fn comes_true(&mut self, limit: Duration, mut done: impl FnMut(&mut Self) -> bool) -> bool {
+    pub(super) fn comes_true(&mut self, limit: Duration, mut done: impl FnMut(&mut Self) -> bool) -> bool {
         let end = Instant::now() + limit;
         loop {
             if done(self) {
@@ -236,7 +236,7 @@ impl<'s> Scene<'s> {
     }
 
     /// Whether `_SUCCESS` lies there; looked up now and then only.
-    pub fn finished(&mut self) -> bool {
+    pub(super) fn finished(&mut self) -> bool {
         if self.looked.elapsed() < LOOK_STORE {
             return false;
         }
@@ -245,7 +245,7 @@ impl<'s> Scene<'s> {
     }
 
     /// A second job on the same queue, ready to be submitted, that is published in the other format.
-    pub fn second_job(&mut self, plan: &Plan) -> Job {
+    pub(super) fn second_job(&mut self, plan: &Plan) -> Job {
         let name = format!("{}-second", self.job.name);
         let dir = self.suite.dir.join(&name);
         std::fs::create_dir_all(&dir).unwrap();
@@ -254,7 +254,7 @@ impl<'s> Scene<'s> {
     }
 
     /// Waits for the job's end and for the workers to leave by themselves, then holds the output to the guarantee.
-    pub fn conclude(mut self) {
+    pub(super) fn conclude(mut self) {
         self.until("`_SUCCESS`", END_MAX, Scene::finished);
         self.until("that all workers leave a finished job", IDLE_MAX, |scene| {
             scene.crew.all_done()
@@ -267,7 +267,7 @@ impl<'s> Scene<'s> {
     }
 
     /// The guarantee, by `gristmill verify` and by the checker, with its `extra` arguments; counts what was done.
-    pub fn hold(&mut self, extra: &[&str]) {
+    pub(super) fn hold(&mut self, extra: &[&str]) {
         self.hold_so_far(extra);
         let (computed, lives) = (self.computed(), self.crew.lives());
         self.suite.add("jobs", 1);
@@ -280,7 +280,7 @@ impl<'s> Scene<'s> {
     }
 
     /// The same of a job that goes on: it is counted at its end.
-    pub fn hold_so_far(&self, extra: &[&str]) {
+    pub(super) fn hold_so_far(&self, extra: &[&str]) {
         if let Err(found) = self.inspect(extra) {
             panic!(
                 "seed {}: the guarantee does not hold:\n{found}\n{}",
@@ -291,7 +291,7 @@ impl<'s> Scene<'s> {
     }
 
     /// What `gristmill verify` and the checker find wrong with the output.
-    pub fn inspect(&self, extra: &[&str]) -> Result<(), String> {
+    pub(super) fn inspect(&self, extra: &[&str]) -> Result<(), String> {
         let verified = self.run(&["verify", &self.job.output, "--json"]);
         let mut command = Command::new(python());
         command
@@ -313,7 +313,7 @@ impl<'s> Scene<'s> {
 }
 
 /// Faults at random moments over one job after the other, until there were enough of them.
-pub struct Storm {
+pub(super) struct Storm {
     pub faults: u64,
     pub workers: usize,
     /// Between two faults, in milliseconds.
@@ -323,7 +323,7 @@ pub struct Storm {
 
 impl Storm {
     /// `fault` does one or more and says how many; each job runs over the next of `brokers`.
-    pub fn rage(
+    pub(super) fn rage(
         &self,
         suite: &mut Suite,
         services: &Services,

@@ -13,20 +13,20 @@ use rdkafka::{ClientConfig, Message, Offset, TopicPartitionList};
 use crate::services::{Action, S3, control, need, rabbitmqctl};
 
 /// The header that counts how often a message was passed on.
-pub const HOPS: &str = "gristmill-hops";
+pub(super) const HOPS: &str = "gristmill-hops";
 const READ_MAX: Duration = Duration::from_secs(40);
 
-pub type Admin = AdminClient<DefaultClientContext>;
+pub(super) type Admin = AdminClient<DefaultClientContext>;
 
 /// The services of this run.
 #[derive(Debug, Clone)]
-pub struct Services {
+pub(super) struct Services {
     pub store: S3,
 }
 
 impl Services {
     /// The store and `brokers`, if all of them run; else `test` is noted as skipped.
-    pub fn of(test: &str, brokers: &[&str]) -> Option<Services> {
+    pub(super) fn of(test: &str, brokers: &[&str]) -> Option<Services> {
         need(test, "GRISTMILL_TEST_SERVICES_DIR")?;
         for broker in brokers {
             need(test, variable(broker))?;
@@ -35,39 +35,39 @@ impl Services {
     }
 
     /// SIGKILL.
-    pub fn kill(&self, name: &str) {
+    pub(super) fn kill(&self, name: &str) {
         control(name, Action::Kill);
     }
 
     /// Starts a killed service and waits until it answers.
-    pub fn start(&self, name: &str) {
+    pub(super) fn start(&self, name: &str) {
         control(name, Action::Start);
     }
 
     /// Sets a value of RabbitMQ's main application, until the node ends.
-    pub fn set_rabbitmq(&self, name: &str, value: u64) {
+    pub(super) fn set_rabbitmq(&self, name: &str, value: u64) {
         rabbitmqctl(&["eval", &format!("application:set_env(rabbit, {name}, {value}).")]);
     }
 
     /// RabbitMQ's own tool.
-    pub fn rabbitmqctl(&self, arguments: &[&str]) {
+    pub(super) fn rabbitmqctl(&self, arguments: &[&str]) {
         rabbitmqctl(arguments);
     }
 
     /// RabbitMQ's log so far.
-    pub fn rabbitmq_log(&self) -> String {
+    pub(super) fn rabbitmq_log(&self) -> String {
         let dir = PathBuf::from(std::env::var_os("GRISTMILL_TEST_SERVICES_DIR").expect("checked before"));
         std::fs::read_to_string(dir.join("rabbitmq/rabbitmq.log")).expect("the broker's log can be read")
     }
 }
 
 /// The address of a broker that runs.
-pub fn address(broker: &str) -> String {
+pub(super) fn address(broker: &str) -> String {
     std::env::var(variable(broker)).expect("checked before")
 }
 
 /// Asks Kafka for what only an administrator may ask for.
-pub fn ask_kafka(request: impl AsyncFnOnce(&Admin)) {
+pub(super) fn ask_kafka(request: impl AsyncFnOnce(&Admin)) {
     let admin: Admin = ClientConfig::new()
         .set("bootstrap.servers", address("kafka"))
         .create()
@@ -80,7 +80,7 @@ pub fn ask_kafka(request: impl AsyncFnOnce(&Admin)) {
 }
 
 /// Deletes a topic that is there.
-pub async fn delete_topic(admin: &Admin, topic: &str) {
+pub(super) async fn delete_topic(admin: &Admin, topic: &str) {
     let deleted = admin.delete_topics(&[topic], &AdminOptions::new()).await;
     for result in deleted.expect("the broker answers") {
         result.expect("the topic is deleted");
@@ -88,7 +88,7 @@ pub async fn delete_topic(admin: &Admin, topic: &str) {
 }
 
 /// Sends any bytes to a topic, as no gristmill of this version would.
-pub fn send_to_kafka(topic: &str, body: &[u8], headers: OwnedHeaders) {
+pub(super) fn send_to_kafka(topic: &str, body: &[u8], headers: OwnedHeaders) {
     let producer: BaseProducer = ClientConfig::new()
         .set("bootstrap.servers", address("kafka"))
         .create()
@@ -104,7 +104,7 @@ pub fn send_to_kafka(topic: &str, body: &[u8], headers: OwnedHeaders) {
 }
 
 /// Every message that a topic holds, acknowledged or not: its bytes, and whether a worker has passed it on.
-pub fn read_kafka(topic: &str) -> Vec<(Vec<u8>, bool)> {
+pub(super) fn read_kafka(topic: &str) -> Vec<(Vec<u8>, bool)> {
     let consumer: BaseConsumer = ClientConfig::new()
         .set("bootstrap.servers", address("kafka"))
         // Of no group that works on the topic.

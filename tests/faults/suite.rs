@@ -9,14 +9,14 @@ use super::job::Format;
 use crate::support::{is_full, passed, root};
 
 /// A small generator of its own (SplitMix64), so that a failing run can be repeated from the printed seed.
-pub struct Random(u64);
+pub(super) struct Random(u64);
 
 impl Random {
-    pub fn new(seed: u64) -> Random {
+    pub(super) fn new(seed: u64) -> Random {
         Random(seed)
     }
 
-    pub fn next(&mut self) -> u64 {
+    pub(super) fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
         z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -25,27 +25,27 @@ impl Random {
     }
 
     /// A number in `range`, which is not empty.
-    pub fn within(&mut self, range: std::ops::Range<u64>) -> u64 {
+    pub(super) fn within(&mut self, range: std::ops::Range<u64>) -> u64 {
         range.start + self.next() % (range.end - range.start)
     }
 
     /// A time in a range of milliseconds.
-    pub fn ms(&mut self, range: std::ops::Range<u64>) -> Duration {
+    pub(super) fn ms(&mut self, range: std::ops::Range<u64>) -> Duration {
         Duration::from_millis(self.within(range))
     }
 
     /// True as often as not.
-    pub fn coin(&mut self) -> bool {
+    pub(super) fn coin(&mut self) -> bool {
         self.next() >> 63 == 0
     }
 
-    pub fn pick<'a, T>(&mut self, from: &'a [T]) -> &'a T {
+    pub(super) fn pick<'a, T>(&mut self, from: &'a [T]) -> &'a T {
         &from[self.within(0..from.len() as u64) as usize]
     }
 }
 
 /// One test's run. Call [`Suite::end`] when everything held; a test that panics prints the seed and keeps its folder.
-pub struct Suite {
+pub(super) struct Suite {
     pub name: &'static str,
     pub seed: u64,
     pub random: Random,
@@ -57,7 +57,7 @@ pub struct Suite {
 }
 
 impl Suite {
-    pub fn begin(name: &'static str) -> Suite {
+    pub(super) fn begin(name: &'static str) -> Suite {
         let seed = match std::env::var("GRISTMILL_FAULTS_SEED") {
             Ok(text) => text.parse().expect("GRISTMILL_FAULTS_SEED is a number"),
             // Shorter than 2^53, so that every reader of the results takes it for the same number.
@@ -78,7 +78,7 @@ impl Suite {
     }
 
     /// Jobs publish Parquet and lines by turns; the seed says which is first.
-    pub fn next_format(&mut self) -> Format {
+    pub(super) fn next_format(&mut self) -> Format {
         self.jobs += 1;
         match (self.seed + self.jobs) % 2 {
             0 => Format::Parquet,
@@ -87,7 +87,7 @@ impl Suite {
     }
 
     /// How often to do a thing: `ci` times, or in a full run `full` times, divided among `GRISTMILL_FAULTS_SHARES` runs.
-    pub fn count(&self, ci: u64, full: u64) -> u64 {
+    pub(super) fn count(&self, ci: u64, full: u64) -> u64 {
         if !is_full() {
             return ci;
         }
@@ -97,19 +97,19 @@ impl Suite {
     }
 
     /// Adds to a figure of the report.
-    pub fn add(&mut self, name: &str, value: u64) {
+    pub(super) fn add(&mut self, name: &str, value: u64) {
         let sum = self.figures.get(name).and_then(Value::as_u64).unwrap_or(0) + value;
         self.figures.insert(name.into(), sum.into());
     }
 
     /// Sets a figure of the report.
-    pub fn note(&mut self, name: &str, value: f64) {
+    pub(super) fn note(&mut self, name: &str, value: f64) {
         self.figures
             .insert(name.into(), ((value * 100.0).round() / 100.0).into());
     }
 
     /// Everything held: says so, writes the result where `GRISTMILL_FAULTS_RESULT` names a file, removes the folder.
-    pub fn end(self) {
+    pub(super) fn end(self) {
         passed(self.name, Some(self.seed), self.began, self.figures.clone().into());
         if std::env::var_os("GRISTMILL_FAULTS_KEEP").is_none() {
             std::fs::remove_dir_all(&self.dir).unwrap();

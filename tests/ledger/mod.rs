@@ -1,6 +1,6 @@
 //! The ledger from outside: simulated workers with faults, local folders, foreign bytes, what a job's end looks like.
 
-pub mod support;
+pub(crate) mod support;
 
 mod simulation;
 

@@ -208,9 +208,10 @@ async fn work_on(ledger: &Ledger, mut log: Box<ShardLog>, author: u64, seconds: 
         if own {
             metadata.push(("author".into(), name.clone()));
         }
-        match has_lines {
-            true => lines(batches, &metadata),
-            false => part(batches, &metadata),
+        if has_lines {
+            lines(batches, &metadata)
+        } else {
+            part(batches, &metadata)
         }
     };
     log.publish(make).await.map(|_| ())
@@ -247,9 +248,10 @@ impl Seen {
             if was.is_some_and(|(_, was)| *was == bytes) {
                 continue;
             }
-            let generation = match name.ends_with(".jsonl") {
-                true => lines_generation(&bytes),
-                false => part_generation(&bytes)?,
+            let generation = if name.ends_with(".jsonl") {
+                lines_generation(&bytes)
+            } else {
+                part_generation(&bytes)?
             };
             if let Some((older, _)) = was.filter(|(older, _)| *older >= generation) {
                 return Err(format!(
@@ -315,9 +317,10 @@ fn play(seed: u64) -> std::result::Result<(), String> {
     let clear = place(memory.clone());
     let (mut chance, rate) = (Random(seed ^ 0xfa17), [0, 2, 6, 12][random.below(4) as usize]);
     let faulty = Arc::new(FaultStore::new(memory.clone(), true, move |_, _| {
-        match chance.below(100) < rate {
-            true => [Fault::Before, Fault::After, Fault::Exists, Fault::Late][chance.below(4) as usize],
-            false => Fault::None,
+        if chance.below(100) < rate {
+            [Fault::Before, Fault::After, Fault::Exists, Fault::Late][chance.below(4) as usize]
+        } else {
+            Fault::None
         }
     }));
     let output = place(faulty.clone());
@@ -399,9 +402,10 @@ async fn end(output: &Location, asked: &Asked) -> std::result::Result<(), String
             return Err("rows were cancelled or have expired, and nobody asked".into());
         }
     }
-    match verified.findings.is_empty() {
-        true => Ok(()),
-        false => Err(verified.findings.join("; ")),
+    if verified.findings.is_empty() {
+        Ok(())
+    } else {
+        Err(verified.findings.join("; "))
     }
 }
 
@@ -415,10 +419,7 @@ fn seeds() -> std::ops::Range<u64> {
         let (from, to) = range.split_once("..").expect("GRISTMILL_SEEDS is from..to");
         return number(from)..number(to);
     }
-    match is_full() {
-        true => 0..100_000,
-        false => 0..2_000,
-    }
+    if is_full() { 0..100_000 } else { 0..2_000 }
 }
 
 #[test]

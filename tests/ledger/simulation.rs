@@ -122,9 +122,10 @@ async fn work_on(mut log: Box<ShardLog>, author: u64, habits: Habits, patience: 
         if habits.own_parts {
             metadata.push(("author".into(), name.clone()));
         }
-        match habits.lines {
-            true => lines(batches, &metadata),
-            false => part(batches, &metadata),
+        if habits.lines {
+            lines(batches, &metadata)
+        } else {
+            part(batches, &metadata)
         }
     })
     .await?;

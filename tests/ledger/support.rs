@@ -28,14 +28,14 @@ use parquet::file::metadata::KeyValue;
 use parquet::file::properties::WriterProperties;
 
 /// Three tries without a pause.
-pub const EAGER: Retry = Retry {
+pub(crate) const EAGER: Retry = Retry {
     tries: 3,
     first_delay: std::time::Duration::ZERO,
     max_delay: std::time::Duration::ZERO,
 };
 
 /// A job of `shards` shards of `rows` rows each.
-pub fn draft(name: &str, shards: u32, rows: u64) -> JobDraft {
+pub(crate) fn draft(name: &str, shards: u32, rows: u64) -> JobDraft {
     let shard = |n: u64| Shard {
         first_row: n * rows,
         rows,
@@ -81,12 +81,12 @@ pub fn draft(name: &str, shards: u32, rows: u64) -> JobDraft {
 }
 
 /// A store in memory, as an output of its own.
-pub fn memory() -> Location {
+pub(crate) fn memory() -> Location {
     place(Arc::new(InMemory::new()))
 }
 
 /// An output in any store, not a local folder.
-pub fn place(store: Arc<dyn ObjectStore>) -> Location {
+pub(crate) fn place(store: Arc<dyn ObjectStore>) -> Location {
     Location {
         store,
         path: Path::from("out"),
@@ -94,17 +94,17 @@ pub fn place(store: Arc<dyn ObjectStore>) -> Location {
     }
 }
 
-pub fn eager(output: &Location) -> Store {
+pub(crate) fn eager(output: &Location) -> Store {
     Store::with_retry(output, EAGER).unwrap()
 }
 
 /// Finished rows; every other one `errored`. `author` differs between workers, so that it shows whose rows count.
-pub fn finished(rows: &RowSet, author: &str) -> RecordBatch {
+pub(crate) fn finished(rows: &RowSet, author: &str) -> RecordBatch {
     finished_as(rows, author, |row| if row % 2 == 0 { "succeeded" } else { "errored" })
 }
 
 /// Finished rows with the statuses that `status` gives.
-pub fn finished_as(rows: &RowSet, author: &str, status: impl Fn(i64) -> &'static str) -> RecordBatch {
+pub(crate) fn finished_as(rows: &RowSet, author: &str, status: impl Fn(i64) -> &'static str) -> RecordBatch {
     // Not in order: rows finish as they like.
     let mut rows: Vec<i64> = rows.iter().map(|row| row as i64).collect();
     rows.reverse();
@@ -134,7 +134,7 @@ pub fn finished_as(rows: &RowSet, author: &str, status: impl Fn(i64) -> &'static
 }
 
 /// A part as the dataset writer makes it: the rows, and where they are from.
-pub fn part(batches: &[RecordBatch], metadata: &[(String, String)]) -> Result<Bytes, String> {
+pub(crate) fn part(batches: &[RecordBatch], metadata: &[(String, String)]) -> Result<Bytes, String> {
     let pairs = metadata
         .iter()
         .map(|(key, value)| KeyValue::new(key.clone(), value.clone()))
@@ -148,7 +148,7 @@ pub fn part(batches: &[RecordBatch], metadata: &[(String, String)]) -> Result<By
 }
 
 /// A part of result lines, as the dataset writer makes it: each names job and row. An `author` in the metadata shows in it.
-pub fn lines(batches: &[RecordBatch], metadata: &[(String, String)]) -> Result<Bytes, String> {
+pub(crate) fn lines(batches: &[RecordBatch], metadata: &[(String, String)]) -> Result<Bytes, String> {
     let said = |key: &str| metadata.iter().find(|(k, _)| k == key).map(|(_, value)| value.clone());
     let (job, author) = (said("gristmill.job").unwrap(), said("author"));
     let mut out = Vec::new();
@@ -201,7 +201,7 @@ fn rows_of_lines(bytes: &[u8]) -> Vec<i64> {
 }
 
 /// Loses a data object of the store, if it has any: takes it away, or leaves other bytes in its place.
-pub async fn lose_data(store: &InMemory, chance: u64) {
+pub(crate) async fn lose_data(store: &InMemory, chance: u64) {
     let listed: Vec<ObjectMeta> = store.list(None).map(|meta| meta.unwrap()).collect().await;
     let data: Vec<Path> = listed.into_iter().map(|meta| meta.location).collect();
     let data: Vec<Path> = data
@@ -222,7 +222,7 @@ pub async fn lose_data(store: &InMemory, chance: u64) {
     }
 }
 
-pub async fn open_shard(ledger: &Ledger, shard: u32) -> Box<ShardLog> {
+pub(crate) async fn open_shard(ledger: &Ledger, shard: u32) -> Box<ShardLog> {
     match ledger.shard(shard).await.unwrap() {
         ShardState::Open(log) => log,
         ShardState::Committed(_) => panic!("shard {shard} is committed"),
@@ -230,7 +230,7 @@ pub async fn open_shard(ledger: &Ledger, shard: u32) -> Box<ShardLog> {
 }
 
 /// Runs one shard in one go.
-pub async fn run_shard(ledger: &Ledger, shard: u32) {
+pub(crate) async fn run_shard(ledger: &Ledger, shard: u32) {
     let mut log = open_shard(ledger, shard).await;
     let rows = log.uncovered();
     let attempt = log.begin("w", &rows, false).await.unwrap();
@@ -240,7 +240,7 @@ pub async fn run_shard(ledger: &Ledger, shard: u32) {
 }
 
 /// The `row` column over all published parts, in the order of their names: what any reader of the folder sees.
-pub async fn published_rows(output: &Location) -> Vec<i64> {
+pub(crate) async fn published_rows(output: &Location) -> Vec<i64> {
     let listed = output.store.list_with_delimiter(Some(&output.path)).await.unwrap();
     let mut parts: BTreeMap<String, Path> = BTreeMap::new();
     for meta in listed.objects {
@@ -270,7 +270,7 @@ pub async fn published_rows(output: &Location) -> Vec<i64> {
 }
 
 /// The text of an error with its causes.
-pub fn chain(error: &LedgerError) -> String {
+pub(crate) fn chain(error: &LedgerError) -> String {
     let mut text = error.to_string();
     let mut next = std::error::Error::source(error);
     while let Some(source) = next {
@@ -282,7 +282,7 @@ pub fn chain(error: &LedgerError) -> String {
 
 /// What happens to one request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Fault {
+pub(crate) enum Fault {
     None,
     /// An error, and nothing happened.
     Before,
@@ -298,7 +298,7 @@ pub enum Fault {
 
 /// Which request a fault is asked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Op {
+pub(crate) enum Op {
     Put,
     Get,
     List,
@@ -310,7 +310,7 @@ type Plan = Box<dyn FnMut(Op, &Path) -> Fault + Send>;
 
 /// A store that fails as its plan says. With `steps`, every request stops before and after it took effect until it is
 /// polled again, so that a test can interleave and kill workers there.
-pub struct FaultStore {
+pub(crate) struct FaultStore {
     pub inner: Arc<dyn ObjectStore>,
     plan: Mutex<Plan>,
     late: Mutex<VecDeque<(Path, PutPayload, PutOptions)>>,
@@ -320,7 +320,7 @@ pub struct FaultStore {
 }
 
 impl FaultStore {
-    pub fn new(
+    pub(crate) fn new(
         inner: Arc<dyn ObjectStore>,
         steps: bool,
         plan: impl FnMut(Op, &Path) -> Fault + Send + 'static,
@@ -336,12 +336,12 @@ impl FaultStore {
     }
 
     /// From now on, everything works.
-    pub fn heal(&self) {
+    pub(crate) fn heal(&self) {
         *self.plan.lock().unwrap() = Box::new(|_, _| Fault::None);
     }
 
     /// Lets the oldest late request take effect, if there is one.
-    pub async fn arrive(&self) {
+    pub(crate) async fn arrive(&self) {
         let next = self.late.lock().unwrap().pop_front();
         if let Some((path, payload, options)) = next {
             *self.counts.lock().unwrap().entry(Op::Put).or_default() += 1;
@@ -351,7 +351,7 @@ impl FaultStore {
     }
 
     /// Requests so far that may have changed something.
-    pub fn changes(&self) -> u32 {
+    pub(crate) fn changes(&self) -> u32 {
         let counts = self.counts.lock().unwrap();
         [Op::Put, Op::Copy, Op::Delete]
             .iter()
@@ -511,16 +511,16 @@ impl Future for Yield {
 }
 
 /// What plays a part in a simulation.
-pub type Actor = Pin<Box<dyn Future<Output = Result<()>>>>;
+pub(crate) type Actor = Pin<Box<dyn Future<Output = Result<()>>>>;
 
-pub fn poll_once(actor: &mut Actor) -> Poll<Result<()>> {
+pub(crate) fn poll_once(actor: &mut Actor) -> Poll<Result<()>> {
     actor
         .as_mut()
         .poll(&mut Context::from_waker(futures::task::noop_waker_ref()))
 }
 
 /// Polls to the end; everything that is awaited here is ready when it is polled again.
-pub fn finish<T>(mut future: Pin<Box<dyn Future<Output = T> + '_>>) -> T {
+pub(crate) fn finish<T>(mut future: Pin<Box<dyn Future<Output = T> + '_>>) -> T {
     let mut context = Context::from_waker(futures::task::noop_waker_ref());
     for _ in 0..1_000_000 {
         if let Poll::Ready(done) = future.as_mut().poll(&mut context) {

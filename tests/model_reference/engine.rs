@@ -145,12 +145,12 @@ fn schedules_change_no_bit() {
             let mut expected: Option<Vec<(u64, Answer)>> = None;
             for schedule in &SCHEDULES {
                 let all: Vec<u64> = (0..ROWS).collect();
-                let mut answers: Vec<_> = match schedule.together {
-                    true => run(name, &reference, schedule, &all, temperature),
-                    false => all
-                        .iter()
+                let mut answers: Vec<_> = if schedule.together {
+                    run(name, &reference, schedule, &all, temperature)
+                } else {
+                    all.iter()
                         .flat_map(|row| run(name, &reference, schedule, &[*row], temperature))
-                        .collect(),
+                        .collect()
                 };
                 answers.sort();
                 assert_eq!(answers.len() as u64, ROWS);

@@ -11,9 +11,9 @@ use gristmill::model::weights::{StoredTensor, WeightSource, Weights};
 use gristmill::model::{KvBudget, LoadOptions, ModelError, Transformer};
 use safetensors::SafeTensors;
 
-pub const KV_BLOCKS: u32 = 64;
+pub(crate) const KV_BLOCKS: u32 = 64;
 
-pub const MODELS: [&str; 18] = [
+pub(crate) const MODELS: [&str; 18] = [
     "llama-plain",
     "llama-llama3-tied",
     "llama-linear-biases",
@@ -34,20 +34,20 @@ pub const MODELS: [&str; 18] = [
     "gemma3-images",
 ];
 
-pub fn folder(name: &str) -> PathBuf {
+pub(crate) fn folder(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR"))
         .join("tests/fixtures/models")
         .join(name)
 }
 
 /// What transformers computed.
-pub struct Reference {
+pub(crate) struct Reference {
     pub prompts: Vec<Prompt>,
     pub vocabulary: usize,
     pub context: u32,
 }
 
-pub struct Prompt {
+pub(crate) struct Prompt {
     pub length: usize,
     /// The prompt, then greedy tokens.
     pub tokens: Vec<u32>,
@@ -56,7 +56,7 @@ pub struct Prompt {
 }
 
 impl Reference {
-    pub fn load(name: &str) -> Reference {
+    pub(crate) fn load(name: &str) -> Reference {
         let bytes = std::fs::read(folder(name).join("reference.safetensors")).unwrap();
         let (_, metadata) = SafeTensors::read_metadata(&bytes).unwrap();
         let metadata = metadata.metadata().clone().unwrap();
@@ -88,7 +88,7 @@ impl Reference {
     }
 }
 
-pub fn options(reference: &Reference, precision: Precision) -> LoadOptions {
+pub(crate) fn options(reference: &Reference, precision: Precision) -> LoadOptions {
     LoadOptions {
         precision,
         kv_format: precision.kv_format(),
@@ -101,36 +101,40 @@ pub fn options(reference: &Reference, precision: Precision) -> LoadOptions {
     }
 }
 
-pub fn load(name: &str, reference: &Reference, precision: Precision) -> Transformer {
+pub(crate) fn load(name: &str, reference: &Reference, precision: Precision) -> Transformer {
     Transformer::load(&folder(name), &options(reference, precision)).unwrap()
 }
 
 /// Blocks and stored tokens of one sequence.
 #[derive(Debug, Clone, Default)]
-pub struct Sequence {
+pub(crate) struct Sequence {
     pub blocks: Vec<u32>,
     pub stored: usize,
 }
 
 /// Runs steps: what an engine would do, with blocks dealt out in an order of its own.
-pub struct Runner<'a> {
+pub(crate) struct Runner<'a> {
     pub model: &'a mut Transformer,
     pub free: Vec<u32>,
 }
 
 impl Runner<'_> {
-    pub fn new(model: &mut Transformer) -> Runner<'_> {
+    pub(crate) fn new(model: &mut Transformer) -> Runner<'_> {
         // 7 is coprime to the number of blocks: neighbours in a table are no neighbours in the pool.
         let free = (0..KV_BLOCKS).map(|i| i * 7 % KV_BLOCKS).collect();
         Runner { model, free }
     }
 
     /// Computes the given next tokens of each sequence in one step; all rows of logits.
-    pub fn step(&mut self, work: &mut [(&mut Sequence, &[u32])]) -> Vec<Vec<f32>> {
+    pub(crate) fn step(&mut self, work: &mut [(&mut Sequence, &[u32])]) -> Vec<Vec<f32>> {
         self.copying_step(work, vec![])
     }
 
-    pub fn copying_step(&mut self, work: &mut [(&mut Sequence, &[u32])], copies: Vec<(u32, u32)>) -> Vec<Vec<f32>> {
+    pub(crate) fn copying_step(
+        &mut self,
+        work: &mut [(&mut Sequence, &[u32])],
+        copies: Vec<(u32, u32)>,
+    ) -> Vec<Vec<f32>> {
         let batch = self.batch(work, copies);
         let vocabulary = self.model.vocab_size();
         self.model
@@ -141,7 +145,7 @@ impl Runner<'_> {
             .collect()
     }
 
-    pub fn batch(&mut self, work: &mut [(&mut Sequence, &[u32])], block_copies: Vec<(u32, u32)>) -> StepBatch {
+    pub(crate) fn batch(&mut self, work: &mut [(&mut Sequence, &[u32])], block_copies: Vec<(u32, u32)>) -> StepBatch {
         let mut batch = StepBatch {
             block_copies,
             ..StepBatch::default()
@@ -158,13 +162,13 @@ impl Runner<'_> {
         batch
     }
 
-    pub fn release(&mut self, sequence: Sequence) {
+    pub(crate) fn release(&mut self, sequence: Sequence) {
         self.free.extend(sequence.blocks);
     }
 }
 
 /// Logits of all of a sequence's tokens, computed in steps of these sizes, over and over.
-pub fn in_chunks(runner: &mut Runner<'_>, tokens: &[u32], sizes: &[usize]) -> Vec<Vec<f32>> {
+pub(crate) fn in_chunks(runner: &mut Runner<'_>, tokens: &[u32], sizes: &[usize]) -> Vec<Vec<f32>> {
     let mut sequence = Sequence::default();
     let mut rows = Vec::new();
     for size in sizes.iter().cycle() {
@@ -179,7 +183,7 @@ pub fn in_chunks(runner: &mut Runner<'_>, tokens: &[u32], sizes: &[usize]) -> Ve
 }
 
 /// Weights with some tensors changed.
-pub struct Altered<F> {
+pub(crate) struct Altered<F> {
     pub inner: Weights,
     pub change: F,
 }

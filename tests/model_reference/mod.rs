@@ -4,6 +4,6 @@ mod answers;
 mod bits;
 mod engine;
 mod files;
-pub mod harness;
+pub(crate) mod harness;
 mod perplexity;
 mod precision;

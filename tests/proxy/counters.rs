@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 /// What a key is to the ledger.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Kind {
+pub(crate) enum Kind {
     /// A listing.
     List,
     /// `_gristmill/job.json`.
@@ -26,7 +26,7 @@ pub enum Kind {
 
 impl Kind {
     /// The kind of a request's path and query.
-    pub fn of(target: &str) -> Kind {
+    pub(crate) fn of(target: &str) -> Kind {
         let (path, query) = target.split_once('?').unwrap_or((target, ""));
         if query.contains("list-type=") {
             return Kind::List;
@@ -63,7 +63,7 @@ impl Kind {
 
 /// Sums since the start, or since they were last taken.
 #[derive(Debug, Clone, Default)]
-pub struct Counters {
+pub(crate) struct Counters {
     /// Requests that arrived, broken ones included: retries of the client count each.
     pub requests: BTreeMap<(String, Kind), u64>,
     pub faults: BTreeMap<&'static str, u64>,
@@ -72,12 +72,12 @@ pub struct Counters {
 }
 
 impl Counters {
-    pub fn requests(&self) -> u64 {
+    pub(crate) fn requests(&self) -> u64 {
         self.requests.values().sum()
     }
 
     /// Requests about keys of this kind.
-    pub fn of_kind(&self, kind: Kind) -> u64 {
+    pub(crate) fn of_kind(&self, kind: Kind) -> u64 {
         self.requests
             .iter()
             .filter(|((_, found), _)| *found == kind)
@@ -86,7 +86,7 @@ impl Counters {
     }
 
     /// Requests with this method.
-    pub fn of_method(&self, method: &str) -> u64 {
+    pub(crate) fn of_method(&self, method: &str) -> u64 {
         self.requests
             .iter()
             .filter(|((found, _), _)| found == method)
@@ -94,7 +94,7 @@ impl Counters {
             .sum()
     }
 
-    pub fn faults(&self) -> u64 {
+    pub(crate) fn faults(&self) -> u64 {
         self.faults.values().sum()
     }
 }

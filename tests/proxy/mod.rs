@@ -14,6 +14,6 @@ mod counters;
 mod plan;
 mod server;
 
-pub use counters::{Counters, Kind};
-pub use plan::{Fault, Plan, Request, Rule};
-pub use server::Proxy;
+pub(crate) use counters::{Counters, Kind};
+pub(crate) use plan::{Fault, Plan, Request, Rule};
+pub(crate) use server::Proxy;

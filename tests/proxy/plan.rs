@@ -4,7 +4,7 @@ use std::time::Duration;
 
 /// What can happen to a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Fault {
+pub(crate) enum Fault {
     /// Answered with this status; the store never sees the request.
     ErrorBefore(u16),
     /// The store applies the request; the client hears this status.
@@ -29,7 +29,7 @@ pub enum Fault {
 
 impl Fault {
     /// The fault's name in counters, the same for all durations and statuses.
-    pub fn name(&self) -> &'static str {
+    pub(crate) fn name(&self) -> &'static str {
         match self {
             Fault::ErrorBefore(_) => "error-before",
             Fault::ErrorAfter(_) => "error-after",
@@ -58,7 +58,7 @@ impl Fault {
 
 /// What a plan sees of a request.
 #[derive(Debug, Clone, Default)]
-pub struct Request {
+pub(crate) struct Request {
     pub method: String,
     /// Path and query.
     pub target: String,
@@ -68,7 +68,7 @@ pub struct Request {
 
 /// One fault, and the requests that it meets.
 #[derive(Debug, Clone)]
-pub struct Rule {
+pub(crate) struct Rule {
     fault: Fault,
     method: Option<&'static str>,
     /// Text that path and query must contain.
@@ -82,7 +82,7 @@ pub struct Rule {
 
 impl Rule {
     /// `fault` for every request that it fits.
-    pub fn always(fault: Fault) -> Rule {
+    pub(crate) fn always(fault: Fault) -> Rule {
         Rule {
             fault,
             method: None,
@@ -94,7 +94,7 @@ impl Rule {
     }
 
     /// `fault` for a share of the requests that it fits.
-    pub fn sometimes(fault: Fault, probability: f64) -> Rule {
+    pub(crate) fn sometimes(fault: Fault, probability: f64) -> Rule {
         Rule {
             probability,
             ..Rule::always(fault)
@@ -102,25 +102,25 @@ impl Rule {
     }
 
     /// Only for this method.
-    pub fn on(mut self, method: &'static str) -> Rule {
+    pub(crate) fn on(mut self, method: &'static str) -> Rule {
         self.method = Some(method);
         self
     }
 
     /// Only where path and query contain `text`.
-    pub fn at(mut self, text: impl Into<String>) -> Rule {
+    pub(crate) fn at(mut self, text: impl Into<String>) -> Rule {
         self.key = Some(text.into());
         self
     }
 
     /// Only after so many matching requests have passed.
-    pub fn skip(mut self, requests: u64) -> Rule {
+    pub(crate) fn skip(mut self, requests: u64) -> Rule {
         self.skip = requests;
         self
     }
 
     /// At most so often.
-    pub fn times(mut self, faults: u64) -> Rule {
+    pub(crate) fn times(mut self, faults: u64) -> Rule {
         self.times = faults;
         self
     }
@@ -134,7 +134,7 @@ impl Rule {
 
 /// Rules in order, and the seed of their dice. The first rule that strikes decides.
 #[derive(Debug, Clone)]
-pub struct Plan {
+pub(crate) struct Plan {
     rules: Vec<Rule>,
     random: u64,
     /// Faults that it still makes.
@@ -143,11 +143,11 @@ pub struct Plan {
 
 impl Plan {
     /// No faults.
-    pub fn clean() -> Plan {
+    pub(crate) fn clean() -> Plan {
         Plan::new(0, Vec::new())
     }
 
-    pub fn new(seed: u64, rules: Vec<Rule>) -> Plan {
+    pub(crate) fn new(seed: u64, rules: Vec<Rule>) -> Plan {
         Plan {
             rules,
             random: seed,
@@ -157,7 +157,7 @@ impl Plan {
 
     /// Every kind of fault, together for about `share` of the requests. `stall` should exceed the client's timeout;
     /// a delayed put arrives after it too.
-    pub fn mixed(seed: u64, share: f64, stall: Duration) -> Plan {
+    pub(crate) fn mixed(seed: u64, share: f64, stall: Duration) -> Plan {
         let faults = [
             Fault::ErrorBefore(500),
             Fault::ErrorBefore(503),
@@ -177,13 +177,13 @@ impl Plan {
     }
 
     /// No more than so many faults in all.
-    pub fn at_most(mut self, faults: u64) -> Plan {
+    pub(crate) fn at_most(mut self, faults: u64) -> Plan {
         self.left = faults;
         self
     }
 
     /// The fault that `request` meets, if any. One call a request, in order of arrival.
-    pub fn decide(&mut self, request: &Request) -> Option<Fault> {
+    pub(crate) fn decide(&mut self, request: &Request) -> Option<Fault> {
         for number in 0..self.rules.len() {
             if !self.rules[number].matches(request) {
                 continue;

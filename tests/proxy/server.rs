@@ -28,7 +28,7 @@ type Body = BoxBody<Bytes, io::Error>;
 type Response = hyper::Response<Body>;
 
 /// A running proxy; it ends when dropped, and delayed puts that did not happen by then never do.
-pub struct Proxy {
+pub(crate) struct Proxy {
     address: SocketAddr,
     shared: Arc<Shared>,
     stop: Option<oneshot::Sender<()>>,
@@ -45,7 +45,7 @@ struct Shared {
 
 impl Proxy {
     /// Starts a proxy before `upstream` (`http://host:port`) on a free port of this machine.
-    pub fn start(upstream: &str, plan: Plan) -> Proxy {
+    pub(crate) fn start(upstream: &str, plan: Plan) -> Proxy {
         let upstream = upstream.trim_start_matches("http://").trim_end_matches('/').to_string();
         let shared = Arc::new(Shared {
             upstream,
@@ -80,22 +80,22 @@ impl Proxy {
     }
 
     /// `http://host:port`, for `AWS_ENDPOINT_URL`.
-    pub fn url(&self) -> String {
+    pub(crate) fn url(&self) -> String {
         format!("http://{}", self.address)
     }
 
     /// From the next request on, this plan holds.
-    pub fn set_plan(&self, plan: Plan) {
+    pub(crate) fn set_plan(&self, plan: Plan) {
         *locked(&self.shared.plan) = plan;
     }
 
     /// The sums up to now.
-    pub fn counters(&self) -> Counters {
+    pub(crate) fn counters(&self) -> Counters {
         locked(&self.shared.counters).clone()
     }
 
     /// The sums up to now; counting starts anew.
-    pub fn take_counters(&self) -> Counters {
+    pub(crate) fn take_counters(&self) -> Counters {
         std::mem::take(&mut *locked(&self.shared.counters))
     }
 }

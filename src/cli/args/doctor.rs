@@ -12,7 +12,7 @@ use crate::device::Precision;
 const OF_A_GPU: [&str; 5] = ["device", "quick", "model", "formats", "no_cublaslt"];
 
 #[derive(Debug, Args)]
-pub struct DoctorArgs {
+pub(crate) struct DoctorArgs {
     /// A job file: checks its model, its store and its queue, and examines no GPU
     #[arg(value_name = "JOB", conflicts_with_all = OF_A_GPU)]
     pub job: Option<PathBuf>,

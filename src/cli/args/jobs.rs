@@ -3,7 +3,7 @@
 use clap::Args;
 
 #[derive(Debug, Args)]
-pub struct JobsArgs {
+pub(crate) struct JobsArgs {
     /// A folder or URL below which outputs lie: `out/`, `s3://bucket/`, `s3://bucket/team/`
     pub prefix: String,
     /// The trials of `--limit`, too

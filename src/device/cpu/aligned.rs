@@ -29,7 +29,7 @@ const CHUNK: usize = 32 << 20;
 ///
 /// # Safety
 /// All-zero bytes must be a valid value of the type.
-pub unsafe trait ZeroBits: Copy {}
+pub(super) unsafe trait ZeroBits: Copy {}
 
 // SAFETY: zero bits are the number 0.
 unsafe impl ZeroBits for f32 {}
@@ -43,7 +43,7 @@ unsafe impl ZeroBits for Bf16 {}
 unsafe impl ZeroBits for F16 {}
 
 /// A fixed number of elements, of which the first is aligned to a cache line.
-pub struct Aligned<E> {
+pub(super) struct Aligned<E> {
     /// Keeps the memory of the elements allocated.
     _chunk: Arc<Chunk>,
     /// First element. This array owns `len` elements from here on.
@@ -59,7 +59,7 @@ unsafe impl<E: Sync> Sync for Aligned<E> {}
 
 impl<E: ZeroBits> Aligned<E> {
     /// `len` zeros, in memory that the operating system maps page by page on the first write.
-    pub fn new(len: usize) -> Aligned<E> {
+    pub(super) fn new(len: usize) -> Aligned<E> {
         let bytes = Self::bytes(len);
         if bytes > CHUNK / 2 {
             Aligned::at(Arc::new(Chunk::huge(bytes)), 0, len)
@@ -70,7 +70,7 @@ impl<E: ZeroBits> Aligned<E> {
     }
 
     /// As [`new`](Self::new), on small pages: for arrays that are written in a few places only.
-    pub fn sparse(len: usize) -> Aligned<E> {
+    pub(super) fn sparse(len: usize) -> Aligned<E> {
         Aligned::at(Arc::new(Chunk::new(Self::bytes(len))), 0, len)
     }
 
@@ -154,7 +154,7 @@ fn share(bytes: usize) -> (Arc<Chunk>, usize) {
 }
 
 /// Asks the system to back memory by huge pages. Must be called before the first write to it.
-pub fn want_huge_pages(start: *mut u8, bytes: usize) {
+pub(super) fn want_huge_pages(start: *mut u8, bytes: usize) {
     #[cfg(target_os = "linux")]
     if bytes >= HUGE_PAGE {
         let from = (start as usize).next_multiple_of(PAGE);

@@ -25,7 +25,7 @@ const ROWS: usize = 16;
 const ROW_BYTES: usize = 64;
 
 /// Whether the processor has AMX-INT8 and AMX-BF16 and the system lets this process use it.
-pub fn is_available() -> bool {
+pub(super) fn is_available() -> bool {
     static AVAILABLE: OnceLock<bool> = OnceLock::new();
     *AVAILABLE.get_or_init(|| has_instructions() && system_permits())
 }
@@ -203,7 +203,7 @@ tiles!(bf16_sums, "tdpbf16ps");
 ///
 /// # Safety
 /// As [`product`](super::int8::product) where [`is_available`]; `quads` is a multiple of 16.
-pub unsafe fn int8_product(p: &int8::Product, tile: Tile) {
+pub(super) unsafe fn int8_product(p: &int8::Product, tile: Tile) {
     let depth = p.quads * QUAD;
     // SAFETY: the caller upholds the same contract.
     unsafe {
@@ -223,7 +223,7 @@ pub unsafe fn int8_product(p: &int8::Product, tile: Tile) {
 ///
 /// # Safety
 /// As [`product`](super::bf16::product) where [`is_available`]; `pairs` is a multiple of 16.
-pub unsafe fn bf16_product(p: &bf16::Product, tile: Tile) {
+pub(super) unsafe fn bf16_product(p: &bf16::Product, tile: Tile) {
     let depth = p.pairs * bf16::PAIR * size_of::<u16>();
     // SAFETY: the caller upholds the same contract.
     unsafe {

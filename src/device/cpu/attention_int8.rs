@@ -362,7 +362,7 @@ mod avx2 {
 
     /// # Safety
     /// As [`super::score`], on a processor with AVX2.
-    pub unsafe fn score(op: &Scores, out: &mut [[i32; SPAN_TOKENS]; ROWS_MAX]) {
+    pub(super) unsafe fn score(op: &Scores, out: &mut [[i32; SPAN_TOKENS]; ROWS_MAX]) {
         for block in 0..op.blocks {
             for first in (0..op.rows).step_by(ROWS) {
                 // SAFETY: the caller upholds the same contract.
@@ -430,7 +430,7 @@ mod avx2 {
 
     /// # Safety
     /// As [`super::add_values`], on a processor with AVX2.
-    pub unsafe fn add_values(op: &Values) {
+    pub(super) unsafe fn add_values(op: &Values) {
         for panel in 0..op.panels {
             for first in (0..op.rows).step_by(ROWS) {
                 // SAFETY: the caller upholds the same contract.
@@ -506,7 +506,7 @@ mod x86 {
 
     /// # Safety
     /// As [`super::score`], on a processor with AVX-512 VNNI.
-    pub unsafe fn score(op: &Scores, out: &mut [[i32; SPAN_TOKENS]; ROWS_MAX]) {
+    pub(super) unsafe fn score(op: &Scores, out: &mut [[i32; SPAN_TOKENS]; ROWS_MAX]) {
         macro_rules! pick {
             ($rows:literal) => {
                 match op.blocks {
@@ -556,7 +556,7 @@ mod x86 {
 
     /// # Safety
     /// As [`super::add_values`], on a processor with AVX-512 VNNI.
-    pub unsafe fn add_values(op: &Values) {
+    pub(super) unsafe fn add_values(op: &Values) {
         let mut first = 0;
         while first < op.panels {
             let four = op.panels - first >= 4;

@@ -21,9 +21,9 @@ use super::math::bf16_bits;
 use super::tile::PANEL;
 
 /// Adjacent values of k in a 32-bit lane.
-pub const PAIR: usize = 2;
+pub(super) const PAIR: usize = 2;
 /// Rows are padded to a multiple of this many values of k: the depth of an AMX tile.
-pub const K_STEP: usize = 32;
+pub(super) const K_STEP: usize = 32;
 /// Maximum rows for which a product is bound by reading the weights from memory, and not by
 /// multiplications.
 #[cfg(target_arch = "x86_64")]
@@ -31,7 +31,7 @@ const STREAM_ROWS_MAX: usize = 4;
 
 /// A product of rows, in tiles, and a group of panels.
 #[derive(Clone, Copy)]
-pub struct Product {
+pub(super) struct Product {
     /// Depth of the product: pairs of k that are summed.
     pub pairs: usize,
     /// BF16 bits of the rows, tile by tile, in the layout that [`is_packed`] reports.
@@ -53,7 +53,7 @@ pub struct Product {
 }
 
 /// Whether `isa` has dot products of BF16 pairs. Without them, BF16 is multiplied in F32.
-pub fn is_available(isa: Isa) -> bool {
+pub(super) fn is_available(isa: Isa) -> bool {
     match isa {
         #[cfg(target_arch = "x86_64")]
         Isa::Avx512Bf16 | Isa::Amx => true,
@@ -62,7 +62,7 @@ pub fn is_available(isa: Isa) -> bool {
 }
 
 /// Maximum rows of a tile.
-pub fn max_rows(isa: Isa) -> usize {
+pub(super) fn max_rows(isa: Isa) -> usize {
     match isa {
         #[cfg(target_arch = "x86_64")]
         Isa::Amx => 32,
@@ -71,7 +71,7 @@ pub fn max_rows(isa: Isa) -> usize {
 }
 
 /// Maximum panels of a product whose tiles have `rows` rows.
-pub fn panels_at_once(isa: Isa, rows: usize) -> usize {
+pub(super) fn panels_at_once(isa: Isa, rows: usize) -> usize {
     match isa {
         #[cfg(target_arch = "x86_64")]
         Isa::Avx512Bf16 => match rows {
@@ -84,7 +84,7 @@ pub fn panels_at_once(isa: Isa, rows: usize) -> usize {
 }
 
 /// Whether a tile is laid out as `[pairs][rows][2]`. Otherwise it is `[rows][pairs][2]`.
-pub fn is_packed(isa: Isa) -> bool {
+pub(super) fn is_packed(isa: Isa) -> bool {
     match isa {
         #[cfg(target_arch = "x86_64")]
         Isa::Amx => false,
@@ -97,7 +97,7 @@ pub fn is_packed(isa: Isa) -> bool {
 /// # Safety
 /// [`is_available`] is true for `isa`. All memory that [`Product`] names is valid for the rows of
 /// the tile. Nobody else reads or writes these rows of `c` during the call.
-pub unsafe fn product(isa: Isa, p: &Product, tile: Tile) {
+pub(super) unsafe fn product(isa: Isa, p: &Product, tile: Tile) {
     debug_assert!(tile.rows >= 1 && tile.rows <= max_rows(isa) && is_available(isa));
     // SAFETY: the caller upholds the same contract, and `isa` vouches for the processor.
     unsafe {
@@ -151,11 +151,11 @@ fn round_row(x: &[f32], out: &mut [u16]) {
 multiversion! {
     /// Writes the bits of a row, rounded to BF16, to `out`, and zeros to the rest of `out`, which
     /// is at least as long as `x`.
-    pub fn round_row_on(x: &[f32], out: &mut [u16]) = round_row;
+    pub(super) fn round_row_on(x: &[f32], out: &mut [u16]) = round_row;
 }
 
 #[cfg(target_arch = "x86_64")]
-pub mod x86 {
+pub(super) mod x86 {
     //! The kernel in intrinsics. Loops over `ROWS` and `PANELS` are unrolled, so that all sums stay in registers.
 
     // The loops index registers by number.
@@ -217,7 +217,7 @@ pub mod x86 {
     /// # Safety
     /// As [`super::product`], on a processor with AVX-512.
     #[target_feature(enable = "avx512f")]
-    pub unsafe fn round_tile(p: &Product, tile: Tile) {
+    pub(crate) unsafe fn round_tile(p: &Product, tile: Tile) {
         if !p.round {
             return;
         }
@@ -248,7 +248,7 @@ pub mod x86 {
 
     /// # Safety
     /// As [`super::product`], with one panel or [`super::panels_at_once`], on a processor with AVX-512 BF16.
-    pub unsafe fn avx512_bf16(p: &Product, tile: Tile) {
+    pub(crate) unsafe fn avx512_bf16(p: &Product, tile: Tile) {
         // SAFETY: the caller upholds the same contract.
         unsafe {
             match (tile.rows, p.panels) {
@@ -318,9 +318,12 @@ mod tests {
         let widen = |bits: u16| f32::from_bits(u32::from(bits) << 16);
         for r in 0..rows {
             for n in 0..columns {
-                let value = |i: usize| match is_packed(isa) {
-                    true => a[from * k + (i / PAIR * rows + r) * PAIR + i % PAIR],
-                    false => a[(from + r) * k + i],
+                let value = |i: usize| {
+                    if is_packed(isa) {
+                        a[from * k + (i / PAIR * rows + r) * PAIR + i % PAIR]
+                    } else {
+                        a[(from + r) * k + i]
+                    }
                 };
                 let weight =
                     |i: usize| b[n / PANEL * PANEL * k + i / PAIR * PANEL * PAIR + n % PANEL * PAIR + i % PAIR];
@@ -330,9 +333,10 @@ mod tests {
                 let want = if round { round_bf16(want) } else { want };
                 let got = c[(from + r) * (columns + 3) + n];
                 // AMX tiles sum in another order, so their results are only close.
-                let is_right = match is_packed(isa) {
-                    true => got.to_bits() == want.to_bits(),
-                    false => (got - want).abs() <= 1e-2 * want.abs().max(1.0),
+                let is_right = if is_packed(isa) {
+                    got.to_bits() == want.to_bits()
+                } else {
+                    (got - want).abs() <= 1e-2 * want.abs().max(1.0)
                 };
                 assert!(
                     is_right,

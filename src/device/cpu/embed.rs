@@ -15,13 +15,13 @@ pub(super) fn embed(table: &Matrix, scale: f32, round: bool, tokens: &[u32], out
     if scale == 1.0 {
         return;
     }
-    match round {
+    if round {
         // The reference rounds the scale to BF16, too.
-        true => out
-            .data
+        out.data
             .iter_mut()
-            .for_each(|x| *x = round_bf16(*x * round_bf16(scale))),
-        false => out.data.iter_mut().for_each(|x| *x *= scale),
+            .for_each(|x| *x = round_bf16(*x * round_bf16(scale)))
+    } else {
+        out.data.iter_mut().for_each(|x| *x *= scale)
     }
 }
 

@@ -16,11 +16,11 @@ use super::isa::Isa;
 use super::tile::PANEL;
 
 /// Adjacent values of k in a 32-bit lane.
-pub const QUAD: usize = 4;
+pub(super) const QUAD: usize = 4;
 /// Added to an activation to make it unsigned.
-pub const OFFSET: i32 = 128;
+pub(super) const OFFSET: i32 = 128;
 /// Rows are padded to a multiple of this many values of k: the depth of an AMX tile.
-pub const K_STEP: usize = 64;
+pub(super) const K_STEP: usize = 64;
 /// Maximum rows for which a product is bound by reading the weights from memory, and not by
 /// multiplications.
 #[cfg(target_arch = "x86_64")]
@@ -29,11 +29,11 @@ const STREAM_ROWS_MAX: usize = 4;
 #[cfg(target_arch = "x86_64")]
 const AMX_ROWS_LEAST: usize = 12;
 /// Maximum k whose sums fit in 32 bits: `255 * 127 * k < 2^31`.
-pub const K_MAX: usize = 1 << 16;
+pub(super) const K_MAX: usize = 1 << 16;
 
 /// A product of rows, in tiles, and a group of panels.
 #[derive(Clone, Copy)]
-pub struct Product {
+pub(super) struct Product {
     /// Depth of the product: quads of k that are summed.
     pub quads: usize,
     /// The rows, tile by tile, in the layout that [`is_packed`] reports.
@@ -60,7 +60,7 @@ pub struct Product {
 
 /// A range of a product's rows.
 #[derive(Clone, Copy)]
-pub struct Tile {
+pub(super) struct Tile {
     pub from: usize,
     /// Number of rows, 1 to [`max_rows`].
     pub rows: usize,
@@ -71,7 +71,7 @@ pub struct Tile {
 }
 
 /// Maximum rows of a tile.
-pub fn max_rows(isa: Isa) -> usize {
+pub(super) fn max_rows(isa: Isa) -> usize {
     match isa {
         #[cfg(target_arch = "x86_64")]
         Isa::Amx => 32,
@@ -82,7 +82,7 @@ pub fn max_rows(isa: Isa) -> usize {
 }
 
 /// Maximum panels of a product whose tiles have `rows` rows.
-pub fn panels_at_once(isa: Isa, rows: usize) -> usize {
+pub(super) fn panels_at_once(isa: Isa, rows: usize) -> usize {
     match isa {
         #[cfg(target_arch = "x86_64")]
         Isa::Amx if rows > AMX_ROWS_LEAST => 2,
@@ -98,7 +98,7 @@ pub fn panels_at_once(isa: Isa, rows: usize) -> usize {
 
 /// Whether a tile of `rows` rows is laid out as `[quads][rows][4]`. Otherwise it is
 /// `[rows][quads][4]`.
-pub fn is_packed(isa: Isa, rows: usize) -> bool {
+pub(super) fn is_packed(isa: Isa, rows: usize) -> bool {
     match isa {
         #[cfg(target_arch = "x86_64")]
         Isa::Amx => rows <= AMX_ROWS_LEAST,
@@ -111,7 +111,7 @@ pub fn is_packed(isa: Isa, rows: usize) -> bool {
 /// # Safety
 /// All memory that [`Product`] names is valid for the rows of the tile. Nobody else reads or writes
 /// these rows of `c` during the call.
-pub unsafe fn product(isa: Isa, p: &Product, tile: Tile) {
+pub(super) unsafe fn product(isa: Isa, p: &Product, tile: Tile) {
     debug_assert!(tile.rows >= 1 && tile.rows <= max_rows(isa));
     // SAFETY: the caller upholds the same contract, and `isa` vouches for the processor.
     unsafe {
@@ -296,7 +296,7 @@ pub(super) mod x86 {
 
     /// # Safety
     /// As [`super::product`], with one panel and at most [`super::STREAM_ROWS_MAX`] rows, on a processor with AVX-512 VNNI.
-    pub unsafe fn avx512_vnni_stream(p: &Product, tile: Tile) {
+    pub(crate) unsafe fn avx512_vnni_stream(p: &Product, tile: Tile) {
         // SAFETY: the caller upholds the same contract.
         unsafe {
             match tile.rows {
@@ -311,7 +311,7 @@ pub(super) mod x86 {
     /// # Safety
     /// As [`super::product`], with 1, 2 or [`super::panels_at_once`] panels and more than
     /// [`super::STREAM_ROWS_MAX`] rows, on a processor with AVX-512 VNNI.
-    pub unsafe fn avx512_vnni(p: &Product, tile: Tile) {
+    pub(crate) unsafe fn avx512_vnni(p: &Product, tile: Tile) {
         // SAFETY: the caller upholds the same contract.
         unsafe {
             match (tile.rows, p.panels) {
@@ -386,7 +386,7 @@ pub(super) mod x86 {
 
     /// # Safety
     /// As [`super::product`] with one panel, on a processor with AVX-VNNI.
-    pub unsafe fn avx_vnni(p: &Product, tile: Tile) {
+    pub(crate) unsafe fn avx_vnni(p: &Product, tile: Tile) {
         // SAFETY: the caller upholds the same contract.
         unsafe {
             match tile.rows {
@@ -402,7 +402,7 @@ pub(super) mod x86 {
     /// to 127, or `u` at most 127 and `s` from -128 to 127. Two products thus fit in 16 bits, where
     /// `vpmaddubsw` would saturate.
     #[target_feature(enable = "avx2")]
-    pub fn add_quads(sums: __m256i, u: __m256i, s: __m256i) -> __m256i {
+    pub(crate) fn add_quads(sums: __m256i, u: __m256i, s: __m256i) -> __m256i {
         let pairs = _mm256_maddubs_epi16(u, s);
         _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)))
     }
@@ -437,7 +437,7 @@ pub(super) mod x86 {
 
     /// # Safety
     /// As [`super::product`] with one panel, on a processor with AVX2.
-    pub unsafe fn avx2(p: &Product, tile: Tile) {
+    pub(crate) unsafe fn avx2(p: &Product, tile: Tile) {
         // SAFETY: the caller upholds the same contract.
         unsafe {
             match tile.rows {
@@ -509,9 +509,10 @@ mod tests {
             for n in 0..columns {
                 let value = |i: usize| {
                     let (quad, i) = (i / QUAD, i % QUAD);
-                    match is_packed(isa, rows) {
-                        true => a[from * k + (quad * rows + r) * QUAD + i],
-                        false => a[(from + r) * k + quad * QUAD + i],
+                    if is_packed(isa, rows) {
+                        a[from * k + (quad * rows + r) * QUAD + i]
+                    } else {
+                        a[(from + r) * k + quad * QUAD + i]
                     }
                 };
                 let sum: i64 = (0..k).map(|i| i64::from(value(i)) * i64::from(b[place(n, i)])).sum();

@@ -1,7 +1,7 @@
 //! Scalar functions that compile to vector code and give the same bits on every instruction set.
 
 /// `1.5 * 2^23`: adding it rounds a small float to an integer, which is then in the low bits.
-pub const ROUND: f32 = 12_582_912.0;
+pub(super) const ROUND: f32 = 12_582_912.0;
 /// ln 2 split so that `n * LN2_HIGH` is exact for |n| < 2^9 (its low 9 bits are zero).
 const LN2_HIGH: f32 = 0.693_359_4;
 const LN2_LOW: f32 = -2.121_944_4e-4;
@@ -34,7 +34,7 @@ pub fn exp(x: f32) -> f32 {
 const LN2: f32 = std::f32::consts::LN_2;
 /// The Taylor polynomial of degree 5 for `2^r`, the highest power first. For |r| <= 1/2 its first
 /// missing term is below 2.5e-6, and `2^r` is at least 0.7.
-pub const EXP2: [f32; 6] = [
+pub(super) const EXP2: [f32; 6] = [
     LN2 * LN2 * LN2 * LN2 * LN2 / 120.0,
     LN2 * LN2 * LN2 * LN2 / 24.0,
     LN2 * LN2 * LN2 / 6.0,
@@ -48,7 +48,7 @@ pub const EXP2: [f32; 6] = [
 /// Splits `x = n + r` with |r| <= 1/2, then multiplies [`EXP2`] by `2^n`. This is half of [`exp`]'s
 /// work, and exact enough for weights that are then rounded to 8 bits.
 #[inline(always)]
-pub fn exp2(x: f32) -> f32 {
+pub(super) fn exp2(x: f32) -> f32 {
     let clamped = if -125.0 > x { -125.0 } else { x };
     let shifted = clamped + ROUND;
     let r = clamped - (shifted - ROUND);
@@ -63,13 +63,13 @@ pub fn exp2(x: f32) -> f32 {
 
 /// `x / (1 + e^-x)`.
 #[inline(always)]
-pub fn silu(x: f32) -> f32 {
+pub(super) fn silu(x: f32) -> f32 {
     x / (1.0 + exp(-x))
 }
 
 /// `x / (1 + e^-2u)` with `u = sqrt(2 / pi) (x + 0.044715 x^3)`, which is `x (1 + tanh u) / 2`.
 #[inline(always)]
-pub fn gelu_tanh(x: f32) -> f32 {
+pub(super) fn gelu_tanh(x: f32) -> f32 {
     const TWICE: f32 = 2.0 * std::f32::consts::FRAC_2_SQRT_PI * std::f32::consts::FRAC_1_SQRT_2;
     let twice = TWICE * (0.044_715 * x * x).mul_add(x, x);
     x / (1.0 + exp(-twice))
@@ -81,7 +81,7 @@ pub fn gelu_tanh(x: f32) -> f32 {
 /// Near 0, `1 - 2 / (e^2y + 1)` loses its significant digits. There the Taylor polynomial of degree
 /// 9 replaces it (its first missing term is below 2e-8 of the result for |y| <= 1/4).
 #[inline(always)]
-pub fn soft_cap(x: f32, cap: f32) -> f32 {
+pub(super) fn soft_cap(x: f32, cap: f32) -> f32 {
     let y = x / cap;
     let far = 1.0 - 2.0 / (exp(2.0 * y) + 1.0);
     let square = y * y;
@@ -96,13 +96,13 @@ pub fn soft_cap(x: f32, cap: f32) -> f32 {
 
 /// Rounds to the nearest BF16 value, ties to even; NaN stays NaN.
 #[inline(always)]
-pub fn round_bf16(x: f32) -> f32 {
+pub(super) fn round_bf16(x: f32) -> f32 {
     f32::from_bits((bf16_bits(x) as u32) << 16)
 }
 
 /// The bits of the nearest BF16 value, ties to even; NaN stays NaN.
 #[inline(always)]
-pub fn bf16_bits(x: f32) -> u16 {
+pub(super) fn bf16_bits(x: f32) -> u16 {
     let bits = x.to_bits();
     let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
     let quiet = (bits >> 16) | 0x40;
@@ -111,7 +111,7 @@ pub fn bf16_bits(x: f32) -> u16 {
 
 /// Sum of 16 lanes. Halves are folded onto each other, in the same order on every instruction set.
 #[inline(always)]
-pub fn sum16(lanes: [f32; 16]) -> f32 {
+pub(super) fn sum16(lanes: [f32; 16]) -> f32 {
     let mut l = lanes;
     let mut width = 8;
     while width > 0 {
@@ -125,7 +125,7 @@ pub fn sum16(lanes: [f32; 16]) -> f32 {
 
 /// Largest of 16 lanes, which must not be NaN.
 #[inline(always)]
-pub fn max16(lanes: [f32; 16]) -> f32 {
+pub(super) fn max16(lanes: [f32; 16]) -> f32 {
     let mut l = lanes;
     let mut width = 8;
     while width > 0 {

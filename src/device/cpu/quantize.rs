@@ -91,12 +91,12 @@ pub(super) struct QuantizedTile<'a> {
 }
 
 impl QuantizedTile<'_> {
-    pub fn rows(&self) -> usize {
+    pub(super) fn rows(&self) -> usize {
         self.scales.len()
     }
 
     /// Fills the tile's row `r`; `bytes` is scratch.
-    pub fn fill(&mut self, isa: Isa, r: usize, values: &[f32], bytes: &mut Vec<u8>) {
+    pub(super) fn fill(&mut self, isa: Isa, r: usize, values: &[f32], bytes: &mut Vec<u8>) {
         let rows = self.rows();
         let scale = &mut self.scales[r];
         if !self.is_packed {
@@ -141,9 +141,10 @@ mod tests {
             let (from, rows) = (tiles.start(tile), tiles.start(tile + 1) - tiles.start(tile));
             for r in 0..rows {
                 for i in 0..q.stride {
-                    let at = match is_packed(isa, rows) {
-                        true => from * q.stride + (i / QUAD * rows + r) * QUAD + i % QUAD,
-                        false => (from + r) * q.stride + i,
+                    let at = if is_packed(isa, rows) {
+                        from * q.stride + (i / QUAD * rows + r) * QUAD + i % QUAD
+                    } else {
+                        (from + r) * q.stride + i
                     };
                     plain[(from + r) * q.stride + i] = q.data[at];
                 }

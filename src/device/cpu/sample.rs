@@ -224,10 +224,13 @@ fn log_sum(logits: &[f32]) -> f64 {
 
 /// Steps 3 and 4: penalties.
 fn penalise(row: &mut [f32], draw: Draw, ids: &mut Vec<u32>) {
-    let repeated = |logit: f32| match logit < 0.0 {
-        true => logit * draw.repetition_penalty,
-        // A tiny penalty must not make a logit infinite.
-        false => (logit / draw.repetition_penalty).min(f32::MAX),
+    let repeated = |logit: f32| {
+        if logit < 0.0 {
+            logit * draw.repetition_penalty
+        } else {
+            // A tiny penalty must not make a logit infinite.
+            (logit / draw.repetition_penalty).min(f32::MAX)
+        }
     };
     let repetition = draw.repetition_penalty != 1.0;
     if repetition {

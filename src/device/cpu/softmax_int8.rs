@@ -207,7 +207,7 @@ mod x86 {
     /// # Safety
     /// The processor has AVX-512.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
-    pub unsafe fn softmax_step(
+    pub(super) unsafe fn softmax_step(
         op: &SoftmaxStep<'_>,
         scores: &[i32; SPAN_TOKENS],
         weights: &mut [u8; SPAN_TOKENS],

@@ -4,7 +4,7 @@ use std::sync::OnceLock;
 
 use half::{bf16, f16};
 
-pub use skips::lacks;
+pub(super) use skips::lacks;
 
 use super::{Buffer, Isa, On, Threads};
 use crate::device::Dtype;
@@ -13,7 +13,7 @@ use crate::device::Dtype;
 mod skips;
 
 /// `n` numbers in (-1, 1), the same for the same seed.
-pub fn numbers(seed: u64, n: usize) -> Vec<f32> {
+pub(super) fn numbers(seed: u64, n: usize) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0x1234_5678;
     let mut next = || {
         state = state
@@ -25,7 +25,7 @@ pub fn numbers(seed: u64, n: usize) -> Vec<f32> {
 }
 
 /// Numbers as a checkpoint stores them.
-pub fn bytes_of(values: &[f32], dtype: Dtype) -> Vec<u8> {
+pub(super) fn bytes_of(values: &[f32], dtype: Dtype) -> Vec<u8> {
     values
         .iter()
         .flat_map(|&x| match dtype {
@@ -37,7 +37,7 @@ pub fn bytes_of(values: &[f32], dtype: Dtype) -> Vec<u8> {
 }
 
 /// A buffer of these values.
-pub fn buffer(values: &[f32], rows: usize, width: usize) -> Buffer {
+pub(super) fn buffer(values: &[f32], rows: usize, width: usize) -> Buffer {
     assert_eq!(values.len(), rows * width);
     Buffer {
         data: values.to_vec(),
@@ -48,13 +48,13 @@ pub fn buffer(values: &[f32], rows: usize, width: usize) -> Buffer {
 }
 
 /// `count` threads (fewer than 10), which all tests share.
-pub fn on_threads(isa: Isa, count: usize) -> On<'static> {
+pub(super) fn on_threads(isa: Isa, count: usize) -> On<'static> {
     static THREADS: [OnceLock<Threads>; 10] = [const { OnceLock::new() }; 10];
     let threads = THREADS[count].get_or_init(|| Threads::new(count).expect("the system gives threads"));
     On { isa, threads }
 }
 
 /// Two threads.
-pub fn on(isa: Isa) -> On<'static> {
+pub(super) fn on(isa: Isa) -> On<'static> {
     on_threads(isa, 2)
 }

@@ -171,9 +171,10 @@ impl Threads {
 
     /// Number of parts into which to divide an operation over `elements` elements.
     pub fn parts(&self, elements: usize) -> usize {
-        match elements < SERIAL_ELEMENTS || self.helpers.is_empty() {
-            true => 1,
-            false => self.count() * PARTS_A_THREAD,
+        if elements < SERIAL_ELEMENTS || self.helpers.is_empty() {
+            1
+        } else {
+            self.count() * PARTS_A_THREAD
         }
     }
 

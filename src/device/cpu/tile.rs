@@ -14,11 +14,11 @@ use super::aligned::ZeroBits;
 use super::isa::Isa;
 
 /// Columns of a panel.
-pub const PANEL: usize = 16;
+pub(super) const PANEL: usize = 16;
 
 /// A product of `rows` packed rows and `panels` panels.
 #[derive(Clone, Copy)]
-pub struct Product<E> {
+pub(super) struct Product<E> {
     /// Depth of the product: values of k that are summed.
     pub k: usize,
     /// Rows, at most [`max_rows`].
@@ -38,7 +38,7 @@ pub struct Product<E> {
 }
 
 /// Maximum rows of a product.
-pub fn max_rows(isa: Isa) -> usize {
+pub(super) fn max_rows(isa: Isa) -> usize {
     match isa {
         #[cfg(target_arch = "x86_64")]
         Isa::Avx512 | Isa::Avx512Vnni | Isa::Avx512Bf16 | Isa::Amx => 12,
@@ -49,7 +49,7 @@ pub fn max_rows(isa: Isa) -> usize {
 }
 
 /// Maximum panels whose sums [`product`] keeps in registers at once, for `rows` rows.
-pub fn panels_at_once(isa: Isa, rows: usize) -> usize {
+pub(super) fn panels_at_once(isa: Isa, rows: usize) -> usize {
     match isa {
         #[cfg(target_arch = "x86_64")]
         Isa::Avx512 | Isa::Avx512Vnni | Isa::Avx512Bf16 | Isa::Amx => match rows {
@@ -68,7 +68,7 @@ pub fn panels_at_once(isa: Isa, rows: usize) -> usize {
 }
 
 /// A stored number that kernels widen to F32 exactly.
-pub trait Element: ZeroBits + Default + Send + Sync + 'static {
+pub(super) trait Element: ZeroBits + Default + Send + Sync + 'static {
     /// The value in F32.
     fn widen(self) -> f32;
     /// The number nearest to `x`.
@@ -83,12 +83,12 @@ pub trait Element: ZeroBits + Default + Send + Sync + 'static {
 /// BF16 as its bits.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 #[repr(transparent)]
-pub struct Bf16(pub u16);
+pub(super) struct Bf16(pub u16);
 
 /// IEEE half precision as its bits.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 #[repr(transparent)]
-pub struct F16(pub u16);
+pub(super) struct F16(pub u16);
 
 /// Runs a product.
 ///
@@ -96,7 +96,7 @@ pub struct F16(pub u16);
 /// `a` holds `k * rows` numbers and `b` holds `(panels - 1) * panel_stride + k * 16` elements. The
 /// caller has exclusive access to `rows` rows of `panels * 16` numbers at stride `c_stride` from
 /// `c`.
-pub unsafe fn product<E: Element>(isa: Isa, p: Product<E>) {
+pub(super) unsafe fn product<E: Element>(isa: Isa, p: Product<E>) {
     debug_assert!(p.rows >= 1 && p.rows <= max_rows(isa));
     let at_once = panels_at_once(isa, p.rows);
     let mut done = 0;
@@ -222,7 +222,7 @@ mod x86 {
 
             /// # Safety
             /// As [`super::product`], on a processor with AVX-512.
-            pub unsafe fn $pick(p: Product<$element>) {
+            pub(super) unsafe fn $pick(p: Product<$element>) {
                 // SAFETY: the caller upholds the same contract.
                 unsafe {
                     match (p.rows, p.panels) {
@@ -309,7 +309,7 @@ mod x86 {
 
             /// # Safety
             /// As [`super::product`], on a processor with AVX2, FMA and F16C.
-            pub unsafe fn $pick(p: Product<$element>) {
+            pub(super) unsafe fn $pick(p: Product<$element>) {
                 // SAFETY: the caller upholds the same contract.
                 unsafe {
                     match (p.rows, p.panels) {

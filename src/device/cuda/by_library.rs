@@ -47,7 +47,11 @@ pub(super) struct ByLibrary {
 impl ByLibrary {
     /// # Errors
     /// The library is missing or unusable, and `products` is [`Products::Library`].
-    pub fn open(context: &Arc<Context>, format: Format, products: Products) -> Result<Option<ByLibrary>, DeviceError> {
+    pub(super) fn open(
+        context: &Arc<Context>,
+        format: Format,
+        products: Products,
+    ) -> Result<Option<ByLibrary>, DeviceError> {
         let mut sums = None;
         let mut both = || {
             let library = CublasLt::open(context)?;
@@ -81,7 +85,7 @@ impl ByLibrary {
         }))
     }
 
-    pub fn version(&self) -> usize {
+    pub(super) fn version(&self) -> usize {
         self.library.version()
     }
 }

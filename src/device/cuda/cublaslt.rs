@@ -19,7 +19,7 @@ use super::plan::{Format, LinearShape};
 use crate::device::DeviceError;
 
 /// cuBLASLt, opened for one card.
-pub struct CublasLt {
+pub(super) struct CublasLt {
     context: Arc<Context>,
     functions: Functions,
     path: PathBuf,
@@ -195,7 +195,7 @@ const SCALES_ROWS_FROM: usize = 120_900;
 /// again from a file.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub struct Algorithm([u64; 8]);
+pub(super) struct Algorithm([u64; 8]);
 
 /// The library's description of an algorithm; `cublasLtMatmulHeuristicResult_t`.
 #[repr(C)]
@@ -210,7 +210,7 @@ struct Found {
 
 /// Operands of `y = x W^T`, as addresses on the card. Sums of INT8 are 32-bit integers.
 #[derive(Clone, Copy)]
-pub struct Matrices {
+pub(super) struct Matrices {
     pub shape: LinearShape,
     pub x: u64,
     pub weight: u64,
@@ -251,7 +251,7 @@ impl CublasLt {
     ///
     /// # Errors
     /// No such copy was found, or memory for its workspace is lacking.
-    pub fn open(context: &Arc<Context>) -> Result<CublasLt, DeviceError> {
+    pub(super) fn open(context: &Arc<Context>) -> Result<CublasLt, DeviceError> {
         let major_max = context.card().driver as usize / 1000;
         let mut lacking = String::new();
         let mut found: Option<(Functions, usize, PathBuf)> = None;
@@ -295,12 +295,12 @@ impl CublasLt {
     }
 
     /// The library's version: 120901 is 12.9.1.
-    pub fn version(&self) -> usize {
+    pub(super) fn version(&self) -> usize {
         self.version
     }
 
     /// The library's path.
-    pub fn path(&self) -> &Path {
+    pub(super) fn path(&self) -> &Path {
         &self.path
     }
 
@@ -309,7 +309,7 @@ impl CublasLt {
     ///
     /// # Errors
     /// The library failed.
-    pub fn algorithms(&self, of: &Matrices) -> Result<Vec<Algorithm>, DeviceError> {
+    pub(super) fn algorithms(&self, of: &Matrices) -> Result<Vec<Algorithm>, DeviceError> {
         self.context.enter()?;
         let Some(description) = self.describe(of)? else {
             return Ok(vec![]);
@@ -363,7 +363,7 @@ impl CublasLt {
     ///
     /// # Errors
     /// The library failed.
-    pub fn multiply(&self, of: &Matrices, algorithm: &Algorithm) -> Result<(), DeviceError> {
+    pub(super) fn multiply(&self, of: &Matrices, algorithm: &Algorithm) -> Result<(), DeviceError> {
         self.context.enter()?;
         let Some(description) = self.describe(of)? else {
             return Err(DeviceError::Unsupported(

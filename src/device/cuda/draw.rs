@@ -245,9 +245,10 @@ fn read(
             0 => Ok(Drawn {
                 token,
                 logit,
-                log_sum: match wanted.log_sum {
-                    true => f64::from(largest) + f64::from(total).ln(),
-                    false => 0.0,
+                log_sum: if wanted.log_sum {
+                    f64::from(largest) + f64::from(total).ln()
+                } else {
+                    0.0
                 },
                 logits,
             }),

@@ -184,9 +184,10 @@ impl Planner<'_> {
                 part,
             };
             // The narrowest block that fits.
-            match queries <= self.heads.queries(self.heads.narrow_warps()) {
-                true => self.plan.narrow.push(item),
-                false => self.plan.wide.push(item),
+            if queries <= self.heads.queries(self.heads.narrow_warps()) {
+                self.plan.narrow.push(item)
+            } else {
+                self.plan.wide.push(item)
             }
         }
     }
@@ -220,10 +221,11 @@ impl Planner<'_> {
             &self.batch.block_tables[s.first_block as usize..][..blocks as usize]
         };
         let blocks = before(a).iter().zip(before(b)).take_while(|(a, b)| a == b).count() as u32;
-        match self.batch.deterministic {
+        if self.batch.deterministic {
             // Only whole pieces, which each sequence would also walk alone.
-            true => blocks - blocks % (PART_TOKENS / BLOCK_TOKENS),
-            false => blocks,
+            blocks - blocks % (PART_TOKENS / BLOCK_TOKENS)
+        } else {
+            blocks
         }
     }
 

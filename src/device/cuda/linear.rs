@@ -99,18 +99,19 @@ impl Cuda {
             Ok::<_, DeviceError>(Argument::Map(self.context.tensor_map(&of)?))
         };
         let by_kernel = |tile: Tile| {
-            let (launch, operands) = match card.is_hopper() {
-                true => (
+            let (launch, operands) = if card.is_hopper() {
+                (
                     plan::linear_sm90(&shape, tile, card.multiprocessors),
                     [
                         map(data, shape.rows, tile.rows())?,
                         map(weight.data.address(), weight.rows, tile.columns)?,
                     ],
-                ),
-                false => (
+                )
+            } else {
+                (
                     plan::linear(&shape),
                     [data, weight.data.address()].map(Argument::Address),
-                ),
+                )
             };
             self.launch(&launch, &[operands.as_slice(), &rest].concat())
         };

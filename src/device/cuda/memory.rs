@@ -43,9 +43,10 @@ impl Buffer {
     ) -> Result<(), DeviceError> {
         (self.rows, self.width, self.format) = (rows, width, format);
         want(on, &mut self.data, rows * width * format.bytes(), "activations")?;
-        match format.is_scaled() {
-            true => want(on, &mut self.scales, rows * 4, "scales of activations"),
-            false => Ok(()),
+        if format.is_scaled() {
+            want(on, &mut self.scales, rows * 4, "scales of activations")
+        } else {
+            Ok(())
         }
     }
 
@@ -54,9 +55,10 @@ impl Buffer {
     }
 
     pub(super) fn scales(&self) -> Argument {
-        match self.format.is_scaled() {
-            true => address(&self.scales),
-            false => Argument::Address(0),
+        if self.format.is_scaled() {
+            address(&self.scales)
+        } else {
+            Argument::Address(0)
         }
     }
 }

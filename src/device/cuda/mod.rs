@@ -216,9 +216,10 @@ impl Cuda {
             .into());
         }
         let data = self.context.take(rows * columns * format.bytes(), "weights")?;
-        let scales = match format.is_scaled() {
-            true => Some(self.context.take(rows * 4, "scales of weights")?),
-            false => None,
+        let scales = if format.is_scaled() {
+            Some(self.context.take(rows * 4, "scales of weights")?)
+        } else {
+            None
         };
         let mut loader = self.loader.lock().unwrap_or_else(PoisonError::into_inner);
         let loader = match &mut *loader {

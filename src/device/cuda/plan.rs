@@ -421,13 +421,12 @@ impl Heads {
             ("WINDOW", window),
         ];
         macros.extend(soft_cap.map(|cap| ("SOFT_CAP", cap.to_bits())));
-        let (name, shared_bytes) = match self.by_warpgroups() {
-            true => ("attention_sm90", self.shared_by_warpgroups(warps)),
-            false => {
-                let stages = self.stages(warps);
-                macros.push(("STAGES", stages));
-                ("attention", stages * self.stage_bytes() + self.query_bytes(warps))
-            }
+        let (name, shared_bytes) = if self.by_warpgroups() {
+            ("attention_sm90", self.shared_by_warpgroups(warps))
+        } else {
+            let stages = self.stages(warps);
+            macros.push(("STAGES", stages));
+            ("attention", stages * self.stage_bytes() + self.query_bytes(warps))
         };
         Launch {
             kernel: Kernel::new(name, &macros),

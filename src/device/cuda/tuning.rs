@@ -80,7 +80,7 @@ struct Known {
 impl Tuning {
     /// Loads the results for cards, kernels and a version of the library that are the same as
     /// these.
-    pub fn open(compiler: &Compiler, card: &Card, library: Option<usize>) -> Tuning {
+    pub(super) fn open(compiler: &Compiler, card: &Card, library: Option<usize>) -> Tuning {
         let mut of = format!("{} {} {}", card.name, card.multiprocessors, card.driver);
         if let Some(version) = library {
             of += &format!(" cuBLASLt {version}");
@@ -102,16 +102,17 @@ impl Tuning {
     /// The best way to compute a product. For a product that is large enough and has no entry yet,
     /// `offered` lists the library's algorithms, and `measure` returns the seconds that one way
     /// takes: infinity where the way does not work, `None` where nothing can be measured now.
-    pub fn best<E>(
+    pub(super) fn best<E>(
         &self,
         shape: &LinearShape,
         biased: bool,
         offered: impl FnOnce() -> Vec<Algorithm>,
         mut measure: impl FnMut(Way) -> Result<Option<f64>, E>,
     ) -> Result<Best, E> {
-        let counted = Best::of_kernel(match self.hopper {
-            true => Tile::of(shape, self.multiprocessors),
-            false => Tile::SYNC,
+        let counted = Best::of_kernel(if self.hopper {
+            Tile::of(shape, self.multiprocessors)
+        } else {
+            Tile::SYNC
         });
         if shape.rows * shape.columns * shape.bytes < MEASURED_FROM {
             return Ok(counted);
@@ -122,11 +123,12 @@ impl Tuning {
         if let Some(best) = known.settled.get(&key).or(known.measured.get(&key)) {
             return Ok(*best);
         }
-        let mut ways = match self.hopper {
-            true => Tile::within(shape, self.multiprocessors, TRIED)
+        let mut ways = if self.hopper {
+            Tile::within(shape, self.multiprocessors, TRIED)
                 .map(Way::Tile)
-                .collect(),
-            false => vec![Way::Tile(Tile::SYNC)],
+                .collect()
+        } else {
+            vec![Way::Tile(Tile::SYNC)]
         };
         ways.extend(offered().into_iter().map(Way::Library));
         if ways.len() == 1 {
@@ -171,7 +173,7 @@ impl Tuning {
     }
 
     /// Computes such products by the kernel from now on, because the library has refused one.
-    pub fn without_library(&self, shape: &LinearShape, biased: bool) {
+    pub(super) fn without_library(&self, shape: &LinearShape, biased: bool) {
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
         let key = key(shape, biased);
         if let Some(best) = known.measured.get(&key) {

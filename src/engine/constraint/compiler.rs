@@ -194,9 +194,10 @@ impl Compiler {
     /// for the first compilation to finish.
     pub fn collect(&mut self, wait: Duration) -> HashMap<Key, Compiled> {
         let mut done = HashMap::new();
-        let first = match wait.is_zero() {
-            true => self.receiver.try_recv().ok(),
-            false => self.receiver.recv_timeout(wait).ok(),
+        let first = if wait.is_zero() {
+            self.receiver.try_recv().ok()
+        } else {
+            self.receiver.recv_timeout(wait).ok()
         };
         let mut next = first;
         while let Some((key, compiled)) = next {

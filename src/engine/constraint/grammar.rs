@@ -290,8 +290,9 @@ impl Drop for GrammarState {
 }
 
 fn accepting(matcher: &mut Matcher) -> bool {
-    match matcher.is_stopped() {
-        true => matcher.stop_reason().is_ok(),
-        false => matcher.is_accepting().unwrap_or(false),
+    if matcher.is_stopped() {
+        matcher.stop_reason().is_ok()
+    } else {
+        matcher.is_accepting().unwrap_or(false)
     }
 }

@@ -42,7 +42,7 @@ impl Default for Growth {
 
 impl Growth {
     /// A sum with this bound in bytes.
-    pub fn of(most: u64) -> Growth {
+    pub(super) fn of(most: u64) -> Growth {
         Growth(Arc::new(Sum {
             most,
             bytes: AtomicU64::new(0),
@@ -51,12 +51,12 @@ impl Growth {
     }
 
     /// Bytes that all lexers take beyond their grammars.
-    pub fn bytes(&self) -> u64 {
+    pub(super) fn bytes(&self) -> u64 {
         self.0.bytes.load(Ordering::Relaxed)
     }
 
     /// Whether more than half of the bound is used. Then a lexer is dropped with its last sequence.
-    pub fn is_tight(&self) -> bool {
+    pub(super) fn is_tight(&self) -> bool {
         self.bytes() > self.0.most / 2
     }
 }
@@ -73,7 +73,7 @@ pub(super) struct Lexer {
 
 impl Lexer {
     /// The lexer of `parser`.
-    pub fn new(parser: &TokenParser, growth: Growth) -> Lexer {
+    pub(super) fn new(parser: &TokenParser, growth: Growth) -> Lexer {
         growth.0.lexers.fetch_add(1, Ordering::Relaxed);
         Lexer {
             parser: Mutex::new(parser.parser.clone()),
@@ -87,7 +87,7 @@ impl Lexer {
     ///
     /// # Errors
     /// The lexer must give way: the sum is above the bound, and this lexer above its share.
-    pub fn check(&self) -> Result<(), String> {
+    pub(super) fn check(&self) -> Result<(), String> {
         // A lexer that has panicked panics again when its size is read.
         let size = panic_utils::catch_unwind(AssertUnwindSafe(|| Ok(bytes(&locked(&self.parser)))));
         let grown = size.map_err(|e| one_line(&e.to_string()))?.saturating_sub(self.first);
@@ -105,7 +105,7 @@ impl Lexer {
         ))
     }
 
-    pub fn is_tight(&self) -> bool {
+    pub(super) fn is_tight(&self) -> bool {
         self.growth.is_tight()
     }
 }

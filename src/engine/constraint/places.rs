@@ -45,7 +45,7 @@ enum Inner<'a> {
 
 impl<'a> Places<'a> {
     /// Finds each schema once, however many `$ref`s name it.
-    pub fn of(root: &'a Value) -> Places<'a> {
+    pub(super) fn of(root: &'a Value) -> Places<'a> {
         let mut found: Vec<Place> = Vec::new();
         let mut seen: HashSet<*const Map<String, Value>> = HashSet::new();
         let mut open = vec![(root, Way::Root)];
@@ -81,12 +81,12 @@ impl<'a> Places<'a> {
     }
 
     /// The keywords of each schema, with the schema's number.
-    pub fn iter(&self) -> impl Iterator<Item = (usize, &'a Map<String, Value>)> {
+    pub(super) fn iter(&self) -> impl Iterator<Item = (usize, &'a Map<String, Value>)> {
         self.0.iter().map(|place| place.members).enumerate()
     }
 
     /// Location of the schema with this number, for a message: a JSON pointer, shortened.
-    pub fn shown(&self, number: usize) -> String {
+    pub(super) fn shown(&self, number: usize) -> String {
         let mut parts = Vec::new();
         let mut at = &self.0[number].way;
         loop {

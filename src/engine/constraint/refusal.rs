@@ -52,10 +52,11 @@ pub(super) fn placed(message: &str, schema: &Value) -> Option<String> {
         .or_else(|| message.split_once("; ref '"))?;
     let name = name.split('\'').next()?;
     let (place, _) = find(&|members| is(members, "$ref", name))?;
-    Some(match name.starts_with("#/") {
-        true => format!("its `$ref` at {place} names `{name}`, which does not exist"),
-        false => format!(
+    Some(if name.starts_with("#/") {
+        format!("its `$ref` at {place} names `{name}`, which does not exist")
+    } else {
+        format!(
             "its `$ref` at {place} names `{name}`: a `$ref` can only point into the same schema, as in `#/$defs/NAME`"
-        ),
+        )
     })
 }

@@ -105,9 +105,10 @@ fn too_large(size: usize, limit: usize, unit: &'static str) -> ConstraintError {
 }
 
 fn bound(size: usize, limit: usize, unit: &'static str) -> Result<(), ConstraintError> {
-    match size > limit {
-        true => Err(too_large(size, limit, unit)),
-        false => Ok(()),
+    if size > limit {
+        Err(too_large(size, limit, unit))
+    } else {
+        Ok(())
     }
 }
 
@@ -276,9 +277,10 @@ impl<'a> Work<'a> {
         };
         for option in options {
             let mut with = flat.clone();
-            with.push(match is_enum {
-                true => Item::Const(option),
-                false => Item::Schema(option),
+            with.push(if is_enum {
+                Item::Const(option)
+            } else {
+                Item::Schema(option)
             });
             self.meet(with, depth + 1)?;
         }
@@ -420,9 +422,10 @@ impl<'a> Work<'a> {
             self.meet(of.map(Item::Schema).collect(), depth + 1)?;
         }
         let of: Vec<Item> = own.iter().filter_map(|of| rest(of)).map(Item::Schema).collect();
-        match of.is_empty() {
-            true => Ok(()),
-            false => self.meet(of, depth + 1),
+        if of.is_empty() {
+            Ok(())
+        } else {
+            self.meet(of, depth + 1)
         }
     }
 }

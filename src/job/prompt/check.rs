@@ -40,9 +40,10 @@ impl Renderer {
             return Ok(());
         };
         let is_name = |c: char| c == '_' || c.is_ascii_alphanumeric();
-        let advice = match column.chars().all(is_name) && !column.starts_with(|c: char| c.is_ascii_digit()) {
-            true => format!("write `{column}`"),
-            false => "call that column otherwise in the input".to_string(),
+        let advice = if column.chars().all(is_name) && !column.starts_with(|c: char| c.is_ascii_digit()) {
+            format!("write `{column}`")
+        } else {
+            "call that column otherwise in the input".to_string()
         };
         Err(JobError::Template {
             place: self.named.file.clone(),
@@ -107,11 +108,12 @@ impl Renderer {
             matches!(self.source, Source::Openai) && chat.render(hello, &self.kwargs, self.turn).is_err()
         };
         let told = unknown.into_iter().map(|e| format!("chat template: {e}"));
-        match is_own || reached {
-            true => found.refusals.extend(told),
-            false => found
+        if is_own || reached {
+            found.refusals.extend(told)
+        } else {
+            found
                 .warnings
-                .extend(told.map(|e| format!("{e}; prompts that come to it are errors"))),
+                .extend(told.map(|e| format!("{e}; prompts that come to it are errors")))
         }
         if let (true, Some(why)) = (is_own, chat.misspells(&self.kwargs)) {
             found.refusals.push(format!("chat template: {why}"));
@@ -119,9 +121,10 @@ impl Renderer {
         if let Source::Messages(messages) = &self.source {
             for i in self.left_out(chat, messages) {
                 let why = format!("the chat template leaves out what `prompt.messages[{i}]` says");
-                match is_own {
-                    true => found.refusals.push(why),
-                    false => found.warnings.push(format!("{why}: the model does not see it")),
+                if is_own {
+                    found.refusals.push(why)
+                } else {
+                    found.warnings.push(format!("{why}: the model does not see it"))
                 }
             }
         }
@@ -154,9 +157,10 @@ impl Renderer {
                 .iter()
                 .any(|part| matches!(part, Content::Template(_)));
             let content = probes[i]["content"].as_str().unwrap_or_default();
-            let said = match brings_data {
-                true => probe(i),
-                false => content.split_whitespace().next().unwrap_or_default().to_lowercase(),
+            let said = if brings_data {
+                probe(i)
+            } else {
+                content.split_whitespace().next().unwrap_or_default().to_lowercase()
             };
             text.contains(&said)
         };

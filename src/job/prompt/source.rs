@@ -24,7 +24,7 @@ pub(super) struct CompiledMessage {
 
 impl CompiledMessage {
     /// The message with `data` in place of the row's data.
-    pub fn probe(&self, data: &str) -> Value {
+    pub(super) fn probe(&self, data: &str) -> Value {
         let text = |part: &Content| match part {
             Content::Fixed(text) => text.clone(),
             Content::Template(_) => data.to_string(),

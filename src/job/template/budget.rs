@@ -114,10 +114,7 @@ pub(super) fn fits(bytes: usize) -> bool {
 
 /// Refuses `bytes` more if the budget has no room: for products, before they are created.
 pub(in crate::job) fn foresee(bytes: usize) -> Result<(), Error> {
-    match fits(bytes) {
-        true => Ok(()),
-        false => Err(too_much()),
-    }
+    if fits(bytes) { Ok(()) } else { Err(too_much()) }
 }
 
 /// Counts one step; reads the clock now and then.
@@ -136,9 +133,10 @@ fn steps(taken: u32) -> Result<(), Error> {
     // A short rendering never reads the clock.
     let looked = LOOKED.replace(Some(now)).unwrap_or(now);
     BUSY.set(BUSY.get() + (now - looked).min(BUSY_A_LOOK));
-    match BUSY.get() > BUSY_MAX {
-        true => Err(refuse(format!("it takes more than {} s", BUSY_MAX.as_secs()))),
-        false => Ok(()),
+    if BUSY.get() > BUSY_MAX {
+        Err(refuse(format!("it takes more than {} s", BUSY_MAX.as_secs())))
+    } else {
+        Ok(())
     }
 }
 
@@ -153,9 +151,10 @@ pub(super) fn too_long() -> String {
 
 /// Checks `items` against the maximum list length.
 pub(super) fn check_items(items: usize) -> Result<(), Error> {
-    match items > ITEMS_MAX {
-        true => Err(refuse(format!("it makes a list of more than {ITEMS_MAX} items"))),
-        false => Ok(()),
+    if items > ITEMS_MAX {
+        Err(refuse(format!("it makes a list of more than {ITEMS_MAX} items")))
+    } else {
+        Ok(())
     }
 }
 
@@ -222,9 +221,10 @@ impl Weight {
 
     fn add_bytes(&mut self, bytes: usize) -> Result<(), Error> {
         self.bytes = self.bytes.saturating_add(bytes);
-        match self.bytes > BYTES_MAX {
-            true => Err(too_much()),
-            false => Ok(()),
+        if self.bytes > BYTES_MAX {
+            Err(too_much())
+        } else {
+            Ok(())
         }
     }
 }

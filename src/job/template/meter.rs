@@ -177,13 +177,14 @@ fn in_memory(value: &Value) -> Result<Value, Error> {
         budget::check_items(items.len())?;
     }
     budget::charge_items(items.len())?;
-    Ok(match sized {
-        true => Value::make_object_iterable(items, |items| Box::new(items.iter().cloned())),
-        false => Value::make_object_iterable(items, |items| {
+    Ok(if sized {
+        Value::make_object_iterable(items, |items| Box::new(items.iter().cloned()))
+    } else {
+        Value::make_object_iterable(items, |items| {
             let mut items = items.iter();
             // Unlike the vector's iterator, this one has no known length.
             Box::new(std::iter::from_fn(move || items.next().cloned()))
-        }),
+        })
     })
 }
 
@@ -251,10 +252,13 @@ fn with_meters<'a>(
         CallFunction("range", _) => metered(SUMMED),
         CallFunction(..) => metered(BUILT),
         ApplyFilter(name, ..) if SCALAR.contains(name) => vec![itself],
-        ApplyFilter(name, ..) if PARTS.contains(name) => match is_charged_next(&all[at + 1..]) {
-            true => vec![itself],
-            false => metered(TAKEN),
-        },
+        ApplyFilter(name, ..) if PARTS.contains(name) => {
+            if is_charged_next(&all[at + 1..]) {
+                vec![itself]
+            } else {
+                metered(TAKEN)
+            }
+        }
         ApplyFilter(..) => metered(BUILT),
         // The two factors are packed into one value for the meter, and unpacked again.
         Mul => vec![BuildTuple(Some(2)), meter(TIMES), UnpackList(2), itself, meter(BUILT)],

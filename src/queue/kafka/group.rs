@@ -117,7 +117,7 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Group {
-    pub fn new(
+    pub(super) fn new(
         url: &KafkaUrl,
         resolved: &Resolved,
         tracker: Arc<DeliveryTracker<MessagePosition>>,
@@ -139,7 +139,7 @@ impl Group {
     }
 
     /// Handles a polled message.
-    pub fn take_in(&self, message: &BorrowedMessage<'_>) {
+    pub(super) fn take_in(&self, message: &BorrowedMessage<'_>) {
         // A consumer that gets messages has access (again).
         self.tracker.set_denied(None);
         let (place, stale) = locked(&self.assignment).delivered(message.partition(), message.offset());
@@ -181,23 +181,23 @@ impl Group {
     }
 
     /// Drops all partitions with their offsets and deliveries.
-    pub fn forget_all(&self, why: &'static str) {
+    pub(super) fn forget_all(&self, why: &'static str) {
         locked(&self.assignment).partitions.clear();
         self.let_go(why, |_| true);
     }
 
-    pub fn set_leaving(&self, leaving: bool) {
+    pub(super) fn set_leaving(&self, leaving: bool) {
         let mut assignment = locked(&self.assignment);
         assignment.leaving = leaving;
         assignment.assigned = false;
     }
 
-    pub fn is_assigned(&self) -> bool {
+    pub(super) fn is_assigned(&self) -> bool {
         locked(&self.assignment).assigned
     }
 
     /// Handles the worker's answers.
-    pub fn settle(&self) {
+    pub(super) fn settle(&self) {
         let mut dispositions = locked(&self.dispositions);
         while let Ok(answer) = dispositions.try_recv() {
             match answer {
@@ -232,7 +232,7 @@ impl Group {
     /// Commits finished offsets that are not committed yet: of the partitions in `of`, or of all. A
     /// synchronous commit is the last one of its partitions, so it repeats positions that may still
     /// be in flight.
-    pub fn commit(&self, consumer: &BaseConsumer<Group>, of: Option<&BTreeSet<i32>>, mode: CommitMode) {
+    pub(super) fn commit(&self, consumer: &BaseConsumer<Group>, of: Option<&BTreeSet<i32>>, mode: CommitMode) {
         let mut list = TopicPartitionList::new();
         for (&partition, owned) in &mut locked(&self.assignment).partitions {
             if of.is_some_and(|of| !of.contains(&partition)) {
@@ -266,12 +266,12 @@ impl Group {
         }
     }
 
-    pub fn is_paused(&self) -> bool {
+    pub(super) fn is_paused(&self) -> bool {
         locked(&self.assignment).paused
     }
 
     /// Pauses or resumes fetching; does nothing if the state is already the desired one.
-    pub fn set_paused(&self, consumer: &BaseConsumer<Group>, paused: bool) {
+    pub(super) fn set_paused(&self, consumer: &BaseConsumer<Group>, paused: bool) {
         if locked(&self.assignment).paused == paused {
             return;
         }
@@ -291,7 +291,7 @@ impl Group {
     }
 
     /// Restarts fetching: without a restart, librdkafka does not report a persistent refusal again.
-    pub fn fetch_anew(&self, consumer: &BaseConsumer<Group>) {
+    pub(super) fn fetch_anew(&self, consumer: &BaseConsumer<Group>) {
         let paused = locked(&self.assignment).paused;
         // Paused partitions are fetched anew when they resume.
         if !paused {

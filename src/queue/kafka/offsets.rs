@@ -25,7 +25,7 @@ impl Offsets {
     /// Records a delivered message. Returns false where its offset lies before earlier deliveries:
     /// the log was recreated or is read again, so all older state is dropped and this message is
     /// the first.
-    pub fn delivered(&mut self, offset: i64) -> bool {
+    pub(super) fn delivered(&mut self, offset: i64) -> bool {
         let forward = self.next.is_none_or(|next| offset >= next);
         if !forward {
             *self = Offsets::default();
@@ -39,17 +39,17 @@ impl Offsets {
     }
 
     /// Records an acknowledgement. Unknown offsets change nothing.
-    pub fn acknowledged(&mut self, offset: i64) {
+    pub(super) fn acknowledged(&mut self, offset: i64) {
         self.pending.remove(&offset);
     }
 
     /// The offset that may be committed: every message before it is acknowledged.
-    pub fn position(&self) -> Option<i64> {
+    pub(super) fn position(&self) -> Option<i64> {
         self.pending.first().copied().or(self.next)
     }
 
     /// Returns the position if it has moved since the last call, or if the last commit failed.
-    pub fn take_due(&mut self) -> Option<i64> {
+    pub(super) fn take_due(&mut self) -> Option<i64> {
         let position = self.position()?;
         let due = self.again || position > self.given;
         self.again = false;
@@ -60,14 +60,14 @@ impl Offsets {
     /// Returns the position if it has moved at all. Meant for the last commit of a partition: an
     /// earlier commit of the same position may still be in flight, and its failure would go
     /// unnoticed.
-    pub fn take_last(&mut self) -> Option<i64> {
+    pub(super) fn take_last(&mut self) -> Option<i64> {
         let position = self.position()?;
         self.given = position;
         (position > self.begun).then_some(position)
     }
 
     /// Records that a commit failed: the next `take_due` returns the position again.
-    pub fn commit_failed(&mut self) {
+    pub(super) fn commit_failed(&mut self) {
         self.again = true;
     }
 }

@@ -106,7 +106,7 @@ pub(crate) struct KafkaPublisher {
 
 impl KafkaPublisher {
     /// Creates a publisher without connecting.
-    pub fn new(url: &KafkaUrl, resolved: &Resolved) -> Result<KafkaPublisher, QueueError> {
+    pub(crate) fn new(url: &KafkaUrl, resolved: &Resolved) -> Result<KafkaPublisher, QueueError> {
         let listener = ErrorListener::new(resolved.scrub.clone());
         let producer = FutureProducer::from_config_and_context(&config::producer(url, resolved)?, listener.clone())
             .map_err(|error| config::refused(error, resolved))?;
@@ -123,7 +123,7 @@ impl KafkaPublisher {
     }
 
     /// Creates a publisher and waits for an answer of the broker.
-    pub async fn open(url: &KafkaUrl, resolved: &Resolved) -> Result<KafkaPublisher, QueueError> {
+    pub(crate) async fn open(url: &KafkaUrl, resolved: &Resolved) -> Result<KafkaPublisher, QueueError> {
         let publisher = KafkaPublisher::new(url, resolved)?;
         publisher.clone().blocking(|publisher| publisher.first_look()).await?;
         Ok(publisher)
@@ -149,7 +149,7 @@ impl KafkaPublisher {
     }
 
     /// Returns the existing topic, if there is one.
-    pub async fn look(&self) -> Result<Option<Prepared>, QueueError> {
+    pub(crate) async fn look(&self) -> Result<Option<Prepared>, QueueError> {
         let found = self.clone().blocking(|publisher| publisher.first_look()).await?;
         Ok(match found {
             Topic::Partitions(n) => Some(Prepared {
@@ -161,7 +161,7 @@ impl KafkaPublisher {
     }
 
     /// Creates the topic if it does not exist.
-    pub async fn prepare(&self, messages: u64) -> Result<Prepared, QueueError> {
+    pub(crate) async fn prepare(&self, messages: u64) -> Result<Prepared, QueueError> {
         let first = self.clone().blocking(|publisher| publisher.first_look()).await?;
         if let Topic::Partitions(n) = first {
             if let Some(asked) = self.url.partitions.filter(|&asked| asked > n) {
@@ -240,7 +240,7 @@ impl KafkaPublisher {
     }
 
     /// Sends the messages and waits until the broker has confirmed all.
-    pub async fn send(&self, messages: &[Message]) -> Result<(), QueueError> {
+    pub(crate) async fn send(&self, messages: &[Message]) -> Result<(), QueueError> {
         if self.partitions.load(Ordering::SeqCst) == 0 {
             self.clone().blocking(|publisher| publisher.first_look()).await?;
         }
@@ -256,7 +256,7 @@ impl KafkaPublisher {
     }
 
     /// Sends one message unchanged.
-    pub async fn send_body(&self, body: &[u8], hops: u32) -> Result<(), QueueError> {
+    pub(crate) async fn send_body(&self, body: &[u8], hops: u32) -> Result<(), QueueError> {
         let hops = hops.to_string();
         let mut record: FutureRecord<'_, (), [u8]> = FutureRecord::to(&self.url.topic).payload(body);
         if hops != "0" {
@@ -297,7 +297,7 @@ impl KafkaPublisher {
     }
 
     /// Sets the number of partitions over which messages are spread.
-    pub fn learn(&self, partitions: u32) {
+    pub(crate) fn learn(&self, partitions: u32) {
         self.partitions.store(partitions, Ordering::SeqCst);
     }
 }
@@ -310,7 +310,7 @@ pub(crate) struct Republisher {
 }
 
 impl Republisher {
-    pub fn new(publisher: KafkaPublisher, delay: Duration) -> Result<Republisher, QueueError> {
+    pub(super) fn new(publisher: KafkaPublisher, delay: Duration) -> Result<Republisher, QueueError> {
         Ok(Republisher {
             io: IoThread::start("gristmill-kafka")?,
             publisher,
@@ -320,7 +320,7 @@ impl Republisher {
 
     /// Sends the message after the delay, and retries until the broker has confirmed it or
     /// `is_stale` returns true. Then calls `sent` with whether the message was sent.
-    pub fn republish_later(
+    pub(super) fn republish_later(
         &self,
         body: Vec<u8>,
         hops: u32,

@@ -52,7 +52,7 @@ pub(crate) struct Trouble {
 impl Trouble {
     /// Returns the newer of two errors, unless the older tells more about what the operator must
     /// do.
-    pub fn or_more_telling(self, newer: Trouble) -> Trouble {
+    pub(super) fn or_more_telling(self, newer: Trouble) -> Trouble {
         let telling = |trouble: &Trouble| match trouble.kind {
             Kind::Denied => 0,
             Kind::UnknownHost => 1,
@@ -70,7 +70,7 @@ pub(crate) struct ErrorListener {
 }
 
 impl ErrorListener {
-    pub fn new(scrub: Scrub) -> ErrorListener {
+    pub(super) fn new(scrub: Scrub) -> ErrorListener {
         ErrorListener {
             scrub,
             last: Arc::default(),
@@ -78,7 +78,7 @@ impl ErrorListener {
     }
 
     /// Takes the error kept since the last call.
-    pub fn take(&self) -> Option<Trouble> {
+    pub(super) fn take(&self) -> Option<Trouble> {
         self.last.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
@@ -99,7 +99,7 @@ impl ErrorListener {
     }
 
     /// The helpful part of librdkafka's `thread:instance/broker: reason (after 3ms in state …)`.
-    pub fn line(&self, code: Code, reason: &str) -> String {
+    pub(super) fn line(&self, code: Code, reason: &str) -> String {
         let line = self.scrub.line(reason);
         let line = line.split(" (after ").next().unwrap_or(&line);
         if line.is_empty() {

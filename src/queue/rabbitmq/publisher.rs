@@ -51,7 +51,7 @@ enum Stop {
 
 impl RabbitPublisher {
     /// Creates a publisher without connecting.
-    pub fn new(url: &RabbitUrl, resolved: &Resolved, io: Arc<IoThread>) -> RabbitPublisher {
+    pub(crate) fn new(url: &RabbitUrl, resolved: &Resolved, io: Arc<IoThread>) -> RabbitPublisher {
         RabbitPublisher {
             io,
             shared: Arc::new(Shared {
@@ -63,7 +63,7 @@ impl RabbitPublisher {
     }
 
     /// Creates a publisher and waits until it is connected.
-    pub async fn open(url: &RabbitUrl, resolved: &Resolved) -> Result<RabbitPublisher, QueueError> {
+    pub(crate) async fn open(url: &RabbitUrl, resolved: &Resolved) -> Result<RabbitPublisher, QueueError> {
         let io = Arc::new(IoThread::start("gristmill-amqp")?);
         let publisher = RabbitPublisher::new(url, resolved, io.clone());
         let shared = publisher.shared.clone();
@@ -72,7 +72,7 @@ impl RabbitPublisher {
     }
 
     /// Returns the existing queue, if there is one.
-    pub async fn look(&self) -> Result<Option<Prepared>, QueueError> {
+    pub(crate) async fn look(&self) -> Result<Option<Prepared>, QueueError> {
         let shared = self.shared.clone();
         let is_there = self.io.run(async move { shared.look().await }).await?;
         Ok(is_there.then_some(Prepared {
@@ -82,7 +82,7 @@ impl RabbitPublisher {
     }
 
     /// Creates the queue if it does not exist.
-    pub async fn prepare(&self) -> Result<Prepared, QueueError> {
+    pub(crate) async fn prepare(&self) -> Result<Prepared, QueueError> {
         let shared = self.shared.clone();
         let created = self.io.run(async move { shared.prepare().await }).await?;
         Ok(Prepared {
@@ -92,7 +92,7 @@ impl RabbitPublisher {
     }
 
     /// Sends the messages and waits until the broker has confirmed all.
-    pub async fn send(&self, messages: &[Message]) -> Result<(), QueueError> {
+    pub(crate) async fn send(&self, messages: &[Message]) -> Result<(), QueueError> {
         let bodies = messages
             .iter()
             .map(|message| message.encode_signed(&self.shared.resolved.signing))
@@ -102,7 +102,7 @@ impl RabbitPublisher {
     }
 
     /// Sends bodies unchanged. Must be called on the I/O thread.
-    pub async fn send_bodies(&self, bodies: Vec<Vec<u8>>, hops: u32) -> Result<(), QueueError> {
+    pub(crate) async fn send_bodies(&self, bodies: Vec<Vec<u8>>, hops: u32) -> Result<(), QueueError> {
         self.shared.send(bodies, hops).await
     }
 }

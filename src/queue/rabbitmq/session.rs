@@ -111,7 +111,7 @@ pub(super) struct Session {
 
 impl Consumer {
     /// Connects, declares the queue, and starts consuming.
-    pub async fn begin(&self, number: u64) -> Result<Session, QueueError> {
+    pub(super) async fn begin(&self, number: u64) -> Result<Session, QueueError> {
         let connection = open(&self.url, &self.resolved, "consuming").await?;
         // A broker that has just started may accept a request and never answer it.
         within(&self.url, self.consume(number, connection)).await
@@ -182,7 +182,7 @@ impl Consumer {
     }
 
     /// Runs a session to its end. The worker keeps its deliveries beyond that, and may finish them.
-    pub async fn live(&mut self, mut session: Session) -> End {
+    pub(super) async fn live(&mut self, mut session: Session) -> End {
         let mut ticks = tokio::time::interval(TICK);
         ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         let end = loop {
@@ -367,9 +367,10 @@ impl Consumer {
         self.stop_consuming(session, deadline).await;
         let mut left: Vec<Republish<DeliveryTag>> = Vec::new();
         for (tag, (republish, claim)) in std::mem::take(&mut session.republishing) {
-            match claim.take() {
-                true => left.push(republish),
-                false => _ = session.sending.insert(tag),
+            if claim.take() {
+                left.push(republish)
+            } else {
+                _ = session.sending.insert(tag);
             }
         }
         let republish = |item: ReceivedMessage<DeliveryTag>| {
@@ -408,9 +409,10 @@ impl Consumer {
             let sending = self.publisher.send_bodies(bodies, hops);
             let is_sent = matches!(tokio::time::timeout_at(deadline, sending).await, Ok(Ok(())));
             for token in tokens {
-                let settled = match is_sent {
-                    true => self.ack(session, token).await,
-                    false => self.requeue(session, token).await,
+                let settled = if is_sent {
+                    self.ack(session, token).await
+                } else {
+                    self.requeue(session, token).await
                 };
                 if settled.is_err() {
                     return;

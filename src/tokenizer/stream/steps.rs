@@ -88,9 +88,10 @@ impl Stream {
             if let (true, Some(normalizer)) = (token.normalized, tokenizer.get_normalizer()) {
                 normalizer.normalize(&mut text).ok()?;
             }
-            let (tokens, any) = match token.normalized {
-                true => (&mut normalized, &mut any_normalized),
-                false => (&mut written, &mut any_written),
+            let (tokens, any) = if token.normalized {
+                (&mut normalized, &mut any_normalized)
+            } else {
+                (&mut written, &mut any_written)
             };
             *any = true;
             let known = Token {

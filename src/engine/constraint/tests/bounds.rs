@@ -10,9 +10,12 @@ fn refused_schemas() -> Vec<(Value, &'static str)> {
     let properties = |count: usize| -> Value { (0..count).map(|i| (format!("p{i}"), json!({}))).collect() };
     let names = |count: usize| -> Vec<String> { (0..count).map(|i| format!("p{i}")).collect() };
     let chain = |count: usize, link: fn(Value) -> Value| {
-        let of = |i: usize| match i + 1 == count {
-            true => json!({"type": "null"}),
-            false => link(json!({"$ref": format!("#/$defs/d{}", i + 1)})),
+        let of = |i: usize| {
+            if i + 1 == count {
+                json!({"type": "null"})
+            } else {
+                link(json!({"$ref": format!("#/$defs/d{}", i + 1)}))
+            }
         };
         let all: Value = (0..count).map(|i| (format!("d{i}"), of(i))).collect();
         json!({"$ref": "#/$defs/d0", "$defs": all})
@@ -129,9 +132,12 @@ fn largest_schemas() -> Vec<Value> {
             .collect()
     };
     let chain = |count: usize, link: fn(Value) -> Value| {
-        let of = |i: usize| match i + 1 == count {
-            true => json!({"type": "null"}),
-            false => link(json!({"$ref": format!("#/$defs/d{}", i + 1)})),
+        let of = |i: usize| {
+            if i + 1 == count {
+                json!({"type": "null"})
+            } else {
+                link(json!({"$ref": format!("#/$defs/d{}", i + 1)}))
+            }
         };
         let all: Value = (0..count).map(|i| (format!("d{i}"), of(i))).collect();
         json!({"$ref": "#/$defs/d0", "$defs": all})

@@ -2,7 +2,7 @@
 
 use super::*;
 
-pub fn line(url: &str, body: Value) -> InputRow {
+pub(super) fn line(url: &str, body: Value) -> InputRow {
     row(json!({"custom_id": "a", "method": "POST", "url": url, "body": body}))
 }
 
