@@ -2,9 +2,11 @@
 
 use std::path::{Path, PathBuf};
 
+use gristmill::device::Precision;
 use gristmill::engine::params::OutputConstraint;
 use gristmill::job::file::{OutputFormat, Truncate, Unfinished};
-use gristmill::job::spec::{ChatTemplateChoice, Precision, PromptKind};
+use gristmill::job::precision::RequestedPrecision;
+use gristmill::job::spec::{ChatTemplateChoice, PromptKind};
 use gristmill::job::{Job, JobFile, Parameters};
 
 use crate::support::{Run, arg, demo_job, gristmill, py, root, write_tickets};
@@ -45,7 +47,7 @@ fn a_good_job_is_read() {
     let job = check(GOOD, "jobs/x.yaml").unwrap();
     assert_eq!(
         (job.name.as_str(), job.precision, job.shard_rows),
-        ("label-tickets", Precision::Auto, 100)
+        ("label-tickets", RequestedPrecision::Auto, 100)
     );
     assert_eq!(job.input.uris, ["s3://tickets/2026-11/*.parquet"]);
     assert_eq!(
@@ -122,14 +124,17 @@ fn minimal_jobs_get_defaults() {
 #[test]
 fn keys_and_values_go_with_the_precision_unless_the_job_says_otherwise() {
     let job = check(GOOD, "x.yaml").unwrap();
-    assert_eq!(job.kv_cache, Precision::Auto);
+    assert_eq!(job.kv_cache, RequestedPrecision::Auto);
     let job = check(&GOOD.replace("model:", "kv_cache: bf16\nmodel:"), "x.yaml").unwrap();
-    assert_eq!(job.kv_cache, Precision::Bf16);
+    assert_eq!(job.kv_cache, Precision::Bf16.into());
     assert_eq!(read_back(&job), job);
     // A record from before there was a choice.
     let mut record = job.resolved();
     record.as_object_mut().unwrap().shift_remove("kv_cache").unwrap();
-    assert_eq!(Job::of_record(&record, "job.json").unwrap().kv_cache, Precision::Auto);
+    assert_eq!(
+        Job::of_record(&record, "job.json").unwrap().kv_cache,
+        RequestedPrecision::Auto
+    );
 }
 
 #[test]

@@ -9,7 +9,7 @@ use gristmill::dataset::location::Location;
 use gristmill::device::{Precision, cpu};
 use gristmill::engine::scheduler::Policy;
 use gristmill::engine::{Engine, EngineOptions};
-use gristmill::job::spec::Precision as Asked;
+use gristmill::job::precision::RequestedPrecision;
 use gristmill::ledger::Ledger;
 use gristmill::model::{KvBudget, LoadOptions, Transformer};
 use gristmill::report::meter::Meter;
@@ -396,7 +396,7 @@ async fn again(output: &Path, model: &Path, rows: u64, stop: &Stop) -> Option<Re
     let context = files.config.max_position_embeddings;
     let loaded = Model::new(
         files.clone(),
-        Formats::of(Asked::F32, Asked::Auto, Precision::F32),
+        Formats::of(Precision::F32.into(), RequestedPrecision::Auto, Precision::F32),
         context,
         hash,
     );

@@ -10,7 +10,7 @@ use std::time::Duration;
 use gristmill::dataset::location::Location;
 use gristmill::device;
 use gristmill::engine::params::GenerationParams;
-use gristmill::job::spec::Precision;
+use gristmill::job::precision::RequestedPrecision;
 use gristmill::ledger::Ledger;
 use gristmill::worker::jobs::{JobLookup, Jobs, OpenJob};
 use gristmill::worker::model::{Formats, Model, ModelFiles};
@@ -135,7 +135,11 @@ fn one_of_two_jobs_is_cancelled_and_the_other_is_none_the_worse() {
 /// The model in `dir` as a worker has it that was started for contexts of so many tokens.
 pub(crate) fn model(dir: &Path, context_tokens: u32) -> Model {
     let files = ModelFiles::open(dir.to_path_buf()).unwrap();
-    let formats = Formats::of(Precision::F32, Precision::Auto, device::Precision::F32);
+    let formats = Formats::of(
+        device::Precision::F32.into(),
+        RequestedPrecision::Auto,
+        device::Precision::F32,
+    );
     let hash = files.hash(formats.precision).unwrap();
     Model::new(files, formats, context_tokens, hash)
 }

@@ -1,15 +1,19 @@
 //! The command line, parsed and checked by clap.
 
 mod doctor;
+mod formats;
 mod jobs;
 
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
 
+use crate::cli::args::formats::{recheck_precision, requested_precision};
 use crate::cli::device_choice::{DeviceChoice, ResolvedDevice};
+use crate::device::Precision;
 use crate::device::cpu::Isa;
 use crate::job::generate::MAX_TOKENS_MAX;
+use crate::job::precision::RequestedPrecision;
 use crate::job::spec::duration_seconds;
 pub(super) use crate::report::shell_word;
 pub(super) use doctor::DoctorArgs;
@@ -127,11 +131,11 @@ pub(super) struct WorkerArgs {
     #[arg(long, value_name = "DIR")]
     pub model: Option<PathBuf>,
     /// Number format to compute in, where --model names the checkpoint
-    #[arg(long, value_name = "FORMAT", default_value = "auto", value_parser = ["auto", "f32", "bf16", "int8", "fp8"])]
-    pub precision: String,
+    #[arg(long, value_name = "FORMAT", default_value = "auto", value_parser = requested_precision())]
+    pub precision: RequestedPrecision,
     /// Number format of keys and values, where --model names the checkpoint (auto: the precision's own)
-    #[arg(long, visible_alias = "kv-dtype", value_name = "FORMAT", default_value = "auto", value_parser = ["auto", "f32", "bf16", "int8", "fp8"])]
-    pub kv_cache: String,
+    #[arg(long, visible_alias = "kv-dtype", value_name = "FORMAT", default_value = "auto", value_parser = requested_precision())]
+    pub kv_cache: RequestedPrecision,
     /// Longest sequence in tokens (default: what the first job or the checkpoint says)
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(2..))]
     pub context: Option<u32>,
@@ -224,8 +228,8 @@ pub(super) struct RecheckArgs {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub rows: Option<u64>,
     /// Number format to compute in, higher than the job's own (default: the job file's `report.recheck.precision`, or f32)
-    #[arg(long, value_name = "FORMAT", value_parser = ["f32", "bf16"])]
-    pub precision: Option<String>,
+    #[arg(long, value_name = "FORMAT", value_parser = recheck_precision())]
+    pub precision: Option<Precision>,
     #[command(flatten)]
     pub engine: EngineArgs,
     /// Print the result as one JSON object, last on stdout
@@ -480,8 +484,8 @@ pub(super) struct BenchArgs {
     #[arg(long)]
     pub ignore_eos: bool,
     /// Number format to compute in
-    #[arg(long, value_name = "FORMAT", default_value = "auto", value_parser = ["auto", "f32", "bf16", "int8", "fp8"])]
-    pub precision: String,
+    #[arg(long, value_name = "FORMAT", default_value = "auto", value_parser = requested_precision())]
+    pub precision: RequestedPrecision,
     /// Longest sequence in tokens (default: what the longest request needs)
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(2..))]
     pub context: Option<u32>,
@@ -491,8 +495,8 @@ pub(super) struct BenchArgs {
     #[command(flatten)]
     pub engine: EngineArgs,
     /// Number format of keys and values (auto: the precision's own)
-    #[arg(long, visible_alias = "kv-dtype", value_name = "FORMAT", default_value = "auto", value_parser = ["auto", "f32", "bf16", "int8", "fp8"])]
-    pub kv_cache: String,
+    #[arg(long, visible_alias = "kv-dtype", value_name = "FORMAT", default_value = "auto", value_parser = requested_precision())]
+    pub kv_cache: RequestedPrecision,
     /// Run so many of the requests before the clock starts, and then again
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub warm_up: usize,

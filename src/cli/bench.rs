@@ -13,7 +13,6 @@ use crate::cli::device_choice::ResolvedDevice;
 use crate::cli::exit::{Exit, Failure};
 use crate::cli::prepare::say_warnings;
 use crate::cli::setup::{engine_options, load_model, load_options, on_device};
-use crate::cli::worker::asked_precision;
 use crate::device::Dtype;
 use crate::device::cpu::Isa;
 use crate::device::cuda::Cuda;
@@ -94,11 +93,7 @@ fn run(args: &BenchArgs) -> Result<Exit, Failure> {
         ),
     };
     let place = args.engine.device.resolve()?;
-    let formats = Formats::of(
-        asked_precision(&args.precision),
-        asked_precision(&args.kv_cache),
-        place.precision(),
-    );
+    let formats = Formats::of(args.precision, args.kv_cache, place.precision());
     let mut engine = engine(args, &subject, (place, formats), vocabulary, &requests)?;
     let first: Vec<Request> = requests.iter().take(args.warm_up).cloned().collect();
     serve(&mut engine, first)?;

@@ -12,8 +12,8 @@ use crate::cli::exit::{Exit, Failure};
 use crate::cli::prepare::PreparedJob;
 use crate::cli::setup::load_options;
 use crate::dataset::shard::ShardReader;
-use crate::device;
-use crate::job::spec::Precision;
+use crate::device::Precision;
+use crate::job::precision::RequestedPrecision;
 use crate::model::{Channels, Transformer};
 use crate::report::sample::{ShardSample, sample};
 use crate::report::summary::counted;
@@ -25,7 +25,7 @@ pub(super) async fn calibrate(args: CalibrateArgs) -> Result<Exit, Failure> {
     let prompts = prompts(&prepared, args.rows).await?;
     let files = &prepared.model;
     let vocabulary = files.tokenizer.vocab_size();
-    let formats = Formats::of(Precision::F32, Precision::Auto, device::Precision::F32);
+    let formats = Formats::of(Precision::F32.into(), RequestedPrecision::Auto, Precision::F32);
     let options = load_options(
         formats,
         prepared.job.context,

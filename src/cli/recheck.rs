@@ -11,13 +11,13 @@ use crate::cli::exit::{Exit, Failure};
 use crate::cli::output::{no_job, open_ledger};
 use crate::cli::prepare::PreparedJob;
 use crate::cli::setup::{LoadedModel, render_threads, stop_on_signals};
-use crate::cli::worker::asked_precision;
 use crate::dataset::DatasetError;
-use crate::device;
+use crate::device::Precision;
 use crate::job::file::OutputFormat;
 use crate::job::generate::ShapeSpec;
+use crate::job::precision::RequestedPrecision;
 use crate::job::recheck::Recheck as Asked;
-use crate::job::spec::{Job, Precision};
+use crate::job::spec::Job;
 use crate::ledger::Ledger;
 use crate::report::meter::Meter;
 use crate::report::progress::{self, Goal};
@@ -89,7 +89,7 @@ impl Sample {
         Err(Failure::bad_job(anyhow::anyhow!(
             "{}: {place} is `{}`, and the job runs in `{own}` itself: {advice}",
             job.file,
-            Formats::of(asked.precision, Precision::Auto, own.precision)
+            Formats::of(asked.precision.into(), RequestedPrecision::Auto, own.precision)
         )))
     }
 }
@@ -105,9 +105,7 @@ fn asked_sample(prepared: &PreparedJob, args: &RecheckArgs) -> Result<Sample, Fa
     }
     let mut asked = job.recheck.clone().unwrap_or_default();
     asked.rows = args.rows.unwrap_or(asked.rows);
-    if let Some(word) = &args.precision {
-        asked.precision = asked_precision(word);
-    }
+    asked.precision = args.precision.unwrap_or(asked.precision);
     Sample::new(job, prepared.formats(), &asked, "`--precision`")
 }
 
@@ -135,7 +133,7 @@ pub(super) async fn of_job(
     let hash = identity.model_hash.clone();
     // No GPU computes in F32, so F32 runs on the CPU.
     let place = match wanted.formats.precision {
-        device::Precision::F32 => ResolvedDevice::Cpu,
+        Precision::F32 => ResolvedDevice::Cpu,
         _ => prepared.place,
     };
     let loaded = LoadedModel::load(prepared.model.clone(), wanted.formats, job.context, hash, place, args)?;

@@ -17,8 +17,7 @@ use crate::cli::on_finish::{Teller, Telling};
 use crate::cli::prepare::{model_dir, say_signing, say_warnings};
 use crate::cli::setup::{LoadedModel, render_threads, stop_on_signals, watchdog};
 use crate::dataset::location::Location;
-use crate::device;
-use crate::job::spec::Precision;
+use crate::device::Precision;
 use crate::ledger::{Id, JobIdentity, LedgerError, StopWhy};
 use crate::queue::Queue;
 use crate::report::meter::{Meter, Reading};
@@ -216,11 +215,7 @@ async fn wanted_model(
     if let Some(dir) = &args.model {
         return Ok(Sought::Model(Box::new(Wanted {
             files: ModelFiles::open(dir.clone()).map_err(Failure::bad_job)?,
-            formats: Formats::of(
-                asked_precision(&args.precision),
-                asked_precision(&args.kv_cache),
-                place.precision(),
-            ),
+            formats: Formats::of(args.precision, args.kv_cache, place.precision()),
             context: args.context,
             failing: Vec::new(),
         })));
@@ -264,20 +259,11 @@ async fn wanted_model(
 
 /// The formats that a job was submitted with.
 fn recorded(identity: &JobIdentity) -> Formats {
-    let precision = asked_precision(&identity.precision);
-    let kv = identity.kv_cache.as_deref().map_or(Precision::Auto, asked_precision);
-    Formats::of(precision, kv, device::Precision::F32)
-}
-
-pub(super) fn asked_precision(word: &str) -> Precision {
-    match word {
-        "f32" => Precision::F32,
-        "bf16" => Precision::Bf16,
-        "int8" => Precision::Int8,
-        "fp8" => Precision::Fp8,
-        // clap admits no other value.
-        _ => Precision::Auto,
-    }
+    // A format that only a newer gristmill knows gives `auto`; the job is then refused as one in
+    // another precision.
+    let requested = |word: &str| word.parse().unwrap_or_default();
+    let kv = identity.kv_cache.as_deref().map(requested).unwrap_or_default();
+    Formats::of(requested(&identity.precision), kv, Precision::F32)
 }
 
 /// The jobs of `--job`. A job whose store does not respond, or refuses access, is tried again

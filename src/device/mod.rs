@@ -5,6 +5,7 @@
 //! workspace and its buffers, so two micro-batches may be interleaved.
 
 use half::{bf16, f16};
+use serde::{Deserialize, Serialize};
 
 use crate::device::batch::StepBatch;
 use crate::device::draw::{Draw, DrawError, Drawn};
@@ -20,7 +21,8 @@ pub mod random;
 pub use error::{DeviceError, TensorError};
 
 /// Precision of a device's computations.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Precision {
     /// Activations, keys and values in F32; weights as stored (widening F16 and BF16 to F32 is exact).
     F32,
@@ -68,6 +70,8 @@ impl KvFormat {
 }
 
 impl Precision {
+    pub const ALL: [Precision; 4] = [Precision::F32, Precision::Bf16, Precision::Int8, Precision::Fp8];
+
     /// The name in job files and records.
     pub fn word(self) -> &'static str {
         match self {
@@ -76,6 +80,11 @@ impl Precision {
             Precision::Int8 => "int8",
             Precision::Fp8 => "fp8",
         }
+    }
+
+    /// The precision with this [name](Self::word).
+    pub fn named(word: &str) -> Option<Precision> {
+        Precision::ALL.into_iter().find(|precision| precision.word() == word)
     }
 
     /// Bits per value of the operands of linear layers.

@@ -9,9 +9,15 @@ use serde_json::{Map, Value};
 use super::carry::CarryFile;
 use super::input::InputFile;
 pub use super::one_or_many::OneOrMany;
+use super::precision::RequestedPrecision;
 use super::sampling::Defaults;
 use super::thinking::ThinkingFile;
 use crate::dataset::writing::Codec;
+
+/// What a field that names a number format may hold, for editors.
+fn precisions() -> Vec<Option<&'static str>> {
+    RequestedPrecision::words().map(Some).chain([None]).collect()
+}
 
 /// One job: a dataset, a prompt for each of its rows, and where the answers go.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
@@ -24,11 +30,11 @@ pub struct JobFile {
     pub model: String,
     /// Number format to compute in. `auto` is what suits the device: `f32` on a CPU.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schemars(extend("enum" = ["auto", "f32", "bf16", "int8", "fp8", null]))]
+    #[schemars(extend("enum" = precisions()))]
     pub precision: Option<String>,
     /// Number format of keys and values. `auto` is what goes with the precision: its own name.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schemars(extend("enum" = ["auto", "f32", "bf16", "int8", "fp8", null]))]
+    #[schemars(extend("enum" = precisions()))]
     pub kv_cache: Option<String>,
     /// A row's answer does not depend, to the bit, on what is computed beside it, on a GPU either, for a little of its speed.
     #[serde(default, skip_serializing_if = "Option::is_none")]

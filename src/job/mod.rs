@@ -24,6 +24,7 @@ mod one_or_many;
 mod openai;
 pub mod parameters;
 mod parse;
+pub mod precision;
 pub mod prompt;
 mod python;
 pub mod queue;

@@ -2,8 +2,8 @@
 
 use super::check::{FieldError, bad};
 use super::file::RecheckFile;
-use super::spec::Precision;
 use super::suggest;
+use crate::device::Precision;
 
 /// A job's `report.recheck` settings.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use sha2::{Digest, Sha256};
 
+use super::JobError;
 use super::carry::Carry;
 use super::chat::Turn;
 use super::check::{FieldError, bad, integer_in, text};
@@ -20,10 +21,10 @@ use super::input::Input;
 use super::on_finish::OnFinish;
 use super::parameters::Parameters;
 use super::parse::{Parsed, base_dir, earlier_hashes};
+use super::precision::RequestedPrecision;
 use super::queue::JobQueue;
 use super::recheck::Recheck;
 use super::writing::writing;
-use super::{JobError, suggest};
 use crate::dataset::plan::Format;
 use crate::dataset::writing::Writing;
 
@@ -62,10 +63,10 @@ pub struct Job {
     pub name: String,
     /// As written: a path relative to `base_dir`, `hf://…` or a URL.
     pub model: String,
-    pub precision: Precision,
+    pub precision: RequestedPrecision,
     /// Format of keys and values; `Auto`: the precision's own.
     #[serde(default)]
-    pub kv_cache: Precision,
+    pub kv_cache: RequestedPrecision,
     /// Whether a row's answer must be bit-identical whatever else is in its batch.
     #[serde(default)]
     pub deterministic: bool,
@@ -101,19 +102,6 @@ pub struct Job {
     /// The job file's content as read; null if the job comes from a record.
     #[serde(skip)]
     pub content: Value,
-}
-
-/// Number format to compute in, or to keep keys and values in.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Precision {
-    #[default]
-    Auto,
-    F32,
-    Bf16,
-    Int8,
-    /// GPU only.
-    Fp8,
 }
 
 /// The job's prompt settings.
@@ -286,8 +274,8 @@ fn build(parsed: Parsed, file: &str, base_dir: &Path) -> Result<Job, FieldError>
     Ok(Job {
         name,
         model,
-        precision: precision("precision", raw.precision.as_deref())?,
-        kv_cache: precision("kv_cache", raw.kv_cache.as_deref())?,
+        precision: RequestedPrecision::check("precision", raw.precision.as_deref())?,
+        kv_cache: RequestedPrecision::check("kv_cache", raw.kv_cache.as_deref())?,
         deterministic: raw.deterministic.unwrap_or(false),
         cache_salt: raw.cache_salt.map(cache_salt).transpose()?,
         context: raw
@@ -385,24 +373,6 @@ pub(super) fn cache_salt(salt: String) -> Result<String, FieldError> {
         count => bad(
             "cache_salt",
             format!("has {count} characters; it must have 1 to {CACHE_SALT_CHARS_MAX}"),
-        ),
-    }
-}
-
-fn precision(field: &str, name: Option<&str>) -> Result<Precision, FieldError> {
-    match name.unwrap_or("auto") {
-        "auto" => Ok(Precision::Auto),
-        "f32" => Ok(Precision::F32),
-        "bf16" => Ok(Precision::Bf16),
-        "int8" => Ok(Precision::Int8),
-        "fp8" => Ok(Precision::Fp8),
-        known @ ("f16" | "fp4" | "int4") => bad(
-            field,
-            format!("is `{known}`, which this build does not support; it has `f32`, `bf16`, `int8` and `fp8`"),
-        ),
-        other => bad(
-            field,
-            format!("is `{other}`{}", suggest(other, ["auto", "f32", "bf16", "int8", "fp8"])),
         ),
     }
 }

@@ -7,8 +7,9 @@ use std::sync::Arc;
 
 use chrono::{DateTime, NaiveDateTime, Utc};
 
-use crate::device::{self, KvFormat};
-use crate::job::spec::{Job, Precision};
+use crate::device::{KvFormat, Precision};
+use crate::job::precision::RequestedPrecision;
+use crate::job::spec::Job;
 use crate::job::{JobError, RenderSetup, Renderer};
 use crate::ledger::keys::sha256;
 use crate::ledger::{JobIdentity, Ledger};
@@ -76,13 +77,13 @@ impl ModelFiles {
     }
 
     /// See [`Channels::of_model`].
-    pub fn channels(&self, precision: device::Precision) -> Result<Option<Channels>, ModelError> {
+    pub fn channels(&self, precision: Precision) -> Result<Option<Channels>, ModelError> {
         Channels::of_model(&self.dir, &self.config, precision)
     }
 
     /// SHA-256 in hex of the whole checkpoint, and of the measured channels where the precision
     /// uses them. Reads every byte of the checkpoint.
-    pub fn hash(&self, precision: device::Precision) -> Result<String, ModelError> {
+    pub fn hash(&self, precision: Precision) -> Result<String, ModelError> {
         let mut checkpoint = checkpoint_hash(&self.dir)?;
         // An older gristmill used the embedding table as the output head of such a model. The
         // changed hash keeps one job from mixing both.
@@ -139,39 +140,30 @@ impl ModelFiles {
 /// The number formats that a model computes in, resolved.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Formats {
-    pub precision: device::Precision,
+    pub precision: Precision,
     /// Format of keys and values.
     pub kv: KvFormat,
 }
 
 impl Formats {
-    /// The requested formats; `auto`: the device's default for `Precision::Auto`.
-    pub fn of(precision: Precision, kv_cache: Precision, auto: device::Precision) -> Formats {
-        let precision = match precision {
-            Precision::Auto => auto,
-            Precision::F32 => device::Precision::F32,
-            Precision::Bf16 => device::Precision::Bf16,
-            Precision::Int8 => device::Precision::Int8,
-            Precision::Fp8 => device::Precision::Fp8,
-        };
-        let kv = match kv_cache {
-            Precision::Auto => precision.kv_format(),
-            Precision::F32 => KvFormat::F32,
-            Precision::Bf16 => KvFormat::Bf16,
-            Precision::Int8 => KvFormat::Int8,
-            Precision::Fp8 => KvFormat::Fp8,
-        };
+    /// The requested formats; `auto` is the device's default precision.
+    pub fn of(precision: RequestedPrecision, kv_cache: RequestedPrecision, auto: Precision) -> Formats {
+        let precision = precision.or(auto);
+        let kv = kv_cache.or(precision).kv_format();
         Formats { precision, kv }
     }
 
-    pub fn of_job(job: &Job, auto: device::Precision) -> Formats {
+    pub fn of_job(job: &Job, auto: Precision) -> Formats {
         Formats::of(job.precision, job.kv_cache, auto)
     }
 
     /// Formats for a recheck in `precision` of a job in these formats; keys and values have at
     /// least the job's bits. `None`: the formats are not higher.
     pub fn rechecked_in(self, precision: Precision) -> Option<Formats> {
-        let mut to = Formats::of(precision, Precision::Auto, device::Precision::F32);
+        let mut to = Formats {
+            precision,
+            kv: precision.kv_format(),
+        };
         if self.kv.bits() > to.kv.bits() {
             to.kv = self.kv;
         }
@@ -265,39 +257,41 @@ mod tests {
 
     #[test]
     fn keys_and_values_have_the_precisions_format_unless_another_is_asked_for() {
-        use Precision::*;
+        use RequestedPrecision::Auto;
+        let [int8, bf16, f32] = [Precision::Int8, Precision::Bf16, Precision::F32].map(RequestedPrecision::from);
         for (precision, kv_cache, words, recorded) in [
             (Auto, Auto, "f32", None),
-            (Int8, Auto, "int8", None),
-            (Int8, Int8, "int8", None),
+            (int8, Auto, "int8", None),
+            (int8, int8, "int8", None),
             (
-                Int8,
-                Bf16,
+                int8,
+                bf16,
                 "int8 with keys and values in bf16",
                 Some("bf16".to_string()),
             ),
-            (F32, Int8, "f32 with keys and values in int8", Some("int8".to_string())),
+            (f32, int8, "f32 with keys and values in int8", Some("int8".to_string())),
         ] {
-            let formats = Formats::of(precision, kv_cache, device::Precision::F32);
+            let formats = Formats::of(precision, kv_cache, Precision::F32);
             assert_eq!((formats.to_string().as_str(), formats.recorded_kv()), (words, recorded));
         }
     }
 
     #[test]
     fn a_recheck_is_higher_in_something_and_lower_in_nothing() {
-        use Precision::*;
+        use Precision::{Bf16, F32, Int8};
         for (precision, kv_cache, asked, rechecked) in [
-            (Int8, Auto, F32, Some("f32")),
-            (Int8, Auto, Bf16, Some("bf16")),
-            (Int8, F32, Bf16, Some("bf16 with keys and values in f32")),
-            (Bf16, Auto, F32, Some("f32")),
-            (F32, Int8, F32, Some("f32")),
-            (F32, Int8, Bf16, None),
-            (F32, Auto, F32, None),
-            (Bf16, Auto, Bf16, None),
-            (Bf16, F32, Bf16, None),
+            (Int8, None, F32, Some("f32")),
+            (Int8, None, Bf16, Some("bf16")),
+            (Int8, Some(F32), Bf16, Some("bf16 with keys and values in f32")),
+            (Bf16, None, F32, Some("f32")),
+            (F32, Some(Int8), F32, Some("f32")),
+            (F32, Some(Int8), Bf16, None),
+            (F32, None, F32, None),
+            (Bf16, None, Bf16, None),
+            (Bf16, Some(F32), Bf16, None),
         ] {
-            let found = Formats::of(precision, kv_cache, device::Precision::F32).rechecked_in(asked);
+            let kv_cache = kv_cache.map_or(RequestedPrecision::Auto, RequestedPrecision::from);
+            let found = Formats::of(precision.into(), kv_cache, F32).rechecked_in(asked);
             assert_eq!(found.map(|formats| formats.to_string()).as_deref(), rechecked);
         }
     }
@@ -317,7 +311,7 @@ mod tests {
     #[test]
     fn a_job_of_another_model_or_tokenizer_is_refused() {
         let (files, identity) = demo();
-        let formats = Formats::of(Precision::Int8, Precision::Auto, device::Precision::F32);
+        let formats = Formats::of(Precision::Int8.into(), RequestedPrecision::Auto, Precision::F32);
         let model = Model::new(files, formats, 128, "m".into());
         assert_eq!(model.refuses(&identity), None);
         let other_model = JobIdentity {
@@ -345,18 +339,18 @@ mod tests {
                 kv_cache: recorded.map(String::from),
                 ..identity.clone()
             };
-            let formats = Formats::of(Precision::Int8, kv_cache, device::Precision::F32);
+            let formats = Formats::of(Precision::Int8.into(), kv_cache, Precision::F32);
             Model::new(files.clone(), formats, 128, "m".into()).refuses(&identity)
         };
-        assert_eq!(refuses(Precision::Auto, None), None);
-        assert_eq!(refuses(Precision::Int8, None), None);
-        assert_eq!(refuses(Precision::Bf16, Some("bf16")), None);
+        assert_eq!(refuses(RequestedPrecision::Auto, None), None);
+        assert_eq!(refuses(Precision::Int8.into(), None), None);
+        assert_eq!(refuses(Precision::Bf16.into(), Some("bf16")), None);
         assert_eq!(
-            refuses(Precision::Auto, Some("bf16")).unwrap(),
+            refuses(RequestedPrecision::Auto, Some("bf16")).unwrap(),
             "it runs in int8 with keys and values in bf16, this worker in int8"
         );
         assert_eq!(
-            refuses(Precision::F32, None).unwrap(),
+            refuses(Precision::F32.into(), None).unwrap(),
             "it runs in int8, this worker in int8 with keys and values in f32"
         );
     }

@@ -470,8 +470,8 @@ mod tests {
     use async_trait::async_trait;
 
     use super::*;
-    use crate::device;
-    use crate::job::spec::Precision;
+    use crate::device::Precision;
+    use crate::job::precision::RequestedPrecision;
     use crate::ledger::LedgerError;
     use crate::queue::{LocalQueue, Queue, QueueError, Recall};
     use crate::report::meter::Meter;
@@ -530,7 +530,7 @@ mod tests {
             .queue
             .send((0..messages).map(|shard| Message::new("gone", NOWHERE, 0, shard)));
         let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("jobs/demo/model");
-        let formats = Formats::of(Precision::F32, Precision::Auto, device::Precision::F32);
+        let formats = Formats::of(Precision::F32.into(), RequestedPrecision::Auto, Precision::F32);
         let model = Model::new(ModelFiles::open(dir).unwrap(), formats, 128, "m".into());
         let worker = Worker::new(WorkerConfig {
             name: "test".into(),

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 
+use super::formats::gpu_precision;
 use super::{QueueArgs, parameter};
 use crate::cli::device_choice::DeviceChoice;
 use crate::device::Precision;
@@ -31,7 +32,7 @@ pub(crate) struct DoctorArgs {
     #[arg(long, value_name = "DIR")]
     pub model: Vec<PathBuf>,
     /// A format to examine (default: all that the card computes in); may be given several times
-    #[arg(long = "precision", value_name = "FORMAT", value_parser = gpu_precision)]
+    #[arg(long = "precision", value_name = "FORMAT", value_parser = gpu_precision())]
     pub formats: Vec<Precision>,
     /// Do not examine cuBLASLt's linear operations
     #[arg(long)]
@@ -39,13 +40,4 @@ pub(crate) struct DoctorArgs {
     /// Print the result as one JSON object on stdout; what is found goes to stderr as it is
     #[arg(long)]
     pub json: bool,
-}
-
-fn gpu_precision(text: &str) -> Result<Precision, String> {
-    match text {
-        "bf16" => Ok(Precision::Bf16),
-        "int8" => Ok(Precision::Int8),
-        "fp8" => Ok(Precision::Fp8),
-        _ => Err("a GPU computes in `bf16`, `int8` or `fp8`".into()),
-    }
 }

@@ -1,0 +1,26 @@
+//! Options that name a number format.
+
+use clap::builder::{PossibleValuesParser, TypedValueParser};
+
+use crate::device::Precision;
+use crate::job::precision::RequestedPrecision;
+
+/// Any format, or `auto`.
+pub(super) fn requested_precision() -> impl TypedValueParser<Value = RequestedPrecision> {
+    PossibleValuesParser::new(RequestedPrecision::words()).try_map(|word| word.parse::<RequestedPrecision>())
+}
+
+/// The formats that a recheck computes in.
+pub(super) fn recheck_precision() -> impl TypedValueParser<Value = Precision> {
+    one_of(&[Precision::F32, Precision::Bf16])
+}
+
+/// The formats that a GPU computes in.
+pub(super) fn gpu_precision() -> impl TypedValueParser<Value = Precision> {
+    one_of(&[Precision::Bf16, Precision::Int8, Precision::Fp8])
+}
+
+fn one_of(formats: &[Precision]) -> impl TypedValueParser<Value = Precision> + use<> {
+    let words = formats.iter().map(|format| format.word());
+    PossibleValuesParser::new(words).try_map(|word| Precision::named(&word).ok_or("no number format has this name"))
+}
