@@ -663,7 +663,7 @@ fn why_rows_failed_is_said_with_how_many() {
             run(&["status", arg(&output)])
                 .expect(0)
                 .stdout
-                .matches(" of 4 that were")
+                .matches(" of 4 examined rows")
                 .count(),
             2
         );

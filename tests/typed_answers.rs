@@ -209,7 +209,7 @@ fn numbers_that_a_column_cannot_hold_are_named_and_never_rounded() {
     let (path, _) = job(folder, "{const: 9007199254740993}", "max_tokens: 60", ", parsed: typed");
     run(&["plan", arg(&path)])
         .expect(2)
-        .one_line(&["9007199254740993 is no number of 64 bits in floating point"]);
+        .one_line(&["9007199254740993 has no exact 64-bit floating-point form"]);
 }
 
 #[test]

@@ -287,14 +287,11 @@ impl<'a> Pieces<'a> {
             .table_file(input, self.shard.segments[segment].input)
             .await?;
         let groups = by_group(&table, rows);
-        let whole = groups.len() > 1 && matches!(task, Task::Rows { .. });
-        let task = |rows| {
-            if whole {
-                Task::Rows { segment, rows }
-            } else {
-                Task::Apart { segment, rows }
-            }
-        };
+        if groups.len() > 1 && matches!(task, Task::Rows { .. }) {
+            let task = |rows| Task::Rows { segment, rows };
+            return Ok(Done::Split(groups.into_iter().map(task).collect()));
+        }
+        let task = |rows| Task::Apart { segment, rows };
         Ok(Done::Split(groups.into_iter().map(task).collect()))
     }
 
@@ -540,10 +537,9 @@ async fn row_costs(
     shown: &[String],
 ) -> Result<Vec<u64>, DatasetError> {
     if columns.is_empty() {
-        Ok(vec![0; (rows.end - rows.start) as usize])
-    } else {
-        file.row_costs(rows.clone(), columns, shown).await
+        return Ok(vec![0; (rows.end - rows.start) as usize]);
     }
+    file.row_costs(rows.clone(), columns, shown).await
 }
 
 /// Splits `rows` into tasks that each fill a piece.

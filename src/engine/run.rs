@@ -322,7 +322,7 @@ impl Engine {
             return Err(error);
         };
         tracing::warn!(
-            "a step does not fit in the device's memory, {why}: from now on a step has at most {} tokens and {} sequences",
+            "a step does not fit in memory, {why}: steps now have at most {} tokens and {} sequences",
             limits.max_step_tokens,
             limits.max_sequences
         );

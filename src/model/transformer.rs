@@ -266,9 +266,7 @@ impl<D: Device> Transformer<D> {
                 Ok(()) => break,
                 Err(DeviceError::OutOfMemory(why)) if tokens > pool::STEP_TOKENS_MIN => {
                     tokens = (tokens / 2).max(pool::STEP_TOKENS_MIN);
-                    tracing::warn!(
-                        "a step does not fit in the device's memory, {why}: from now on a step has at most {tokens} tokens"
-                    );
+                    tracing::warn!("a step does not fit in memory, {why}: steps now have at most {tokens} tokens");
                     self.buffers = Buffers::new(&self.device);
                 }
                 Err(error) => return Err(error.into()),
@@ -401,9 +399,7 @@ impl<D: Device> Transformer<D> {
             return Err("`logits_at` does not ascend".to_owned());
         }
         match batch.logits_at.last() {
-            Some(&last) if last as usize >= batch.tokens.len() => Err(format!(
-                "logits are asked for at token {last}, which is outside of the step"
-            )),
+            Some(&last) if last as usize >= batch.tokens.len() => Err(format!("`logits_at` has {last}, past the step")),
             _ => Ok(()),
         }
     }

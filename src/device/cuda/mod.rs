@@ -216,11 +216,10 @@ impl Cuda {
             .into());
         }
         let data = self.context.take(rows * columns * format.bytes(), "weights")?;
-        let scales = if format.is_scaled() {
-            Some(self.context.take(rows * 4, "scales of weights")?)
-        } else {
-            None
-        };
+        let scales = format
+            .is_scaled()
+            .then(|| self.context.take(rows * 4, "scales of weights"));
+        let scales = scales.transpose()?;
         let mut loader = self.loader.lock().unwrap_or_else(PoisonError::into_inner);
         let loader = match &mut *loader {
             Some(loader) => loader,

@@ -52,7 +52,7 @@ pub use weight::Weight;
 /// Why a shape cannot be applied: the job (or the row that brought the shape) is refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ConstraintError {
-    #[error("`{field}` is too large: {size} {unit}, and the maximum is {limit}")]
+    #[error("`{field}` is too large: {size} {unit}, at most {limit} are allowed")]
     TooLarge {
         field: &'static str,
         size: usize,

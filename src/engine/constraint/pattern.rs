@@ -93,7 +93,7 @@ mod tests {
         let said = |pattern: String| cost("regex", &pattern).unwrap_err().to_string();
         assert_eq!(
             said("a?".repeat(1001)),
-            "`regex` is too large: 1001 operators (`?`, `*`, `+`, `{`, `(`) of one regular expression, at most 1000 are read"
+            "`regex` is too large: 1001 operators (`?`, `*`, `+`, `{`, `(`) of one regular expression, at most 1000 are allowed"
         );
         assert!(said(r"\w".repeat(1001)).contains("1001 classes of characters"));
         assert!(said("a".repeat(BYTES_MAX + 1)).contains("65537 bytes of one regular expression, at most 65536"));

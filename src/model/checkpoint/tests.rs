@@ -235,7 +235,7 @@ fn what_is_missing_or_does_not_fit_is_refused() {
         &[
             "layers.0.self_attn.q_proj.weight",
             "is missing and 1 more",
-            "qkv_proj.weight` is there",
+            "the file has `model.layers.0.self_attn.qkv_proj.weight`",
         ],
     );
     // Quantized weights are reported in preference to missing ones.

@@ -368,10 +368,10 @@ impl Consumer {
         let mut left: Vec<Republish<DeliveryTag>> = Vec::new();
         for (tag, (republish, claim)) in std::mem::take(&mut session.republishing) {
             if claim.take() {
-                left.push(republish)
-            } else {
-                _ = session.sending.insert(tag);
+                left.push(republish);
+                continue;
             }
+            session.sending.insert(tag);
         }
         let republish = |item: ReceivedMessage<DeliveryTag>| {
             let ReceivedMessage { token, body, hops, .. } = item;
