@@ -38,6 +38,13 @@ pub(crate) struct Republish<T> {
     pub hops: u32,
 }
 
+impl<T> From<ReceivedMessage<T>> for Republish<T> {
+    fn from(message: ReceivedMessage<T>) -> Republish<T> {
+        let ReceivedMessage { token, body, hops, .. } = message;
+        Republish { token, body, hops }
+    }
+}
+
 /// The worker's answer to a delivery, for the broker's thread.
 #[derive(Debug)]
 pub(crate) enum Disposition<T> {

@@ -373,10 +373,6 @@ impl Consumer {
             }
             session.sending.insert(tag);
         }
-        let republish = |item: ReceivedMessage<DeliveryTag>| {
-            let ReceivedMessage { token, body, hops, .. } = item;
-            Republish { token, body, hops }
-        };
         loop {
             let answer = match self.dispositions.try_recv() {
                 Ok(answer) => answer,
@@ -391,7 +387,7 @@ impl Consumer {
                 Disposition::Acknowledge(token) => self.ack(session, token).await,
                 Disposition::GiveBack(item) => {
                     session.sending.remove(&item.token.tag);
-                    left.push(republish(item));
+                    left.push(item.into());
                     Ok(())
                 }
                 Disposition::Republish(republish) => {
@@ -403,7 +399,7 @@ impl Consumer {
                 return;
             }
         }
-        left.extend(self.tracker.take_ready(|_| true).into_iter().map(republish));
+        left.extend(self.tracker.take_ready(|_| true).into_iter().map(Republish::from));
         left.retain(|republish| session.owes(republish.token));
         for (hops, (tokens, bodies)) in by_hops(left) {
             let sending = self.publisher.send_bodies(bodies, hops);
