@@ -224,7 +224,7 @@ def leaks():
     yield leak("rabbitmq-a-user-that-looks-like-the-host", rabbitmq, lambda server: {"url": f"amqp://broker.internal@{server.address}/q"},
                lambda _: SECRET | {"GRISTMILL_QUEUE_HOST": "broker.internal"}, told)
     yield leak("rabbitmq-a-list-that-cannot-be-read", rabbitmq, amqp, lambda _: SECRET | {"GRISTMILL_QUEUE_HOST": f"u:{PASSWORD}@127.0.0.1"},
-               ("`GRISTMILL_QUEUE_HOST` takes",))
+               ("`GRISTMILL_QUEUE_HOST` has an invalid entry",))
     yield leak("rabbitmq-in-clear-text-over-a-network", None, lambda _: {"url": "amqp://192.0.2.1/q"},
                lambda _: SECRET | {"GRISTMILL_QUEUE_HOST": "192.0.2.1"}, ("in clear text", "`amqps://`", "amqp://192.0.2.1:5672"))
 
