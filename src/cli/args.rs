@@ -8,6 +8,7 @@ use std::path::PathBuf;
 use clap::{Args, Parser, Subcommand};
 
 use crate::cli::device_choice::{DeviceChoice, ResolvedDevice};
+use crate::cli::log::LogFormat;
 use crate::device::cpu::Isa;
 use crate::job::generate::MAX_TOKENS_MAX;
 use crate::job::spec::duration_seconds;
@@ -23,6 +24,9 @@ pub(super) use jobs::JobsArgs;
     max_term_width = 100
 )]
 pub(super) struct Arguments {
+    /// How lines on stderr are written: as text for people, or as one JSON object per line
+    #[arg(long, global = true, value_name = "FORMAT", value_enum, default_value_t = LogFormat::Text, env = "GRISTMILL_LOG_FORMAT")]
+    pub log_format: LogFormat,
     #[command(subcommand)]
     pub command: Command,
 }

@@ -28,17 +28,25 @@ pub(crate) fn handling(body: &[u8], hops: u32, place: &str, signing: &Signing) -
             Err(why) => unsigned(&message, why, hops, place),
         },
         Err(QueueError::Newer { found, .. }) if hops < HOPS_MAX => {
-            tracing::info!("{place}: a message of version {found} is passed on to a newer gristmill");
+            tracing::info!(
+                queue = place,
+                "{place}: a message of version {found} is passed on to a newer gristmill"
+            );
             Handling::PassOn(hops + 1)
         }
         Err(QueueError::Newer { found, .. }) => {
             tracing::warn!(
+                queue = place,
                 "{place}: a message of version {found} met no newer gristmill and is left to `gristmill reconcile`"
             );
             Handling::Drop
         }
         Err(error) => {
-            tracing::warn!("{place}: {error}; acknowledged and dropped: `{}`", shown(body));
+            tracing::warn!(
+                queue = place,
+                "{place}: {error}; acknowledged and dropped: `{}`",
+                shown(body)
+            );
             Handling::Drop
         }
     }
@@ -55,7 +63,12 @@ fn unsigned(message: &Message, why: Unsigned, hops: u32, place: &str) -> Handlin
             "no worker took it, and it is left to `gristmill reconcile` with a key of this worker",
         )
     };
-    tracing::warn!("{place}: the message for shard {shard} of `{output}` {why}: {then}");
+    tracing::warn!(
+        queue = place,
+        shard,
+        output,
+        "{place}: the message for shard {shard} of `{output}` {why}: {then}"
+    );
     handling
 }
 

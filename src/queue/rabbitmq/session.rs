@@ -210,7 +210,7 @@ impl Consumer {
         if session.connection.status().connected() {
             let closing = session.connection.close(200, "OK".into());
             if !matches!(tokio::time::timeout(CLOSE_WAIT, closing).await, Ok(Ok(()))) {
-                tracing::debug!("{}: the connection did not close properly", self.url);
+                tracing::debug!(queue = %self.url, "{}: the connection did not close properly", self.url);
             }
         }
         end
@@ -437,7 +437,7 @@ impl Consumer {
             Ok::<_, lapin::Error>(rest)
         };
         let Ok(Ok(rest)) = tokio::time::timeout_at(deadline, ending).await else {
-            tracing::debug!("{}: the broker did not confirm that this consumer ends", self.url);
+            tracing::debug!(queue = %self.url, "{}: the broker did not confirm that this consumer ends", self.url);
             return;
         };
         for delivery in rest {
@@ -490,6 +490,7 @@ impl Consumer {
         if self.tracker.is_stuck(now) {
             let progress_count = self.tracker.progress_count();
             tracing::warn!(
+                queue = %self.url,
                 "{}: the worker has stopped making progress; cancelling its consumer until it makes progress again",
                 self.url
             );
