@@ -30,7 +30,9 @@ use crate::say;
 const SHOW_PASSWORDS: &[&str] = &["lapin", "amq_protocol", "async_rs"];
 
 /// Fields whose values the messages name themselves.
-const NAMED: &[&str] = &["job", "job_id", "shard", "worker", "attempt", "output", "queue"];
+const NAMED: &[&str] = &[
+    "job", "job_id", "shard", "worker", "attempt", "output", "queue", "place",
+];
 
 /// The form of lines on stderr.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]

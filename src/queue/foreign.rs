@@ -29,24 +29,20 @@ pub(crate) fn handling(body: &[u8], hops: u32, place: &str, signing: &Signing) -
         },
         Err(QueueError::Newer { found, .. }) if hops < HOPS_MAX => {
             tracing::info!(
-                queue = place,
+                place,
                 "{place}: a message of version {found} is passed on to a newer gristmill"
             );
             Handling::PassOn(hops + 1)
         }
         Err(QueueError::Newer { found, .. }) => {
             tracing::warn!(
-                queue = place,
+                place,
                 "{place}: a message of version {found} met no newer gristmill and is left to `gristmill reconcile`"
             );
             Handling::Drop
         }
         Err(error) => {
-            tracing::warn!(
-                queue = place,
-                "{place}: {error}; acknowledged and dropped: `{}`",
-                shown(body)
-            );
+            tracing::warn!(place, "{place}: {error}; acknowledged and dropped: `{}`", shown(body));
             Handling::Drop
         }
     }
@@ -54,7 +50,12 @@ pub(crate) fn handling(body: &[u8], hops: u32, place: &str, signing: &Signing) -
 
 /// Handles a message without a valid signature: another worker may have the right key, or no key.
 fn unsigned(message: &Message, why: Unsigned, hops: u32, place: &str) -> Handling {
-    let Message { output, shard, .. } = message;
+    let Message {
+        job: job_id,
+        output,
+        shard,
+        ..
+    } = message;
     let (handling, then) = if hops < HOPS_MAX {
         (Handling::PassOn(hops + 1), "it is passed on")
     } else {
@@ -64,7 +65,8 @@ fn unsigned(message: &Message, why: Unsigned, hops: u32, place: &str) -> Handlin
         )
     };
     tracing::warn!(
-        queue = place,
+        place,
+        job_id,
         shard,
         output,
         "{place}: the message for shard {shard} of `{output}` {why}: {then}"

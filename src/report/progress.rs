@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
+use tracing::Instrument;
 
 use crate::ledger::spend::dollars;
 use crate::report::cost::show_dollars;
@@ -62,7 +63,7 @@ pub fn show(meter: Arc<Meter>, goal: Goal, quiet: bool) -> tokio::task::JoinHand
 /// Shows a worker's progress until the returned task is aborted: a line every ten seconds if rows
 /// were finished in that time.
 pub fn show_work(meter: Arc<Meter>, quiet: bool) -> tokio::task::JoinHandle<()> {
-    tokio::spawn(async move {
+    let showing = async move {
         if quiet {
             return;
         }
@@ -82,7 +83,8 @@ pub fn show_work(meter: Arc<Meter>, quiet: bool) -> tokio::task::JoinHandle<()> 
                 tell(&line, &read, read.rows, None);
             }
         }
-    })
+    };
+    tokio::spawn(showing.in_current_span())
 }
 
 /// Prints a line of progress, with its figures as fields where the log is JSON. `rows_total`: the job's rows.

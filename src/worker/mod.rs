@@ -57,7 +57,7 @@ use std::time::Duration;
 
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
-use tracing::Instrument;
+use tracing::{Instrument, Span};
 
 use crate::dataset::row::RowResult;
 use crate::engine::Generator;
@@ -218,6 +218,11 @@ impl Worker {
         }
     }
 
+    /// The span of everything that concerns this worker as a whole.
+    pub fn span(&self) -> Span {
+        spans::of_worker(&self.name)
+    }
+
     /// Shards that this worker has committed.
     pub fn shards_done(&self) -> u64 {
         *self.shards_done.borrow()
@@ -355,7 +360,7 @@ async fn is_over(ledger: &Ledger) -> anyhow::Result<bool> {
 /// Works until it is told to stop, or until its options say that it is done: then returns
 /// `Ok(None)`.
 pub async fn run(worker: Arc<Worker>, engine: Box<dyn Generator>, stop: Stop) -> anyhow::Result<Option<Why>> {
-    let span = spans::of_worker(&worker.name);
+    let span = worker.span();
     run_stages(worker, engine, stop).instrument(span).await
 }
 

@@ -260,7 +260,7 @@ impl PollThread<'_> {
     }
 
     fn deny(&self, why: String) {
-        tracing::debug!("refused: {why}");
+        tracing::debug!(queue = %self.address, "the broker refuses this worker: {why}");
         self.group().tracker.set_denied(Some(why));
     }
 

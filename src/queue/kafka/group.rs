@@ -245,7 +245,7 @@ impl Group {
             if let Some(position) = position
                 && let Err(error) = list.add_partition_offset(&self.topic, partition, Offset::Offset(position))
             {
-                tracing::debug!("cannot name partition {partition}: {error}");
+                tracing::debug!(queue = %self.address, "cannot name partition {partition}: {error}");
             }
         }
         if list.count() > 0
@@ -277,7 +277,7 @@ impl Group {
         }
         let assigned = match consumer.assignment() {
             Ok(assigned) => assigned,
-            Err(error) => return tracing::debug!("no assignment to pause: {error}"),
+            Err(error) => return tracing::debug!(queue = %self.address, "no assignment to pause: {error}"),
         };
         let changed = if paused {
             consumer.pause(&assigned)
@@ -286,7 +286,7 @@ impl Group {
         };
         match changed {
             Ok(()) => locked(&self.assignment).paused = paused,
-            Err(error) => tracing::debug!("cannot pause or resume: {error}"),
+            Err(error) => tracing::debug!(queue = %self.address, "cannot pause or resume: {error}"),
         }
     }
 
@@ -388,7 +388,7 @@ impl ConsumerContext for Group {
                     consumer.resume(list)
                 };
                 if let Err(error) = changed {
-                    tracing::debug!("cannot pause or resume: {error}");
+                    tracing::debug!(queue = %self.address, "cannot pause or resume: {error}");
                 }
             }
             Rebalance::Revoke(_) => {}

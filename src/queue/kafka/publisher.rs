@@ -337,7 +337,9 @@ impl Republisher {
                 }
                 match publisher.send_body(&body, hops).await {
                     Ok(()) => return sent(true),
-                    Err(error) => tracing::warn!("cannot pass a message on, trying again: {error}"),
+                    Err(error) => {
+                        tracing::warn!(queue = %publisher.url, "cannot pass a message on, trying again: {error}")
+                    }
                 }
             }
         });

@@ -457,6 +457,7 @@ impl Consumer {
         let Republish { token, body, hops } = republish;
         let (publisher, to_self, tracker) = (self.publisher.clone(), self.to_self.clone(), self.tracker.clone());
         let delay = self.resolved.settings.pass_on_delay;
+        let url = self.url.to_string();
         tracker.republishing.fetch_add(1, Ordering::SeqCst);
         tokio::spawn(async move {
             tokio::time::sleep(delay).await;
@@ -466,7 +467,7 @@ impl Consumer {
                 match publisher.send_bodies(vec![body.clone()], hops).await {
                     Ok(()) => is_due = false,
                     Err(error) => {
-                        tracing::warn!("cannot pass a message on, trying again: {error}");
+                        tracing::warn!(queue = url, "cannot pass a message on, trying again: {error}");
                         tokio::time::sleep(delay).await;
                     }
                 }
