@@ -217,8 +217,6 @@ impl OpenJob {
             self.reader.pins().told(&anew);
             let name = display_name(&planned.url);
             tracing::warn!(
-                job = self.ledger.job().name,
-                output = %self.ledger.store().url(),
                 "{}: `{name}` has another ETag and the planned bytes: pinned anew",
                 self.title()
             );
@@ -228,13 +226,7 @@ impl OpenJob {
 
     /// Leaves the job to other workers, because this gristmill cannot continue it. Logs the error.
     pub fn leave_to_others(&self, error: &anyhow::Error) {
-        tracing::warn!(
-            job = self.ledger.job().name,
-            output = %self.ledger.store().url(),
-            "{} is left to others: {}",
-            self.title(),
-            one_line(error)
-        );
+        tracing::warn!("{} is left to others: {}", self.title(), one_line(error));
         self.set_unreadable();
     }
 
