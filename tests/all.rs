@@ -37,6 +37,7 @@ mod kernel_speed;
 mod kills;
 mod ledger;
 mod limits;
+mod log_formats;
 mod lost_parts;
 mod model_folders;
 mod model_reference;

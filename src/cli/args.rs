@@ -10,6 +10,7 @@ use clap::{Args, Parser, Subcommand};
 
 use crate::cli::args::formats::{recheck_precision, requested_precision};
 use crate::cli::device_choice::{DeviceChoice, ResolvedDevice};
+use crate::cli::log::LogFormat;
 use crate::device::Precision;
 use crate::device::cpu::Isa;
 use crate::job::generate::MAX_TOKENS_MAX;
@@ -27,6 +28,9 @@ pub(super) use jobs::JobsArgs;
     max_term_width = 100
 )]
 pub(super) struct Arguments {
+    /// How lines on stderr are written: as text for people, or as one JSON object per line
+    #[arg(long, global = true, value_name = "FORMAT", value_enum, default_value_t = LogFormat::Text, env = "GRISTMILL_LOG_FORMAT")]
+    pub log_format: LogFormat,
     #[command(subcommand)]
     pub command: Command,
 }

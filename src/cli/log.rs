@@ -1,35 +1,92 @@
-//! Logging to stderr: filtered by `RUST_LOG`, escaped, without crates that log passwords.
+//! Logging to stderr: filtered by `RUST_LOG`, escaped, without crates that log passwords, as text
+//! for people or as JSON for machines.
+//!
+//! A message is a whole sentence that names its job and shard, so the text form leaves out spans
+//! and the fields that repeat them; the JSON form has both.
+//!
+//! See docs/decisions/089-a-log-line-is-a-sentence-and-its-fields.md.
 
+use std::fmt::{self, Debug};
 use std::io::IsTerminal;
 
-use tracing::{Metadata, Subscriber};
+use clap::ValueEnum;
+use serde_json::{Map, Value};
+use tracing::field::Field;
+use tracing::{Event, Metadata, Subscriber};
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::filter::filter_fn;
-use tracing_subscriber::fmt::MakeWriter;
+use tracing_subscriber::fmt::format::{JsonFields, Writer, debug_fn};
+use tracing_subscriber::fmt::time::{FormatTime, SystemTime};
+use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields, FormattedFields, MakeWriter};
 use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::registry::LookupSpan;
 use tracing_subscriber::util::SubscriberInitExt;
 
-use crate::printable::Log;
+use crate::printable::{Log, printable};
+use crate::say;
 
 /// Crates that log data sent to RabbitMQ and data that a broker returns, both of which may contain
 /// the password as text or bytes. `queue/rabbitmq/` reports their errors.
 const SHOW_PASSWORDS: &[&str] = &["lapin", "amq_protocol", "async_rs"];
 
-/// Initializes the program's log.
-pub(super) fn init() {
-    let wanted = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("warn"));
-    let colours = std::io::stderr().is_terminal();
-    subscriber(wanted, move || Log { colours }, colours).init();
+/// Fields whose values the messages name themselves.
+const NAMED: &[&str] = &[
+    "job", "job_id", "shard", "worker", "attempt", "output", "queue", "place",
+];
+
+/// The form of lines on stderr.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(super) enum LogFormat {
+    /// Sentences for people
+    Text,
+    /// One JSON object per line
+    Json,
 }
 
-fn subscriber<W>(wanted: EnvFilter, writer: W, ansi: bool) -> impl Subscriber + Send + Sync + 'static
+/// Initializes the program's log.
+pub(super) fn init(format: LogFormat) {
+    let wanted = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("warn"));
+    match format {
+        LogFormat::Text => {
+            let colours = std::io::stderr().is_terminal();
+            text(wanted, move || Log { colours }, colours).init();
+        }
+        LogFormat::Json => {
+            // What the text form prints whatever `RUST_LOG` says, the JSON form prints too.
+            let wanted = match format!("{}=info", say::TARGET).parse() {
+                Ok(said) => wanted.add_directive(said),
+                Err(_) => wanted,
+            };
+            json(wanted, || Log { colours: false }).init();
+            say::as_events();
+            std::panic::set_hook(Box::new(|panic| say::error(format_args!("{panic}"))));
+        }
+    }
+}
+
+fn text<W>(wanted: EnvFilter, writer: W, ansi: bool) -> impl Subscriber + Send + Sync + 'static
 where
     W: for<'a> MakeWriter<'a> + Send + Sync + 'static,
 {
     tracing_subscriber::fmt()
+        .fmt_fields(debug_fn(text_field))
         .with_env_filter(wanted)
         .with_writer(writer)
         .with_ansi(ansi)
+        .finish()
+        .with(filter_fn(|metadata| metadata.is_event() && keeps_secrets(metadata)))
+}
+
+fn json<W>(wanted: EnvFilter, writer: W) -> impl Subscriber + Send + Sync + 'static
+where
+    W: for<'a> MakeWriter<'a> + Send + Sync + 'static,
+{
+    tracing_subscriber::fmt()
+        .fmt_fields(JsonFields::new())
+        .with_ansi(false)
+        .event_format(JsonLine)
+        .with_env_filter(wanted)
+        .with_writer(writer)
         .finish()
         .with(filter_fn(keeps_secrets))
 }
@@ -38,6 +95,57 @@ where
 fn keeps_secrets(metadata: &Metadata<'_>) -> bool {
     // The prefix match also covers crates like `amq_protocol_tcp`.
     !SHOW_PASSWORDS.iter().any(|name| metadata.target().starts_with(name))
+}
+
+/// Writes one field of a text line. It is escaped here, because the writer keeps colour sequences.
+fn text_field(writer: &mut Writer<'_>, field: &Field, value: &dyn Debug) -> fmt::Result {
+    let value = printable(format_args!("{value:?}"));
+    match field.name() {
+        "message" => write!(writer, "{value}"),
+        name if NAMED.contains(&name) => Ok(()),
+        name => write!(writer, " {name}={value}"),
+    }
+}
+
+/// Formats an event as one JSON object. The fields of its spans and its own stand beside the
+/// message; where a name occurs twice, the innermost value counts.
+struct JsonLine;
+
+impl<S, N> FormatEvent<S, N> for JsonLine
+where
+    S: Subscriber + for<'a> LookupSpan<'a>,
+    N: for<'a> FormatFields<'a> + 'static,
+{
+    fn format_event(&self, ctx: &FmtContext<'_, S, N>, mut writer: Writer<'_>, event: &Event<'_>) -> fmt::Result {
+        let mut fields = Map::new();
+        for span in ctx.event_scope().into_iter().flat_map(|scope| scope.from_root()) {
+            if let Some(of_span) = span.extensions().get::<FormattedFields<N>>() {
+                fields.extend(parsed(&of_span.fields));
+            }
+        }
+        let mut own = String::new();
+        ctx.format_fields(Writer::new(&mut own), event)?;
+        fields.extend(parsed(&own));
+        let mut time = String::new();
+        SystemTime.format_time(&mut Writer::new(&mut time))?;
+        let metadata = event.metadata();
+        let message = fields.remove("message").unwrap_or_else(|| "".into());
+        let mut line = Map::from_iter([
+            ("timestamp".to_string(), time.into()),
+            ("level".to_string(), metadata.level().as_str().into()),
+            ("message".to_string(), message),
+            ("target".to_string(), metadata.target().into()),
+        ]);
+        for (name, value) in fields {
+            line.entry(name).or_insert(value);
+        }
+        writeln!(writer, "{}", Value::Object(line))
+    }
+}
+
+/// The fields that [`JsonFields`] wrote; a span without fields has an empty text.
+fn parsed(fields: &str) -> Map<String, Value> {
+    serde_json::from_str(fields).unwrap_or_default()
 }
 
 #[cfg(test)]
@@ -49,6 +157,12 @@ mod tests {
 
     #[derive(Clone, Default)]
     struct Text(Arc<Mutex<Vec<u8>>>);
+
+    impl Text {
+        fn read(&self) -> String {
+            String::from_utf8(self.0.lock().unwrap().clone()).unwrap()
+        }
+    }
 
     impl Write for Text {
         fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
@@ -68,9 +182,9 @@ mod tests {
             "warn,lapin=trace,amq_protocol_tcp=trace",
             "lapin::io_loop=trace,warn",
         ] {
-            let text = Text::default();
-            let writer = text.clone();
-            let subscriber = subscriber(EnvFilter::new(filter), move || writer.clone(), false);
+            let said = Text::default();
+            let writer = said.clone();
+            let subscriber = text(EnvFilter::new(filter), move || writer.clone(), false);
             tracing::subscriber::with_default(subscriber, || {
                 tracing::trace!(target: "lapin::io_loop", "will write [104, 117, 110]");
                 tracing::debug!(target: "lapin", "hunter2");
@@ -78,9 +192,62 @@ mod tests {
                 tracing::error!(target: "lapin::channel", "method=StartOk, hunter2");
                 tracing::warn!(target: "gristmill::queue", "still said");
             });
-            let said = String::from_utf8(text.0.lock().unwrap().clone()).unwrap();
+            let said = said.read();
             assert!(!said.contains("hunter2") && !said.contains("104"), "{filter}: {said}");
             assert!(said.contains("still said"), "{filter}: {said}");
         }
+    }
+
+    /// What both forms make of an event in two spans.
+    fn said(json_form: bool) -> String {
+        let said = Text::default();
+        let writer = said.clone();
+        let emit = || {
+            let _worker = tracing::error_span!("worker", worker = "w-1", shard = 1).entered();
+            let shard = tracing::error_span!("shard", job = tracing::field::Empty, shard = 7).entered();
+            shard.record("job", "a\u{1b}[31m\u{202e}\"\n");
+            tracing::warn!(output = %"s3://b/o", tries = 3, "shard 7 waits\u{1b}[31m");
+        };
+        if json_form {
+            tracing::subscriber::with_default(json(EnvFilter::new("warn"), move || writer.clone()), emit);
+        } else {
+            tracing::subscriber::with_default(text(EnvFilter::new("warn"), move || writer.clone(), true), emit);
+        }
+        said.read()
+    }
+
+    #[test]
+    fn a_json_line_has_the_fields_of_its_spans_beside_the_message() {
+        let said = said(true);
+        assert_eq!(said.lines().count(), 1, "{said}");
+        let line: Value = serde_json::from_str(&printable(&said)).unwrap();
+        let fields = line.as_object().unwrap();
+        let names: Vec<&str> = fields.keys().map(String::as_str).collect();
+        let expected = [
+            "timestamp",
+            "level",
+            "message",
+            "target",
+            "worker",
+            "shard",
+            "job",
+            "output",
+            "tries",
+        ];
+        assert_eq!(names, expected);
+        assert_eq!(line["message"], "shard 7 waits\u{1b}[31m");
+        assert_eq!((&line["level"], &line["worker"]), (&"WARN".into(), &"w-1".into()));
+        assert_eq!((&line["shard"], &line["tries"]), (&7.into(), &3.into()));
+        assert_eq!(line["job"], "a\u{1b}[31m\u{202e}\"\n");
+    }
+
+    #[test]
+    fn a_text_line_says_each_thing_once() {
+        let said = said(false);
+        let sentence = "shard 7 waits\\u001b[31m tries=3\n";
+        assert!(
+            said.ends_with(sentence) && !said.contains("w-1") && !said.contains("s3:"),
+            "{said}"
+        );
     }
 }

@@ -51,8 +51,8 @@ const OUTPUT_CLOSED: u8 = 141;
 /// Parses the arguments, runs the command and maps its outcome to an exit code.
 pub fn main() -> ExitCode {
     let arguments = Arguments::parse();
+    log::init(arguments.log_format);
     no_core_dumps();
-    log::init();
     let result = tokio::runtime::Builder::new_multi_thread()
         .enable_all()
         .build()
@@ -67,7 +67,7 @@ pub fn main() -> ExitCode {
         Ok(Exit::Done) => end_of_output(),
         Ok(exit) => exit.into(),
         Err(failure) => {
-            eprintln!("gristmill: {}", one_line(&failure.error));
+            say::error(format_args!("{}", one_line(&failure.error)));
             failure.exit.into()
         }
     }
@@ -95,7 +95,7 @@ fn end_of_output() -> ExitCode {
         None => Exit::Done.into(),
         Some(ErrorKind::BrokenPipe) => ExitCode::from(OUTPUT_CLOSED),
         Some(error) => {
-            eprintln!("gristmill: stdout could not be written: {error}");
+            say::error(format_args!("stdout could not be written: {error}"));
             Exit::Failure.into()
         }
     }

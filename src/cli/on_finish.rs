@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 use anyhow::anyhow;
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
+use tracing::Instrument;
 
 use crate::cli::args::shell_word;
 use crate::cli::exit::{Failure, one_line};
@@ -238,7 +239,7 @@ pub(super) struct Telling {
 impl Telling {
     pub(super) fn start(teller: Teller, worker: Arc<Worker>) -> Telling {
         let (going, mut over) = oneshot::channel();
-        let task = tokio::spawn(async move {
+        let telling = async move {
             loop {
                 let pause = tokio::time::timeout(WATCH_EVERY, &mut over);
                 let is_over = pause.await.is_ok();
@@ -247,7 +248,8 @@ impl Telling {
                     break;
                 }
             }
-        });
+        };
+        let task = tokio::spawn(telling.in_current_span());
         Telling { task, going }
     }
 

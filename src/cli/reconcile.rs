@@ -163,7 +163,7 @@ async fn look_at_all(jobs: &mut [Watched], means: Means<'_>, args: &ReconcileArg
 impl Watched {
     /// Reports an error.
     fn fail(&mut self, failure: Failure) {
-        eprintln!("gristmill: {}: {}", self.output, one_line(&failure.error));
+        crate::say::error(format_args!("{}: {}", self.output, one_line(&failure.error)));
         self.failed = Some(failure);
     }
 

@@ -103,8 +103,10 @@ pub(super) async fn worker(args: WorkerArgs) -> Result<Exit, Failure> {
             worker.jobs.model().formats
         );
     }
-    let shown = progress::show_work(meter.clone(), args.quiet);
-    let telling = Telling::start(teller, worker.clone());
+    let (shown, telling) = worker.span().in_scope(|| {
+        let shown = progress::show_work(meter.clone(), args.quiet);
+        (shown, Telling::start(teller, worker.clone()))
+    });
     let ended = worker::run(worker.clone(), loaded.engine, stop.clone()).await;
     shown.abort();
     telling.end(stop.is_set()).await;

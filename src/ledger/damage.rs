@@ -167,7 +167,7 @@ impl ShardLog {
                         object,
                         found,
                     };
-                    tracing::warn!("{voided}");
+                    tracing::warn!(shard, output = %self.ledger.store().url(), "{voided}");
                     return Ok(Some(voided));
                 }
             }

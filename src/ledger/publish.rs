@@ -190,6 +190,8 @@ impl ShardLog {
         }
         if bytes.len() > PART_BYTES_PLANNED {
             tracing::warn!(
+                shard,
+                output = %ledger.store().url(),
                 "shard {shard}: its part has {} MB; give `shards.rows` a smaller value",
                 bytes.len() >> 20
             );

@@ -38,6 +38,8 @@ impl Ledger {
         }
         for shard in &gone {
             tracing::info!(
+                shard,
+                output = %self.store().url(),
                 "`{}` is missing and will be built again",
                 self.store().address(&self.keys().part(*shard))
             );
@@ -76,7 +78,12 @@ impl Ledger {
         }
         let look = || self.check_still_ours().boxed();
         if self.store().create_after(name, bytes, &look).await?.created == Created::Ours {
-            tracing::warn!("`{}` was missing and has been built again", self.store().address(name));
+            tracing::warn!(
+                shard,
+                output = %self.store().url(),
+                "`{}` was missing and has been built again",
+                self.store().address(name)
+            );
         }
         self.finish_check(Some(shard)).await?;
         Ok(true)

@@ -28,17 +28,21 @@ pub(crate) fn handling(body: &[u8], hops: u32, place: &str, signing: &Signing) -
             Err(why) => unsigned(&message, why, hops, place),
         },
         Err(QueueError::Newer { found, .. }) if hops < HOPS_MAX => {
-            tracing::info!("{place}: a message of version {found} is passed on to a newer gristmill");
+            tracing::info!(
+                place,
+                "{place}: a message of version {found} is passed on to a newer gristmill"
+            );
             Handling::PassOn(hops + 1)
         }
         Err(QueueError::Newer { found, .. }) => {
             tracing::warn!(
+                place,
                 "{place}: a message of version {found} met no newer gristmill and is left to `gristmill reconcile`"
             );
             Handling::Drop
         }
         Err(error) => {
-            tracing::warn!("{place}: {error}; acknowledged and dropped: `{}`", shown(body));
+            tracing::warn!(place, "{place}: {error}; acknowledged and dropped: `{}`", shown(body));
             Handling::Drop
         }
     }
@@ -46,7 +50,12 @@ pub(crate) fn handling(body: &[u8], hops: u32, place: &str, signing: &Signing) -
 
 /// Handles a message without a valid signature: another worker may have the right key, or no key.
 fn unsigned(message: &Message, why: Unsigned, hops: u32, place: &str) -> Handling {
-    let Message { output, shard, .. } = message;
+    let Message {
+        job: job_id,
+        output,
+        shard,
+        ..
+    } = message;
     let (handling, then) = if hops < HOPS_MAX {
         (Handling::PassOn(hops + 1), "it is passed on")
     } else {
@@ -55,7 +64,13 @@ fn unsigned(message: &Message, why: Unsigned, hops: u32, place: &str) -> Handlin
             "no worker took it, and it is left to `gristmill reconcile` with a key of this worker",
         )
     };
-    tracing::warn!("{place}: the message for shard {shard} of `{output}` {why}: {then}");
+    tracing::warn!(
+        place,
+        job_id,
+        shard,
+        output,
+        "{place}: the message for shard {shard} of `{output}` {why}: {then}"
+    );
     handling
 }
 

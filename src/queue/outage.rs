@@ -28,14 +28,14 @@ impl Outage {
         if self.since.is_none() {
             self.since = Some(Instant::now());
             let why = why.strip_prefix(&format!("{}: ", self.address)).unwrap_or(why);
-            tracing::warn!("{} does not answer ({why}); trying again", self.address);
+            tracing::warn!(queue = %self.address, "{} does not answer ({why}); trying again", self.address);
         }
     }
 
     /// Notes that the broker answers.
     pub(super) fn up(&mut self) {
         if let Some(since) = self.since.take() {
-            tracing::warn!("{} is back after {} s", self.address, since.elapsed().as_secs());
+            tracing::warn!(queue = %self.address, "{} is back after {} s", self.address, since.elapsed().as_secs());
         }
     }
 }

@@ -5,11 +5,13 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
+use tracing::Instrument;
 
 use crate::ledger::spend::dollars;
 use crate::report::cost::show_dollars;
 use crate::report::meter::{Meter, Reading};
 use crate::report::summary::{counted, number, rate};
+use crate::say;
 
 const BAR_EVERY: Duration = Duration::from_millis(500);
 const LINE_EVERY: Duration = Duration::from_secs(5);
@@ -34,7 +36,7 @@ pub fn show(meter: Arc<Meter>, goal: Goal, quiet: bool) -> tokio::task::JoinHand
             return;
         }
         let started = Instant::now();
-        if std::io::stderr().is_terminal() {
+        if std::io::stderr().is_terminal() && !say::are_events() {
             let bar = ProgressBar::new(goal.rows).with_style(bar_style());
             loop {
                 let read = meter.read();
@@ -47,12 +49,13 @@ pub fn show(meter: Arc<Meter>, goal: Goal, quiet: bool) -> tokio::task::JoinHand
             tokio::time::sleep(LINE_EVERY).await;
             let read = meter.read();
             let rows = goal.rows_before + read.rows;
-            eprintln!(
+            let line = format!(
                 "{} of {}, {}",
                 number(rows),
                 counted(goal.rows, "row"),
                 status(&read, &goal, started.elapsed())
             );
+            tell(&line, &read, rows, Some(goal.rows));
         }
     })
 }
@@ -60,7 +63,7 @@ pub fn show(meter: Arc<Meter>, goal: Goal, quiet: bool) -> tokio::task::JoinHand
 /// Shows a worker's progress until the returned task is aborted: a line every ten seconds if rows
 /// were finished in that time.
 pub fn show_work(meter: Arc<Meter>, quiet: bool) -> tokio::task::JoinHandle<()> {
-    tokio::spawn(async move {
+    let showing = async move {
         if quiet {
             return;
         }
@@ -70,16 +73,39 @@ pub fn show_work(meter: Arc<Meter>, quiet: bool) -> tokio::task::JoinHandle<()> 
             let read = meter.read();
             if read.rows > shown {
                 shown = read.rows;
-                eprintln!(
+                let line = format!(
                     "{}, {} failed, {} truncated, {} tokens/s",
                     counted(read.rows, "row"),
                     number(read.failed_rows),
                     number(read.truncated_rows),
-                    number(rate(read.prompt_tokens + read.completion_tokens, read.device_seconds).round() as u64)
+                    number(tokens_per_second(&read))
                 );
+                tell(&line, &read, read.rows, None);
             }
         }
-    })
+    };
+    tokio::spawn(showing.in_current_span())
+}
+
+/// Prints a line of progress, with its figures as fields where the log is JSON. `rows_total`: the job's rows.
+fn tell(line: &str, read: &Reading, rows: u64, rows_total: Option<u64>) {
+    if say::are_events() {
+        tracing::info!(
+            target: say::TARGET,
+            rows,
+            rows_total,
+            failed_rows = read.failed_rows,
+            truncated_rows = read.truncated_rows,
+            tokens_per_second = tokens_per_second(read),
+            "{line}"
+        );
+    } else {
+        eprintln!("{line}");
+    }
+}
+
+fn tokens_per_second(read: &Reading) -> u64 {
+    rate(read.prompt_tokens + read.completion_tokens, read.device_seconds).round() as u64
 }
 
 /// The text is shown whole; the bar takes the rest of the terminal's width.
@@ -90,10 +116,7 @@ fn bar_style() -> ProgressStyle {
 
 /// Formats progress, as in "1,234 tokens/s, 2m 10s left, $0.0123 so far".
 fn status(read: &Reading, goal: &Goal, elapsed: Duration) -> String {
-    let mut parts = vec![format!(
-        "{} tokens/s",
-        number(rate(read.prompt_tokens + read.completion_tokens, read.device_seconds).round() as u64)
-    )];
+    let mut parts = vec![format!("{} tokens/s", number(tokens_per_second(read)))];
     let left = goal.rows.saturating_sub(goal.rows_before + read.rows);
     if read.rows > 0 && left > 0 {
         let seconds = elapsed.as_secs_f64() / read.rows as f64 * left as f64;

@@ -13,13 +13,14 @@ use std::time::Duration;
 
 use tokio::task::JoinSet;
 use tokio::time::{Interval, MissedTickBehavior};
+use tracing::Instrument;
 
 use crate::ledger::{JobCommand, StopWhy, Unfinished};
-use crate::worker::Worker;
 use crate::worker::budget::Budget;
 use crate::worker::jobs::{JobState, OpenJob};
 use crate::worker::retry_policy::RetryDecision;
 use crate::worker::stop::Stop;
+use crate::worker::{Worker, spans};
 
 /// How often budgets are checked with this process's own counters, which needs no request.
 const BUDGET_EVERY: Duration = Duration::from_secs(1);
@@ -39,7 +40,8 @@ pub(super) async fn run(worker: Arc<Worker>, stop: Stop) -> anyhow::Result<()> {
         }
         for job in worker.jobs.open().await {
             if known.insert(job.number) {
-                accounts.spawn(keep(worker.clone(), Arc::downgrade(&job)));
+                let account = keep(worker.clone(), Arc::downgrade(&job));
+                accounts.spawn(account.instrument(spans::of_job(&job)));
             }
         }
     }

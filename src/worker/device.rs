@@ -26,9 +26,11 @@ pub(super) async fn run(
     stop: Stop,
 ) -> anyhow::Result<()> {
     let (done_tx, done_rx) = oneshot::channel();
+    let span = tracing::Span::current();
     std::thread::Builder::new()
         .name("device".into())
         .spawn(move || {
+            let _entered = span.enter();
             let device = Device {
                 worker,
                 engine,

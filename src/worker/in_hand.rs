@@ -3,6 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use tracing::Instrument;
+
 use crate::error_line::one_line;
 use crate::ledger::RowSet;
 use crate::queue::Delivery;
@@ -46,7 +48,7 @@ impl InHand {
             job.title()
         );
         let (worker, key, title) = (self.worker.clone(), self.key, job.title());
-        tokio::spawn(async move {
+        let waiting = async move {
             tokio::time::sleep(WAITING_PAUSE).await;
             for delivery in worker.in_flight.leave(key) {
                 if let Err(error) = worker.queue.give_back(&delivery).await {
@@ -59,7 +61,8 @@ impl InHand {
                     );
                 }
             }
-        });
+        };
+        tokio::spawn(waiting.in_current_span());
     }
 
     /// Releases the shard's memory: it is set aside, and its columns are dropped.

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use arrow::array::RecordBatch;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
+use tracing::Instrument;
 
 use crate::dataset::row::RowStatus;
 use crate::ledger::attempts::Narrowing;
@@ -20,7 +21,7 @@ use crate::worker::retry_policy::{Pauses, RetryDecision};
 use crate::worker::shard::OpenShard;
 use crate::worker::stop::Stop;
 use crate::worker::troubles::Where;
-use crate::worker::{ReadyRow, ReadyShard, RouterEvent, Until, Worker, one_line};
+use crate::worker::{ReadyRow, ReadyShard, RouterEvent, Until, Worker, one_line, spans};
 
 /// How long to wait for a message before other checks.
 const RECEIVE_WAIT: Duration = Duration::from_millis(250);
@@ -90,11 +91,14 @@ impl Intake {
                 Found::Over => return Ok(()),
                 // This future must not be dropped midway: a stop would leave an attempt that never
                 // ends.
-                Found::Shard(begun) => match self.begin(*begun, &mut openings).await? {
-                    Handed::On => (taken, pace) = (taken + 1, Pace::default()),
-                    Handed::Back => {}
-                    Handed::ToNobody => return Ok(()),
-                },
+                Found::Shard(begun) => {
+                    let span = spans::of_shard(&begun.shard.job, begun.shard.key.shard, None);
+                    match self.begin(*begun, &mut openings).instrument(span).await? {
+                        Handed::On => (taken, pace) = (taken + 1, Pace::default()),
+                        Handed::Back => {}
+                        Handed::ToNobody => return Ok(()),
+                    }
+                }
             }
         }
         Ok(())

@@ -43,6 +43,7 @@ pub mod retry_policy;
 pub mod room;
 mod shard;
 mod shard_router;
+mod spans;
 pub mod spot;
 pub mod step_watchdog;
 pub mod stop;
@@ -56,6 +57,7 @@ use std::time::Duration;
 
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
+use tracing::{Instrument, Span};
 
 use crate::dataset::row::RowResult;
 use crate::engine::Generator;
@@ -216,6 +218,11 @@ impl Worker {
         }
     }
 
+    /// The span of everything that concerns this worker as a whole.
+    pub fn span(&self) -> Span {
+        spans::of_worker(&self.name)
+    }
+
     /// Shards that this worker has committed.
     pub fn shards_done(&self) -> u64 {
         *self.shards_done.borrow()
@@ -271,6 +278,9 @@ impl Worker {
     /// or its job.
     fn leave_to_others(&self, shard: u32, job: &OpenJob, error: &anyhow::Error, held: Vec<Arc<Delivery>>) {
         tracing::error!(
+            shard,
+            job = job.ledger.job().name,
+            output = %job.ledger.store().url(),
             "shard {shard} of {} is left to others: {}",
             job.title(),
             one_line(error)
@@ -288,7 +298,8 @@ impl Worker {
 
 /// Passes a delivery that is not for this worker on, after a pause.
 pub fn pass_on_later(queue: Arc<dyn Queue>, delivery: Arc<Delivery>) {
-    tokio::spawn(async move {
+    let span = spans::of_message(&delivery.message);
+    let passing = async move {
         tokio::time::sleep(pass_on_pause(delivery.hops)).await;
         match queue.pass_on(&delivery).await {
             Ok(true) => {}
@@ -305,7 +316,8 @@ pub fn pass_on_later(queue: Arc<dyn Queue>, delivery: Arc<Delivery>) {
                 one_line(&error.into())
             ),
         }
-    });
+    };
+    tokio::spawn(passing.instrument(span));
 }
 
 /// The worker that can use the message may be busy for long, so the message is offered ever more
@@ -348,14 +360,19 @@ async fn is_over(ledger: &Ledger) -> anyhow::Result<bool> {
 /// Works until it is told to stop, or until its options say that it is done: then returns
 /// `Ok(None)`.
 pub async fn run(worker: Arc<Worker>, engine: Box<dyn Generator>, stop: Stop) -> anyhow::Result<Option<Why>> {
+    let span = worker.span();
+    run_stages(worker, engine, stop).instrument(span).await
+}
+
+async fn run_stages(worker: Arc<Worker>, engine: Box<dyn Generator>, stop: Stop) -> anyhow::Result<Option<Why>> {
     let (ready_tx, ready_rx) = mpsc::channel::<ReadyShard>(READY_SHARDS);
     let (kept_tx, kept_rx) = mpsc::channel::<RouterEvent>(FINISHED_ROWS);
 
     let mut stages: JoinSet<anyhow::Result<()>> = JoinSet::new();
-    stages.spawn(intake::run(worker.clone(), ready_tx, kept_tx.clone(), stop.clone()));
-    stages.spawn(device::run(worker.clone(), engine, ready_rx, kept_tx, stop.clone()));
-    stages.spawn(shard_router::run(worker.clone(), kept_rx, stop.clone()));
-    let mut accounts = tokio::spawn(accounts::run(worker.clone(), stop.clone()));
+    stages.spawn(intake::run(worker.clone(), ready_tx, kept_tx.clone(), stop.clone()).in_current_span());
+    stages.spawn(device::run(worker.clone(), engine, ready_rx, kept_tx, stop.clone()).in_current_span());
+    stages.spawn(shard_router::run(worker.clone(), kept_rx, stop.clone()).in_current_span());
+    let mut accounts = tokio::spawn(accounts::run(worker.clone(), stop.clone()).in_current_span());
 
     let mut accounts_over = false;
     let mut first_error = None;
@@ -372,7 +389,7 @@ pub async fn run(worker: Arc<Worker>, engine: Box<dyn Generator>, stop: Stop) ->
                 Some(ended)
             }
             () = &mut drained => {
-                tracing::warn!("stopping took more than {} s: what is not written yet is left", DRAIN_MAX.as_secs());
+                tracing::warn!("the worker did not stop within {} s: rows that are not written yet are left", DRAIN_MAX.as_secs());
                 stages.abort_all();
                 worker.meter.lose_unwritten();
                 break;
@@ -395,7 +412,10 @@ pub async fn run(worker: Arc<Worker>, engine: Box<dyn Generator>, stop: Stop) ->
             if matches!(stop.why(), Some(Why::Interrupted | Why::Preempted))
                 && worker.retry_policy.decision(&error) == RetryDecision::Wait =>
         {
-            tracing::warn!("left without writing everything: {}", one_line(&error));
+            tracing::warn!(
+                "the worker left without writing all finished rows: {}",
+                one_line(&error)
+            );
             worker.meter.lose_unwritten();
             Ok(stop.why())
         }

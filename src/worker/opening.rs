@@ -15,6 +15,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tokio::task::JoinSet;
+use tracing::Instrument;
 
 use crate::dataset::DatasetError;
 use crate::ledger::log::{ShardLog, ShardState};
@@ -29,7 +30,7 @@ use crate::worker::refusals::Refusals;
 use crate::worker::retry_policy::{Pauses, RetryDecision};
 use crate::worker::stop::Stop;
 use crate::worker::troubles::Where;
-use crate::worker::{Worker, one_line};
+use crate::worker::{Worker, one_line, spans};
 
 /// How long the intake waits for an opening before it takes the next message. The wait is shorter
 /// (`OPEN_WAIT_SLOW`) where the intake has waited for a delivery of the same output in vain less
@@ -156,7 +157,9 @@ impl Openings {
             opener.leave_message(delivery, &why);
             return Ok(Taken::PassedOn);
         }
-        self.tasks.spawn(async move { opener.open_and_extend(delivery).await });
+        let span = spans::of_message(&delivery.message);
+        let opening = async move { opener.open_and_extend(delivery).await };
+        self.tasks.spawn(opening.instrument(span));
         let was_slow = self.slow.get(&output).is_some_and(|since| since.elapsed() < SLOW_HOLDS);
         let wait = match (is_failing, was_slow) {
             (true, _) => Duration::ZERO,
@@ -187,7 +190,8 @@ impl Openings {
     pub(super) fn set_aside(&mut self, mut opened: Opened, place: Where, error: anyhow::Error, took: Duration) {
         let opener = self.opener.clone();
         opened.in_hand.holds_no_rows();
-        self.tasks.spawn(async move {
+        let span = spans::of_shard(&opened.job, opened.in_hand.key.shard, None);
+        let waiting = async move {
             let output = opened.output();
             if opener.backoff(place, &output, error, &mut opened.pauses).await? {
                 // The pause leaves most of the intake's time to other shards.
@@ -196,7 +200,8 @@ impl Openings {
             } else {
                 opener.put_off(opened.in_hand.answer()).await
             }
-        });
+        };
+        self.tasks.spawn(waiting.instrument(span));
     }
 
     /// Holds up a shard of a job whose store failed with another shard: the next try comes after a
@@ -270,6 +275,7 @@ impl Opener {
                 return self.put_off(vec![delivery]).await;
             }
         };
+        spans::name_job(&job);
         match job.state() {
             JobState::Unreadable => {
                 worker.pass_on_later(vec![delivery]);

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::queue::Delivery;
+use crate::queue::{Delivery, Message};
 
 /// Time between two warnings about one job.
 const SAY_EVERY: Duration = Duration::from_secs(60);
@@ -32,6 +32,12 @@ impl Refusals {
     /// Reports a delivery that is not for this worker.
     pub fn say(&self, delivery: &Delivery, why: &str) {
         let message = &delivery.message;
+        let Message {
+            job: job_id,
+            shard,
+            output,
+            ..
+        } = message;
         let line = format!(
             "shard {} of `{}` is not for this worker (at hop {}): {why}",
             message.shard,
@@ -40,9 +46,15 @@ impl Refusals {
         );
         let key = (message.output.clone(), message.job.clone());
         match self.note(key, Instant::now()) {
-            Some(0) => tracing::warn!("{line}"),
-            Some(unsaid) => tracing::warn!("{line}; so were {unsaid} messages of its job since this was said last"),
-            None => tracing::info!("{line}"),
+            Some(0) => tracing::warn!(job_id, shard, output, "{line}"),
+            Some(unsaid) => tracing::warn!(
+                job_id,
+                shard,
+                output,
+                unsaid,
+                "{line}; so were {unsaid} messages of its job since this was said last"
+            ),
+            None => tracing::info!(job_id, shard, output, "{line}"),
         }
     }
 

@@ -180,7 +180,7 @@ impl RetryPolicy {
         let ended = self.outage.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(outage) = ended {
             let seconds = outage.began.elapsed().as_secs();
-            tracing::warn!("it works again, after {seconds} s");
+            tracing::warn!("work goes on, after a wait of {seconds} s");
         }
     }
 
@@ -192,7 +192,7 @@ impl RetryPolicy {
         let began = outage.map_or(now, |o| o.began);
         if due {
             *outage = Some(Outage { began, said: now });
-            tracing::warn!("waiting: {}", crate::error_line::one_line(error));
+            tracing::warn!("work waits: {}", crate::error_line::one_line(error));
         }
     }
 }

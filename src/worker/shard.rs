@@ -98,6 +98,7 @@ pub(super) async fn run_shard(
             acknowledge(&worker, &deliveries).await?;
             crate::failpoint!("keeper.after-acknowledge");
             worker.shards_done.send_modify(|done| *done += 1);
+            tracing::info!("shard {} of {} is done", key.shard, shard.job.title());
             Ok(())
         }
         Ok(Ended::JobStopped) => leave_stopped(&worker, &shard.job, &deliveries, &stop).await,

@@ -8,12 +8,13 @@ use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio::time::MissedTickBehavior;
+use tracing::Instrument;
 
 use crate::queue::Recall;
 use crate::worker::in_flight::ShardKey;
 use crate::worker::shard::{OpenShard, ShardCommand, run_shard};
 use crate::worker::stop::{Stop, Why};
-use crate::worker::{RouterEvent, Worker, one_line};
+use crate::worker::{RouterEvent, Worker, one_line, spans};
 
 /// How long the router waits after a stop for [`RouterEvent::DeviceLeft`].
 const LAST_STEP: Duration = Duration::from_secs(15);
@@ -102,8 +103,9 @@ impl ShardRouter {
         let key = shard.key;
         self.shards.insert(key, tell);
         let (worker, stop) = (self.worker.clone(), self.stop.clone());
-        self.tasks
-            .spawn(async move { (key, run_shard(worker, shard, told, stop).await) });
+        let span = spans::of_shard(&shard.job, key.shard, shard.attempt.as_ref());
+        let task = async move { (key, run_shard(worker, shard, told, stop).await) };
+        self.tasks.spawn(task.instrument(span));
         if !self.worker.in_flight.is_wanted(key) {
             self.tell(key, ShardCommand::Recalled("it was taken back before it began"));
         }
@@ -173,6 +175,8 @@ impl ShardRouter {
                 && job.owes()
             {
                 tracing::warn!(
+                    job = job.ledger.job().name,
+                    output = %job.ledger.store().url(),
                     "{}: {:.1} device seconds were not written down: {}",
                     job.title(),
                     job.device_seconds(),

@@ -50,7 +50,7 @@ pub fn watch(cloud: Cloud, stop: Stop) -> reqwest::Result<()> {
             };
             match noticed {
                 Ok(true) => {
-                    tracing::warn!("this machine will be taken away: leaving in good order");
+                    tracing::warn!("this machine will be taken away: the worker leaves in good order");
                     stop.set(Why::Preempted);
                     return;
                 }

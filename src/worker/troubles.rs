@@ -71,7 +71,7 @@ impl Troubles {
         trouble.last = now;
         if is_due || now - trouble.said >= SAY_EVERY {
             trouble.said = now;
-            tracing::warn!("waiting, with the shards of `{output}` set aside: {}", one_line(error));
+            tracing::warn!(output, "the shards of `{output}` wait, set aside: {}", one_line(error));
         }
     }
 
@@ -80,7 +80,11 @@ impl Troubles {
         let ended = locked(&self.stores).remove(&(place, output.to_string()));
         if let Some(trouble) = ended {
             let seconds = trouble.began.elapsed().as_secs();
-            tracing::warn!("`{output}`: it works again, after {seconds} s");
+            let store = match place {
+                Where::Output => "the store",
+                Where::Inputs => "the store of the inputs",
+            };
+            tracing::warn!(output, "{store} of `{output}` works again, after {seconds} s");
         }
     }
 

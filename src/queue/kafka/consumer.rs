@@ -163,6 +163,7 @@ impl PollThread<'_> {
         match self.mode {
             Mode::Member if self.group().tracker.is_stuck(now) => {
                 tracing::warn!(
+                    queue = %self.address,
                     "{}: the worker has stopped making progress; leaving the consumer group until it makes progress again",
                     self.address
                 );
@@ -182,6 +183,7 @@ impl PollThread<'_> {
             }
             Mode::LetGo { progress_count } if self.group().tracker.progress_count() > progress_count => {
                 tracing::info!(
+                    queue = %self.address,
                     "{}: the worker makes progress again; rejoining the consumer group",
                     self.address
                 );
@@ -196,7 +198,7 @@ impl PollThread<'_> {
         self.group().set_leaving(false);
         match self.consumer.subscribe(&[&self.url.topic]) {
             Ok(()) => self.mode = Mode::Member,
-            Err(error) => tracing::debug!("{}: cannot subscribe: {error}", self.address),
+            Err(error) => tracing::debug!(queue = %self.address, "{}: cannot subscribe: {error}", self.address),
         }
     }
 
@@ -240,7 +242,7 @@ impl PollThread<'_> {
                     && !*said_missing
                 {
                     *said_missing = true;
-                    tracing::warn!("{}: the topic does not exist (any more); waiting for it", self.address);
+                    tracing::warn!(queue = %self.address, "{}: the topic does not exist (any more); waiting for it", self.address);
                 }
             }
         }
@@ -258,7 +260,7 @@ impl PollThread<'_> {
     }
 
     fn deny(&self, why: String) {
-        tracing::debug!("refused: {why}");
+        tracing::debug!(queue = %self.address, "the broker refuses this worker: {why}");
         self.group().tracker.set_denied(Some(why));
     }
 
@@ -303,7 +305,7 @@ impl PollThread<'_> {
                 }
                 self.last_turn = Instant::now();
             }
-            _ => tracing::debug!("{}: {code}", self.address),
+            _ => tracing::debug!(queue = %self.address, "{}: {code}", self.address),
         }
     }
 

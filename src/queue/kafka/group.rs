@@ -245,7 +245,7 @@ impl Group {
             if let Some(position) = position
                 && let Err(error) = list.add_partition_offset(&self.topic, partition, Offset::Offset(position))
             {
-                tracing::debug!("cannot name partition {partition}: {error}");
+                tracing::debug!(queue = %self.address, "cannot name partition {partition}: {error}");
             }
         }
         if list.count() > 0
@@ -257,7 +257,7 @@ impl Group {
 
     fn commit_failed(&self, error: &KafkaError, list: &TopicPartitionList) {
         // The next commit retries, as long as the partition is ours.
-        tracing::debug!("a commit to {} failed: {error}", self.address);
+        tracing::debug!(queue = %self.address, "a commit to {} failed: {error}", self.address);
         let mut assignment = locked(&self.assignment);
         for element in list.elements() {
             if let Some(owned) = assignment.partitions.get_mut(&element.partition()) {
@@ -277,7 +277,7 @@ impl Group {
         }
         let assigned = match consumer.assignment() {
             Ok(assigned) => assigned,
-            Err(error) => return tracing::debug!("no assignment to pause: {error}"),
+            Err(error) => return tracing::debug!(queue = %self.address, "no assignment to pause: {error}"),
         };
         let changed = if paused {
             consumer.pause(&assigned)
@@ -286,7 +286,7 @@ impl Group {
         };
         match changed {
             Ok(()) => locked(&self.assignment).paused = paused,
-            Err(error) => tracing::debug!("cannot pause or resume: {error}"),
+            Err(error) => tracing::debug!(queue = %self.address, "cannot pause or resume: {error}"),
         }
     }
 
@@ -367,7 +367,7 @@ impl ConsumerContext for Group {
     fn pre_rebalance(&self, consumer: &BaseConsumer<Self>, rebalance: &Rebalance<'_>) {
         if let Rebalance::Revoke(list) = rebalance {
             let partitions = numbers(list);
-            tracing::debug!("{}: gives up partitions {partitions:?}", self.address);
+            tracing::debug!(queue = %self.address, "{}: gives up partitions {partitions:?}", self.address);
             // A member that stays in the group gets its remaining assignment right after this.
             locked(&self.assignment).assigned = false;
             self.revoked(consumer, &partitions);
@@ -377,7 +377,7 @@ impl ConsumerContext for Group {
     fn post_rebalance(&self, consumer: &BaseConsumer<Self>, rebalance: &Rebalance<'_>) {
         match rebalance {
             Rebalance::Assign(list) => {
-                tracing::debug!("{}: gets partitions {:?}", self.address, numbers(list));
+                tracing::debug!(queue = %self.address, "{}: gets partitions {:?}", self.address, numbers(list));
                 self.tracker.set_denied(None);
                 locked(&self.assignment).assigned = true;
                 // librdkafka keeps the pause state of partitions across a rebalance, so it is set
@@ -388,11 +388,13 @@ impl ConsumerContext for Group {
                     consumer.resume(list)
                 };
                 if let Err(error) = changed {
-                    tracing::debug!("cannot pause or resume: {error}");
+                    tracing::debug!(queue = %self.address, "cannot pause or resume: {error}");
                 }
             }
             Rebalance::Revoke(_) => {}
-            Rebalance::Error(error) => tracing::debug!("{}: rebalance failed: {error}", self.address),
+            Rebalance::Error(error) => {
+                tracing::debug!(queue = %self.address, "{}: rebalance failed: {error}", self.address)
+            }
         }
     }
 

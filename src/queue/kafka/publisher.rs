@@ -166,6 +166,7 @@ impl KafkaPublisher {
         if let Topic::Partitions(n) = first {
             if let Some(asked) = self.url.partitions.filter(|&asked| asked > n) {
                 tracing::warn!(
+                    queue = %self.url,
                     "{}: the topic was made before, with {n} of the {asked} partitions asked for: it feeds {n} workers at most, \
                      unless you add partitions to it",
                     self.url
@@ -336,7 +337,9 @@ impl Republisher {
                 }
                 match publisher.send_body(&body, hops).await {
                     Ok(()) => return sent(true),
-                    Err(error) => tracing::warn!("cannot pass a message on, trying again: {error}"),
+                    Err(error) => {
+                        tracing::warn!(queue = %publisher.url, "cannot pass a message on, trying again: {error}")
+                    }
                 }
             }
         });

@@ -175,7 +175,7 @@ impl Shared {
             }
             let error = match stop {
                 Stop::NoQueue => {
-                    tracing::warn!("{}: the queue is gone; making it again", self.url);
+                    tracing::warn!(queue = %self.url, "{}: the queue is gone; making it again", self.url);
                     match self.prepare().await {
                         Ok(_) => QueueError::Unavailable {
                             why: format!("{}: the queue was deleted repeatedly", self.url),
@@ -246,9 +246,14 @@ async fn say_when_blocked(events: impl futures::Stream<Item = Event>, address: S
     while let Some(event) = events.next().await {
         match event {
             Event::ConnectionBlocked(reason) => {
-                tracing::warn!("{address}: the broker blocks publishing ({reason}); waiting");
+                tracing::warn!(
+                    queue = address,
+                    "{address}: the broker blocks publishing ({reason}); waiting"
+                );
             }
-            Event::ConnectionUnblocked => tracing::warn!("{address}: the broker accepts messages again"),
+            Event::ConnectionUnblocked => {
+                tracing::warn!(queue = address, "{address}: the broker accepts messages again")
+            }
             _ => {}
         }
     }

@@ -210,7 +210,7 @@ impl Consumer {
         if session.connection.status().connected() {
             let closing = session.connection.close(200, "OK".into());
             if !matches!(tokio::time::timeout(CLOSE_WAIT, closing).await, Ok(Ok(()))) {
-                tracing::debug!("{}: the connection did not close properly", self.url);
+                tracing::debug!(queue = %self.url, "{}: the connection did not close properly", self.url);
             }
         }
         end
@@ -433,7 +433,7 @@ impl Consumer {
             Ok::<_, lapin::Error>(rest)
         };
         let Ok(Ok(rest)) = tokio::time::timeout_at(deadline, ending).await else {
-            tracing::debug!("{}: the broker did not confirm that this consumer ends", self.url);
+            tracing::debug!(queue = %self.url, "{}: the broker did not confirm that this consumer ends", self.url);
             return;
         };
         for delivery in rest {
@@ -453,6 +453,7 @@ impl Consumer {
         let Republish { token, body, hops } = republish;
         let (publisher, to_self, tracker) = (self.publisher.clone(), self.to_self.clone(), self.tracker.clone());
         let delay = self.resolved.settings.pass_on_delay;
+        let url = self.url.to_string();
         tracker.republishing.fetch_add(1, Ordering::SeqCst);
         tokio::spawn(async move {
             tokio::time::sleep(delay).await;
@@ -462,7 +463,7 @@ impl Consumer {
                 match publisher.send_bodies(vec![body.clone()], hops).await {
                     Ok(()) => is_due = false,
                     Err(error) => {
-                        tracing::warn!("cannot pass a message on, trying again: {error}");
+                        tracing::warn!(queue = url, "cannot pass a message on, trying again: {error}");
                         tokio::time::sleep(delay).await;
                     }
                 }
@@ -486,6 +487,7 @@ impl Consumer {
         if self.tracker.is_stuck(now) {
             let progress_count = self.tracker.progress_count();
             tracing::warn!(
+                queue = %self.url,
                 "{}: the worker has stopped making progress; cancelling its consumer until it makes progress again",
                 self.url
             );

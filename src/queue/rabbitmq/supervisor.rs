@@ -53,11 +53,11 @@ pub(super) async fn run(mut consumer: Consumer, opened: oneshot::Sender<Result<(
                 continue;
             }
             End::Quiet => {
-                tracing::debug!("{}: nothing has come for long; opening another channel", consumer.url);
+                tracing::debug!(queue = %consumer.url, "{}: nothing has come for long; opening another channel", consumer.url);
                 continue;
             }
             End::ChannelClosed { why } => {
-                tracing::warn!("{}: the channel was closed ({why}); opening another", consumer.url);
+                tracing::warn!(queue = %consumer.url, "{}: the channel was closed ({why}); opening another", consumer.url);
             }
             End::Broken(QueueError::Unavailable { why } | QueueError::UnknownHost { why }) => {
                 outage.down(&why);
@@ -91,5 +91,5 @@ async fn wait_for_progress(consumer: &Consumer, progress_count: u64) {
     while consumer.tracker.progress_count() == progress_count && !consumer.tracker.is_closing() {
         tokio::time::sleep(PROGRESS_POLL).await;
     }
-    tracing::info!("{}: the worker makes progress again; consuming again", consumer.url);
+    tracing::info!(queue = %consumer.url, "{}: the worker makes progress again; consuming again", consumer.url);
 }
