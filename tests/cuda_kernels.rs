@@ -7,9 +7,9 @@ use std::fmt::Write as _;
 use std::path::PathBuf;
 use std::process::Command;
 
-use gristmill::device::cuda::compile::{self, Compiler, Kernel, Target};
+use gristmill::device::cuda::compile::{self, CompileTarget, Kernel, KernelCompiler};
 use gristmill::device::cuda::nvrtc::Nvrtc;
-use gristmill::device::cuda::plan::{self, Format, Heads, Launch, LinearShape, Tile};
+use gristmill::device::cuda::plan::{self, Heads, KernelFormat, Launch, LinearShape, Tile};
 use gristmill::model::config::Config;
 use gristmill::model::shapes;
 use rayon::prelude::*;
@@ -17,7 +17,7 @@ use rayon::prelude::*;
 use crate::skips::skip;
 use crate::support::{Run, python, root};
 
-const FORMATS: [Format; 3] = [Format::Int8, Format::E4m3, Format::Bf16];
+const FORMATS: [KernelFormat; 3] = [KernelFormat::Int8, KernelFormat::E4m3, KernelFormat::Bf16];
 /// Compute capabilities: A100; A10 and RTX 3090; L4, L40S and RTX 4090; H100 and H200; B200; RTX 5090.
 const CARDS: [u32; 6] = [80, 86, 89, 90, 100, 120];
 
@@ -40,10 +40,10 @@ fn shape(name: &str) -> Config {
 }
 
 /// What a step of `rows` tokens launches in a layer and after the last one, `attended` items of attention aside.
-fn launches(config: &Config, format: Format, capability: u32, rows: usize) -> Vec<Launch> {
+fn launches(config: &Config, format: KernelFormat, capability: u32, rows: usize) -> Vec<Launch> {
     let (hidden, mlp) = (config.hidden_size, config.intermediate_size);
     let heads = heads(config, format, capability);
-    let linear = |columns: usize, width: usize, format: Format, wide: bool| {
+    let linear = |columns: usize, width: usize, format: KernelFormat, wide: bool| {
         let shape = LinearShape {
             format,
             rows,
@@ -73,7 +73,7 @@ fn launches(config: &Config, format: Format, capability: u32, rows: usize) -> Ve
         ]);
     }
     all.push(heads.merge(rows));
-    if format != Format::Bf16 {
+    if format != KernelFormat::Bf16 {
         all.push(plan::quantize(attended, format, rows));
     }
     all.extend([
@@ -81,14 +81,14 @@ fn launches(config: &Config, format: Format, capability: u32, rows: usize) -> Ve
         linear(2 * mlp, hidden, format, false),
         plan::gated(mlp, format, config.activation, rows),
         linear(hidden, mlp, format, false),
-        plan::add_norm(hidden, Format::Bf16, config.post_norms, rows),
-        linear(config.vocab_size, hidden, Format::Bf16, true),
+        plan::add_norm(hidden, KernelFormat::Bf16, config.post_norms, rows),
+        linear(config.vocab_size, hidden, KernelFormat::Bf16, true),
     ]);
     all.extend(config.logit_soft_cap.map(|_| plan::soft_cap(rows, config.vocab_size)));
     all
 }
 
-fn heads(config: &Config, store: Format, capability: u32) -> Heads {
+fn heads(config: &Config, store: KernelFormat, capability: u32) -> Heads {
     Heads {
         heads: config.heads.heads as u32,
         kv_heads: config.heads.kv_heads as u32,
@@ -108,7 +108,11 @@ fn launch_plans_of_published_models() {
         "qwen2.5-0.5b",
         "gemma-2-9b",
     ] {
-        for (format, capability) in [(Format::E4m3, 90), (Format::Int8, 80), (Format::Bf16, 90)] {
+        for (format, capability) in [
+            (KernelFormat::E4m3, 90),
+            (KernelFormat::Int8, 80),
+            (KernelFormat::Bf16, 90),
+        ] {
             for rows in [1, 64, 65, 2048] {
                 writeln!(
                     found,
@@ -177,7 +181,7 @@ fn every_kernel_compiles_for_every_card_without_spills() {
             let mut all = BTreeSet::new();
             for name in ["llama-3.1-8b", "llama-3.1-70b", "qwen2.5-0.5b", "gemma-2-9b"] {
                 for format in FORMATS {
-                    if format == Format::E4m3 && card < 89 {
+                    if format == KernelFormat::E4m3 && card < 89 {
                         continue;
                     }
                     for rows in [64, 2048] {
@@ -194,7 +198,7 @@ fn every_kernel_compiles_for_every_card_without_spills() {
             }
             for format in FORMATS
                 .into_iter()
-                .filter(|format| *format != Format::E4m3 || card >= 89)
+                .filter(|format| *format != KernelFormat::E4m3 || card >= 89)
             {
                 all.extend([false, card == 90].map(|hopper| plan::peak(format, hopper, 132, 1).0.kernel));
                 // Which tile is best is measured.
@@ -206,7 +210,7 @@ fn every_kernel_compiles_for_every_card_without_spills() {
                         bytes: 16,
                         wide,
                     };
-                    let wides = [false, format == Format::Bf16];
+                    let wides = [false, format == KernelFormat::Bf16];
                     all.extend(wides.map(|wide| plan::linear_sm90(&shape(wide), tile, 132).kernel));
                 }
             }
@@ -218,8 +222,8 @@ fn every_kernel_compiles_for_every_card_without_spills() {
     let lines: Vec<String> = kernels
         .into_par_iter()
         .map(|(card, kernel)| {
-            let target = Target::of(card, &known).unwrap();
-            let compiled = Compiler::new(nvrtc().unwrap(), target).compile(&kernel).unwrap_or_else(|e| panic!("{e}"));
+            let target = CompileTarget::of(card, &known).unwrap();
+            let compiled = KernelCompiler::new(nvrtc().unwrap(), target).compile(&kernel).unwrap_or_else(|e| panic!("{e}"));
             let log = &compiled.log;
             let [stack, stores, loads] = ["bytes stack frame", "bytes spill stores", "bytes spill loads"].map(|w| figure(log, w));
             let registers = figure(log, "registers");
@@ -255,7 +259,7 @@ fn a_kernel_that_does_not_compile_names_its_line() {
             "no NVRTC in .venv/",
         );
     };
-    let compiler = Compiler::new(nvrtc, Target::Card(80));
+    let compiler = KernelCompiler::new(nvrtc, CompileTarget::Card(80));
     let kernel = Kernel::new("linear", &[("FORMAT", 1), ("WIDE", 0)]);
     let error = compiler.compile(&kernel).map(|_| ()).unwrap_err().to_string();
     assert!(error.contains("linear.cu(") && error.contains("FORMAT=1"), "{error}");

@@ -258,7 +258,7 @@ fn replay(
     shape: Shape,
     model: &Model,
 ) -> (usize, usize) {
-    let holes: BTreeSet<u32> = model.tokenizer.holes().iter().copied().collect();
+    let unused_ids: BTreeSet<u32> = model.tokenizer.unused_ids().iter().copied().collect();
     let (mut draws, mut differ) = (0, 0);
     for (sample, logits) in samples.iter().zip(logits) {
         let id = UnitId {
@@ -271,7 +271,7 @@ fn replay(
         for (at, &token) in sample.tokens.iter().enumerate() {
             let completion = &sample.tokens[..at];
             let Some(shaped) = shape(completion) else { continue };
-            let allowed = |id: u32| !holes.contains(&id) && (shaped.is_empty() || shaped.contains(&id));
+            let allowed = |id: u32| !unused_ids.contains(&id) && (shaped.is_empty() || shaped.contains(&id));
             let uniform = key.uniform((sample.prompt.len() + at) as u32);
             let mut below = 0.0;
             let span = asked

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use gristmill::engine::request::{Finished, Request};
-use gristmill::engine::{EngineError, Generator, Refused};
+use gristmill::engine::{EngineError, Generator, RequestError};
 use gristmill::queue::{Delivery, LocalQueue, Message, Queue, QueueError, QueueUrl, Recall, connect};
 use gristmill::report::meter::Meter;
 use gristmill::worker::jobs::Jobs;
@@ -440,7 +440,7 @@ impl Generator for Unused {
     fn is_idle(&self) -> bool {
         true
     }
-    fn submit(&mut self, _: Request) -> Result<(), Refused> {
+    fn submit(&mut self, _: Request) -> Result<(), RequestError> {
         unreachable!("nothing comes")
     }
     fn step(&mut self) -> Result<Vec<Finished>, EngineError> {

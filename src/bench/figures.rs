@@ -70,7 +70,7 @@ pub struct Batches {
 
 /// A step that was run.
 #[derive(Debug, Clone, Copy)]
-pub struct Step {
+pub struct StepRecord {
     /// Time since the first request.
     pub began: Duration,
     pub took: Duration,
@@ -80,7 +80,7 @@ pub struct Step {
 impl Batches {
     /// Sums up the steps. `needed` is the minimum number of tokens to compute, without
     /// recomputation.
-    pub fn of(steps: &[Step], seconds: f64, needed: u64, budget: usize, slots: usize) -> Batches {
+    pub fn of(steps: &[StepRecord], seconds: f64, needed: u64, budget: usize, slots: usize) -> Batches {
         let sum = |of: fn(&StepShape) -> usize| steps.iter().map(|step| of(&step.shape) as u64).sum::<u64>();
         let count = |of: fn(&StepShape) -> bool| steps.iter().filter(|step| of(&step.shape)).count() as u64;
         let (prefill_tokens, decode_tokens) = (sum(|s| s.prefill_tokens), sum(|s| s.decode_tokens));
@@ -230,8 +230,8 @@ fn table<'a>(rows: impl Iterator<Item = (&'a str, String)>) -> String {
 mod tests {
     use super::*;
 
-    fn step(began: u64, took: u64, prefill: usize, decode: usize) -> Step {
-        Step {
+    fn step(began: u64, took: u64, prefill: usize, decode: usize) -> StepRecord {
+        StepRecord {
             began: Duration::from_millis(began),
             took: Duration::from_millis(took),
             shape: StepShape {

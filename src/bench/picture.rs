@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use super::figures::Step;
+use super::figures::StepRecord;
 
 const WIDTH: f64 = 960.0;
 const HEIGHT: f64 = 320.0;
@@ -14,7 +14,7 @@ const PREFILL: &str = "#c9743a";
 const DECODE: &str = "#3a6ea5";
 
 /// Mean tokens per step in each time slice, as (prefill, decode).
-fn columns(steps: &[Step], seconds: f64) -> Vec<(f64, f64)> {
+fn columns(steps: &[StepRecord], seconds: f64) -> Vec<(f64, f64)> {
     let count = COLUMNS.min(steps.len()).max(1);
     let mut sums = vec![(0.0, 0.0, 0.0); count];
     for step in steps {
@@ -30,7 +30,7 @@ fn columns(steps: &[Step], seconds: f64) -> Vec<(f64, f64)> {
 }
 
 /// Returns the SVG, with `title` above the plot.
-pub fn picture(steps: &[Step], seconds: f64, title: &str) -> String {
+pub fn picture(steps: &[StepRecord], seconds: f64, title: &str) -> String {
     let columns = columns(steps, seconds);
     let most = columns.iter().map(|(p, d)| p + d).fold(1.0, f64::max);
     let (left, top) = MARGIN;
@@ -87,8 +87,8 @@ mod tests {
 
     #[test]
     fn every_step_is_in_its_slice_of_time() {
-        let steps: Vec<Step> = (0..10)
-            .map(|i| Step {
+        let steps: Vec<StepRecord> = (0..10)
+            .map(|i| StepRecord {
                 began: Duration::from_millis(i * 100),
                 took: Duration::from_millis(100),
                 shape: StepShape {

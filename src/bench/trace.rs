@@ -17,8 +17,8 @@ const LINE_BYTES_MAX: u64 = 16 << 20;
 /// A line of a trace. Unknown fields are errors, because a misspelt option would be ignored
 /// silently.
 #[derive(Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct Line {
+#[serde(rename = "Line", deny_unknown_fields)]
+struct TraceLine {
     prompt: Option<String>,
     prompt_token_ids: Option<Vec<u32>>,
     max_tokens: u32,
@@ -101,7 +101,7 @@ pub fn read(
 }
 
 fn request(text: &str, tokenizer: &Tokenizer) -> Result<(Vec<u32>, GenerationParams), String> {
-    let line: Line = serde_json::from_str(text).map_err(|error| format!("not a request: {error}"))?;
+    let line: TraceLine = serde_json::from_str(text).map_err(|error| format!("not a request: {error}"))?;
     let prompt = match (line.prompt, line.prompt_token_ids) {
         (Some(text), None) => tokenizer.encode(&text, true)?,
         (None, Some(ids)) => ids,

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use anyhow::{Context, anyhow};
 
-use crate::bench::figures::{Batches, Figures, Step};
+use crate::bench::figures::{Batches, Figures, StepRecord};
 use crate::bench::{picture, trace};
 use crate::cli::args::{BenchArgs, LoadFormat, Part};
 use crate::cli::device_choice::ResolvedDevice;
@@ -23,7 +23,7 @@ use crate::model::config::Config;
 use crate::model::folder;
 use crate::model::shapes;
 use crate::model::weights::RandomWeights;
-use crate::model::{Channels, Checkpoint};
+use crate::model::{ActivationMaxima, Checkpoint};
 use crate::tokenizer::Tokenizer;
 use crate::worker::model::Formats;
 
@@ -140,7 +140,7 @@ fn engine(
         &args.engine,
     )?;
     if subject.checkpoint {
-        let channels = Channels::of_model(Path::new(&args.model), &subject.config, formats.precision);
+        let channels = ActivationMaxima::of_model(Path::new(&args.model), &subject.config, formats.precision);
         options.channels = channels.map_err(Failure::bad_job)?.map(Arc::new);
     }
     let mut model: Box<dyn Forward + Send> = if subject.checkpoint {
@@ -170,7 +170,7 @@ fn engine(
 #[derive(Default)]
 struct Served {
     seconds: f64,
-    steps: Vec<Step>,
+    steps: Vec<StepRecord>,
     prompt: u64,
     cached: u64,
     generated: u64,
@@ -200,7 +200,7 @@ fn serve(engine: &mut Engine, requests: Vec<Request>) -> Result<Served, Failure>
         match served.steps.last_mut() {
             // A model that runs ahead returns its last tokens after its last step.
             Some(last) if shape.tokens() == 0 => last.took += took,
-            _ => served.steps.push(Step { began, took, shape }),
+            _ => served.steps.push(StepRecord { began, took, shape }),
         }
         for unit in finished {
             match unit.result {
@@ -228,7 +228,7 @@ fn measure(
     engine: &mut Engine,
     requests: Vec<Request>,
     (place, formats): (ResolvedDevice, Formats),
-) -> Result<(Figures, Vec<Step>), Failure> {
+) -> Result<(Figures, Vec<StepRecord>), Failure> {
     let count = requests.len() as u64;
     let before = operations(engine);
     let served = serve(engine, requests)?;

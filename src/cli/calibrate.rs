@@ -14,7 +14,7 @@ use crate::cli::setup::load_options;
 use crate::dataset::shard::ShardReader;
 use crate::device::Precision;
 use crate::job::precision::RequestedPrecision;
-use crate::model::{Channels, Transformer};
+use crate::model::{ActivationMaxima, Transformer};
 use crate::report::sample::{ShardSample, sample};
 use crate::report::summary::counted;
 use crate::worker::model::{Formats, Stream};
@@ -35,9 +35,9 @@ pub(super) async fn calibrate(args: CalibrateArgs) -> Result<Exit, Failure> {
     )?;
     let channels = tokio::task::block_in_place(|| {
         let mut model = Transformer::load(&files.dir, &options).map_err(Failure::bad_job)?;
-        Channels::measure(&mut model, prompts.iter().map(Vec::as_slice)).map_err(Failure::bad_job)
+        ActivationMaxima::measure(&mut model, prompts.iter().map(Vec::as_slice)).map_err(Failure::bad_job)
     })?;
-    let path = Channels::path(&files.dir);
+    let path = ActivationMaxima::path(&files.dir);
     let bytes = channels.to_bytes().context("cannot write the channels' sizes")?;
     write(&path, &bytes).with_context(|| format!("cannot write `{}`", path.display()))?;
     let tokens: usize = prompts.iter().map(Vec::len).sum();

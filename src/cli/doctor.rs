@@ -15,8 +15,8 @@ use crate::device::cpu::Threads;
 use crate::device::cuda::plan::Tile;
 use crate::device::cuda::{Ceilings, Cuda, Products};
 use crate::device::{KvFormat, Precision};
-use crate::doctor::models::{ModelFinding, Subject, families};
-use crate::doctor::{ByLibrary, Extent, Finding, Pair, models};
+use crate::doctor::models::{ModelFinding, TestModel, families};
+use crate::doctor::{Comparison, Extent, Finding, LibraryResult, models};
 
 /// All findings.
 #[derive(Serialize)]
@@ -104,7 +104,7 @@ fn examine(args: &DoctorArgs) -> Result<Report, Failure> {
     }
     let mut subjects = families()?;
     for dir in &args.model {
-        let subject = Subject::open(dir).map_err(Failure::bad_job)?;
+        let subject = TestModel::open(dir).map_err(Failure::bad_job)?;
         say_warnings(subject.warnings());
         subjects.push(subject);
     }
@@ -135,7 +135,7 @@ fn examine(args: &DoctorArgs) -> Result<Report, Failure> {
             say(quiet, &line);
         }
         report.ceilings.push(InCeilings { format, ceilings });
-        let mut pair = Pair::new(&device, (precision, kv), extent, Arc::clone(&threads));
+        let mut pair = Comparison::new(&device, (precision, kv), extent, Arc::clone(&threads));
         pair.library = library.as_ref();
         let mut tell = |finding: Finding| {
             say(quiet, &line(&finding, &ceilings));
@@ -146,7 +146,7 @@ fn examine(args: &DoctorArgs) -> Result<Report, Failure> {
         // INT8 sums are exact in any order, so the check is skipped for INT8.
         if card.is_hopper() && precision != Precision::Int8 {
             let mut device = open(Products::Kernels).map_err(Failure::bad_job)?;
-            pair.alike(&mut device, Tile::ALL, Cuda::compute_in, &mut tell)?;
+            pair.bitwise_equal(&mut device, Tile::ALL, Cuda::compute_in, &mut tell)?;
         }
         pair.attention(&mut tell)?;
         // Logits are F32 in every format, so sampling is checked once.
@@ -201,12 +201,12 @@ fn line(finding: &Finding, ceilings: &Ceilings) -> String {
         )
     });
     let theirs = match &finding.by_library {
-        Some(ByLibrary {
+        Some(LibraryResult {
             right: false, error, ..
         }) => {
             format!(", cuBLASLt gives something else (error {error:.5}): compute with `--no-cublaslt`")
         }
-        Some(ByLibrary {
+        Some(LibraryResult {
             seconds: Some(theirs), ..
         }) => format!(
             ", cuBLASLt {:.0} µs, {:.2} times ours",

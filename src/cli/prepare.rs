@@ -335,7 +335,7 @@ impl PreparedJob {
             ShapeSpec::Regex(_) => "regex",
         };
         let compiled = Constraint::compile(&shape, &self.model.tokenizer, &eos);
-        match compiled.and_then(|constraint| self.job.generate.forbidden.clash(&constraint)) {
+        match compiled.and_then(|constraint| self.job.generate.forbidden.check_choices(&constraint)) {
             Ok(()) => Ok(()),
             Err(e) => Err(Failure::bad_job(anyhow::anyhow!(
                 "{}: `generate.{field}`: {e}",

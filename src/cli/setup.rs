@@ -157,7 +157,7 @@ pub(super) fn load_options(
         isa: args.instructions,
         kv: match place {
             ResolvedDevice::Cpu => KvBudget::Bytes(args.kv_memory.map_or_else(default_kv_bytes, |mib| mib << 20)),
-            ResolvedDevice::Cuda(_) => KvBudget::AfterStep {
+            ResolvedDevice::Cuda(_) => KvBudget::Profiled {
                 step_tokens,
                 sequences,
                 bytes: args.kv_memory.map(|mib| mib << 20),

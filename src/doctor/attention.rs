@@ -1,15 +1,15 @@
 //! Checks rotation, the storage of keys and values, and attention together, since each device
 //! chooses its own layout of blocks.
 
-use super::inputs::{Stored, numbers};
-use super::operations::taken;
+use super::inputs::{TestTensor, numbers};
+use super::operations::to_device_error;
 use super::tolerance::Tolerance;
-use super::{Extent, Finding, Pair, compare};
+use super::{Comparison, Extent, Finding, compare};
 use crate::device::batch::StepBatch;
 use crate::device::{Attention, Device, DeviceError, HeadShape, KvSpec, QkNorm, RopeSpec, RopeStore};
 
 /// One case: heads, kind of attention, and the sequences of two steps.
-struct Case {
+struct AttentionCase {
     heads: HeadShape,
     of: Attention,
     qk_norm: bool,
@@ -29,8 +29,8 @@ fn heads(heads: usize, kv_heads: usize, head_dim: usize) -> HeadShape {
     }
 }
 
-fn cases(extent: Extent) -> Vec<Case> {
-    let case = |heads, spec, qk_norm, sequences: &[(u32, u32)], shared| Case {
+fn cases(extent: Extent) -> Vec<AttentionCase> {
+    let case = |heads, spec, qk_norm, sequences: &[(u32, u32)], shared| AttentionCase {
         heads,
         of: Attention::plain(heads, spec),
         qk_norm,
@@ -38,7 +38,7 @@ fn cases(extent: Extent) -> Vec<Case> {
         shared,
     };
     // Some scores are far above the cap, others far below it.
-    let capped = |case: Case| Case {
+    let capped = |case: AttentionCase| AttentionCase {
         of: Attention {
             scale: 0.5,
             soft_cap: Some(1.5),
@@ -98,7 +98,7 @@ fn kind(of: Attention, shared: u32) -> String {
 /// Output of attention for a step's tokens, and seconds of one run if it is timed.
 type Ran = (Vec<f32>, Option<f64>);
 
-impl Case {
+impl AttentionCase {
     /// The two steps on a device with blocks of this size, and the number of blocks. Blocks are
     /// assigned in a scattered order.
     fn steps(&self, block_tokens: u32) -> ([StepBatch; 2], u32) {
@@ -148,7 +148,7 @@ impl Case {
             scale: 1.0,
         };
         let mut step = device.step(self.heads, vec![other, rope(self.heads)], &[self.of.spec])?;
-        let norm = |seed| taken(device.norm(Stored::new(seed, 1, self.heads.head_dim, 2.0).tensor()));
+        let norm = |seed| to_device_error(device.norm(TestTensor::new(seed, 1, self.heads.head_dim, 2.0).tensor()));
         let (q, k) = (norm(10)?, norm(11)?);
         let (mut qkv, mut out, mut workspace) = (device.buffer(), device.buffer(), device.workspace());
         let width = self.heads.qkv_width();
@@ -199,47 +199,50 @@ impl Case {
 
 /// Reports each step of a case as a finding. The first step is a prefill; the second has one token
 /// or a few tokens per sequence.
-pub(super) fn all<D: Device>(pair: &Pair<'_, D>, tell: &mut dyn FnMut(Finding)) -> Result<(), DeviceError> {
-    for case in cases(pair.extent) {
-        let want = case.run(&pair.reference, |_| Ok(None))?;
-        let got = case.run(pair.device, |run| pair.time(pair.device, run))?;
+pub(super) fn all<D: Device>(
+    comparison: &Comparison<'_, D>,
+    report: &mut dyn FnMut(Finding),
+) -> Result<(), DeviceError> {
+    for case in cases(comparison.extent) {
+        let want = case.run(&comparison.reference, |_| Ok(None))?;
+        let got = case.run(comparison.device, |run| comparison.time(comparison.device, run))?;
         let HeadShape {
             heads,
             kv_heads,
             head_dim,
         } = case.heads;
         let kind = kind(case.of, case.shared);
-        let (steps, _) = case.steps(pair.device.block_tokens());
+        let (steps, _) = case.steps(comparison.device.block_tokens());
         for ((step, (want, _)), (got, seconds)) in steps.iter().zip(&want).zip(got) {
             let stored: u32 = step.sequences.iter().map(|s| s.kv_len).sum();
             let shape = format!(
                 "{} of {stored} x {heads}/{kv_heads} x {head_dim}{kind}",
                 step.tokens.len()
             );
-            let name = ("rope_store, attention", pair.kv.word(), shape);
-            let mut finding = compare(name, Tolerance::attention(pair.kv), heads * head_dim, want, &got);
+            let name = ("rope_store, attention", comparison.kv.word(), shape);
+            let mut finding = compare(name, Tolerance::attention(comparison.kv), heads * head_dim, want, &got);
             // Seconds, operations and bytes are those of attention alone.
             let (seen, read) = case.keys(step);
             finding.seconds = seconds;
             finding.operations = 4.0 * seen * (heads * head_dim) as f64;
-            finding.bytes = 2.0 * read * (kv_heads * head_dim) as f64 * f64::from(pair.kv.bits()) / 8.0
+            finding.bytes = 2.0 * read * (kv_heads * head_dim) as f64 * f64::from(comparison.kv.bits()) / 8.0
                 + 4.0 * (step.tokens.len() * heads * head_dim) as f64;
-            tell(finding);
+            report(finding);
         }
     }
     Ok(())
 }
 
 /// Sequences of a step as (sequence, first token, end of its tokens).
-type Spread = Vec<(u32, u32, u32)>;
+type StepSplit = Vec<(u32, u32, u32)>;
 
 /// Attention's output for the tokens of sequence 0, concatenated over deterministic steps. The two
 /// sequences share their first `shared` tokens and the blocks of these tokens. A token's input
 /// depends only on its position.
-fn of_first<D: Device>(
+fn first_sequence_outputs<D: Device>(
     device: &D,
     (heads, spec): (HeadShape, KvSpec),
-    steps: &[Spread],
+    steps: &[StepSplit],
     shared: u32,
 ) -> Result<Vec<f32>, DeviceError> {
     let longest = steps.iter().flatten().map(|(_, _, to)| *to).max().unwrap_or(0);
@@ -288,32 +291,35 @@ fn of_first<D: Device>(
 
 /// Checks that deterministic steps give the same bits for a sequence, however its tokens are split
 /// into steps and whatever else is in the batch.
-pub(super) fn deterministic<D: Device>(pair: &Pair<'_, D>, tell: &mut dyn FnMut(Finding)) -> Result<(), DeviceError> {
-    let (heads, end) = match pair.extent {
+pub(super) fn deterministic<D: Device>(
+    comparison: &Comparison<'_, D>,
+    report: &mut dyn FnMut(Finding),
+) -> Result<(), DeviceError> {
+    let (heads, end) = match comparison.extent {
         Extent::Quick => (heads(4, 2, 32), 1200),
         Extent::Full => (heads(32, 8, 128), 4200),
     };
     // `cut` splits the sequence inside a block and inside a piece (see docs/decisions/075), ends
-    // with few tokens, and has another sequence in the batch. `alike` computes the last tokens
+    // with few tokens, and has another sequence in the batch. `same_prefix` computes the last tokens
     // beside a sequence with the same prefix.
     let cut = vec![
         vec![(0, 0, 1000), (1, 0, 300)],
         vec![(0, 1000, end - 3)],
         vec![(0, end - 3, end), (1, 300, 301)],
     ];
-    let alike = vec![
+    let same_prefix = vec![
         vec![(0, 0, end - 2), (1, 1024, end - 40)],
         vec![(0, end - 2, end - 1), (1, end - 40, end - 39)],
         vec![(0, end - 1, end)],
     ];
     let cases = [
-        (KvSpec::Full, vec![(&cut, 0), (&alike, 1024)]),
+        (KvSpec::Full, vec![(&cut, 0), (&same_prefix, 1024)]),
         (KvSpec::Window(700), vec![(&cut, 0)]),
     ];
-    for (spec, spreads) in cases {
-        let whole = of_first(pair.device, (heads, spec), &[vec![(0, 0, end)]], 0)?;
-        for (spread, shared) in spreads {
-            let got = of_first(pair.device, (heads, spec), spread, shared)?;
+    for (spec, splits) in cases {
+        let whole = first_sequence_outputs(comparison.device, (heads, spec), &[vec![(0, 0, end)]], 0)?;
+        for (split, shared) in splits {
+            let got = first_sequence_outputs(comparison.device, (heads, spec), split, shared)?;
             let shape = format!(
                 "{end} x {}/{} x {}{}",
                 heads.heads,
@@ -321,9 +327,9 @@ pub(super) fn deterministic<D: Device>(pair: &Pair<'_, D>, tell: &mut dyn FnMut(
                 heads.head_dim,
                 kind(Attention::plain(heads, spec), shared)
             );
-            let name = ("attention, deterministic", pair.kv.word(), shape);
+            let name = ("attention, deterministic", comparison.kv.word(), shape);
             let width = heads.heads * heads.head_dim;
-            tell(compare(name, Tolerance::exact(), width, &whole, &got));
+            report(compare(name, Tolerance::exact(), width, &whole, &got));
         }
     }
     Ok(())

@@ -53,26 +53,26 @@ fn four_bits(x: f32) -> f32 {
 }
 
 /// A matrix as a checkpoint would store it, in BF16.
-pub(super) struct Stored {
+pub(super) struct TestTensor {
     rows: usize,
     columns: usize,
     data: Vec<u8>,
 }
 
-impl Stored {
+impl TestTensor {
     /// A matrix of random numbers times `scale`, a power of two.
-    pub(super) fn new(seed: u64, rows: usize, columns: usize, scale: f32) -> Stored {
-        Stored::of(&numbers(seed, rows * columns), rows, columns, scale)
+    pub(super) fn new(seed: u64, rows: usize, columns: usize, scale: f32) -> TestTensor {
+        TestTensor::of(&numbers(seed, rows * columns), rows, columns, scale)
     }
 
     /// A matrix of `values` times `scale`.
-    pub(super) fn of(values: &[f32], rows: usize, columns: usize, scale: f32) -> Stored {
+    pub(super) fn of(values: &[f32], rows: usize, columns: usize, scale: f32) -> TestTensor {
         let mut data = vec![0; values.len() * 2];
         data.par_chunks_exact_mut(2)
             .with_min_len(1 << 14)
             .zip(values)
             .for_each(|(to, x)| to.copy_from_slice(&bf16::from_f32(x * scale).to_le_bytes()));
-        Stored { rows, columns, data }
+        TestTensor { rows, columns, data }
     }
 
     pub(super) fn rows(&self) -> usize {

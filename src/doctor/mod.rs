@@ -48,12 +48,12 @@ pub struct Finding {
     /// The first value that is too far off: its row and column, and both values.
     pub mismatch: Option<String>,
     /// The same operation by a library, if the library supports it.
-    pub by_library: Option<ByLibrary>,
+    pub by_library: Option<LibraryResult>,
 }
 
 /// Result of an operation computed by a library.
 #[derive(Debug, Clone, serde::Serialize)]
-pub struct ByLibrary {
+pub struct LibraryResult {
     /// Seconds of one run, where the operation was timed and the result is right.
     pub seconds: Option<f64>,
     pub error: f64,
@@ -69,7 +69,7 @@ impl Finding {
 }
 
 /// A device and the reference that it is compared with.
-pub struct Pair<'a, D: Device> {
+pub struct Comparison<'a, D: Device> {
     pub device: &'a D,
     /// The same device with a library for linear operations, which jobs use where the library is
     /// faster.
@@ -80,15 +80,15 @@ pub struct Pair<'a, D: Device> {
     pub extent: Extent,
 }
 
-impl<'a, D: Device> Pair<'a, D> {
+impl<'a, D: Device> Comparison<'a, D> {
     /// `device` computes in these formats, the reference in F32 on `threads`.
     pub fn new(
         device: &'a D,
         (precision, kv): (Precision, KvFormat),
         extent: Extent,
         threads: Arc<Threads>,
-    ) -> Pair<'a, D> {
-        Pair {
+    ) -> Comparison<'a, D> {
+        Comparison {
             device,
             library: None,
             reference: Cpu::new(Precision::F32, KvFormat::F32, threads),
@@ -98,50 +98,50 @@ impl<'a, D: Device> Pair<'a, D> {
         }
     }
 
-    /// Checks every operation but attention and sampling; `tell` receives each finding as it is
+    /// Checks every operation but attention and sampling; `report` receives each finding as it is
     /// made.
     ///
     /// # Errors
     /// The device failed.
-    pub fn operations(&self, tell: &mut dyn FnMut(Finding)) -> Result<(), DeviceError> {
-        operations::embed(self, tell)?;
-        operations::norms(self, tell)?;
-        operations::linears(self, tell)?;
-        operations::logits(self, tell)
+    pub fn operations(&self, report: &mut dyn FnMut(Finding)) -> Result<(), DeviceError> {
+        operations::embed(self, report)?;
+        operations::norms(self, report)?;
+        operations::linears(self, report)?;
+        operations::logits(self, report)
     }
 
     /// Checks that a product on `device` gives the same bits in each of `ways`. `set` selects a way
-    /// on `device`, which is of the same kind as the pair's; `tell` as in
+    /// on `device`, which is of the same kind as the comparison's; `report` as in
     /// [`operations`](Self::operations).
     ///
     /// # Errors
     /// The device failed.
-    pub fn alike<W: Display>(
+    pub fn bitwise_equal<W: Display>(
         &self,
         device: &mut D,
         ways: impl IntoIterator<Item = W>,
         set: impl Fn(&mut D, W),
-        tell: &mut dyn FnMut(Finding),
+        report: &mut dyn FnMut(Finding),
     ) -> Result<(), DeviceError> {
-        operations::alike(self, device, ways, set, tell)
+        operations::bitwise_equal(self, device, ways, set, report)
     }
 
-    /// Checks rotation, the storage of keys and values, and attention; `tell` as in
+    /// Checks rotation, the storage of keys and values, and attention; `report` as in
     /// [`operations`](Self::operations).
     ///
     /// # Errors
     /// The device failed.
-    pub fn attention(&self, tell: &mut dyn FnMut(Finding)) -> Result<(), DeviceError> {
-        attention::all(self, tell)?;
-        attention::deterministic(self, tell)
+    pub fn attention(&self, report: &mut dyn FnMut(Finding)) -> Result<(), DeviceError> {
+        attention::all(self, report)?;
+        attention::deterministic(self, report)
     }
 
-    /// Checks every way of drawing a token; `tell` as in [`operations`](Self::operations).
+    /// Checks every way of drawing a token; `report` as in [`operations`](Self::operations).
     ///
     /// # Errors
     /// The device failed.
-    pub fn sampling(&self, tell: &mut dyn FnMut(Finding)) -> Result<(), DeviceError> {
-        sampling::sampling(self, tell)
+    pub fn sampling(&self, report: &mut dyn FnMut(Finding)) -> Result<(), DeviceError> {
+        sampling::sampling(self, report)
     }
 
     /// Seconds of one `run`, averaged over consecutive runs `on` a device; `None` for

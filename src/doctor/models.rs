@@ -52,22 +52,22 @@ fn divergence_max(precision: Precision, kv: KvFormat) -> f64 {
 }
 
 /// A model to check.
-pub struct Subject {
+pub struct TestModel {
     name: String,
     config: Config,
     weights: Box<dyn WeightSource>,
 }
 
-impl Subject {
+impl TestModel {
     /// The checkpoint in `dir`.
     ///
     /// # Errors
     /// The checkpoint cannot be read.
-    pub fn open(dir: &Path) -> Result<Subject, ModelError> {
+    pub fn open(dir: &Path) -> Result<TestModel, ModelError> {
         folder::check(dir)?;
         folder::check_weights(dir)?;
         let checkpoint = Checkpoint::open(dir, Config::load(dir)?)?;
-        Ok(Subject {
+        Ok(TestModel {
             name: dir.display().to_string(),
             config: checkpoint.config,
             weights: Box::new(checkpoint.weights),
@@ -84,7 +84,7 @@ impl Subject {
 ///
 /// # Errors
 /// None with the sizes given here.
-pub fn families() -> Result<Vec<Subject>, ModelError> {
+pub fn families() -> Result<Vec<TestModel>, ModelError> {
     let sizes = |architecture: &str, more: serde_json::Value| {
         let mut map = serde_json::json!({
             "architectures": [architecture], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
@@ -124,7 +124,7 @@ pub fn families() -> Result<Vec<Subject>, ModelError> {
             )?,
         ),
     ];
-    let subject = |(name, config): (&str, Config)| Subject {
+    let subject = |(name, config): (&str, Config)| TestModel {
         name: name.into(),
         config,
         weights: Box::new(RandomWeights {
@@ -140,13 +140,13 @@ pub fn families() -> Result<Vec<Subject>, ModelError> {
 /// # Errors
 /// The device failed.
 pub fn models<D: Device + 'static>(
-    subjects: &[Subject],
+    subjects: &[TestModel],
     make: impl Fn() -> Result<D, DeviceError>,
     (precision, kv_format): (Precision, KvFormat),
     threads: &Arc<Threads>,
-    tell: &mut dyn FnMut(ModelFinding),
+    report: &mut dyn FnMut(ModelFinding),
 ) -> Result<(), ModelError> {
-    for Subject { name, config, weights } in subjects {
+    for TestModel { name, config, weights } in subjects {
         let options = |precision, kv_format, blocks| LoadOptions {
             precision,
             kv_format,
@@ -165,7 +165,7 @@ pub fn models<D: Device + 'static>(
         let (want, got) = (logits(&mut reference, None)?, logits(&mut model, None)?);
         let alone = logits(&mut model, Some(1))?;
         let rows = want.len();
-        tell(ModelFinding {
+        report(ModelFinding {
             model: name.clone(),
             divergence: want.iter().zip(&got).map(|(p, q)| divergence(p, q)).sum::<f64>() / rows as f64,
             divergence_max: divergence_max(precision, kv_format),

@@ -2,9 +2,9 @@
 
 use std::fmt::Display;
 
-use super::inputs::{Stored, exact, numbers};
+use super::inputs::{TestTensor, exact, numbers};
 use super::tolerance::Tolerance;
-use super::{ByLibrary, Extent, Finding, Pair, compare};
+use super::{Comparison, Extent, Finding, LibraryResult, compare};
 use crate::device::batch::StepBatch;
 use crate::device::{
     Activation, AddNorm, Delta, Device, DeviceError, Head, HeadShape, KvSpec, Linear, Precision, RopeSpec, TensorError,
@@ -14,7 +14,7 @@ const EPS: f32 = 1e-5;
 
 /// Converts the error to a device error. The weights of these checks are finite, so only the device
 /// can refuse them.
-pub(super) fn taken<T>(result: Result<T, TensorError>) -> Result<T, DeviceError> {
+pub(super) fn to_device_error<T>(result: Result<T, TensorError>) -> Result<T, DeviceError> {
     result.map_err(|error| match error {
         TensorError::Device(error) => error,
         TensorError::NotFinite { .. } => DeviceError::Unsupported(error.to_string()),
@@ -60,24 +60,27 @@ fn widths(extent: Extent) -> &'static [usize] {
     }
 }
 
-fn embedded<D: Device>(device: &D, table: &Stored, scale: f32, tokens: &[u32]) -> Result<Vec<f32>, DeviceError> {
-    let table = taken(device.table(table.tensor()))?;
+fn embedded<D: Device>(device: &D, table: &TestTensor, scale: f32, tokens: &[u32]) -> Result<Vec<f32>, DeviceError> {
+    let table = to_device_error(device.table(table.tensor()))?;
     let (mut out, mut workspace) = (device.buffer(), device.workspace());
     let step = uploaded(device, (tokens, &[]), &mut workspace)?;
     device.embed(&table, scale, &step, &mut out, &workspace)?;
     device.read(&out)
 }
 
-pub(super) fn embed<D: Device>(pair: &Pair<'_, D>, tell: &mut dyn FnMut(Finding)) -> Result<(), DeviceError> {
+pub(super) fn embed<D: Device>(
+    comparison: &Comparison<'_, D>,
+    report: &mut dyn FnMut(Finding),
+) -> Result<(), DeviceError> {
     for width in [16, 896, 4096] {
-        let table = Stored::new(1, 131, width, 1.0);
+        let table = TestTensor::new(1, 131, width, 1.0);
         let tokens = [0, 130, 7, 7, 64];
         let scaled = Tolerance::rows(Precision::Bf16, 1);
         for (operation, scale, tolerance) in [("embed", 1.0, Tolerance::exact()), ("embed, scaled", 55.5, scaled)] {
-            let want = embedded(&pair.reference, &table, scale, &tokens)?;
-            let got = embedded(pair.device, &table, scale, &tokens)?;
+            let want = embedded(&comparison.reference, &table, scale, &tokens)?;
+            let got = embedded(comparison.device, &table, scale, &tokens)?;
             let name = (operation, "bf16", format!("{} x {width}", tokens.len()));
-            tell(compare(name, tolerance, width, &want, &got));
+            report(compare(name, tolerance, width, &want, &got));
         }
     }
     Ok(())
@@ -88,8 +91,8 @@ struct NormInput {
     residual: Vec<f32>,
     delta: Vec<f32>,
     /// Weight of the norm that is applied to the delta first, if any.
-    delta_weight: Option<Stored>,
-    weight: Stored,
+    delta_weight: Option<TestTensor>,
+    weight: TestTensor,
     width: usize,
     /// Rows to normalize; `None`: all rows.
     picked: Option<Vec<u32>>,
@@ -101,11 +104,11 @@ fn normed<D: Device>(device: &D, input: &NormInput) -> Result<(Vec<f32>, Vec<f32
     let (mut residual, mut delta, mut out) = (device.buffer(), device.buffer(), device.buffer());
     device.write(&input.residual, input.width, &mut residual)?;
     device.write(&input.delta, input.width, &mut delta)?;
-    let weight = taken(device.norm(input.weight.tensor()))?;
+    let weight = to_device_error(device.norm(input.weight.tensor()))?;
     let delta_weight = input
         .delta_weight
         .as_ref()
-        .map(|weight| taken(device.norm(weight.tensor())));
+        .map(|weight| to_device_error(device.norm(weight.tensor())));
     let delta_weight = delta_weight.transpose()?;
     let op = AddNorm {
         delta: Some(Delta {
@@ -129,10 +132,13 @@ fn normed<D: Device>(device: &D, input: &NormInput) -> Result<(Vec<f32>, Vec<f32
     }
 }
 
-pub(super) fn norms<D: Device>(pair: &Pair<'_, D>, tell: &mut dyn FnMut(Finding)) -> Result<(), DeviceError> {
-    for &width in widths(pair.extent) {
-        norms_of(pair, width, false, tell)?;
-        norms_of(pair, width, true, tell)?;
+pub(super) fn norms<D: Device>(
+    comparison: &Comparison<'_, D>,
+    report: &mut dyn FnMut(Finding),
+) -> Result<(), DeviceError> {
+    for &width in widths(comparison.extent) {
+        norms_of(comparison, width, false, report)?;
+        norms_of(comparison, width, true, report)?;
     }
     Ok(())
 }
@@ -140,17 +146,17 @@ pub(super) fn norms<D: Device>(pair: &Pair<'_, D>, tell: &mut dyn FnMut(Finding)
 /// Checks norms of rows of `width`. With `delta_norm`, a norm is applied to the delta first, which
 /// rounds it once more.
 fn norms_of<D: Device>(
-    pair: &Pair<'_, D>,
+    comparison: &Comparison<'_, D>,
     width: usize,
     delta_norm: bool,
-    tell: &mut dyn FnMut(Finding),
+    report: &mut dyn FnMut(Finding),
 ) -> Result<(), DeviceError> {
-    let (rows, format) = (5, pair.precision.word());
+    let (rows, format) = (5, comparison.precision.word());
     let mut input = NormInput {
         residual: numbers(2, rows * width).iter().map(|x| x * 4.0).collect(),
         delta: numbers(3, rows * width),
-        delta_weight: delta_norm.then(|| Stored::new(21, 1, width, 2.0)),
-        weight: Stored::new(4, 1, width, 2.0),
+        delta_weight: delta_norm.then(|| TestTensor::new(21, 1, width, 2.0)),
+        weight: TestTensor::new(4, 1, width, 2.0),
         width,
         picked: None,
     };
@@ -160,17 +166,23 @@ fn norms_of<D: Device>(
     } else {
         ["add_norm of a norm", "residual of a norm", "add_norm of a norm, picked"]
     };
-    let (want, got) = (normed(&pair.reference, &input)?, normed(pair.device, &input)?);
+    let (want, got) = (
+        normed(&comparison.reference, &input)?,
+        normed(comparison.device, &input)?,
+    );
     let shape = format!("{rows} x {width}");
-    let rounded = Tolerance::rows(pair.precision, 2 + more);
-    tell(compare((all, format, shape.clone()), rounded, width, &want.0, &got.0));
+    let rounded = Tolerance::rows(comparison.precision, 2 + more);
+    report(compare((all, format, shape.clone()), rounded, width, &want.0, &got.0));
     let rounded = Tolerance::rows(Precision::Bf16, 1 + more);
-    tell(compare((residual, "bf16", shape), rounded, width, &want.1, &got.1));
+    report(compare((residual, "bf16", shape), rounded, width, &want.1, &got.1));
     input.picked = Some(vec![1, 4]);
-    let (want, got) = (normed(&pair.reference, &input)?, normed(pair.device, &input)?);
+    let (want, got) = (
+        normed(&comparison.reference, &input)?,
+        normed(comparison.device, &input)?,
+    );
     let rounded = Tolerance::rows(Precision::Bf16, 2 + more);
     let name = (picked, "bf16", format!("2 x {width}"));
-    tell(compare(name, rounded, width, &want.0, &got.0));
+    report(compare(name, rounded, width, &want.0, &got.0));
     Ok(())
 }
 
@@ -200,13 +212,13 @@ fn linear_shapes(extent: Extent) -> Vec<(usize, usize, usize)> {
 /// Inputs of a linear operation.
 struct LinearInput {
     x: Vec<f32>,
-    weight: Stored,
-    bias: Option<Stored>,
+    weight: TestTensor,
+    bias: Option<TestTensor>,
     columns: usize,
     gated: Option<Activation>,
 }
 
-struct Ready<D: Device> {
+struct PreparedLinear<D: Device> {
     linear: Linear<D::Matrix, D::Vector>,
     x: D::Buffer,
     out: D::Buffer,
@@ -214,8 +226,8 @@ struct Ready<D: Device> {
     gated: Option<Activation>,
 }
 
-impl<D: Device> Ready<D> {
-    fn new(device: &D, input: &LinearInput) -> Result<Ready<D>, DeviceError> {
+impl<D: Device> PreparedLinear<D> {
+    fn new(device: &D, input: &LinearInput) -> Result<PreparedLinear<D>, DeviceError> {
         let tensor = input.weight.tensor();
         let weight = if input.gated.is_some() {
             let (gate, up) = tensor.data.split_at(tensor.data.len() / 2);
@@ -224,14 +236,17 @@ impl<D: Device> Ready<D> {
                 data,
                 ..tensor
             };
-            taken(device.gated_matrix(&[half(gate), half(up)]))?
+            to_device_error(device.gated_matrix(&[half(gate), half(up)]))?
         } else {
-            taken(device.matrix(&[tensor]))?
+            to_device_error(device.matrix(&[tensor]))?
         };
-        let bias = input.bias.as_ref().map(|bias| taken(device.vector(&[bias.tensor()])));
+        let bias = input
+            .bias
+            .as_ref()
+            .map(|bias| to_device_error(device.vector(&[bias.tensor()])));
         let mut x = device.buffer();
         device.write(&input.x, input.columns, &mut x)?;
-        Ok(Ready {
+        Ok(PreparedLinear {
             linear: Linear {
                 weight,
                 bias: bias.transpose()?,
@@ -253,9 +268,12 @@ impl<D: Device> Ready<D> {
     }
 }
 
-pub(super) fn linears<D: Device>(pair: &Pair<'_, D>, tell: &mut dyn FnMut(Finding)) -> Result<(), DeviceError> {
-    let format = pair.precision.word();
-    for (m, n, k) in linear_shapes(pair.extent) {
+pub(super) fn linears<D: Device>(
+    comparison: &Comparison<'_, D>,
+    report: &mut dyn FnMut(Finding),
+) -> Result<(), DeviceError> {
+    let format = comparison.precision.word();
+    for (m, n, k) in linear_shapes(comparison.extent) {
         for (operation, gated) in [
             ("linear", None),
             ("gated_linear", Some(Activation::Silu)),
@@ -267,20 +285,20 @@ pub(super) fn linears<D: Device>(pair: &Pair<'_, D>, tell: &mut dyn FnMut(Findin
                 continue;
             }
             let input = LinearInput {
-                x: exact(pair.precision, 5, m, k),
-                weight: Stored::of(&exact(pair.precision, 6, n, k), n, k, 1.0 / 16.0),
-                bias: (n % 3 == 1).then(|| Stored::new(7, 1, n, 0.5)),
+                x: exact(comparison.precision, 5, m, k),
+                weight: TestTensor::of(&exact(comparison.precision, 6, n, k), n, k, 1.0 / 16.0),
+                bias: (n % 3 == 1).then(|| TestTensor::new(7, 1, n, 0.5)),
                 columns: k,
                 gated,
             };
-            let mut cpu = Ready::new(&pair.reference, &input)?;
-            cpu.run(&pair.reference)?;
-            let want = pair.reference.read(&cpu.out)?;
-            let mut ready = Ready::new(pair.device, &input)?;
-            ready.run(pair.device)?;
-            let got = pair.device.read(&ready.out)?;
+            let mut cpu = PreparedLinear::new(&comparison.reference, &input)?;
+            cpu.run(&comparison.reference)?;
+            let want = comparison.reference.read(&cpu.out)?;
+            let mut ready = PreparedLinear::new(comparison.device, &input)?;
+            ready.run(comparison.device)?;
+            let got = comparison.device.read(&ready.out)?;
             let tolerance = match gated {
-                Some(_) => Tolerance::gated(pair.precision),
+                Some(_) => Tolerance::gated(comparison.precision),
                 // The operands are exact in 8 bits.
                 None => Tolerance::products(),
             };
@@ -288,15 +306,15 @@ pub(super) fn linears<D: Device>(pair: &Pair<'_, D>, tell: &mut dyn FnMut(Findin
             let name = (operation, format, format!("{m} x {n} x {k}"));
             let mut finding = compare(name, tolerance, width, &want, &got);
             if m * n * k > 1 << 24 {
-                finding.seconds = pair.time(pair.device, || ready.run(pair.device))?;
-                let bits = f64::from(pair.precision.bits());
+                finding.seconds = comparison.time(comparison.device, || ready.run(comparison.device))?;
+                let bits = f64::from(comparison.precision.bits());
                 finding.bytes = (n * k) as f64 * bits / 8.0 + (m * (n + k)) as f64 * 2.0;
                 finding.operations = 2.0 * (m * n * k) as f64;
             }
-            if let Some(library) = pair.library.filter(|_| gated.is_none()) {
-                finding.by_library = measured(pair, library, &input, &finding, &want)?;
+            if let Some(library) = comparison.library.filter(|_| gated.is_none()) {
+                finding.by_library = measured(comparison, library, &input, &finding, &want)?;
             }
-            tell(finding);
+            report(finding);
         }
     }
     Ok(())
@@ -304,17 +322,17 @@ pub(super) fn linears<D: Device>(pair: &Pair<'_, D>, tell: &mut dyn FnMut(Findin
 
 /// Checks that a product gives the same bits in each of `ways`; `set` selects a way on the device.
 /// With these inputs every addition rounds.
-pub(super) fn alike<D: Device, W: Display>(
-    pair: &Pair<'_, D>,
+pub(super) fn bitwise_equal<D: Device, W: Display>(
+    comparison: &Comparison<'_, D>,
     device: &mut D,
     ways: impl IntoIterator<Item = W>,
     set: impl Fn(&mut D, W),
-    tell: &mut dyn FnMut(Finding),
+    report: &mut dyn FnMut(Finding),
 ) -> Result<(), DeviceError> {
     let (m, n, k) = (129, 272, 1040);
     let input = LinearInput {
         x: numbers(3, m * k),
-        weight: Stored::new(4, n, k, 1.0 / 16.0),
+        weight: TestTensor::new(4, n, k, 1.0 / 16.0),
         bias: None,
         columns: k,
         gated: None,
@@ -325,20 +343,20 @@ pub(super) fn alike<D: Device, W: Display>(
         set(device, way);
         // Logits are F32, so every sum's last bit is visible. In 8 bits, another order of additions
         // changes a sum by more.
-        let (operation, got) = match pair.precision {
+        let (operation, got) = match comparison.precision {
             Precision::Bf16 => (
                 "logits, the same bits",
                 logits_of(device, &input.weight, (n, None), &input.x, k)?,
             ),
             _ => {
-                let mut ready = Ready::new(device, &input)?;
+                let mut ready = PreparedLinear::new(device, &input)?;
                 ready.run(device)?;
                 ("linear, the same bits", device.read(&ready.out)?)
             }
         };
         let want = first.get_or_insert_with(|| got.clone());
-        let name = (operation, pair.precision.word(), shape);
-        tell(compare(name, Tolerance::exact(), n, want, &got));
+        let name = (operation, comparison.precision.word(), shape);
+        report(compare(name, Tolerance::exact(), n, want, &got));
     }
     Ok(())
 }
@@ -346,13 +364,13 @@ pub(super) fn alike<D: Device, W: Display>(
 /// The library's result for the operation of a finding. `None`: the library does not support the
 /// operation, or fails. If the failure lost the GPU, the next operation reports it.
 fn measured<D: Device>(
-    pair: &Pair<'_, D>,
+    comparison: &Comparison<'_, D>,
     library: &D,
     input: &LinearInput,
     finding: &Finding,
     want: &[f32],
-) -> Result<Option<ByLibrary>, DeviceError> {
-    let mut ready = Ready::new(library, input)?;
+) -> Result<Option<LibraryResult>, DeviceError> {
+    let mut ready = PreparedLinear::new(library, input)?;
     let computed = ready.run(library).and_then(|()| library.read(&ready.out));
     let Ok(got) = computed else {
         return Ok(None);
@@ -361,10 +379,10 @@ fn measured<D: Device>(
     let theirs = compare(name, finding.tolerance, input.weight.rows(), want, &got);
     let right = theirs.is_right();
     let seconds = match finding.seconds.filter(|_| right) {
-        Some(_) => pair.time(library, || ready.run(library))?,
+        Some(_) => comparison.time(library, || ready.run(library))?,
         None => None,
     };
-    Ok(Some(ByLibrary {
+    Ok(Some(LibraryResult {
         seconds,
         error: theirs.error,
         right,
@@ -374,12 +392,12 @@ fn measured<D: Device>(
 /// Logits of the first `ids` ids of a head.
 fn logits_of<D: Device>(
     device: &D,
-    head: &Stored,
+    head: &TestTensor,
     (ids, soft_cap): (usize, Option<f32>),
     x: &[f32],
     width: usize,
 ) -> Result<Vec<f32>, DeviceError> {
-    let head = taken(device.table(head.tensor()))?;
+    let head = to_device_error(device.table(head.tensor()))?;
     let (mut rows, mut workspace) = (device.buffer(), device.workspace());
     device.write(x, width, &mut rows)?;
     let head = Head {
@@ -391,7 +409,10 @@ fn logits_of<D: Device>(
     Ok(device.read_logits(&mut workspace)?.to_vec())
 }
 
-pub(super) fn logits<D: Device>(pair: &Pair<'_, D>, tell: &mut dyn FnMut(Finding)) -> Result<(), DeviceError> {
+pub(super) fn logits<D: Device>(
+    comparison: &Comparison<'_, D>,
+    report: &mut dyn FnMut(Finding),
+) -> Result<(), DeviceError> {
     let mut shapes = vec![
         (1, 128, 127, 64, None),
         (5, 400, 389, 192, None),
@@ -399,32 +420,32 @@ pub(super) fn logits<D: Device>(pair: &Pair<'_, D>, tell: &mut dyn FnMut(Finding
         // Some logits are far above the cap, others far below it.
         (5, 1040, 1029, 64, Some(0.25)),
     ];
-    if pair.extent == Extent::Full {
+    if comparison.extent == Extent::Full {
         shapes.push((64, 128_256, 128_256, 4096, None));
         shapes.push((64, 256_000, 256_000, 2304, Some(0.5)));
     }
     for (m, rows, ids, k, soft_cap) in shapes {
-        let (x, head) = (numbers(8, m * k), Stored::new(9, rows, k, 1.0 / 16.0));
-        let want = logits_of(&pair.reference, &head, (ids, soft_cap), &x, k)?;
-        let got = logits_of(pair.device, &head, (ids, soft_cap), &x, k)?;
+        let (x, head) = (numbers(8, m * k), TestTensor::new(9, rows, k, 1.0 / 16.0));
+        let want = logits_of(&comparison.reference, &head, (ids, soft_cap), &x, k)?;
+        let got = logits_of(comparison.device, &head, (ids, soft_cap), &x, k)?;
         let finding = |got: &[f32]| {
             let operation = if soft_cap.is_some() { "logits, capped" } else { "logits" };
             let name = (operation, "bf16", format!("{m} x {ids} x {k}"));
             compare(name, Tolerance::products(), ids, &want, got)
         };
         let mut ours = finding(&got);
-        if let Some(Ok(got)) = pair
+        if let Some(Ok(got)) = comparison
             .library
             .map(|library| logits_of(library, &head, (ids, soft_cap), &x, k))
         {
             let theirs = finding(&got);
-            ours.by_library = Some(ByLibrary {
+            ours.by_library = Some(LibraryResult {
                 seconds: None,
                 error: theirs.error,
                 right: theirs.is_right(),
             });
         }
-        tell(ours);
+        report(ours);
     }
     Ok(())
 }

@@ -1,9 +1,9 @@
 //! Compares drawn tokens with those that the CPU draws.
 
-use super::inputs::{Stored, numbers};
+use super::inputs::{TestTensor, numbers};
 use super::operations::taken;
 use super::tolerance::Tolerance;
-use super::{Extent, Finding, Pair};
+use super::{Comparison, Extent, Finding};
 use crate::device::draw::{Allowed, Draw, DrawError, Drawn};
 use crate::device::random::uniform;
 use crate::device::{Device, DeviceError, Head};
@@ -20,35 +20,35 @@ const NEAR: f64 = 1.0 / (1 << 18) as f64;
 const LOG_PROBABILITY_MAX: f64 = 1e-4;
 
 /// Name and settings of a way of drawing.
-type Way<'a> = (&'static str, Draw<'a>);
+type NamedDraw<'a> = (&'static str, Draw<'a>);
 
 /// Shapes and histories that ways of drawing refer to.
-struct Lists {
+struct DrawInputs {
     mask: Vec<u32>,
-    /// Ids to choose among (`few`), and ids without a token (`holes`).
+    /// Ids to choose among (`few`), and ids without a token (`unused_ids`).
     few: Vec<u32>,
-    holes: Vec<u32>,
+    unused_ids: Vec<u32>,
     prompt: Vec<u32>,
     completion: Vec<u32>,
 }
 
-impl Lists {
-    fn of(ids: usize) -> Lists {
+impl DrawInputs {
+    fn of(ids: usize) -> DrawInputs {
         let ids = ids as u32;
         let mut mask = vec![0; ids.div_ceil(32) as usize];
         (0..ids)
             .filter(|id| id % 3 != 1)
             .for_each(|id| mask[id as usize / 32] |= 1 << (id % 32));
-        Lists {
+        DrawInputs {
             mask,
             few: vec![ids - 1, 3, 17],
-            holes: vec![0, 5, ids - 2],
+            unused_ids: vec![0, 5, ids - 2],
             prompt: (0..10).map(|i| i * 3).collect(),
             completion: vec![1, 6, 6],
         }
     }
 
-    fn ways(&self) -> Vec<Way<'_>> {
+    fn named_draws(&self) -> Vec<NamedDraw<'_>> {
         let warm = Draw {
             temperature: 0.8,
             log_sum: true,
@@ -99,7 +99,7 @@ impl Lists {
             (
                 "holes",
                 Draw {
-                    allowed: Allowed::AllBut(&self.holes),
+                    allowed: Allowed::AllBut(&self.unused_ids),
                     ..warm
                 },
             ),
@@ -121,7 +121,7 @@ type Tried = (Vec<Result<Drawn, DrawError>>, Option<f64>);
 
 fn tried<D: Device>(
     device: &D,
-    (head, ids): (&Stored, usize),
+    (head, ids): (&TestTensor, usize),
     draws: &[Draw<'_>],
     time: impl Fn(&mut dyn FnMut() -> Result<(), DeviceError>) -> Result<Option<f64>, DeviceError>,
 ) -> Result<Tried, DeviceError> {
@@ -143,25 +143,28 @@ fn tried<D: Device>(
     Ok((drawn, seconds))
 }
 
-/// Checks every way of drawing; `tell` receives each finding as it is made.
-pub(super) fn sampling<D: Device>(pair: &Pair<'_, D>, tell: &mut dyn FnMut(Finding)) -> Result<(), DeviceError> {
-    let vocabularies: &[usize] = match pair.extent {
+/// Checks every way of drawing; `report` receives each finding as it is made.
+pub(super) fn sampling<D: Device>(
+    comparison: &Comparison<'_, D>,
+    report: &mut dyn FnMut(Finding),
+) -> Result<(), DeviceError> {
+    let vocabularies: &[usize] = match comparison.extent {
         Extent::Quick => &[33, 1024, 5003],
         Extent::Full => &[33, 1024, 5003, 32_000, 151_936],
     };
     for &ids in vocabularies {
-        let head = Stored::of(&numbers(30, ids * WIDTH), ids, WIDTH, 8.0);
-        for way in Lists::of(ids).ways() {
-            tell(one(pair, (&head, ids), way)?);
+        let head = TestTensor::of(&numbers(30, ids * WIDTH), ids, WIDTH, 8.0);
+        for way in DrawInputs::of(ids).named_draws() {
+            report(one(comparison, (&head, ids), way)?);
         }
     }
     Ok(())
 }
 
 fn one<D: Device>(
-    pair: &Pair<'_, D>,
-    (head, ids): (&Stored, usize),
-    (name, draw): Way<'_>,
+    comparison: &Comparison<'_, D>,
+    (head, ids): (&TestTensor, usize),
+    (name, draw): NamedDraw<'_>,
 ) -> Result<Finding, DeviceError> {
     let rows = if ids < 32_000 { WIDTH } else { 16 * WIDTH };
     let draws: Vec<Draw<'_>> = (0..rows as u64)
@@ -171,11 +174,13 @@ fn one<D: Device>(
             ..draw
         })
         .collect();
-    let (want, _) = tried(&pair.reference, (head, ids), &draws, |_| Ok(None))?;
-    let (got, seconds) = tried(pair.device, (head, ids), &draws, |run| pair.time(pair.device, run))?;
+    let (want, _) = tried(&comparison.reference, (head, ids), &draws, |_| Ok(None))?;
+    let (got, seconds) = tried(comparison.device, (head, ids), &draws, |run| {
+        comparison.time(comparison.device, run)
+    })?;
     let (mut differ, mut worst, mut mismatch) = (0, 0.0f64, None);
     for (row, (want, got)) in want.iter().zip(&got).enumerate() {
-        let want = match as_good(pair, (head, ids), (row, &draws[row]), (want, got))? {
+        let want = match as_good(comparison, (head, ids), (row, &draws[row]), (want, got))? {
             Some(as_good) => as_good,
             None => want.clone(),
         };
@@ -215,8 +220,8 @@ fn one<D: Device>(
 /// min-p by `NEAR` makes the reference draw that token. `None` otherwise, if both drew the same
 /// token, and for greedy draws.
 fn as_good<D: Device>(
-    pair: &Pair<'_, D>,
-    (head, ids): (&Stored, usize),
+    comparison: &Comparison<'_, D>,
+    (head, ids): (&TestTensor, usize),
     (row, draw): (usize, &Draw<'_>),
     (want, got): (&Result<Drawn, DrawError>, &Result<Drawn, DrawError>),
 ) -> Result<Option<Result<Drawn, DrawError>>, DeviceError> {
@@ -249,7 +254,7 @@ fn as_good<D: Device>(
     // Each draw is made from every column of the head, and only the results of the row's own column
     // are kept.
     let all: Vec<Draw<'_>> = draws.iter().flat_map(|draw| [*draw; WIDTH]).collect();
-    let (drawn, _) = tried(&pair.reference, (head, ids), &all, |_| Ok(None))?;
+    let (drawn, _) = tried(&comparison.reference, (head, ids), &all, |_| Ok(None))?;
     let of_row = drawn.into_iter().skip(row % WIDTH).step_by(WIDTH);
     Ok(of_row
         .into_iter()

@@ -42,16 +42,16 @@ const E4M3: f64 = 0.026;
 
 impl Tolerance {
     /// Tolerance of values that are rounded `roundings` times to BF16 and `times` times to 8 bits.
-    /// `eight` is the expected error of one rounding to 8 bits.
-    fn of(roundings: f64, eight: f64, times: f64) -> Tolerance {
-        Tolerance::reaching(4.0, roundings, eight, times)
+    /// `eight_bit_error` is the expected error of one rounding to 8 bits.
+    fn of(roundings: f64, eight_bit_error: f64, times: f64) -> Tolerance {
+        Tolerance::with_peak(4.0, roundings, eight_bit_error, times)
     }
 
-    /// Like [`of`](Self::of), where the largest values are `reach` times their RMS.
-    fn reaching(reach: f64, roundings: f64, eight: f64, times: f64) -> Tolerance {
+    /// Like [`of`](Self::of), where the largest values are `peak` times their RMS.
+    fn with_peak(peak: f64, roundings: f64, eight_bit_error: f64, times: f64) -> Tolerance {
         Tolerance {
-            error: 2.0 * (BF16 * roundings.sqrt() + eight * times.sqrt()),
-            worst: reach * (2.0 * BF16 * roundings + 2.5 * eight * times.sqrt()),
+            error: 2.0 * (BF16 * roundings.sqrt() + eight_bit_error * times.sqrt()),
+            worst: peak * (2.0 * BF16 * roundings + 2.5 * eight_bit_error * times.sqrt()),
         }
     }
 
@@ -62,33 +62,33 @@ impl Tolerance {
 
     /// Rows that are rounded `roundings` times to BF16 and then quantized.
     pub fn rows(precision: Precision, roundings: u32) -> Tolerance {
-        Tolerance::of(f64::from(roundings), eight(precision), 1.0)
+        Tolerance::of(f64::from(roundings), eight_bit_error(precision), 1.0)
     }
 
     /// Products of operands that the format holds exactly, rounded to BF16 at the end.
     pub fn products() -> Tolerance {
-        Tolerance::reaching(6.0, 1.0, 0.0, 0.0)
+        Tolerance::with_peak(6.0, 1.0, 0.0, 0.0)
     }
 
     /// activation(gate) * up of such products. The two products, the activation and the result are
     /// rounded to BF16, and the result is quantized.
     pub fn gated(precision: Precision) -> Tolerance {
-        Tolerance::reaching(16.0, 5.0, eight(precision), 1.0)
+        Tolerance::with_peak(16.0, 5.0, eight_bit_error(precision), 1.0)
     }
 
     /// Attention: queries (twice, with their rotation), keys, weights and values are rounded, and
     /// the result.
     pub fn attention(kv: KvFormat) -> Tolerance {
-        let eight = match kv {
+        let eight_bit_error = match kv {
             KvFormat::F32 | KvFormat::Bf16 => 0.0,
             KvFormat::Int8 => INT8,
             KvFormat::Fp8 => E4M3,
         };
-        Tolerance::of(6.0, eight, 4.0)
+        Tolerance::of(6.0, eight_bit_error, 4.0)
     }
 }
 
-fn eight(precision: Precision) -> f64 {
+fn eight_bit_error(precision: Precision) -> f64 {
     match precision {
         Precision::F32 | Precision::Bf16 => 0.0,
         Precision::Int8 => INT8,

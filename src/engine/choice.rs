@@ -1,22 +1,22 @@
 //! Output that is one of a closed set of texts: a walk through a trie of the choices' canonical
 //! tokens.
 //!
-//! The *ways* from a node are its children and, where a choice ends there, the end of the sequence.
-//! A single way is taken without asking the model, so labels whose first tokens differ cost one
+//! The *edges* from a node are its children and, where a choice ends there, the end of the sequence.
+//! A single edge is taken without asking the model, so labels whose first tokens differ cost one
 //! forward pass per row.
 //!
-//! - **Probabilities.** At a node with several ways, each way's probability is the softmax of the
-//!   raw logits (before penalties and temperature) over these ways alone. The end's weight is the
+//! - **Probabilities.** At a node with several edges, each edge's probability is the softmax of the
+//!   raw logits (before penalties and temperature) over these edges alone. The end's weight is the
 //!   sum over all end-of-sequence tokens. A choice's probability is the product along its path, so
 //!   all choices sum to 1. Nodes off the chosen path are evaluated as forks of the prompt's
 //!   sequence.
-//! - **The answer** is sampled at each node like any token, among the node's ways. Penalties count
+//! - **The answer** is sampled at each node like any token, among the node's edges. Penalties count
 //!   prompt and path, so a label whose tokens occur in the prompt is penalized for them (as in
 //!   vLLM). With temperature 0 *and* probabilities the answer is the most probable choice (among
 //!   equal ones the first). Penalties do not affect this answer, and it may differ from the choice
 //!   that greedy steps lead to.
 //! - **Log probabilities** of tokens that the model was asked for are raw, as everywhere. A token
-//!   that was the single way is certain: its log probability is 0.
+//!   that was the single edge is certain: its log probability is 0.
 //! - Some tokenizers put a space in front of a text (SentencePiece's `▁`). With these, a choice is
 //!   tokenized with that space, as the model has learned to begin an answer. The returned text is
 //!   the choice as requested, without the space.
@@ -28,7 +28,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use crate::device::draw::{Allowed, Draw, Drawn};
-use crate::engine::constraint::{ConstraintError, Weight};
+use crate::engine::constraint::{ConstraintError, MemoryCharge};
 use crate::tokenizer::Tokenizer;
 
 /// Maximum number of choices, and maximum bytes of all choices together.
@@ -36,54 +36,54 @@ const CHOICES_MAX: usize = 10_000;
 const CHOICE_BYTES_MAX: usize = 1 << 20;
 
 /// Index of a node in the trie; 0 is the root.
-pub type Node = u32;
+pub type NodeId = u32;
 
 /// The trie.
 #[derive(Debug)]
-pub struct Choices {
+pub struct ChoiceTrie {
     texts: Vec<String>,
     /// Canonical tokens of each choice.
     paths: Vec<Vec<u32>>,
-    /// For each choice, the nodes on its path with the index of the way taken from each: one entry
+    /// For each choice, the nodes on its path with the index of the edge taken from each: one entry
     /// per token, then one for the end.
-    steps: Vec<Vec<(Node, u32)>>,
-    /// See [`Choices::deepest_choice`].
+    steps: Vec<Vec<(NodeId, u32)>>,
+    /// See [`ChoiceTrie::deepest_choice`].
     deepest: usize,
     nodes: Vec<TrieNode>,
     eos: Vec<u32>,
     /// Counts the trie's memory among the compiled shapes. Zero unless a
     /// [`Compiler`](crate::engine::constraint::Compiler) built it.
-    pub weight: Weight,
+    pub charge: MemoryCharge,
 }
 
 #[derive(Debug, Default)]
 struct TrieNode {
     /// Child nodes by token, in the order in which choices added them.
-    children: Vec<(u32, Node)>,
+    children: Vec<(u32, NodeId)>,
     /// The choice that ends here.
     end: Option<usize>,
     /// Number of tokens from the root to this node.
     depth: usize,
     /// A choice whose path leads through or to this node.
-    via: usize,
-    /// Ids that may be drawn at a node with several ways: the children's tokens, then, if a choice
+    sample_choice: usize,
+    /// Ids that may be drawn at a node with several edges: the children's tokens, then, if a choice
     /// ends here, the end-of-sequence ids that are not among them.
     ids: Vec<u32>,
 }
 
-/// The next node with several ways or no child, and the forced tokens up to it.
+/// The next node with several edges or no child, and the forced tokens up to it.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Walk {
+pub struct ForcedPath {
     /// Tokens up to `node`.
     pub forced: Vec<u32>,
-    pub node: Node,
+    pub node: NodeId,
     /// The choice that ends at `node`, if `node` has no children.
     pub ended: Option<usize>,
 }
 
-impl Choices {
+impl ChoiceTrie {
     /// Builds the trie. Of repeated choices only the first is ever the answer.
-    pub fn new(texts: &[String], tokenizer: &Tokenizer, eos: &[u32]) -> Result<Choices, ConstraintError> {
+    pub fn new(texts: &[String], tokenizer: &Tokenizer, eos: &[u32]) -> Result<ChoiceTrie, ConstraintError> {
         let bytes: usize = texts.iter().map(String::len).sum();
         if texts.is_empty() || texts.len() > CHOICES_MAX || bytes > CHOICE_BYTES_MAX {
             return Err(ConstraintError::ChoiceCount {
@@ -93,24 +93,24 @@ impl Choices {
         }
         let mut speller = Speller::new(tokenizer);
         let paths: Result<Vec<_>, _> = texts.iter().map(|t| speller.canonical(t)).collect();
-        let mut choices = Choices {
+        let mut choices = ChoiceTrie {
             texts: texts.to_vec(),
             paths: paths?,
             steps: Vec::with_capacity(texts.len()),
             deepest: 0,
             nodes: vec![TrieNode::default()],
             eos: eos.to_vec(),
-            weight: Weight::default(),
+            charge: MemoryCharge::default(),
         };
-        let mut ways = HashMap::new();
+        let mut edges = HashMap::new();
         for choice in 0..texts.len() {
-            choices.insert(choice, &mut ways);
+            choices.insert(choice, &mut edges);
         }
-        // The number of children is known now: the end is the way after all children.
+        // The number of children is known now: the end is the edge after all children.
         for step in choices.steps.iter_mut().filter_map(|steps| steps.last_mut()) {
             step.1 = choices.nodes[step.0 as usize].children.len() as u32;
         }
-        for node in choices.nodes.iter_mut().filter(|node| node.ways() > 1) {
+        for node in choices.nodes.iter_mut().filter(|node| node.edges() > 1) {
             node.ids = node.children.iter().map(|(token, _)| *token).collect();
             if node.end.is_some() {
                 let children = &node.children;
@@ -118,41 +118,41 @@ impl Choices {
                 node.ids.extend(ends);
             }
         }
-        let deepest = choices.nodes.iter().filter(|n| n.ways() > 1).map(|n| n.depth).max();
+        let deepest = choices.nodes.iter().filter(|n| n.edges() > 1).map(|n| n.depth).max();
         choices.deepest = deepest.unwrap_or(0);
         match choices.nodes.iter().find(|n| n.end.is_some() && !n.children.is_empty()) {
             Some(node) if eos.is_empty() => Err(ConstraintError::NoEnd {
-                text: texts[node.via].clone(),
+                text: texts[node.sample_choice].clone(),
             }),
             _ => Ok(choices),
         }
     }
 
-    /// Adds a choice's path. `ways` maps a node and a token to the child's index.
-    fn insert(&mut self, choice: usize, ways: &mut HashMap<(Node, u32), u32>) {
-        let mut node: Node = 0;
+    /// Adds a choice's path. `edges` maps a node and a token to the child's index.
+    fn insert(&mut self, choice: usize, edges: &mut HashMap<(NodeId, u32), u32>) {
+        let mut node: NodeId = 0;
         let mut steps = Vec::with_capacity(self.paths[choice].len() + 1);
         for (i, &token) in self.paths[choice].iter().enumerate() {
-            let way = *ways.entry((node, token)).or_insert_with(|| {
-                let child = self.nodes.len() as Node;
+            let edge = *edges.entry((node, token)).or_insert_with(|| {
+                let child = self.nodes.len() as NodeId;
                 self.nodes.push(TrieNode {
                     depth: i + 1,
-                    via: choice,
+                    sample_choice: choice,
                     ..TrieNode::default()
                 });
                 let children = &mut self.nodes[node as usize].children;
                 children.push((token, child));
                 children.len() as u32 - 1
             });
-            steps.push((node, way));
-            node = self.nodes[node as usize].children[way as usize].1;
+            steps.push((node, edge));
+            node = self.nodes[node as usize].children[edge as usize].1;
         }
         steps.push((node, 0));
         self.steps.push(steps);
         let end = &mut self.nodes[node as usize];
         if end.end.is_none() {
             end.end = Some(choice);
-            end.via = choice;
+            end.sample_choice = choice;
         }
     }
 
@@ -170,7 +170,7 @@ impl Choices {
             .zip(self.paths.iter().map(Vec::as_slice))
     }
 
-    /// Maximum tokens to compute after the prompt: the depth of the deepest node with several ways.
+    /// Maximum tokens to compute after the prompt: the depth of the deepest node with several edges.
     pub fn deepest_choice(&self) -> usize {
         self.deepest
     }
@@ -181,12 +181,12 @@ impl Choices {
     }
 
     /// Number of tokens from the root to `node`.
-    pub fn depth(&self, node: Node) -> usize {
+    pub fn depth(&self, node: NodeId) -> usize {
         self.nodes[node as usize].depth
     }
 
-    /// Goes on from `node` while there is only one way.
-    pub fn walk(&self, mut node: Node) -> Walk {
+    /// Goes on from `node` while there is only one edge.
+    pub fn follow_forced(&self, mut node: NodeId) -> ForcedPath {
         let mut forced = Vec::new();
         loop {
             let at = &self.nodes[node as usize];
@@ -195,9 +195,9 @@ impl Choices {
                     forced.push(*token);
                     node = *child;
                 }
-                ([], ended) => return Walk { forced, node, ended },
+                ([], ended) => return ForcedPath { forced, node, ended },
                 _ => {
-                    return Walk {
+                    return ForcedPath {
                         forced,
                         node,
                         ended: None,
@@ -208,31 +208,31 @@ impl Choices {
     }
 
     /// Tokens from the root to `node`.
-    pub fn path_to(&self, node: Node) -> &[u32] {
+    pub fn path_to(&self, node: NodeId) -> &[u32] {
         let at = &self.nodes[node as usize];
-        &self.paths[at.via][..at.depth]
+        &self.paths[at.sample_choice][..at.depth]
     }
 
-    /// Log probability of each way from `node`: those of its children, then that of the end if a
+    /// Log probability of each edge from `node`: those of its children, then that of the end if a
     /// choice ends there. `logits` are those of the node's ids, in their order.
-    fn ways(&self, node: Node, logits: &[f32]) -> Vec<f64> {
+    fn edges(&self, node: NodeId, logits: &[f32]) -> Vec<f64> {
         let at = &self.nodes[node as usize];
         let logit = |place: usize| logits.get(place).map_or(f64::NEG_INFINITY, |l| f64::from(*l));
-        let mut ways: Vec<f64> = (0..at.children.len()).map(logit).collect();
+        let mut edges: Vec<f64> = (0..at.children.len()).map(logit).collect();
         if at.end.is_some() {
             let ends = self
                 .eos
                 .iter()
                 .filter_map(|id| at.ids.iter().position(|known| known == id));
-            ways.push(log_sum(ends.map(logit)));
+            edges.push(log_sum(ends.map(logit)));
         }
-        let all = log_sum(ways.iter().copied());
-        ways.iter().map(|way| way - all).collect()
+        let all = log_sum(edges.iter().copied());
+        edges.iter().map(|edge| edge - all).collect()
     }
 }
 
 impl TrieNode {
-    fn ways(&self) -> usize {
+    fn edges(&self) -> usize {
         self.children.len() + usize::from(self.end.is_some())
     }
 }
@@ -310,21 +310,21 @@ impl<'a> Speller<'a> {
 
 /// The model's answer at one node.
 #[derive(Debug)]
-struct Answer {
-    /// Log probability of each way under the constraint; empty unless probabilities are requested.
-    ways: Vec<f64>,
+struct NodeAnswer {
+    /// Log probability of each edge under the constraint; empty unless probabilities are requested.
+    edges: Vec<f64>,
     /// Raw log probability of each child; empty unless log probabilities are requested.
     raw: Vec<f32>,
-    /// Index of the sampled way.
+    /// Index of the sampled edge.
     picked: usize,
 }
 
 /// The choice of one completion, node by node.
 #[derive(Debug)]
 pub struct ChoiceState {
-    choices: Arc<Choices>,
+    choices: Arc<ChoiceTrie>,
     probabilities: bool,
-    answers: HashMap<Node, Answer>,
+    answers: HashMap<NodeId, NodeAnswer>,
     /// Number of nodes that sequences are still computing.
     outstanding: usize,
 }
@@ -340,7 +340,7 @@ pub struct Chosen {
 
 impl ChoiceState {
     /// Starts at the root, with one sequence to compute.
-    pub fn new(choices: Arc<Choices>, probabilities: bool) -> ChoiceState {
+    pub fn new(choices: Arc<ChoiceTrie>, probabilities: bool) -> ChoiceState {
         ChoiceState {
             choices,
             probabilities,
@@ -349,12 +349,12 @@ impl ChoiceState {
         }
     }
 
-    pub fn choices(&self) -> &Choices {
+    pub fn choices(&self) -> &ChoiceTrie {
         &self.choices
     }
 
     /// How to draw at `node`; all other settings are those of `draw`.
-    pub fn draw<'a>(&'a self, node: Node, draw: Draw<'a>) -> Draw<'a> {
+    pub fn draw<'a>(&'a self, node: NodeId, draw: Draw<'a>) -> Draw<'a> {
         Draw {
             allowed: Allowed::Ids(&self.choices.nodes[node as usize].ids),
             completion: self.choices.path_to(node),
@@ -365,7 +365,7 @@ impl ChoiceState {
 
     /// Appends the ids that an answer may begin with: the one certain id, or all ids of the root.
     pub fn first_ids(&self, ids: &mut Vec<u32>) {
-        match self.choices.walk(0).forced.first() {
+        match self.choices.follow_forced(0).forced.first() {
             Some(first) => ids.push(*first),
             None => ids.extend(&self.choices.nodes[0].ids),
         }
@@ -374,15 +374,15 @@ impl ChoiceState {
     /// Takes the first token if the choices allow only one. Returns `false`, without any change, if
     /// they allow several.
     pub fn take_certain(&mut self, drawn: &Drawn, logprobs: bool) -> bool {
-        let is_certain = !self.choices.walk(0).forced.is_empty();
+        let is_certain = !self.choices.follow_forced(0).forced.is_empty();
         if is_certain {
             let raw = if logprobs {
                 vec![drawn.log_probability()]
             } else {
                 Vec::new()
             };
-            let ways = if self.probabilities { vec![0.0] } else { Vec::new() };
-            self.answers.insert(0, Answer { ways, raw, picked: 0 });
+            let edges = if self.probabilities { vec![0.0] } else { Vec::new() };
+            self.answers.insert(0, NodeAnswer { edges, raw, picked: 0 });
         }
         is_certain
     }
@@ -390,7 +390,7 @@ impl ChoiceState {
     /// Takes the token drawn at `node`; with `logprobs`, keeps log probabilities. Returns the nodes
     /// that must be computed next, each with the tokens up to it. [`ChoiceState::is_decided`] says
     /// when the choice is made.
-    pub fn take(&mut self, node: Node, drawn: &Drawn, logprobs: bool) -> Vec<(Node, Vec<u32>)> {
+    pub fn take(&mut self, node: NodeId, drawn: &Drawn, logprobs: bool) -> Vec<(NodeId, Vec<u32>)> {
         let choices = &self.choices;
         let at = &choices.nodes[node as usize];
         let picked = at
@@ -398,8 +398,8 @@ impl ChoiceState {
             .iter()
             .position(|(t, _)| *t == drawn.token)
             .unwrap_or(at.children.len());
-        let ways = if self.probabilities {
-            choices.ways(node, &drawn.logits)
+        let edges = if self.probabilities {
+            choices.edges(node, &drawn.logits)
         } else {
             Vec::new()
         };
@@ -409,10 +409,10 @@ impl ChoiceState {
         } else {
             Vec::new()
         };
-        self.answers.insert(node, Answer { ways, raw, picked });
+        self.answers.insert(node, NodeAnswer { edges, raw, picked });
         let mut next = Vec::new();
         for (i, (token, child)) in at.children.iter().enumerate() {
-            let walk = choices.walk(*child);
+            let walk = choices.follow_forced(*child);
             if walk.ended.is_none() && (self.probabilities || i == picked) {
                 let tokens = std::iter::once(*token).chain(walk.forced).collect();
                 next.push((walk.node, tokens));
@@ -437,7 +437,7 @@ impl ChoiceState {
         let tokens = self.choices.paths[choice].clone();
         let logprobs = self
             .along(choice)
-            .map(|(answer, way)| answer.map_or(0.0, |a| a.raw.get(way).copied().unwrap_or(0.0)));
+            .map(|(answer, edge)| answer.map_or(0.0, |a| a.raw.get(edge).copied().unwrap_or(0.0)));
         Chosen {
             text: self.choices.texts[choice].clone(),
             logprobs: logprobs.take(tokens.len()).collect(),
@@ -446,25 +446,25 @@ impl ChoiceState {
         }
     }
 
-    /// The choice that the sampled ways lead to.
+    /// The choice that the sampled edges lead to.
     fn sampled(&self) -> usize {
         let mut node = 0;
         loop {
-            let walk = self.choices.walk(node);
+            let walk = self.choices.follow_forced(node);
             let at = &self.choices.nodes[walk.node as usize];
             let picked = self.answers.get(&walk.node).map_or(at.children.len(), |a| a.picked);
             match (walk.ended, at.children.get(picked)) {
                 (None, Some((_, child))) => node = *child,
-                (ended, _) => return ended.or(at.end).unwrap_or(at.via),
+                (ended, _) => return ended.or(at.end).unwrap_or(at.sample_choice),
             }
         }
     }
 
-    /// The answer and the way taken at each node of a choice's path: one entry per token, then one
+    /// The answer and the edge taken at each node of a choice's path: one entry per token, then one
     /// for the end.
-    fn along(&self, choice: usize) -> impl Iterator<Item = (Option<&Answer>, usize)> {
+    fn along(&self, choice: usize) -> impl Iterator<Item = (Option<&NodeAnswer>, usize)> {
         let steps = self.choices.steps[choice].iter();
-        steps.map(|(node, way)| (self.answers.get(node), *way as usize))
+        steps.map(|(node, edge)| (self.answers.get(node), *edge as usize))
     }
 
     /// The probability of each choice. Of repeated choices the first has all of it.
@@ -473,8 +473,8 @@ impl ChoiceState {
             if self.choices.is_repeated(choice) {
                 return 0.0;
             }
-            let ways = self.along(choice).filter_map(|(answer, way)| answer?.ways.get(way));
-            ways.sum::<f64>().exp()
+            let edges = self.along(choice).filter_map(|(answer, edge)| answer?.edges.get(edge));
+            edges.sum::<f64>().exp()
         };
         (0..self.choices.paths.len()).map(probability).collect()
     }
@@ -485,11 +485,11 @@ mod tests {
     use super::*;
     use crate::device::cpu::sample::{Scratch, sample};
 
-    fn choices(texts: &[&str], words: &[&str]) -> (Choices, Tokenizer) {
+    fn choices(texts: &[&str], words: &[&str]) -> (ChoiceTrie, Tokenizer) {
         let tokenizer = Tokenizer::from_words(words, &["<eos>"]).unwrap();
         let texts: Vec<String> = texts.iter().map(|t| t.to_string()).collect();
         let eos = [tokenizer.eos_id().unwrap()];
-        (Choices::new(&texts, &tokenizer, &eos).unwrap(), tokenizer)
+        (ChoiceTrie::new(&texts, &tokenizer, &eos).unwrap(), tokenizer)
     }
 
     #[test]
@@ -497,7 +497,7 @@ mod tests {
         let (c, t) = choices(&["say yes", "say no"], &["say", " yes", " no"]);
         let (yes, no) = (t.encode_plain(" yes"), t.encode_plain(" no"));
         let say = t.encode_plain("say");
-        let walk = c.walk(0);
+        let walk = c.follow_forced(0);
         if yes.len() == 1 && no.len() == 1 {
             assert_eq!((walk.forced, walk.ended), (say, None));
             assert_eq!(c.deepest_choice(), 1);
@@ -509,7 +509,7 @@ mod tests {
     #[test]
     fn one_choice_is_no_choice() {
         let (c, t) = choices(&["only"], &["on"]);
-        let walk = c.walk(0);
+        let walk = c.follow_forced(0);
         assert_eq!((walk.ended, t.decode(&walk.forced)), (Some(0), "only".to_string()));
         let chosen = ChoiceState::new(Arc::new(c), true).chosen(true);
         assert_eq!((chosen.text.as_str(), chosen.probabilities), ("only", Some(vec![1.0])));
@@ -541,13 +541,13 @@ mod tests {
             (Some("never"), ""),
         ] {
             let tokenizer = sentencepiece(scheme);
-            let choices = Choices::new(&texts, &tokenizer, &[2]).unwrap();
+            let choices = ChoiceTrie::new(&texts, &tokenizer, &[2]).unwrap();
             for (path, text) in choices.paths.iter().zip(&texts) {
                 assert_eq!(tokenizer.decode(path), format!("{begin}{text}"), "{scheme:?}");
             }
             let own = tokenizer.encode_piece("ab", true).unwrap();
             assert_eq!(choices.paths[0], own, "{scheme:?}: the tokenizer's own tokens");
-            let only = Arc::new(Choices::new(&texts[..1], &tokenizer, &[2]).unwrap());
+            let only = Arc::new(ChoiceTrie::new(&texts[..1], &tokenizer, &[2]).unwrap());
             assert_eq!(ChoiceState::new(only, false).chosen(true).text, "ab");
         }
     }
@@ -563,7 +563,7 @@ mod tests {
         assert!(c.is_repeated(5000) && !c.is_repeated(0));
         let logits: Vec<f32> = (0..150_000).map(|i| (i % 7) as f32).collect();
         let mut state = ChoiceState::new(Arc::new(c), true);
-        let mut nodes = vec![state.choices().walk(0).node];
+        let mut nodes = vec![state.choices().follow_forced(0).node];
         let log_sum = true;
         while let Some(node) = nodes.pop() {
             let draw = state.draw(
@@ -579,7 +579,7 @@ mod tests {
         let chosen = state.chosen(true);
         let p = chosen.probabilities.unwrap();
         assert!((p.iter().sum::<f32>() - 1.0).abs() < 1e-3 && p[5000] == 0.0);
-        // `0` is byte 48 and 48 % 7 = 6, the largest logit; the three ways of equal weight are `0` and `7`.
+        // `0` is byte 48 and 48 % 7 = 6, the largest logit; the three edges of equal weight are `0` and `7`.
         assert_eq!(chosen.text, "choice 0000");
         let sum: f64 = logits.iter().map(|l| f64::from(*l).exp()).sum();
         let raw = (6.0 - sum.ln()) as f32;
@@ -591,12 +591,12 @@ mod tests {
     #[test]
     fn odd_choices_do_not_panic() {
         let (c, _) = choices(&["a", "", "a", "ab"], &[]);
-        assert_eq!(c.walk(0).ended, None, "the empty choice ends at the root");
+        assert_eq!(c.follow_forced(0).ended, None, "the empty choice ends at the root");
         let tokenizer = Tokenizer::from_words(&[], &["<eos>"]).unwrap();
-        assert!(Choices::new(&[], &tokenizer, &[]).is_err());
+        assert!(ChoiceTrie::new(&[], &tokenizer, &[]).is_err());
         let prefix = ["a".to_string(), "ab".to_string()];
         assert!(matches!(
-            Choices::new(&prefix, &tokenizer, &[]),
+            ChoiceTrie::new(&prefix, &tokenizer, &[]),
             Err(ConstraintError::NoEnd { .. })
         ));
     }

@@ -33,7 +33,7 @@ impl Forbidden {
     }
 
     /// Whether a completion of this length must go on.
-    fn keeps_on(&self, prompt: usize, completion: usize) -> bool {
+    fn must_continue(&self, prompt: usize, completion: usize) -> bool {
         completion < self.min_new_tokens as usize || prompt + completion < self.min_length as usize
     }
 
@@ -41,7 +41,7 @@ impl Forbidden {
     ///
     /// # Errors
     /// The first choice that needs a forbidden token, and that token.
-    pub fn clash(&self, constraint: &Constraint) -> Result<(), ConstraintError> {
+    pub fn check_choices(&self, constraint: &Constraint) -> Result<(), ConstraintError> {
         let Constraint::Choice { choices, .. } = constraint else {
             return Ok(());
         };
@@ -60,7 +60,7 @@ impl Forbidden {
 
 /// The tokens that are masked out at a completion's current position.
 #[derive(Debug, Default)]
-pub(super) struct Out {
+pub(super) struct BannedTokens {
     /// The position that `ids` was computed for: whether it is the first token, whether tokens that
     /// end the completion are masked out, and whether a grammar applies (whose mask omits ids
     /// without a token).
@@ -71,18 +71,18 @@ pub(super) struct Out {
     mask: Vec<u32>,
 }
 
-impl Out {
-    /// Computes [`ids`](Self::ids) for a completion without a grammar. `holes`: ids without a
+impl BannedTokens {
+    /// Computes [`ids`](Self::ids) for a completion without a grammar. `unused_ids`: ids without a
     /// token. `ends`: tokens that end the completion.
     pub(super) fn prepare<'a>(
         &mut self,
         forbidden: &Forbidden,
         (prompt, completion): (usize, usize),
-        holes: &[u32],
+        unused_ids: &[u32],
         ends: impl Iterator<Item = &'a u32>,
     ) {
-        let keeps_on = forbidden.keeps_on(prompt, completion);
-        self.gather(forbidden, (completion == 0, keeps_on, false), holes, ends);
+        let must_continue = forbidden.must_continue(prompt, completion);
+        self.gather(forbidden, (completion == 0, must_continue, false), unused_ids, ends);
     }
 
     /// Computes [`mask`](Self::mask) for a completion whose grammar allows `mask`; `eos` stays in
@@ -102,7 +102,7 @@ impl Out {
         &mut self,
         forbidden: &Forbidden,
         at: (bool, bool, bool),
-        holes: &[u32],
+        unused_ids: &[u32],
         ends: impl Iterator<Item = &'a u32>,
     ) {
         // The ids change only after the first token and where the completion becomes long enough.
@@ -110,7 +110,7 @@ impl Out {
             return;
         }
         self.ids.clear();
-        self.ids.extend(holes.iter().chain(&forbidden.tokens));
+        self.ids.extend(unused_ids.iter().chain(&forbidden.tokens));
         if at.0 {
             self.ids.extend(&forbidden.first);
         }
@@ -141,13 +141,13 @@ mod tests {
             tokens: vec![2, 5],
             ..Forbidden::default()
         };
-        let mut out = Out::default();
-        out.prepare_mask(&forbidden, 1, &[u32::MAX], &[2]);
-        out.prepare(&forbidden, (4, 1), &[90], std::iter::empty());
-        assert_eq!(out.ids(), [2, 5, 90]);
-        out.prepare_mask(&forbidden, 1, &[u32::MAX], &[2]);
+        let mut banned = BannedTokens::default();
+        banned.prepare_mask(&forbidden, 1, &[u32::MAX], &[2]);
+        banned.prepare(&forbidden, (4, 1), &[90], std::iter::empty());
+        assert_eq!(banned.ids(), [2, 5, 90]);
+        banned.prepare_mask(&forbidden, 1, &[u32::MAX], &[2]);
         // The grammar decides where a text may end: token 2 ends it and stays allowed.
-        assert_eq!((out.ids(), out.mask()), (&[2, 5][..], &[!(1 << 5)][..]));
+        assert_eq!((banned.ids(), banned.mask()), (&[2, 5][..], &[!(1 << 5)][..]));
     }
 
     #[test]
@@ -159,9 +159,9 @@ mod tests {
             min_length: 6,
         };
         let out_at = |prompt, completion| {
-            let mut out = Out::default();
-            out.prepare(&forbidden, (prompt, completion), &[90], [1, 2].iter());
-            out.ids().to_vec()
+            let mut banned = BannedTokens::default();
+            banned.prepare(&forbidden, (prompt, completion), &[90], [1, 2].iter());
+            banned.ids().to_vec()
         };
         assert_eq!(out_at(9, 0), [1, 2, 5, 7, 90]);
         assert_eq!(out_at(9, 1), [1, 2, 5, 90]);
@@ -181,10 +181,10 @@ mod tests {
             min_new_tokens: 2,
             ..Forbidden::default()
         };
-        let mut out = Out::default();
+        let mut banned = BannedTokens::default();
         for (completion, ids) in [(0, vec![1, 7]), (1, vec![1]), (2, vec![]), (3, vec![])] {
-            out.prepare(&forbidden, (4, completion), &[], [1].iter());
-            assert_eq!(out.ids(), ids, "{completion}");
+            banned.prepare(&forbidden, (4, completion), &[], [1].iter());
+            assert_eq!(banned.ids(), ids, "{completion}");
         }
     }
 
@@ -196,10 +196,10 @@ mod tests {
             min_new_tokens: 9,
             min_length: 0,
         };
-        let mut out = Out::default();
-        out.prepare_mask(&forbidden, 0, &[0b1111, 0, u32::MAX], &[2]);
-        assert_eq!(out.mask(), [0b0101, 0, !(1 << 6)]);
-        out.prepare_mask(&forbidden, 1, &[0b1111, 0, 0], &[2]);
-        assert_eq!(out.mask(), [0b1101, 0, 0]);
+        let mut banned = BannedTokens::default();
+        banned.prepare_mask(&forbidden, 0, &[0b1111, 0, u32::MAX], &[2]);
+        assert_eq!(banned.mask(), [0b0101, 0, !(1 << 6)]);
+        banned.prepare_mask(&forbidden, 1, &[0b1111, 0, 0], &[2]);
+        assert_eq!(banned.mask(), [0b1101, 0, 0]);
     }
 }

@@ -1,7 +1,7 @@
 //! The engine as the worker sees it.
 
 use crate::engine::request::{Finished, Request};
-use crate::engine::run::{EngineError, Refused};
+use crate::engine::run::{EngineError, RequestError};
 
 /// Requests in, completions out. [`Engine`](crate::engine::Engine) computes them; fault tests use a
 /// generator whose answers are known beforehand.
@@ -17,7 +17,7 @@ pub trait Generator: Send {
     ///
     /// # Errors
     /// This engine can never complete the request: its row fails.
-    fn submit(&mut self, request: Request) -> Result<(), Refused>;
+    fn submit(&mut self, request: Request) -> Result<(), RequestError>;
 
     /// Runs one step and returns the requests that have ended. Without work it returns at once, or
     /// waits a moment for a shape that is being compiled.

@@ -8,14 +8,14 @@ use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 
 /// A map keyed by the id of a unit or a sequence.
-pub type ById<V> = HashMap<u64, V, BuildHasherDefault<IdHasher>>;
+pub type ById<V> = HashMap<u64, V, BuildHasherDefault<CounterHasher>>;
 
 /// Spreads a counter over all bits: hash tables take the bucket from the low bits and a tag from
 /// the high bits.
 #[derive(Debug, Default, Clone, Copy)]
-pub struct IdHasher(u64);
+pub struct CounterHasher(u64);
 
-impl Hasher for IdHasher {
+impl Hasher for CounterHasher {
     fn finish(&self) -> u64 {
         self.0
     }
@@ -41,7 +41,7 @@ mod tests {
     #[test]
     fn counted_ids_spread() {
         let hash = |id| {
-            let mut hasher = IdHasher::default();
+            let mut hasher = CounterHasher::default();
             hasher.write_u64(id);
             hasher.finish()
         };

@@ -27,7 +27,7 @@ mod work;
 
 pub use generate::Generator;
 pub use options::EngineOptions;
-pub use run::{Engine, EngineError, Refused};
+pub use run::{Engine, EngineError, RequestError};
 
 use std::time::Duration;
 

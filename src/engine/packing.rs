@@ -12,13 +12,13 @@ use std::cmp::Reverse;
 
 /// The properties of a waiting prompt that decide its position.
 #[derive(Debug, Clone, Copy)]
-pub struct Waiting<'a> {
+pub struct WaitingPrompt<'a> {
     pub prompt: &'a [u32],
     /// Maximum tokens of its completion.
     pub max_tokens: u32,
 }
 
-impl Waiting<'_> {
+impl WaitingPrompt<'_> {
     /// Maximum tokens of prompt and completion together.
     fn length(&self) -> usize {
         self.prompt.len() + self.max_tokens as usize
@@ -35,7 +35,7 @@ struct Branch {
 /// blocks counts as shared.
 ///
 /// A pure function of its inputs.
-pub fn order(window: &[Waiting], block_tokens: usize) -> Vec<usize> {
+pub fn order(window: &[WaitingPrompt], block_tokens: usize) -> Vec<usize> {
     let mut sorted: Vec<usize> = (0..window.len()).collect();
     sorted.sort_unstable_by(|a, b| window[*a].prompt.cmp(window[*b].prompt).then(a.cmp(b)));
     // Whole blocks that each prompt shares with the one before it in sorted order.
@@ -96,9 +96,9 @@ mod tests {
     use proptest::prelude::*;
 
     fn order_of(prompts: &[&[u32]], block_tokens: usize) -> Vec<usize> {
-        let window: Vec<Waiting> = prompts
+        let window: Vec<WaitingPrompt> = prompts
             .iter()
-            .map(|p| Waiting {
+            .map(|p| WaitingPrompt {
                 prompt: p,
                 max_tokens: 1,
             })
@@ -121,7 +121,7 @@ mod tests {
 
     #[test]
     fn a_row_is_as_long_as_its_prompt_and_its_longest_answer() {
-        let waiting = |prompt: &'static [u32], max_tokens| Waiting { prompt, max_tokens };
+        let waiting = |prompt: &'static [u32], max_tokens| WaitingPrompt { prompt, max_tokens };
         let window = [waiting(&[1, 2, 3], 5), waiting(&[4], 8), waiting(&[5, 6], 2)];
         assert_eq!(order(&window, 16), [1, 0, 2]);
     }
@@ -151,8 +151,8 @@ mod tests {
             prompts in prop::collection::vec(prop::collection::vec(0u32..3, 1..12), 0..40),
             block in 1usize..4,
         ) {
-            let window: Vec<Waiting> =
-                prompts.iter().enumerate().map(|(i, p)| Waiting { prompt: p, max_tokens: (i % 5) as u32 }).collect();
+            let window: Vec<WaitingPrompt> =
+                prompts.iter().enumerate().map(|(i, p)| WaitingPrompt { prompt: p, max_tokens: (i % 5) as u32 }).collect();
             let ordered = order(&window, block);
             let mut once = ordered.clone();
             once.sort_unstable();

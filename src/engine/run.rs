@@ -22,8 +22,8 @@ use smallvec::{SmallVec, smallvec};
 use crate::device::DeviceError;
 use crate::device::draw::{Draw, DrawError};
 use crate::engine::blocks::{BlockKey, BlockPool};
-use crate::engine::choice::Node;
-use crate::engine::constraint::compiler::Found;
+use crate::engine::choice::NodeId;
+use crate::engine::constraint::compiler::ShapeState;
 use crate::engine::constraint::{Constraint, ConstraintError};
 use crate::engine::generate::Generator;
 use crate::engine::ids::ById;
@@ -33,7 +33,7 @@ use crate::engine::sequence::{Continuation, Next, SampleState};
 use crate::engine::shapes::Shapes;
 use crate::engine::thinking::Begin;
 use crate::engine::totals::{StepShape, StepTotals};
-use crate::engine::work::{self, Active, PendingStep, Row, Work};
+use crate::engine::work::{self, ActiveUnit, LogitsRow, PendingStep, UnitWork};
 use crate::engine::{EngineOptions, Forward, ForwardError};
 use crate::tokenizer::Tokenizer;
 
@@ -57,7 +57,7 @@ pub enum EngineError {
 
 /// A request that this engine cannot complete; fails the row.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum Refused {
+pub enum RequestError {
     #[error("the prompt has no tokens")]
     EmptyPrompt,
     #[error("the prompt holds token {token}, and the model's vocabulary has {vocabulary}")]
@@ -85,13 +85,13 @@ pub struct Engine {
     options: EngineOptions,
     scheduler: Scheduler,
     shapes: Shapes,
-    units: ById<Box<Active>>,
+    units: ById<Box<ActiveUnit>>,
     /// The unit that computes each greedy request.
     questions: HashMap<Question, u64>,
     /// Requests that wait for the result of an equal one.
     copies: usize,
     /// The unit of each sequence, and the node of a choice that the sequence has reached.
-    sequences: ById<(u64, Node)>,
+    sequences: ById<(u64, NodeId)>,
     /// Requests that ended without a step; the next step returns them.
     finished: Vec<Finished>,
     /// The step whose tokens have not been taken.
@@ -170,7 +170,7 @@ impl Engine {
         if unit.params().temperature == 0.0 {
             self.questions.insert((unit.id().job, unit.prompt().clone()), key);
         }
-        let active = Active {
+        let active = ActiveUnit {
             ids: vec![unit.id()],
             unit,
             sequences,
@@ -217,7 +217,7 @@ impl Engine {
         for (request, shape) in self.shapes.compiled(is_idle) {
             let id = request.id;
             let admitted = shape
-                .map_err(Refused::from)
+                .map_err(RequestError::from)
                 .and_then(|shape| self.admit(request, shape));
             if let Err(refused) = admitted {
                 self.finished.push(Finished {
@@ -230,7 +230,7 @@ impl Engine {
     }
 
     /// Admits a request whose shape is compiled.
-    fn admit(&mut self, request: Request, constraint: Constraint) -> Result<(), Refused> {
+    fn admit(&mut self, request: Request, constraint: Constraint) -> Result<(), RequestError> {
         let prompt = request.prompt.len();
         let context = self.forward.context_tokens() as usize;
         let room = context.saturating_sub(prompt);
@@ -248,10 +248,10 @@ impl Engine {
             Constraint::Free | Constraint::Grammar(_) => (1, asked.min(room), asked.min(room)),
         };
         if needs > room {
-            return Err(Refused::Context { prompt, needs, context });
+            return Err(RequestError::Context { prompt, needs, context });
         }
         if !self.scheduler.fits_pool(prompt + most) {
-            return Err(Refused::Pool {
+            return Err(RequestError::Pool {
                 prompt,
                 most,
                 pool: self.scheduler.pool_tokens(),
@@ -383,7 +383,7 @@ impl Engine {
         }
         let mut work = self.collect(&pending.rows);
         for w in &mut work {
-            let taken = |row: &Row| std::mem::replace(&mut drawn[row.at], Err(DrawError::NothingAllowed));
+            let taken = |row: &LogitsRow| std::mem::replace(&mut drawn[row.at], Err(DrawError::NothingAllowed));
             w.drawn = w.rows.iter().map(taken).collect();
         }
         let tokenizer = &*self.tokenizer;
@@ -412,20 +412,20 @@ impl Engine {
     }
 
     /// Takes the units of the sequences that still exist, with their rows.
-    fn collect(&mut self, rows: &[(SequenceId, usize)]) -> Vec<Work> {
-        let mut work: Vec<Work> = Vec::with_capacity(rows.len());
+    fn collect(&mut self, rows: &[(SequenceId, usize)]) -> Vec<UnitWork> {
+        let mut work: Vec<UnitWork> = Vec::with_capacity(rows.len());
         // Index in `work`, for units with several sequences.
         let mut place: ById<usize> = ById::default();
         for &(sequence, at) in rows {
             let Some((key, node)) = self.sequences.get(&sequence).copied() else {
                 continue;
             };
-            let row = Row { sequence, node, at };
+            let row = LogitsRow { sequence, node, at };
             if let Some(active) = self.units.remove(&key) {
                 if active.sequences.len() > 1 {
                     place.insert(key, work.len());
                 }
-                work.push(Work {
+                work.push(UnitWork {
                     key,
                     active,
                     rows: smallvec![row],
@@ -440,15 +440,15 @@ impl Engine {
     }
 
     /// Applies a unit's drawn tokens: its sequences go on, fork or end.
-    fn apply(&mut self, work: Work, finished: &mut Vec<Finished>) {
-        let Work {
+    fn apply(&mut self, work: UnitWork, finished: &mut Vec<Finished>) {
+        let UnitWork {
             key,
             mut active,
             rows,
             next,
             ..
         } = work;
-        for (Row { sequence, node, .. }, next) in rows.into_iter().zip(next) {
+        for (LogitsRow { sequence, node, .. }, next) in rows.into_iter().zip(next) {
             match next {
                 Next::Finished(result) => {
                     for sequence in active.sequences {
@@ -521,17 +521,17 @@ impl Generator for Engine {
     /// A `max_tokens` beyond the model's context is cut to the tokens that fit. A prompt that
     /// leaves no room for a single token is refused, and so is a prompt that together with its
     /// `max_tokens` exceeds the whole KV pool.
-    fn submit(&mut self, request: Request) -> Result<(), Refused> {
+    fn submit(&mut self, request: Request) -> Result<(), RequestError> {
         let vocabulary = self.forward.vocab_size();
         if request.prompt.is_empty() {
-            return Err(Refused::EmptyPrompt);
+            return Err(RequestError::EmptyPrompt);
         }
         if let Some(&token) = request.prompt.iter().find(|t| **t as usize >= vocabulary) {
-            return Err(Refused::UnknownToken { token, vocabulary });
+            return Err(RequestError::UnknownToken { token, vocabulary });
         }
         match self.shapes.find(&request, &self.tokenizer) {
-            Found::Ready(constraint) => self.admit(request, constraint?),
-            Found::Underway(key) => {
+            ShapeState::Ready(constraint) => self.admit(request, constraint?),
+            ShapeState::Underway(key) => {
                 self.shapes.wait(key, request);
                 Ok(())
             }

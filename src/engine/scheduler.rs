@@ -30,7 +30,7 @@ use smallvec::SmallVec;
 
 use crate::engine::blocks::{BlockKey, BlockPool};
 use crate::engine::ids::ById;
-use crate::engine::packing::{self, Waiting};
+use crate::engine::packing::{self, WaitingPrompt};
 
 /// Identifies a sequence for as long as the scheduler knows it.
 pub type SequenceId = u64;
@@ -438,10 +438,10 @@ impl Scheduler {
 
     /// Orders the requests that have arrived into the next window.
     fn order_incoming(&mut self) {
-        let window: Vec<Waiting> = self
+        let window: Vec<WaitingPrompt> = self
             .incoming
             .iter()
-            .map(|s| Waiting {
+            .map(|s| WaitingPrompt {
                 prompt: s.prompt.as_deref().unwrap_or(&s.tokens),
                 max_tokens: s.max_tokens,
             })

@@ -29,13 +29,13 @@ use std::sync::Arc;
 use smallvec::{SmallVec, smallvec};
 
 use crate::device::draw::{Allowed, Draw, DrawError, Drawn};
-use crate::engine::choice::{ChoiceState, Chosen, Node};
+use crate::engine::choice::{ChoiceState, Chosen, NodeId};
 use crate::engine::constraint::{Constraint, GrammarState};
-use crate::engine::forbidden::Out;
+use crate::engine::forbidden::BannedTokens;
 use crate::engine::params::GenerationParams;
 use crate::engine::philox::StreamKey;
 use crate::engine::request::{Completion, FinishReason, Request, UnitId};
-use crate::engine::thinking::{Course, Spelled};
+use crate::engine::thinking::{TextEffect, ThoughtState};
 use crate::tokenizer::Tokenizer;
 
 /// One completion while it is generated.
@@ -55,19 +55,19 @@ pub struct SampleState {
     logprobs: Vec<f32>,
     /// Bytes of the answer's tokens.
     bytes: Vec<u8>,
-    course: Course,
+    thought_state: ThoughtState,
     /// Tokens that may be drawn where a thought or the answer may begin.
     start: StartsWith,
     /// Per node of a choice: the tokens that penalties count there, if a thought precedes them.
-    histories: HashMap<Node, Vec<u32>>,
+    histories: HashMap<NodeId, Vec<u32>>,
     /// Tokens that are forbidden at the current position, if any.
-    out: Out,
+    banned: BannedTokens,
     /// Prompt tokens that were found in the prefix cache when it first started.
     cached_tokens: Option<u32>,
-    state: State,
+    state: OutputState,
 }
 
-enum State {
+enum OutputState {
     Free,
     Grammar(Box<GrammarState>),
     Choice(ChoiceState),
@@ -84,7 +84,7 @@ struct StartsWith {
 #[derive(Debug, PartialEq, Eq)]
 pub struct Continuation {
     /// The node of a choice whose logits the sequence computes next; 0 for other shapes.
-    pub node: Node,
+    pub node: NodeId,
     /// Tokens to append to the sequence.
     pub tokens: SmallVec<[u32; 4]>,
 }
@@ -109,15 +109,17 @@ impl SampleState {
         tokenizer: &Tokenizer,
     ) -> (SampleState, Next) {
         let state = match constraint {
-            Constraint::Free => State::Free,
-            Constraint::Grammar(grammar) => State::Grammar(Box::new(GrammarState::new(grammar))),
-            Constraint::Choice { choices, probabilities } => State::Choice(ChoiceState::new(choices, probabilities)),
+            Constraint::Free => OutputState::Free,
+            Constraint::Grammar(grammar) => OutputState::Grammar(Box::new(GrammarState::new(grammar))),
+            Constraint::Choice { choices, probabilities } => {
+                OutputState::Choice(ChoiceState::new(choices, probabilities))
+            }
         };
         let thinking = request.params.thinking.clone();
         let mut unit = SampleState {
             id: request.id,
             key: StreamKey::of(request.params.seed, request.id),
-            course: Course::new(thinking, &request.prompt, !matches!(state, State::Free)),
+            thought_state: ThoughtState::new(thinking, &request.prompt, !matches!(state, OutputState::Free)),
             prompt: request.prompt,
             prompt_ids: Vec::new(),
             params: request.params,
@@ -129,7 +131,7 @@ impl SampleState {
             bytes: Vec::new(),
             start: StartsWith::default(),
             histories: HashMap::new(),
-            out: Out::default(),
+            banned: BannedTokens::default(),
             cached_tokens: None,
             state,
         };
@@ -143,12 +145,14 @@ impl SampleState {
             return ended;
         }
         let mut node = 0;
-        if let (State::Choice(state), true) = (&self.state, self.course.answers()) {
-            let walk = state.choices().walk(0);
+        if let (OutputState::Choice(state), true) = (&self.state, self.thought_state.answers()) {
+            let walk = state.choices().follow_forced(0);
             if walk.ended.is_some() {
                 return self.finish(FinishReason::Stop, tokenizer);
             }
-            if self.course.thought() && self.completion.len() + state.choices().deepest_choice() > self.max_tokens {
+            if self.thought_state.thought()
+                && self.completion.len() + state.choices().deepest_choice() > self.max_tokens
+            {
                 // The thought has left too little room for a choice.
                 return self.finish_at(FinishReason::Length, true, tokenizer);
             }
@@ -162,8 +166,8 @@ impl SampleState {
     /// Appends forced tokens to the completion and to `tokens`. `Some`: the completion has ended.
     fn force(&mut self, tokens: &mut SmallVec<[u32; 4]>, tokenizer: &Tokenizer) -> Option<Next> {
         loop {
-            let mut forced = self.course.certain(&self.completion);
-            if let (State::Grammar(state), true) = (&mut self.state, self.course.answers()) {
+            let mut forced = self.thought_state.certain(&self.completion);
+            if let (OutputState::Grammar(state), true) = (&mut self.state, self.thought_state.answers()) {
                 forced = state.forced();
             }
             if forced.is_empty() {
@@ -180,11 +184,11 @@ impl SampleState {
 
     /// Stores the tokens that penalties count at a node of a choice, if they include more than the
     /// node's path.
-    fn keep_history(&mut self, node: Node) {
+    fn keep_history(&mut self, node: NodeId) {
         let params = &self.params;
         let penalises =
             params.repetition_penalty != 1.0 || params.presence_penalty != 0.0 || params.frequency_penalty != 0.0;
-        if let (State::Choice(state), true) = (&self.state, penalises && !self.completion.is_empty()) {
+        if let (OutputState::Choice(state), true) = (&self.state, penalises && !self.completion.is_empty()) {
             let history = [self.completion.as_slice(), state.choices().path_to(node)].concat();
             self.histories.insert(node, history);
         }
@@ -221,14 +225,14 @@ impl SampleState {
     /// Whether a step may be planned with the next token before it is known. False where the
     /// completion surely ends, or where a choice may fork.
     pub fn may_go_on(&self) -> bool {
-        let parts = matches!(self.state, State::Choice(_)) && !self.course.thinks();
+        let parts = matches!(self.state, OutputState::Choice(_)) && !self.thought_state.thinks();
         !parts && self.completion.len() + 1 < self.max_tokens
     }
 
     /// Its grammar's state, whose mask must be prepared before [`draw`](Self::draw).
     pub fn grammar(&mut self) -> Option<&mut GrammarState> {
         match &mut self.state {
-            State::Grammar(state) if !self.course.thinks() => Some(state),
+            OutputState::Grammar(state) if !self.thought_state.thinks() => Some(state),
             _ => None,
         }
     }
@@ -240,7 +244,7 @@ impl SampleState {
             self.prompt_ids.sort_unstable();
             self.prompt_ids.dedup();
         }
-        if self.course.may_answer() {
+        if self.thought_state.may_answer() {
             self.prepare_start();
         }
         let (params, generated) = (&*self.params, self.completion.len());
@@ -249,35 +253,35 @@ impl SampleState {
             _ if self.is_free() => {
                 let ends = self.eos.iter().chain(&params.stop_token_ids);
                 let at = (self.prompt.len(), generated);
-                self.out.prepare(&params.forbidden, at, tokenizer.holes(), ends);
+                self.banned.prepare(&params.forbidden, at, tokenizer.unused_ids(), ends);
             }
-            State::Grammar(state) => {
-                let mask = if self.course.may_answer() {
+            OutputState::Grammar(state) => {
+                let mask = if self.thought_state.may_answer() {
                     &self.start.mask[..]
                 } else {
                     state.mask().unwrap_or_default()
                 };
-                self.out.prepare_mask(&params.forbidden, generated, mask, &self.eos);
+                self.banned.prepare_mask(&params.forbidden, generated, mask, &self.eos);
             }
-            State::Free | State::Choice(_) => {}
+            OutputState::Free | OutputState::Choice(_) => {}
         }
     }
 
     /// Whether the next token is unconstrained.
     fn is_free(&self) -> bool {
-        matches!(self.state, State::Free) || self.course.thinks()
+        matches!(self.state, OutputState::Free) || self.thought_state.thinks()
     }
 
     /// Computes the tokens that may be drawn where a thought or the answer may begin: the shape's
     /// first tokens, and tokens that open a thought.
     fn prepare_start(&mut self) {
-        let (opening, answers) = self.course.openings(&self.completion);
+        let (opening, answers) = self.thought_state.openings(&self.completion);
         let StartsWith { ids, mask } = &mut self.start;
         ids.clear();
         mask.clear();
         match &self.state {
-            State::Choice(state) if answers => state.first_ids(ids),
-            State::Grammar(state) if answers => state.first_mask(mask),
+            OutputState::Choice(state) if answers => state.first_ids(ids),
+            OutputState::Grammar(state) if answers => state.first_mask(mask),
             _ => {}
         }
         let (forbidden, is_first) = (&self.params.forbidden, self.completion.is_empty());
@@ -294,7 +298,7 @@ impl SampleState {
     }
 
     /// The sampling settings for the logits of its sequence at `node`.
-    pub fn draw<'a>(&'a self, node: Node, tokenizer: &'a Tokenizer) -> Draw<'a> {
+    pub fn draw<'a>(&'a self, node: NodeId, tokenizer: &'a Tokenizer) -> Draw<'a> {
         let params = &*self.params;
         let forbids = !params.forbidden.is_empty();
         let draw = |generated: usize| Draw {
@@ -305,7 +309,11 @@ impl SampleState {
             repetition_penalty: params.repetition_penalty,
             presence_penalty: params.presence_penalty,
             frequency_penalty: params.frequency_penalty,
-            allowed: Allowed::AllBut(if forbids { self.out.ids() } else { tokenizer.holes() }),
+            allowed: Allowed::AllBut(if forbids {
+                self.banned.ids()
+            } else {
+                tokenizer.unused_ids()
+            }),
             prompt: &self.prompt_ids,
             completion: &self.completion,
             uniform: self.key.uniform((self.prompt.len() + generated) as u32),
@@ -315,22 +323,22 @@ impl SampleState {
         let generated = self.completion.len();
         match &self.state {
             _ if self.is_free() => draw(generated),
-            State::Free => draw(generated),
-            State::Choice(state) => {
+            OutputState::Free => draw(generated),
+            OutputState::Choice(state) => {
                 let mut asked = state.draw(node, draw(generated + state.choices().depth(node)));
                 if let Some(history) = self.histories.get(&node) {
                     asked.completion = history;
                 }
-                if self.course.may_answer() {
+                if self.thought_state.may_answer() {
                     (asked.allowed, asked.completion) = (Allowed::Ids(&self.start.ids), &self.completion);
                 }
                 asked
             }
-            State::Grammar(state) => Draw {
+            OutputState::Grammar(state) => Draw {
                 // If the mask could not be computed, the row fails when its token is taken.
                 allowed: Allowed::Mask(if forbids {
-                    self.out.mask()
-                } else if self.course.may_answer() {
+                    self.banned.mask()
+                } else if self.thought_state.may_answer() {
                     &self.start.mask
                 } else {
                     state.mask().unwrap_or_default()
@@ -341,7 +349,7 @@ impl SampleState {
     }
 
     /// Takes the token drawn from the logits of its sequence at `node`.
-    pub fn take(&mut self, node: Node, drawn: Result<Drawn, DrawError>, tokenizer: &Tokenizer) -> Next {
+    pub fn take(&mut self, node: NodeId, drawn: Result<Drawn, DrawError>, tokenizer: &Tokenizer) -> Next {
         if let Some(state) = self.grammar()
             && let Err(why) = state.mask()
         {
@@ -352,18 +360,18 @@ impl SampleState {
             Err(why) => return Next::Finished(Err(why.to_string())),
         };
         let token = drawn.token;
-        let begins = self.course.may_answer() && !self.course.opens(&self.completion, token);
-        if begins && !matches!(self.state, State::Free) {
-            self.course.answer();
+        let begins = self.thought_state.may_answer() && !self.thought_state.opens(&self.completion, token);
+        if begins && !matches!(self.state, OutputState::Free) {
+            self.thought_state.answer();
         }
-        if self.course.answers() && matches!(self.state, State::Choice(_)) {
+        if self.thought_state.answers() && matches!(self.state, OutputState::Choice(_)) {
             return self.take_choice(node, &drawn, begins, tokenizer);
         }
-        let shaped = matches!(self.state, State::Grammar(_)) && self.course.answers();
+        let shaped = matches!(self.state, OutputState::Grammar(_)) && self.thought_state.answers();
         if self.eos.contains(&token)
             && (shaped || !self.params.ignore_eos)
-            && !self.course.closes(&self.completion, token)
-            && !self.course.opens(&self.completion, token)
+            && !self.thought_state.closes(&self.completion, token)
+            && !self.thought_state.opens(&self.completion, token)
         {
             return self.finish(FinishReason::Stop, tokenizer);
         }
@@ -375,8 +383,8 @@ impl SampleState {
 
     /// Takes the token drawn at a node of a choice. `begins`: the token is the answer's first,
     /// where a thought could have begun instead.
-    fn take_choice(&mut self, node: Node, drawn: &Drawn, begins: bool, tokenizer: &Tokenizer) -> Next {
-        let State::Choice(state) = &mut self.state else {
+    fn take_choice(&mut self, node: NodeId, drawn: &Drawn, begins: bool, tokenizer: &Tokenizer) -> Next {
+        let OutputState::Choice(state) = &mut self.state else {
             return Next::Finished(Err("the completion has no choice to make".into()));
         };
         if begins && state.take_certain(drawn, self.params.logprobs) {
@@ -387,7 +395,7 @@ impl SampleState {
             return self.finish(FinishReason::Stop, tokenizer);
         }
         next.iter().for_each(|(node, _)| self.keep_history(*node));
-        let continuation = |(node, tokens): (Node, Vec<u32>)| Continuation {
+        let continuation = |(node, tokens): (NodeId, Vec<u32>)| Continuation {
             node,
             tokens: tokens.into(),
         };
@@ -396,7 +404,7 @@ impl SampleState {
 
     /// Appends a token to the completion. `Some`: the completion has ended.
     fn push(&mut self, token: u32, log_probability: impl FnOnce() -> f32, tokenizer: &Tokenizer) -> Option<Next> {
-        let stops = !self.course.thinks() && !self.course.opens(&self.completion, token);
+        let stops = !self.thought_state.thinks() && !self.thought_state.opens(&self.completion, token);
         if stops && self.params.stop_token_ids.contains(&token) && !self.is_before(token, tokenizer) {
             return Some(self.finish(FinishReason::Stop, tokenizer));
         }
@@ -404,10 +412,10 @@ impl SampleState {
         if self.params.logprobs {
             self.logprobs.push(log_probability());
         }
-        match self.course.take(&self.completion, tokenizer) {
-            Spelled::Nothing => {}
-            Spelled::Cleared => self.bytes.clear(),
-            Spelled::From(from) => {
+        match self.thought_state.take(&self.completion, tokenizer) {
+            TextEffect::Nothing => {}
+            TextEffect::Cleared => self.bytes.clear(),
+            TextEffect::From(from) => {
                 if let Some(ended) = self.spell(from, tokenizer) {
                     return Some(ended);
                 }
@@ -420,7 +428,7 @@ impl SampleState {
     fn is_before(&self, token: u32, tokenizer: &Tokenizer) -> bool {
         let bytes = tokenizer.token_bytes(token);
         let is_space = !bytes.is_empty() && bytes.iter().all(u8::is_ascii_whitespace);
-        is_space && self.bytes.is_empty() && self.course.thought() && matches!(self.state, State::Free)
+        is_space && self.bytes.is_empty() && self.thought_state.thought() && matches!(self.state, OutputState::Free)
     }
 
     /// Appends the text of the tokens from index `from` to the answer; only the last of them is new
@@ -429,13 +437,13 @@ impl SampleState {
         let known = self.bytes.len();
         for token in &self.completion[from..] {
             let mut bytes = tokenizer.token_bytes(*token);
-            if self.bytes.is_empty() && self.course.thought() && matches!(self.state, State::Free) {
+            if self.bytes.is_empty() && self.thought_state.thought() && matches!(self.state, OutputState::Free) {
                 bytes = bytes.trim_ascii_start();
             }
             self.bytes.extend_from_slice(bytes);
         }
         let shape_ended = match (&mut self.state, self.completion.last()) {
-            (State::Grammar(state), Some(token)) => match state.take(*token) {
+            (OutputState::Grammar(state), Some(token)) => match state.take(*token) {
                 Ok(ended) => ended,
                 Err(why) => return Some(Next::Finished(Err(format!("the shape's matcher failed: {why}")))),
             },
@@ -450,7 +458,7 @@ impl SampleState {
 
     fn finish(&mut self, reason: FinishReason, tokenizer: &Tokenizer) -> Next {
         match &self.state {
-            State::Choice(state) if self.course.answers() => {
+            OutputState::Choice(state) if self.thought_state.answers() => {
                 let chosen = state.chosen(self.params.temperature == 0.0);
                 self.finish_choice(chosen, reason, tokenizer)
             }
@@ -485,18 +493,18 @@ impl SampleState {
     fn finish_at(&mut self, reason: FinishReason, cut: bool, tokenizer: &Tokenizer) -> Next {
         let text = String::from_utf8_lossy(&self.bytes);
         let text = match self.state {
-            State::Free if !self.course.thought() => without_prefix(&text, tokenizer).to_string(),
+            OutputState::Free if !self.thought_state.thought() => without_prefix(&text, tokenizer).to_string(),
             _ => text.into_owned(),
         };
         // A thought that used up `max_tokens` has left no answer.
-        let no_answer =
-            self.course.thinks() || (self.course.thought() && text.is_empty() && reason == FinishReason::Length);
+        let no_answer = self.thought_state.thinks()
+            || (self.thought_state.thought() && text.is_empty() && reason == FinishReason::Length);
         let fits = !no_answer
             && match &mut self.state {
-                State::Free => true,
-                State::Grammar(state) if cut => state.grammar().accepts(&text),
-                State::Grammar(state) => state.is_complete(),
-                State::Choice(_) => false,
+                OutputState::Free => true,
+                OutputState::Grammar(state) if cut => state.grammar().accepts(&text),
+                OutputState::Grammar(state) => state.is_complete(),
+                OutputState::Choice(_) => false,
             };
         let mut completion = self.completion(reason, fits, tokenizer);
         completion.text = text;
@@ -517,7 +525,7 @@ impl SampleState {
             fits_shape,
             logprobs: self.params.logprobs.then(Vec::new),
             choice_probabilities: None,
-            thought: self.course.finish(&self.completion, tokenizer),
+            thought: self.thought_state.finish(&self.completion, tokenizer),
             prompt_tokens: self.prompt.len() as u32,
             cached_tokens: self.cached_tokens.unwrap_or(0),
         }

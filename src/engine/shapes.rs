@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::engine::constraint::compiler::{Found, Key};
+use crate::engine::constraint::compiler::{ShapeKey, ShapeState};
 use crate::engine::constraint::{Compiler, Constraint, ConstraintError};
 use crate::engine::params::GenerationParams;
 use crate::engine::request::{Request, UnitId};
@@ -18,7 +18,7 @@ const WAIT: Duration = Duration::from_millis(10);
 struct Last {
     params: Arc<GenerationParams>,
     eos: Arc<[u32]>,
-    found: Found,
+    found: ShapeState,
 }
 
 /// See the module's description.
@@ -27,19 +27,19 @@ pub(super) struct Shapes {
     compiler: Compiler,
     last: Option<Last>,
     /// In order of arrival.
-    waiting: VecDeque<(Key, Request)>,
+    waiting: VecDeque<(ShapeKey, Request)>,
 }
 
 impl Shapes {
     /// The shape of a request, or the key under which it is being compiled.
-    pub(super) fn find(&mut self, request: &Request, tokenizer: &Arc<Tokenizer>) -> Found {
+    pub(super) fn find(&mut self, request: &Request, tokenizer: &Arc<Tokenizer>) -> ShapeState {
         let Request { params, eos, .. } = request;
         match &self.last {
             Some(last) if Arc::ptr_eq(&last.params, params) && last.eos == *eos => last.found.clone(),
             // The compiler knows the same shape again.
             _ => {
                 let found = match self.compiler.find(&params.shape, tokenizer, eos) {
-                    Found::Ready(compiled) => Found::Ready(allowed(compiled, params)),
+                    ShapeState::Ready(compiled) => ShapeState::Ready(allowed(compiled, params)),
                     underway => underway,
                 };
                 self.last = Some(Last {
@@ -53,7 +53,7 @@ impl Shapes {
     }
 
     /// Keeps a request whose shape is being compiled.
-    pub(super) fn wait(&mut self, key: Key, request: Request) {
+    pub(super) fn wait(&mut self, key: ShapeKey, request: Request) {
         self.waiting.push_back((key, request));
     }
 
@@ -77,8 +77,8 @@ impl Shapes {
             .into_iter()
             .partition(|(key, _)| done.contains_key(key));
         self.waiting = waiting;
-        let ready: VecDeque<(Key, Request)> = ready;
-        let with_shape = |(key, request): (Key, Request)| {
+        let ready: VecDeque<(ShapeKey, Request)> = ready;
+        let with_shape = |(key, request): (ShapeKey, Request)| {
             let compiled = allowed(done[&key].clone(), &request.params);
             (request, compiled)
         };
@@ -96,5 +96,5 @@ fn allowed(
     compiled: Result<Constraint, ConstraintError>,
     params: &GenerationParams,
 ) -> Result<Constraint, ConstraintError> {
-    compiled.and_then(|constraint| params.forbidden.clash(&constraint).map(|()| constraint))
+    compiled.and_then(|constraint| params.forbidden.check_choices(&constraint).map(|()| constraint))
 }

@@ -114,7 +114,7 @@ enum Phase {
 
 /// Effect of a token on the answer's text.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Spelled {
+pub(super) enum TextEffect {
     /// The token is not part of the answer's text, so far.
     Nothing,
     /// The completion's tokens from this index on are part of the answer's text.
@@ -125,7 +125,7 @@ pub(super) enum Spelled {
 
 /// State machine that leads one completion through thought and answer.
 #[derive(Debug)]
-pub(super) struct Course {
+pub(super) struct ThoughtState {
     /// `None`: the model does not think.
     thinking: Option<Arc<Thinking>>,
     /// Whether the answer has a shape.
@@ -140,10 +140,10 @@ pub(super) struct Course {
     forced: bool,
 }
 
-impl Course {
-    pub(super) fn new(thinking: Option<Arc<Thinking>>, prompt: &[u32], shaped: bool) -> Course {
+impl ThoughtState {
+    pub(super) fn new(thinking: Option<Arc<Thinking>>, prompt: &[u32], shaped: bool) -> ThoughtState {
         let begin = thinking.as_ref().map_or(Begin::Answer, |t| t.begin(prompt));
-        Course {
+        ThoughtState {
             thinking,
             shaped,
             phase: match begin {
@@ -253,13 +253,13 @@ impl Course {
     }
 
     /// Advances by the last token of `completion`, which came before the answer or begins it.
-    pub(super) fn take(&mut self, completion: &[u32], tokenizer: &Tokenizer) -> Spelled {
+    pub(super) fn take(&mut self, completion: &[u32], tokenizer: &Tokenizer) -> TextEffect {
         let last = completion.len() - 1;
         let Some(thinking) = &self.thinking else {
-            return Spelled::From(last);
+            return TextEffect::From(last);
         };
         match self.phase {
-            Phase::Answer => return Spelled::From(last),
+            Phase::Answer => return TextEffect::From(last),
             Phase::Gap(left) => {
                 self.phase = if left > 1 { Phase::Gap(left - 1) } else { Phase::Answer };
             }
@@ -278,11 +278,11 @@ impl Course {
                 if begun == thinking.open {
                     self.thought = Some(completion.len()..usize::MAX);
                     self.phase = Phase::Thought;
-                    return Spelled::Cleared;
+                    return TextEffect::Cleared;
                 }
                 if begun == thinking.header {
                     self.phase = Phase::Answer;
-                    return Spelled::Cleared;
+                    return TextEffect::Cleared;
                 }
                 if !thinking.open.starts_with(begun) && !thinking.header.starts_with(begun) {
                     let held = self.from;
@@ -295,11 +295,11 @@ impl Course {
                     } else {
                         self.phase = Phase::Answer
                     }
-                    return Spelled::From(held);
+                    return TextEffect::From(held);
                 }
             }
         }
-        Spelled::Nothing
+        TextEffect::Nothing
     }
 
     /// The thought of a completion that has ended; `None`: the completion had no thought.

@@ -5,14 +5,14 @@ use smallvec::SmallVec;
 use crate::device::batch::StepBatch;
 use crate::device::cpu::Threads;
 use crate::device::draw::{DrawError, Drawn};
-use crate::engine::choice::Node;
+use crate::engine::choice::NodeId;
 use crate::engine::constraint::GrammarState;
 use crate::engine::request::{Completion, Finished, UnitId};
 use crate::engine::scheduler::{SequenceId, StepPlan};
 use crate::engine::sequence::{Next, SampleState};
 
 /// A unit and the sequences that work for it.
-pub(super) struct Active {
+pub(super) struct ActiveUnit {
     pub unit: SampleState,
     /// Requests that get the result: the unit's own and equal ones, without those cancelled since.
     pub ids: Vec<UnitId>,
@@ -21,17 +21,17 @@ pub(super) struct Active {
 }
 
 /// A sequence's row of a step's logits.
-pub(super) struct Row {
+pub(super) struct LogitsRow {
     pub sequence: SequenceId,
-    pub node: Node,
+    pub node: NodeId,
     pub at: usize,
 }
 
 /// One unit's share of a step's logits.
-pub(super) struct Work {
+pub(super) struct UnitWork {
     pub key: u64,
-    pub active: Box<Active>,
-    pub rows: SmallVec<[Row; 1]>,
+    pub active: Box<ActiveUnit>,
+    pub rows: SmallVec<[LogitsRow; 1]>,
     pub drawn: SmallVec<[Result<Drawn, DrawError>; 1]>,
     /// How each row's sequence goes on, in the order of `rows`.
     pub next: SmallVec<[Next; 1]>,
@@ -48,7 +48,7 @@ pub(super) struct PendingStep {
 }
 
 /// Computes the masks of grammars. Grammars of one lane run one after the other.
-pub(super) fn prepare(threads: &Threads, work: &mut [Work]) {
+pub(super) fn prepare(threads: &Threads, work: &mut [UnitWork]) {
     let mut lanes: Vec<Vec<&mut GrammarState>> = Vec::new();
     for state in work.iter_mut().filter_map(|w| w.active.unit.grammar()) {
         lanes.resize_with(GrammarState::lanes(), Vec::new);

@@ -4,7 +4,7 @@
 //! others leaves few quantization steps for them. As in SmoothQuant (Xiao et al. 2023, at strength
 //! one half), a channel is divided by `sqrt(a / w)`, and the weights that read the channel are
 //! multiplied by the same factor. Here `a` is the channel's maximum magnitude and `w` the largest
-//! weight that reads the channel. If `a` was not measured ([`Channels`]), it is estimated from the
+//! weight that reads the channel. If `a` was not measured ([`ActivationMaxima`]), it is estimated from the
 //! weights that write the channel: for a norm its weight, for a projection the L2 norm of its row,
 //! multiplied by the weights of the norm before it. Factors are powers of two, so nothing is
 //! rounded.
@@ -22,7 +22,7 @@ use std::path::Path;
 use rayon::prelude::*;
 
 use crate::device::Dtype;
-use crate::model::channels::{Channels, LayerChannels};
+use crate::model::channels::{ActivationMaxima, LayerMaxima};
 use crate::model::config::Config;
 use crate::model::error::ModelError;
 use crate::model::tensors::mlp_norm_name;
@@ -34,7 +34,7 @@ const MOST_POWER: f32 = 20.0;
 
 /// Factors of a tensor.
 #[derive(Debug, Clone, Default)]
-struct Factors {
+struct ChannelFactors {
     /// One factor per row, or per element of a vector.
     rows: Option<Vec<f32>>,
     columns: Option<Vec<f32>>,
@@ -43,7 +43,7 @@ struct Factors {
 /// A checkpoint's weights, balanced.
 pub(super) struct Balanced<'a> {
     inner: &'a dyn WeightSource,
-    factors: HashMap<String, Factors>,
+    factors: HashMap<String, ChannelFactors>,
 }
 
 impl<'a> Balanced<'a> {
@@ -55,17 +55,17 @@ impl<'a> Balanced<'a> {
     pub(super) fn new(
         inner: &'a dyn WeightSource,
         config: &Config,
-        channels: Option<&Channels>,
+        channels: Option<&ActivationMaxima>,
     ) -> Result<Balanced<'a>, ModelError> {
-        let layers: Vec<Vec<(String, Factors)>> = (0..config.layers.len())
+        let layers: Vec<Vec<(String, ChannelFactors)>> = (0..config.layers.len())
             .into_par_iter()
             .map(|layer| {
-                let seen = channels.map(|channels| &channels.layers[layer]);
-                Layer {
+                let measured = channels.map(|channels| &channels.layers[layer]);
+                BalancedLayer {
                     inner,
                     config,
                     layer,
-                    seen,
+                    measured,
                 }
                 .factors()
             })
@@ -118,15 +118,15 @@ impl WeightSource for Balanced<'_> {
 }
 
 /// A layer for which factors are computed.
-struct Layer<'a> {
+struct BalancedLayer<'a> {
     inner: &'a dyn WeightSource,
     config: &'a Config,
     layer: usize,
-    seen: Option<&'a LayerChannels>,
+    measured: Option<&'a LayerMaxima>,
 }
 
-impl Layer<'_> {
-    fn factors(&self) -> Result<Vec<(String, Factors)>, ModelError> {
+impl BalancedLayer<'_> {
+    fn factors(&self) -> Result<Vec<(String, ChannelFactors)>, ModelError> {
         let c = self.config;
         let (dim, group) = (c.heads.head_dim, c.heads.heads / c.heads.kv_heads);
         let (q, kv, mlp, hidden) = (
@@ -137,7 +137,7 @@ impl Layer<'_> {
         );
         let mut found = Vec::new();
         let mut add = |name: String, rows: Option<Vec<f32>>, columns: Option<Vec<f32>>| {
-            found.push((name, Factors { rows, columns }));
+            found.push((name, ChannelFactors { rows, columns }));
         };
 
         let norm = self.vector("input_layernorm.weight", hidden)?;
@@ -146,7 +146,7 @@ impl Layer<'_> {
             ("self_attn.k_proj", kv),
             ("self_attn.v_proj", kv),
         ];
-        let size = self.seen(Activations::AttentionNorm).unwrap_or(&norm);
+        let size = self.measured(Activations::AttentionNorm).unwrap_or(&norm);
         let of_norm = factors(size, &self.largest_by_column(&read, hidden)?);
         add(self.name("input_layernorm.weight"), Some(inverse(&of_norm)), None);
         for part in ["self_attn.q_proj.weight", "self_attn.k_proj.weight"] {
@@ -160,7 +160,7 @@ impl Layer<'_> {
         for (at, most) in by_query_head.iter().enumerate() {
             reads[value_of(at)] = reads[value_of(at)].max(*most);
         }
-        let size = match self.seen(Activations::Attended) {
+        let size = match self.measured(Activations::Attended) {
             Some(attended) => {
                 let mut size = vec![0.0f32; kv];
                 for (at, most) in attended.iter().enumerate() {
@@ -183,12 +183,12 @@ impl Layer<'_> {
         let mlp_norm = format!("{}.weight", mlp_norm_name(c));
         let norm = self.vector(&mlp_norm, hidden)?;
         let read = [("mlp.gate_proj", mlp), ("mlp.up_proj", mlp)];
-        let size = self.seen(Activations::MlpNorm).unwrap_or(&norm);
+        let size = self.measured(Activations::MlpNorm).unwrap_or(&norm);
         let of_norm = factors(size, &self.largest_by_column(&read, hidden)?);
         add(self.name(&mlp_norm), Some(inverse(&of_norm)), None);
         add(self.name("mlp.gate_proj.weight"), None, Some(of_norm.clone()));
         let reads = self.largest_by_column(&[("mlp.down_proj", hidden)], mlp)?;
-        let of_up = match self.seen(Activations::Gated) {
+        let of_up = match self.measured(Activations::Gated) {
             Some(gated) => factors(gated, &reads),
             None => factors(&self.lengths("mlp.up_proj", mlp, &norm)?, &reads),
         };
@@ -198,8 +198,8 @@ impl Layer<'_> {
         Ok(found)
     }
 
-    fn seen(&self, activations: Activations) -> Option<&[f32]> {
-        self.seen.map(|channels| channels.of(activations))
+    fn measured(&self, activations: Activations) -> Option<&[f32]> {
+        self.measured.map(|channels| channels.of(activations))
     }
 
     fn name(&self, rest: &str) -> String {

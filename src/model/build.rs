@@ -12,11 +12,11 @@ pub(super) struct ModelWeights<D: Device> {
     /// The output head. `None` where the embedding table serves as the head.
     pub head: Option<D::Matrix>,
     pub norm: D::Norm,
-    pub layers: Vec<Layer<D>>,
+    pub layers: Vec<LayerWeights<D>>,
 }
 
 /// One layer's weights on a device.
-pub(super) struct Layer<D: Device> {
+pub(super) struct LayerWeights<D: Device> {
     pub spec: KvSpec,
     pub attention_norm: D::Norm,
     pub qkv: Linear<D::Matrix, D::Vector>,
@@ -56,9 +56,9 @@ impl<D: Device> Builder<'_, D> {
         })
     }
 
-    fn layer(&self, tensors: &LayerTensors, spec: KvSpec) -> Result<Layer<D>, ModelError> {
+    fn layer(&self, tensors: &LayerTensors, spec: KvSpec) -> Result<LayerWeights<D>, ModelError> {
         let norm = |tensor: &Option<TensorSpec>| tensor.as_ref().map(|tensor| self.norm(tensor)).transpose();
-        Ok(Layer {
+        Ok(LayerWeights {
             spec,
             attention_norm: self.norm(&tensors.attention_norm)?,
             qkv: self.linear(&tensors.qkv)?,
@@ -79,14 +79,14 @@ impl<D: Device> Builder<'_, D> {
         self.with_bias(tensors, |views| self.device.matrix(views))
     }
 
-    /// A linear operation. `take` uploads its matrix.
+    /// A linear operation. `upload` uploads its matrix.
     fn with_bias(
         &self,
         tensors: &LinearTensors,
-        take: impl FnOnce(&[Tensor<'_>]) -> Result<D::Matrix, TensorError>,
+        upload: impl FnOnce(&[Tensor<'_>]) -> Result<D::Matrix, TensorError>,
     ) -> Result<Linear<D::Matrix, D::Vector>, ModelError> {
         Ok(Linear {
-            weight: self.taken(&tensors.weights, false, take)?,
+            weight: self.uploaded(&tensors.weights, false, upload)?,
             bias: if tensors.biases.is_empty() {
                 None
             } else {
@@ -95,13 +95,13 @@ impl<D: Device> Builder<'_, D> {
         })
     }
 
-    /// Matrices of equal width, stacked. The device generates them if they are random, else `take`
+    /// Matrices of equal width, stacked. The device generates them if they are random, else `upload`
     /// uploads them.
-    fn taken(
+    fn uploaded(
         &self,
         parts: &[TensorSpec],
         is_table: bool,
-        take: impl FnOnce(&[Tensor<'_>]) -> Result<D::Matrix, TensorError>,
+        upload: impl FnOnce(&[Tensor<'_>]) -> Result<D::Matrix, TensorError>,
     ) -> Result<D::Matrix, ModelError> {
         if let Some(random) = self.random {
             let parts: Vec<_> = parts
@@ -112,13 +112,13 @@ impl<D: Device> Builder<'_, D> {
         }
         let stored = self.stored(parts)?;
         let views: Vec<_> = stored.iter().map(StoredTensor::view).collect();
-        take(&views).map_err(|e| self.refused(parts, e))
+        upload(&views).map_err(|e| self.refused(parts, e))
     }
 
     /// The embedding table or the output head.
     fn table(&self, tensor: &TensorSpec) -> Result<D::Matrix, ModelError> {
         let part = std::slice::from_ref(tensor);
-        self.taken(part, true, |views| self.device.table(views[0]))
+        self.uploaded(part, true, |views| self.device.table(views[0]))
     }
 
     /// Vectors, concatenated.

@@ -37,11 +37,11 @@ const KINDS: [(Activations, &str); 4] = [
 
 /// Maximum magnitude per channel of the activations that a layer's linear operations read.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct LayerChannels {
+pub struct LayerMaxima {
     each: [Vec<f32>; KINDS.len()],
 }
 
-impl LayerChannels {
+impl LayerMaxima {
     /// The magnitudes of `activations`, `[width]`.
     pub fn of(&self, activations: Activations) -> &[f32] {
         &self.each[activations as usize]
@@ -50,11 +50,11 @@ impl LayerChannels {
 
 /// Maximum magnitudes per layer; see the module's description.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Channels {
-    pub layers: Vec<LayerChannels>,
+pub struct ActivationMaxima {
+    pub layers: Vec<LayerMaxima>,
 }
 
-impl Channels {
+impl ActivationMaxima {
     /// Runs prompts (token ids) through a model and keeps the maximum magnitudes. A prompt is cut
     /// at the model's context or the capacity of its KV pool.
     ///
@@ -63,8 +63,8 @@ impl Channels {
     pub fn measure<'a>(
         model: &mut Transformer,
         prompts: impl IntoIterator<Item = &'a [u32]>,
-    ) -> Result<Channels, ForwardError> {
-        let mut layers = vec![LayerChannels::default(); model.config().layers.len()];
+    ) -> Result<ActivationMaxima, ForwardError> {
+        let mut layers = vec![LayerMaxima::default(); model.config().layers.len()];
         let room = (model.kv_blocks() as usize * BLOCK_TOKENS).min(model.context_tokens() as usize);
         for prompt in prompts {
             let prompt = &prompt[..prompt.len().min(room)];
@@ -72,7 +72,7 @@ impl Channels {
                 let end = at * STEP_TOKENS + tokens.len();
                 let mut batch = StepBatch::default();
                 batch.push(tokens.iter().copied(), end as u32, 0..end.div_ceil(BLOCK_TOKENS) as u32);
-                model.watch(&batch, |layer, activations, buffer| {
+                model.forward_with_observer(&batch, |layer, activations, buffer| {
                     let most = &mut layers[layer].each[activations as usize];
                     for row in buffer.rows() {
                         most.resize(row.len(), 0.0);
@@ -81,7 +81,7 @@ impl Channels {
                 })?;
             }
         }
-        Ok(Channels { layers })
+        Ok(ActivationMaxima { layers })
     }
 
     /// Serializes the magnitudes as safetensors.
@@ -114,11 +114,11 @@ impl Channels {
     ///
     /// # Errors
     /// As [`load`](Self::load).
-    pub fn of_model(dir: &Path, config: &Config, precision: Precision) -> Result<Option<Channels>, ModelError> {
-        let path = Channels::path(dir);
+    pub fn of_model(dir: &Path, config: &Config, precision: Precision) -> Result<Option<ActivationMaxima>, ModelError> {
+        let path = ActivationMaxima::path(dir);
         match (precision, path.try_exists()) {
             (Precision::F32 | Precision::Bf16 | Precision::Fp8, _) | (_, Ok(false)) => Ok(None),
-            (Precision::Int8, Ok(true)) => Channels::load(&path, config).map(Some),
+            (Precision::Int8, Ok(true)) => ActivationMaxima::load(&path, config).map(Some),
             (_, Err(e)) => Err(ModelError::read(&path, e)),
         }
     }
@@ -137,7 +137,7 @@ impl Channels {
     /// # Errors
     /// The file cannot be read, is not a file of magnitudes, or was made for a model of another
     /// shape.
-    pub fn load(path: &Path, config: &Config) -> Result<Channels, ModelError> {
+    pub fn load(path: &Path, config: &Config) -> Result<ActivationMaxima, ModelError> {
         let bytes = read_limited(path, BYTES_MAX)?;
         let broken = |what: String| ModelError::broken(path, what);
         let file = SafeTensors::deserialize(&bytes).map_err(|e| broken(e.to_string()))?;
@@ -147,7 +147,7 @@ impl Channels {
             config.hidden_size,
             config.intermediate_size,
         ];
-        let mut layers = vec![LayerChannels::default(); config.layers.len()];
+        let mut layers = vec![LayerMaxima::default(); config.layers.len()];
         for (at, layer) in layers.iter_mut().enumerate() {
             for ((values, (_, kind)), width) in layer.each.iter_mut().zip(KINDS).zip(widths) {
                 let name = format!("layers.{at}.{kind}");
@@ -170,6 +170,6 @@ impl Channels {
         if file.len() != layers.len() * KINDS.len() {
             return Err(broken(format!("it has more than this model's {} layers", layers.len())));
         }
-        Ok(Channels { layers })
+        Ok(ActivationMaxima { layers })
     }
 }

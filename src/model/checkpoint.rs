@@ -13,7 +13,7 @@ use rayon::prelude::*;
 use crate::model::config::Config;
 use crate::model::error::ModelError;
 use crate::model::tensors::{HEAD, ModelTensors, TensorSpec};
-use crate::model::weights::{Headers, StoredTensor, WeightSource, Weights, in_line, index_beside, name_alone};
+use crate::model::weights::{Headers, StoredTensor, WeightSource, Weights, canonical_name, in_line, index_beside};
 
 /// A checked checkpoint.
 pub struct Checkpoint {
@@ -125,7 +125,7 @@ pub fn examine(config: &Config, headers: &Headers) -> Result<bool, ModelError> {
     let names = || headers.files.iter().flat_map(|file| file.tensors.keys());
     // Prefixed names of a text part show that the model is multimodal, so image parts may be
     // present.
-    let sees_images = names().any(|name| name_alone(name).is_some());
+    let sees_images = names().any(|name| canonical_name(name).is_some());
     let is_harmless = |name: &str| {
         let ends = |end: &&str| {
             name.strip_suffix(*end)
@@ -133,7 +133,7 @@ pub fn examine(config: &Config, headers: &Headers) -> Result<bool, ModelError> {
         };
         HARMLESS.iter().any(ends) || (sees_images && IMAGE_PARTS.iter().any(|part| name.starts_with(part)))
     };
-    hold_against_index(headers, &is_harmless)?;
+    check_index(headers, &is_harmless)?;
 
     let stored = stored(headers, &is_harmless)?;
     let tensors = ModelTensors::of(&Config {
@@ -150,7 +150,7 @@ pub fn examine(config: &Config, headers: &Headers) -> Result<bool, ModelError> {
     let known: HashSet<&str> = tensors.all().map(|spec| spec.name.as_str()).collect();
     let strangers: Vec<_> = unread
         .into_iter()
-        .map(|(known_as, at)| (Stranger::of(&known_as, config.layers.len(), &known), at))
+        .map(|(known_as, at)| (UnexpectedTensor::of(&known_as, config.layers.len(), &known), at))
         .collect();
     // Quantized weights and adapters lack tensors, too. Report their form first, because it is the
     // cause.
@@ -185,17 +185,17 @@ pub fn examine(config: &Config, headers: &Headers) -> Result<bool, ModelError> {
 }
 
 /// The location of a tensor: the index of its file, and its name in that file.
-type Stored<'a> = (usize, &'a str);
+type FileAndName<'a> = (usize, &'a str);
 
 /// All tensors except harmless ones, by the names that a text-only model has for them.
 fn stored<'a>(
     headers: &'a Headers,
     is_harmless: &impl Fn(&str) -> bool,
-) -> Result<BTreeMap<String, Stored<'a>>, ModelError> {
-    let mut stored: BTreeMap<String, Stored<'a>> = BTreeMap::new();
+) -> Result<BTreeMap<String, FileAndName<'a>>, ModelError> {
+    let mut stored: BTreeMap<String, FileAndName<'a>> = BTreeMap::new();
     for (at, file) in headers.files.iter().enumerate() {
         for name in file.tensors.keys().filter(|name| !is_harmless(name)) {
-            let known_as = name_alone(name).unwrap_or_else(|| name.clone());
+            let known_as = canonical_name(name).unwrap_or_else(|| name.clone());
             if let Some((_, other)) = stored.insert(known_as, (at, name.as_str())) {
                 return Err(ModelError::broken(
                     &file.path,
@@ -217,7 +217,7 @@ fn stored<'a>(
 /// Other programs read all tensors of the listed files, whatever the index says, and take the last
 /// file's copy of a duplicate. An index that differs from its files means that files of different
 /// checkpoints are mixed, and either copy could be wrong.
-fn hold_against_index(headers: &Headers, is_harmless: &impl Fn(&str) -> bool) -> Result<(), ModelError> {
+fn check_index(headers: &Headers, is_harmless: &impl Fn(&str) -> bool) -> Result<(), ModelError> {
     let Some(index) = &headers.index else { return Ok(()) };
     let gone: Vec<_> = index
         .iter()
@@ -262,7 +262,7 @@ fn and_more(others: usize) -> String {
 
 /// The reason why a stored tensor is unknown to the model.
 #[derive(Debug, Clone, PartialEq, Eq)]
-enum Stranger {
+enum UnexpectedTensor {
     Quantized,
     Adapter,
     /// The tensor belongs to a layer beyond the last; the number is the number of layers.
@@ -304,62 +304,62 @@ const OTHER_HEADS: [&str; 6] = [
     "regression_head",
 ];
 
-impl Stranger {
+impl UnexpectedTensor {
     /// Classifies the tensor `known_as`. `known` holds the names that a model of `layers` layers
     /// reads.
-    fn of(known_as: &str, layers: usize, known: &HashSet<&str>) -> Stranger {
+    fn of(known_as: &str, layers: usize, known: &HashSet<&str>) -> UnexpectedTensor {
         let words: Vec<&str> = known_as.split('.').collect();
         let (first, last) = (words[0], words[words.len() - 1]);
         let is_scale = last.contains("_scale") || last.contains("zero_point") || last.ends_with("_packed");
         if is_scale || QUANTIZED.contains(&last) || words.contains(&"quant_state") {
-            return Stranger::Quantized;
+            return UnexpectedTensor::Quantized;
         }
         if first == "base_model" || words.iter().any(|word| word.starts_with("lora_")) {
-            return Stranger::Adapter;
+            return UnexpectedTensor::Adapter;
         }
         if let ["model", "layers", layer, ..] = words[..]
             && layer.parse().is_ok_and(|layer: u64| layer >= layers as u64)
         {
-            return Stranger::Layer(layers);
+            return UnexpectedTensor::Layer(layers);
         }
         if let ["model", "layers", _, "self_attn", "q_norm" | "k_norm", _] = words[..] {
-            return Stranger::HeadNorm;
+            return UnexpectedTensor::HeadNorm;
         }
         let weight = known_as.strip_suffix("bias").map(|rest| format!("{rest}weight"));
         if weight.is_some_and(|weight| known.contains(weight.as_str())) {
-            return Stranger::Bias(words[words.len().saturating_sub(2)].to_owned());
+            return UnexpectedTensor::Bias(words[words.len().saturating_sub(2)].to_owned());
         }
         if OTHER_HEADS.contains(&first) {
-            Stranger::OtherHead
+            UnexpectedTensor::OtherHead
         } else {
-            Stranger::Unknown
+            UnexpectedTensor::Unknown
         }
     }
 
     /// Whether the tensor shows that all weights are stored in an unsupported form.
     fn is_other_form(&self) -> bool {
-        matches!(self, Stranger::Quantized | Stranger::Adapter)
+        matches!(self, UnexpectedTensor::Quantized | UnexpectedTensor::Adapter)
     }
 
     /// The error that names this tensor. `all` counts the unread tensors, this one included.
-    fn refused(&self, headers: &Headers, (file, name): Stored<'_>, all: usize) -> ModelError {
+    fn refused(&self, headers: &Headers, (file, name): FileAndName<'_>, all: usize) -> ModelError {
         let unread = "answers without it would be wrong: fetch weights and `config.json` of one model";
         let why = match self {
-            Stranger::Quantized => {
+            UnexpectedTensor::Quantized => {
                 "belongs to quantized weights, which are not supported: take the model in F32, F16 or BF16".to_owned()
             }
-            Stranger::Adapter => {
+            UnexpectedTensor::Adapter => {
                 "belongs to a LoRA adapter, which is not supported: merge the adapter into the weights first".to_owned()
             }
-            Stranger::Layer(count) => format!("belongs to a layer above the {count} that `config.json` describes; {unread}"),
-            Stranger::Bias(part) => format!("is a bias of `{part}`, and `config.json` describes none; {unread}"),
-            Stranger::HeadNorm => {
+            UnexpectedTensor::Layer(count) => format!("belongs to a layer above the {count} that `config.json` describes; {unread}"),
+            UnexpectedTensor::Bias(part) => format!("is a bias of `{part}`, and `config.json` describes none; {unread}"),
+            UnexpectedTensor::HeadNorm => {
                 format!("is a norm of queries or keys, and the model in `config.json` has none; {unread}")
             }
-            Stranger::OtherHead => {
+            UnexpectedTensor::OtherHead => {
                 "is the head of a model that scores or classifies texts, which is not supported: take a model that writes".to_owned()
             }
-            Stranger::Unknown => format!("is read by no part of the model in `config.json`; {unread}"),
+            UnexpectedTensor::Unknown => format!("is read by no part of the model in `config.json`; {unread}"),
         };
         ModelError::unsupported(
             &headers.files[file].path,

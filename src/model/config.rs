@@ -59,7 +59,7 @@ pub struct Config {
     pub activation: Activation,
     pub norm_eps: f32,
     /// Whether the checkpoint stores norm weights as w − 1.
-    pub norms_from_one: bool,
+    pub unit_offset_norms: bool,
     /// Whether the outputs of attention and MLP are normalised, too, before the residual addition.
     pub post_norms: bool,
     pub qkv_bias: bool,
@@ -255,7 +255,7 @@ impl Reader<'_> {
                 Activation::Silu
             },
             norm_eps: self.number_in("rms_norm_eps", 0.0, 1.0)?.unwrap_or(1e-6) as f32,
-            norms_from_one: family.is_gemma(),
+            unit_offset_norms: family.is_gemma(),
             post_norms: family.is_gemma(),
             qkv_bias: match family {
                 Family::Mistral => false,
@@ -606,7 +606,7 @@ mod tests {
             (gemma2.attention_scale, gemma2.embedding_scale),
             (1.0 / 12.0, 59.866_52)
         );
-        assert!(gemma2.norms_from_one && gemma2.post_norms && gemma2.tied_embeddings && !gemma2.qk_norm);
+        assert!(gemma2.unit_offset_norms && gemma2.post_norms && gemma2.tied_embeddings && !gemma2.qk_norm);
         assert_eq!((gemma2.activation, gemma2.window_rope), (Activation::GeluTanh, None));
         assert_eq!(gemma2.max_position_embeddings, 8192);
 

@@ -49,7 +49,7 @@ pub fn check(path: &Path) -> Result<(), ModelError> {
     if !path.is_dir() {
         return Err(ModelError::unsupported(path, file(path)));
     }
-    let folder = Folder::list(path)?;
+    let folder = ModelFolder::list(path)?;
     match folder.other() {
         Some(message) => Err(ModelError::unsupported(path, message)),
         None => folder.check_files(),
@@ -61,7 +61,7 @@ pub fn check(path: &Path) -> Result<(), ModelError> {
 /// # Errors
 /// There are no weights, or only weights in another format, which the error names.
 pub fn check_weights(dir: &Path) -> Result<(), ModelError> {
-    let folder = Folder::list(dir)?;
+    let folder = ModelFolder::list(dir)?;
     if folder.has(WEIGHTS) || folder.has(INDEX) {
         Ok(())
     } else {
@@ -121,15 +121,15 @@ const GGUF: &str =
     "it is a GGUF file, llama.cpp's format: give the folder of the safetensors checkpoint that it was made of";
 
 /// A folder and the names in it.
-struct Folder<'a> {
+struct ModelFolder<'a> {
     dir: &'a Path,
     names: BTreeSet<String>,
 }
 
-impl Folder<'_> {
-    fn list(dir: &Path) -> Result<Folder<'_>, ModelError> {
+impl ModelFolder<'_> {
+    fn list(dir: &Path) -> Result<ModelFolder<'_>, ModelError> {
         let names = regular::names(dir).map_err(|e| ModelError::read(dir, e))?;
-        Ok(Folder { dir, names })
+        Ok(ModelFolder { dir, names })
     }
 
     /// Whether the folder holds a file, or a link to a file, of this name.
@@ -191,7 +191,7 @@ impl Folder<'_> {
         if self.has(CONFIG) {
             return None;
         }
-        if let Some(message) = self.makers_own() {
+        if let Some(message) = self.native_layout_message() {
             return Some(message);
         }
         if let Some(name) = self.find(|name| name.ends_with(".gguf")) {
@@ -267,7 +267,7 @@ impl Folder<'_> {
     }
 
     /// The error message for a checkpoint in the format of Meta's or Mistral's own code.
-    fn makers_own(&self) -> Option<String> {
+    fn native_layout_message(&self) -> Option<String> {
         let name = self.find(is_consolidated);
         let inner = self.has_folder("original").then_some("original");
         let name = name.or(inner)?;
@@ -294,7 +294,7 @@ impl Folder<'_> {
             );
         }
         if self.find(is_consolidated).is_some()
-            && let Some(message) = self.makers_own()
+            && let Some(message) = self.native_layout_message()
         {
             return unsupported(message);
         }

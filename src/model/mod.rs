@@ -19,7 +19,7 @@ pub mod transformer;
 mod unit_offset_norm;
 pub mod weights;
 
-pub use channels::Channels;
+pub use channels::ActivationMaxima;
 pub use checkpoint::Checkpoint;
 pub use error::ModelError;
 pub use transformer::{KvBudget, LoadOptions, Transformer};

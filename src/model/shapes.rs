@@ -11,7 +11,7 @@ use crate::model::config::Config;
 use crate::model::error::ModelError;
 
 /// The fields of a shape's `config.json`.
-struct Shape {
+struct ModelShape {
     name: &'static str,
     architecture: &'static str,
     hidden: u32,
@@ -37,18 +37,18 @@ const GEMMA2: &str = "Gemma2ForCausalLM";
 const GEMMA3: &str = "Gemma3ForCausalLM";
 
 #[rustfmt::skip]
-const SHAPES: [Shape; 10] = [
+const SHAPES: [ModelShape; 10] = [
     // A small model of our own, for machines where the others take too long.
-    Shape { name: "l30m", architecture: LLAMA, hidden: 384, layers: 8, heads: 6, kv_heads: 2, head_dim: 64, intermediate: 1024, vocabulary: 32_000, rope_theta: 10_000.0, norm_eps: 1e-5, tied: true, context: 4096, window: None },
-    Shape { name: "qwen2.5-0.5b", architecture: QWEN2, hidden: 896, layers: 24, heads: 14, kv_heads: 2, head_dim: 64, intermediate: 4864, vocabulary: 151_936, rope_theta: 1e6, norm_eps: 1e-6, tied: true, context: 32_768, window: None },
-    Shape { name: "llama-3.1-8b", architecture: LLAMA, hidden: 4096, layers: 32, heads: 32, kv_heads: 8, head_dim: 128, intermediate: 14_336, vocabulary: 128_256, rope_theta: 5e5, norm_eps: 1e-5, tied: false, context: 131_072, window: None },
-    Shape { name: "llama-3.1-70b", architecture: LLAMA, hidden: 8192, layers: 80, heads: 64, kv_heads: 8, head_dim: 128, intermediate: 28_672, vocabulary: 128_256, rope_theta: 5e5, norm_eps: 1e-5, tied: false, context: 131_072, window: None },
-    Shape { name: "qwen3-8b", architecture: QWEN3, hidden: 4096, layers: 36, heads: 32, kv_heads: 8, head_dim: 128, intermediate: 12_288, vocabulary: 151_936, rope_theta: 1e6, norm_eps: 1e-6, tied: false, context: 40_960, window: None },
-    Shape { name: "qwen3-32b", architecture: QWEN3, hidden: 5120, layers: 64, heads: 64, kv_heads: 8, head_dim: 128, intermediate: 25_600, vocabulary: 151_936, rope_theta: 1e6, norm_eps: 1e-6, tied: false, context: 40_960, window: None },
-    Shape { name: "mistral-7b", architecture: MISTRAL, hidden: 4096, layers: 32, heads: 32, kv_heads: 8, head_dim: 128, intermediate: 14_336, vocabulary: 32_768, rope_theta: 1e6, norm_eps: 1e-5, tied: false, context: 32_768, window: None },
-    Shape { name: "qwen3-0.6b", architecture: QWEN3, hidden: 1024, layers: 28, heads: 16, kv_heads: 8, head_dim: 128, intermediate: 3072, vocabulary: 151_936, rope_theta: 1e6, norm_eps: 1e-6, tied: true, context: 40_960, window: None },
-    Shape { name: "gemma-2-9b", architecture: GEMMA2, hidden: 3584, layers: 42, heads: 16, kv_heads: 8, head_dim: 256, intermediate: 14_336, vocabulary: 256_000, rope_theta: 1e4, norm_eps: 1e-6, tied: true, context: 8192, window: None },
-    Shape { name: "gemma-3-4b", architecture: GEMMA3, hidden: 2560, layers: 34, heads: 8, kv_heads: 4, head_dim: 256, intermediate: 10_240, vocabulary: 262_208, rope_theta: 1e6, norm_eps: 1e-6, tied: true, context: 131_072, window: Some(1024) },
+    ModelShape { name: "l30m", architecture: LLAMA, hidden: 384, layers: 8, heads: 6, kv_heads: 2, head_dim: 64, intermediate: 1024, vocabulary: 32_000, rope_theta: 10_000.0, norm_eps: 1e-5, tied: true, context: 4096, window: None },
+    ModelShape { name: "qwen2.5-0.5b", architecture: QWEN2, hidden: 896, layers: 24, heads: 14, kv_heads: 2, head_dim: 64, intermediate: 4864, vocabulary: 151_936, rope_theta: 1e6, norm_eps: 1e-6, tied: true, context: 32_768, window: None },
+    ModelShape { name: "llama-3.1-8b", architecture: LLAMA, hidden: 4096, layers: 32, heads: 32, kv_heads: 8, head_dim: 128, intermediate: 14_336, vocabulary: 128_256, rope_theta: 5e5, norm_eps: 1e-5, tied: false, context: 131_072, window: None },
+    ModelShape { name: "llama-3.1-70b", architecture: LLAMA, hidden: 8192, layers: 80, heads: 64, kv_heads: 8, head_dim: 128, intermediate: 28_672, vocabulary: 128_256, rope_theta: 5e5, norm_eps: 1e-5, tied: false, context: 131_072, window: None },
+    ModelShape { name: "qwen3-8b", architecture: QWEN3, hidden: 4096, layers: 36, heads: 32, kv_heads: 8, head_dim: 128, intermediate: 12_288, vocabulary: 151_936, rope_theta: 1e6, norm_eps: 1e-6, tied: false, context: 40_960, window: None },
+    ModelShape { name: "qwen3-32b", architecture: QWEN3, hidden: 5120, layers: 64, heads: 64, kv_heads: 8, head_dim: 128, intermediate: 25_600, vocabulary: 151_936, rope_theta: 1e6, norm_eps: 1e-6, tied: false, context: 40_960, window: None },
+    ModelShape { name: "mistral-7b", architecture: MISTRAL, hidden: 4096, layers: 32, heads: 32, kv_heads: 8, head_dim: 128, intermediate: 14_336, vocabulary: 32_768, rope_theta: 1e6, norm_eps: 1e-5, tied: false, context: 32_768, window: None },
+    ModelShape { name: "qwen3-0.6b", architecture: QWEN3, hidden: 1024, layers: 28, heads: 16, kv_heads: 8, head_dim: 128, intermediate: 3072, vocabulary: 151_936, rope_theta: 1e6, norm_eps: 1e-6, tied: true, context: 40_960, window: None },
+    ModelShape { name: "gemma-2-9b", architecture: GEMMA2, hidden: 3584, layers: 42, heads: 16, kv_heads: 8, head_dim: 256, intermediate: 14_336, vocabulary: 256_000, rope_theta: 1e4, norm_eps: 1e-6, tied: true, context: 8192, window: None },
+    ModelShape { name: "gemma-3-4b", architecture: GEMMA3, hidden: 2560, layers: 34, heads: 8, kv_heads: 4, head_dim: 256, intermediate: 10_240, vocabulary: 262_208, rope_theta: 1e6, norm_eps: 1e-6, tied: true, context: 131_072, window: Some(1024) },
 ];
 
 /// Names that [`named`] knows.

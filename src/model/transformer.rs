@@ -18,7 +18,7 @@ use crate::device::{
 use crate::engine::{Forward, ForwardError};
 use crate::model::balance::Balanced;
 use crate::model::build::{Builder, ModelWeights};
-use crate::model::channels::Channels;
+use crate::model::channels::ActivationMaxima;
 use crate::model::checkpoint::Checkpoint;
 use crate::model::config::Config;
 use crate::model::error::ModelError;
@@ -40,7 +40,7 @@ pub enum KvBudget {
     Blocks(u32),
     /// For a device with its own memory. The pool is allocated after a trial step of `step_tokens`
     /// tokens with logits for `sequences` sequences, so that no later step runs out of memory.
-    AfterStep {
+    Profiled {
         step_tokens: u32,
         sequences: u32,
         /// `None`: all memory that is left after the trial step.
@@ -56,7 +56,7 @@ pub struct LoadOptions {
     pub kv_format: KvFormat,
     /// Measured activation sizes that balance the weights in [`Precision::Int8`]. `None`: the sizes
     /// are estimated from the weights.
-    pub channels: Option<Arc<Channels>>,
+    pub channels: Option<Arc<ActivationMaxima>>,
     /// Instruction set of the CPU's kernels, which the CPU must have. `None`: the best that it has.
     pub isa: Option<Isa>,
     pub kv: KvBudget,
@@ -86,8 +86,6 @@ pub struct Transformer<D: Device = Cpu> {
     vocab_size: usize,
     /// Maximum tokens per step for which the device has memory. `None`: no trial step ran.
     step_tokens_max: Option<u32>,
-    /// Number of tokens of the last draw. The next step may contain them.
-    drawn: usize,
 }
 
 struct Buffers<D: Device> {
@@ -149,18 +147,18 @@ impl Transformer<Cpu> {
         Transformer::on_device(device, config, source, options)
     }
 
-    /// Runs a step as [`forward`](Self::forward) does, but returns no logits. `see` gets the
+    /// Runs a step as [`forward`](Self::forward) does, but returns no logits. `observe` gets the
     /// activations that each layer's linear operations read.
     ///
     /// # Errors
     /// A batch that does not fit the model.
-    pub fn watch(
+    pub fn forward_with_observer(
         &mut self,
         batch: &StepBatch,
-        see: impl FnMut(usize, Activations, &cpu::Buffer),
+        observe: impl FnMut(usize, Activations, &cpu::Buffer),
     ) -> Result<(), ForwardError> {
         self.check(batch).map_err(ForwardError::Batch)?;
-        self.run(batch, see)?;
+        self.run(batch, observe)?;
         Ok(())
     }
 }
@@ -196,7 +194,7 @@ impl<D: Device> Transformer<D> {
         // returns, so timing it costs no wait.
         let timed = device.free_bytes()?.is_none();
         let kv_blocks = match options.kv {
-            KvBudget::AfterStep { step_tokens, .. } => step_tokens.div_ceil(device.block_tokens()) + 1,
+            KvBudget::Profiled { step_tokens, .. } => step_tokens.div_ceil(device.block_tokens()) + 1,
             KvBudget::Bytes(bytes) => pool::blocks_of(&device, &config, bytes)?,
             KvBudget::Blocks(blocks) => pool::checked(&device, &config, blocks)?,
         };
@@ -205,7 +203,7 @@ impl<D: Device> Transformer<D> {
             .map_or(config.vocab_size, |n| n.min(config.vocab_size));
         let random = source.random().filter(|_| device.makes_random());
         let unit_offset_norm = UnitOffsetNorm(source);
-        let source: &dyn WeightSource = if config.norms_from_one && !source.has_whole_norms() {
+        let source: &dyn WeightSource = if config.unit_offset_norms && !source.norms_without_offset() {
             &unit_offset_norm
         } else {
             source
@@ -240,9 +238,8 @@ impl<D: Device> Transformer<D> {
             context_tokens,
             vocab_size,
             step_tokens_max: None,
-            drawn: 0,
         };
-        if let KvBudget::AfterStep {
+        if let KvBudget::Profiled {
             step_tokens,
             sequences,
             bytes,
@@ -404,12 +401,12 @@ impl<D: Device> Transformer<D> {
         }
     }
 
-    /// Runs a checked batch. `see` gets the activations that each layer's linear operations read.
+    /// Runs a checked batch. `observe` gets the activations that each layer's linear operations read.
     #[expect(clippy::too_many_lines, reason = "a model's operations, in order")]
     fn run(
         &mut self,
         batch: &StepBatch,
-        mut see: impl FnMut(usize, Activations, &D::Buffer),
+        mut observe: impl FnMut(usize, Activations, &D::Buffer),
     ) -> Result<(), DeviceError> {
         let Transformer {
             device,
@@ -450,7 +447,7 @@ impl<D: Device> Transformer<D> {
             };
             device.add_norm(norm, &mut b.residual, &mut b.normed)?;
             lap(Operation::Norm)?;
-            see(at, Activations::AttentionNorm, &b.normed);
+            observe(at, Activations::AttentionNorm, &b.normed);
             device.linear(&layer.qkv, &b.normed, &mut b.qkv, &mut b.workspace)?;
             lap(Operation::Linear)?;
             let qk_norm = layer.qk_norm.as_ref().map(|(q, k)| QkNorm {
@@ -479,7 +476,7 @@ impl<D: Device> Transformer<D> {
             };
             device.attention(attention, step, &b.qkv, pool, &mut b.attended, &mut b.workspace)?;
             lap(Operation::Attention)?;
-            see(at, Activations::Attended, &b.attended);
+            observe(at, Activations::Attended, &b.attended);
             device.linear(&layer.o, &b.attended, &mut b.delta, &mut b.workspace)?;
             lap(Operation::Linear)?;
             let norm = AddNorm {
@@ -492,7 +489,7 @@ impl<D: Device> Transformer<D> {
             };
             device.add_norm(norm, &mut b.residual, &mut b.normed)?;
             lap(Operation::Norm)?;
-            see(at, Activations::MlpNorm, &b.normed);
+            observe(at, Activations::MlpNorm, &b.normed);
             device.gated_linear(
                 &layer.gate_up,
                 config.activation,
@@ -501,7 +498,7 @@ impl<D: Device> Transformer<D> {
                 &mut b.workspace,
             )?;
             lap(Operation::GatedLinear)?;
-            see(at, Activations::Gated, &b.gated);
+            observe(at, Activations::Gated, &b.gated);
             device.linear(&layer.down, &b.gated, &mut b.delta, &mut b.workspace)?;
             lap(Operation::Linear)?;
             delta = Some(Delta {
@@ -540,7 +537,6 @@ impl<D: Device> Forward for Transformer<D> {
         let Transformer { device, buffers, .. } = self;
         let mut tell = self.times.laps();
         device.draw(ids, draws, &mut buffers.workspace)?;
-        self.drawn = draws.len();
         if self.timed {
             device.wait()?;
             tell(Operation::Draw);

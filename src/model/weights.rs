@@ -40,7 +40,7 @@ pub trait WeightSource: Sync {
         None
     }
     /// Whether the source's norm weights are w, even for a family whose checkpoints store w − 1.
-    fn has_whole_norms(&self) -> bool {
+    fn norms_without_offset(&self) -> bool {
         false
     }
 }
@@ -75,11 +75,11 @@ pub struct Weights {
     /// One mapping per file.
     maps: Vec<Mmap>,
     /// By the name that a text-only model has for the tensor.
-    tensors: HashMap<String, Place>,
+    tensors: HashMap<String, TensorLocation>,
 }
 
 /// The location of a tensor.
-struct Place {
+struct TensorLocation {
     file: usize,
     /// The name of the tensor in its file.
     name: String,
@@ -99,12 +99,12 @@ pub struct Headers {
 #[derive(Debug)]
 pub struct Header {
     pub path: PathBuf,
-    pub tensors: BTreeMap<String, Entry>,
+    pub tensors: BTreeMap<String, TensorEntry>,
 }
 
 /// A tensor's entry in the header of its file.
 #[derive(Debug)]
-pub struct Entry {
+pub struct TensorEntry {
     pub dtype: safetensors::Dtype,
     pub shape: Vec<usize>,
     pub bytes: Range<usize>,
@@ -119,7 +119,7 @@ const TEXT_PARTS: [(&str, &str); 3] = [
 
 /// The name that a tensor of a multimodal model's text part would have in a text-only model.
 /// `None`: the tensor has that name already, or belongs to another part.
-pub fn name_alone(name: &str) -> Option<String> {
+pub fn canonical_name(name: &str) -> Option<String> {
     TEXT_PARTS
         .iter()
         .find_map(|(there, alone)| Some(format!("{alone}{}", name.strip_prefix(there)?)))
@@ -210,13 +210,13 @@ impl Weights {
             None => files[0].tensors.keys().map(|tensor| (tensor, 0)).collect(),
         };
         // A tensor whose stored name is the text-only name takes precedence over a renamed one.
-        stored.sort_by_key(|(name, _)| (name_alone(name).is_none(), *name));
+        stored.sort_by_key(|(name, _)| (canonical_name(name).is_none(), *name));
         let tensors = stored
             .into_iter()
             .map(|(name, file)| {
-                let known_as = name_alone(name).unwrap_or_else(|| name.clone());
+                let known_as = canonical_name(name).unwrap_or_else(|| name.clone());
                 let name = name.clone();
-                (known_as, Place { file, name })
+                (known_as, TensorLocation { file, name })
             })
             .collect();
         let dir = dir.to_owned();
@@ -274,7 +274,7 @@ impl Header {
                 return Err(broken(format!("tensor `{}` lies outside the file", in_line(&name))));
             }
             let (dtype, shape) = (info.dtype, info.shape.clone());
-            tensors.insert(name, Entry { dtype, shape, bytes });
+            tensors.insert(name, TensorEntry { dtype, shape, bytes });
         }
         Ok((Header { path, tensors }, map))
     }
@@ -485,7 +485,7 @@ impl WeightSource for RandomWeights {
         (self.dtype == Dtype::Bf16).then_some(self)
     }
 
-    fn has_whole_norms(&self) -> bool {
+    fn norms_without_offset(&self) -> bool {
         true
     }
 }

@@ -14,7 +14,7 @@ pub(super) struct TokenBytes {
     /// `ends[id]` is the end of the token's bytes. They begin at the end of the bytes of `id - 1`.
     ends: Vec<usize>,
     /// Ids that the vocabulary skips, ascending.
-    holes: Vec<u32>,
+    unused_ids: Vec<u32>,
 }
 
 /// A transformation that a decoder applies to each token.
@@ -61,7 +61,7 @@ impl TokenBytes {
         let mut out = TokenBytes {
             arena: Vec::with_capacity(vocab.len() * 8),
             ends: Vec::with_capacity(texts.len()),
-            holes: (0..=last).filter(|id| !known[*id as usize]).collect(),
+            unused_ids: (0..=last).filter(|id| !known[*id as usize]).collect(),
         };
         for text in texts {
             match text {
@@ -78,8 +78,8 @@ impl TokenBytes {
         self.ends.len()
     }
 
-    pub(super) fn holes(&self) -> &[u32] {
-        &self.holes
+    pub(super) fn unused_ids(&self) -> &[u32] {
+        &self.unused_ids
     }
 
     pub(super) fn get(&self, id: u32) -> &[u8] {

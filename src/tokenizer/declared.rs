@@ -9,7 +9,7 @@ use base64::engine::general_purpose::STANDARD;
 use serde_json::Value;
 use tokenizers::{ModelWrapper, Tokenizer as Inner};
 
-use super::encode::{Bounds, WRITTEN_BYTES_MAX};
+use super::encode::{EncodeBounds, WRITTEN_BYTES_MAX};
 use super::one_line;
 use super::stream::{STRETCH_BYTES_MAX, flatten};
 use expressions::check_expressions;
@@ -33,26 +33,29 @@ const DROPOUT_MAX: f64 = 0.5;
 
 /// Parts of the file that the library does not expose.
 #[derive(serde::Deserialize)]
-pub(super) struct Declared {
+#[serde(rename = "Declared")]
+pub(super) struct RawTokenizerFile {
     #[serde(default)]
-    added_tokens: Vec<DeclaredToken>,
+    added_tokens: Vec<RawAddedToken>,
     #[serde(default)]
     normalizer: Value,
     #[serde(default)]
     pre_tokenizer: Value,
     #[serde(default)]
     decoder: Value,
-    pub(super) model: DeclaredModel,
+    pub(super) model: RawTokenizerModel,
 }
 
 #[derive(serde::Deserialize)]
-struct DeclaredToken {
+#[serde(rename = "DeclaredToken")]
+struct RawAddedToken {
     id: u32,
     content: String,
 }
 
 #[derive(serde::Deserialize)]
-pub(super) struct DeclaredModel {
+#[serde(rename = "DeclaredModel")]
+pub(super) struct RawTokenizerModel {
     #[serde(default)]
     pub(super) unk_token: Option<String>,
     #[serde(default)]
@@ -63,21 +66,21 @@ pub(super) struct DeclaredModel {
     dropout: Option<f64>,
 }
 
-impl Declared {
+impl RawTokenizerFile {
     /// Reads and checks the file. Its sizes are checked first, so that memory is bounded.
-    pub(super) fn read(json: &[u8]) -> Result<Declared, String> {
+    pub(super) fn read(json: &[u8]) -> Result<RawTokenizerFile, String> {
         let sizes: Sizes = serde_json::from_slice(json).map_err(|e| one_line(&e.to_string()))?;
         sizes.check()?;
-        let declared: Declared = serde_json::from_slice(json).map_err(|e| one_line(&e.to_string()))?;
+        let declared: RawTokenizerFile = serde_json::from_slice(json).map_err(|e| one_line(&e.to_string()))?;
         declared.check()?;
         Ok(declared)
     }
 
     fn check(&self) -> Result<(), String> {
-        most("added tokens", self.added_tokens.len(), ADDED_MAX)?;
+        check_max("added tokens", self.added_tokens.len(), ADDED_MAX)?;
         let lengths = || self.added_tokens.iter().map(|token| token.content.len());
-        most("bytes in an added token", lengths().max().unwrap_or(0), ADDED_BYTES_MAX)?;
-        most("bytes in its added tokens", lengths().sum(), ADDED_BYTES_MAX_TOGETHER)?;
+        check_max("bytes in an added token", lengths().max().unwrap_or(0), ADDED_BYTES_MAX)?;
+        check_max("bytes in its added tokens", lengths().sum(), ADDED_BYTES_MAX_TOGETHER)?;
         if let Some(chars) = self
             .model
             .max_input_chars_per_word
@@ -91,7 +94,7 @@ impl Declared {
             return Err(format!("its `dropout` is {dropout}, more than {DROPOUT_MAX}"));
         }
         let growth = self.normalizer_growth()?.saturating_mul(self.pre_tokenizer_growth()?);
-        most(
+        check_max(
             "output bytes of its normalizer and pre-tokenizer for one input byte",
             growth,
             GROWTH_MAX,
@@ -103,7 +106,7 @@ impl Declared {
     fn normalizer_growth(&self) -> Result<usize, String> {
         let mut steps = Vec::new();
         flatten(&self.normalizer, "normalizers", &mut steps);
-        most("steps in its normalizer", steps.len(), STEPS_MAX)?;
+        check_max("steps in its normalizer", steps.len(), STEPS_MAX)?;
         let growth = |step: &Value| match step["type"].as_str() {
             Some("NFKC" | "NFKD") => 11,
             Some("NFC" | "NFD" | "BertNormalizer") => 3,
@@ -123,7 +126,7 @@ impl Declared {
     fn pre_tokenizer_growth(&self) -> Result<usize, String> {
         let mut steps = Vec::new();
         flatten(&self.pre_tokenizer, "pretokenizers", &mut steps);
-        most("steps in its pre-tokenizer", steps.len(), STEPS_MAX)?;
+        check_max("steps in its pre-tokenizer", steps.len(), STEPS_MAX)?;
         let growth = |step: &Value| match step["type"].as_str() {
             Some("Metaspace") => 3,
             Some("ByteLevel") => 2,
@@ -133,10 +136,10 @@ impl Declared {
     }
 
     /// Limits for texts that are encoded at once.
-    pub(super) fn bounds(&self) -> Result<Bounds, String> {
+    pub(super) fn bounds(&self) -> Result<EncodeBounds, String> {
         let pre_tokenizer_growth = self.pre_tokenizer_growth()?;
         let growth = self.normalizer_growth()?.saturating_mul(pre_tokenizer_growth);
-        Ok(Bounds {
+        Ok(EncodeBounds {
             whole_bytes_max: (WRITTEN_BYTES_MAX / growth).clamp(1, STRETCH_BYTES_MAX),
             pre_tokenizer_growth,
         })
@@ -145,7 +148,7 @@ impl Declared {
     /// Refuses a file whose added tokens get other ids from the library than the file says. The
     /// library assigns these ids itself.
     pub(super) fn check_added_ids(&self, full: &Inner) -> Result<(), String> {
-        for DeclaredToken { id, content } in &self.added_tokens {
+        for RawAddedToken { id, content } in &self.added_tokens {
             match full.token_to_id(content) {
                 Some(actual) if actual == *id => {}
                 Some(actual) => {
@@ -184,7 +187,7 @@ pub(super) fn check_templates(processor: &Value) -> Result<(), String> {
     Ok(())
 }
 
-fn most(what: &str, count: usize, most: usize) -> Result<(), String> {
+fn check_max(what: &str, count: usize, most: usize) -> Result<(), String> {
     if count > most {
         Err(format!("{what}: {count}, more than {most}"))
     } else {
@@ -208,7 +211,7 @@ pub(super) fn check_beginnings(full: &Inner) -> Result<(), String> {
         }
         beginnings.push(text);
         bytes += text.len();
-        most(
+        check_max(
             "bytes in vocabulary tokens that are prefixes of other tokens",
             bytes,
             BEGINNINGS_BYTES_MAX,

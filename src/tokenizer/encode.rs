@@ -6,7 +6,7 @@ use tokenizers::{NormalizedString, Normalizer, Tokenizer as Inner};
 
 use super::Tokenizer;
 use super::guarded::{THIS_TEXT, guarded};
-use super::stream::{STRETCH_BYTES_MAX, Stream};
+use super::stream::{STRETCH_BYTES_MAX, StreamEncoder};
 use super::trie::{ROOT, Trie};
 
 /// Texts above this length in bytes are encoded in parts.
@@ -27,18 +27,18 @@ pub struct Encoded {
     pub is_cut: bool,
 }
 
-/// Encoders for long texts, each built at its first use; see [`Stream`]. `None` inside: the
+/// Encoders for long texts, each built at its first use; see [`StreamEncoder`]. `None` inside: the
 /// tokenizer cannot be streamed.
 #[derive(Default)]
-pub(super) struct Streams {
-    full: OnceLock<Option<Stream>>,
-    first: OnceLock<Option<Stream>>,
-    later: OnceLock<Option<Stream>>,
-    plain: OnceLock<Option<Stream>>,
+pub(super) struct StreamEncoders {
+    full: OnceLock<Option<StreamEncoder>>,
+    first: OnceLock<Option<StreamEncoder>>,
+    later: OnceLock<Option<StreamEncoder>>,
+    plain: OnceLock<Option<StreamEncoder>>,
 }
 
 /// Limits for texts that are encoded at once.
-pub(super) struct Bounds {
+pub(super) struct EncodeBounds {
     /// Maximum length in bytes of a text that cannot exceed the limits after normalization.
     pub whole_bytes_max: usize,
     /// Maximum bytes that the pre-tokenizer makes from one byte.
@@ -47,7 +47,7 @@ pub(super) struct Bounds {
 
 /// Selects one of the tokenizer's encoders.
 #[derive(Clone, Copy)]
-enum Which {
+enum EncoderKind {
     Full,
     First,
     Later,
@@ -68,7 +68,7 @@ impl Tokenizer {
             let ids = encode_with(&self.full, text, add_special)?;
             return Ok(Encoded { ids, is_cut: false });
         }
-        let ids = self.encode_as(Which::Full, text, limit)?;
+        let ids = self.encode_as(EncoderKind::Full, text, limit)?;
         let is_cut = ids.len() > limit;
         let (before, after) = if add_special {
             self.surrounding()?
@@ -91,8 +91,8 @@ impl Tokenizer {
     /// Like [`encode_piece`](Self::encode_piece), but encoding may stop once a text is known to
     /// have more tokens than `limit`.
     pub fn encode_piece_within(&self, text: &str, first: bool, limit: usize) -> Result<Encoded, String> {
-        let which = if first { Which::First } else { Which::Later };
-        self.encode_without_specials(which, text, limit)
+        let kind = if first { EncoderKind::First } else { EncoderKind::Later };
+        self.encode_without_specials(kind, text, limit)
     }
 
     /// Encodes `text` as if in the middle of a prompt: special tokens are neither added nor
@@ -101,7 +101,7 @@ impl Tokenizer {
         // Loading has checked that characters outside the vocabulary can be encoded. The remaining
         // error is a text on which the regex engine gives up. Such a text gets no tokens here, and
         // the caller spells it from the vocabulary.
-        self.encode_without_specials(Which::Plain, text, usize::MAX)
+        self.encode_without_specials(EncoderKind::Plain, text, usize::MAX)
             .map(|encoded| encoded.ids)
             .unwrap_or_default()
     }
@@ -112,7 +112,7 @@ impl Tokenizer {
             return Ok(text.to_string());
         };
         if self.is_long(text) {
-            if let (_, Some(stream)) = self.encoder(Which::Full) {
+            if let (_, Some(stream)) = self.encoder(EncoderKind::Full) {
                 return stream.normalize(text);
             }
             self.check_whole(text)?;
@@ -127,23 +127,23 @@ impl Tokenizer {
     /// Models that match whole words (Unigram, word pieces, BPE that ignores its merges) can still
     /// find a special token's text in their vocabulary. Such text is cut after its first character
     /// until no special token results.
-    fn encode_without_specials(&self, which: Which, text: &str, limit: usize) -> Result<Encoded, String> {
+    fn encode_without_specials(&self, kind: EncoderKind, text: &str, limit: usize) -> Result<Encoded, String> {
         let mut out: Vec<u32> = Vec::new();
         // A stack of the remaining texts; the last one is encoded next.
-        let mut left = vec![(text, which)];
+        let mut left = vec![(text, kind)];
         let mut again = text.len().saturating_mul(4).saturating_add(AGAIN_BYTES);
-        while let Some((text, which)) = left.pop() {
-            let ids = self.encode_as(which, text, limit - out.len())?;
+        while let Some((text, kind)) = left.pop() {
+            let ids = self.encode_as(kind, text, limit - out.len())?;
             let culprit = ids.iter().find(|id| self.is_offending(**id));
             let cut = culprit.and_then(|culprit| self.cut_inside(*culprit, text));
             match cut {
                 Some(cut) if again >= text.len() => {
                     again -= text.len();
-                    left.extend([(&text[cut..], Which::Plain), (&text[..cut], which)]);
+                    left.extend([(&text[cut..], EncoderKind::Plain), (&text[..cut], kind)]);
                     continue;
                 }
                 // The budget for encoding again is spent, so cut inside all special texts at once.
-                Some(_) => self.encode_cut(which, text, limit, &mut out)?,
+                Some(_) => self.encode_cut(kind, text, limit, &mut out)?,
                 None => out.extend(ids.into_iter().filter(|id| !self.is_offending(*id))),
             }
             if out.len() > limit {
@@ -170,7 +170,7 @@ impl Tokenizer {
     }
 
     /// Encodes `text`, cut inside every occurrence of a special token's text.
-    fn encode_cut(&self, mut which: Which, text: &str, limit: usize, out: &mut Vec<u32>) -> Result<(), String> {
+    fn encode_cut(&self, mut kind: EncoderKind, text: &str, limit: usize, out: &mut Vec<u32>) -> Result<(), String> {
         let mut specials = Trie::<bool>::new();
         for token in self.added.iter().filter(|token| token.special) {
             specials.insert(token.content.chars(), |is_text, ends| *is_text |= ends);
@@ -181,22 +181,22 @@ impl Tokenizer {
             if end < text.len() && !begins_with_any(&specials, &text[at..]) {
                 continue;
             }
-            let ids = self.encode_as(which, &text[from..end], limit - out.len())?;
+            let ids = self.encode_as(kind, &text[from..end], limit - out.len())?;
             out.extend(ids.into_iter().filter(|id| !self.is_offending(*id)));
             if out.len() > limit {
                 return Ok(());
             }
-            (from, which) = (end, Which::Plain);
+            (from, kind) = (end, EncoderKind::Plain);
         }
         Ok(())
     }
 
     /// If the text has more than `limit` tokens, the result may cover only its beginning.
-    fn encode_as(&self, which: Which, text: &str, limit: usize) -> Result<Vec<u32>, String> {
+    fn encode_as(&self, kind: EncoderKind, text: &str, limit: usize) -> Result<Vec<u32>, String> {
         if !self.is_long(text) {
-            return encode_with(self.inner(which), text, false);
+            return encode_with(self.inner(kind), text, false);
         }
-        match self.encoder(which) {
+        match self.encoder(kind) {
             (inner, Some(stream)) => stream.encode(inner, text, limit),
             (inner, None) => {
                 self.check_whole(text)?;
@@ -239,25 +239,25 @@ impl Tokenizer {
         Ok(())
     }
 
-    fn inner(&self, which: Which) -> &Inner {
-        match which {
-            Which::Full => &self.full,
-            Which::First => &self.first_piece,
-            Which::Later => self.later_piece.as_ref().unwrap_or(&self.first_piece),
-            Which::Plain => self.plain.as_ref().unwrap_or(&self.first_piece),
+    fn inner(&self, kind: EncoderKind) -> &Inner {
+        match kind {
+            EncoderKind::Full => &self.full,
+            EncoderKind::First => &self.first_piece,
+            EncoderKind::Later => self.later_piece.as_ref().unwrap_or(&self.first_piece),
+            EncoderKind::Plain => self.plain.as_ref().unwrap_or(&self.first_piece),
         }
     }
 
-    fn encoder(&self, which: Which) -> (&Inner, Option<&Stream>) {
+    fn encoder(&self, kind: EncoderKind) -> (&Inner, Option<&StreamEncoder>) {
         let streams = &self.streams;
-        let stream = match which {
-            Which::Full => &streams.full,
-            Which::Later if self.later_piece.is_some() => &streams.later,
-            Which::Plain if self.plain.is_some() => &streams.plain,
-            Which::First | Which::Later | Which::Plain => &streams.first,
+        let stream = match kind {
+            EncoderKind::Full => &streams.full,
+            EncoderKind::Later if self.later_piece.is_some() => &streams.later,
+            EncoderKind::Plain if self.plain.is_some() => &streams.plain,
+            EncoderKind::First | EncoderKind::Later | EncoderKind::Plain => &streams.first,
         };
-        let inner = self.inner(which);
-        (inner, stream.get_or_init(|| Stream::of(inner)).as_ref())
+        let inner = self.inner(kind);
+        (inner, stream.get_or_init(|| StreamEncoder::of(inner)).as_ref())
     }
 }
 

@@ -30,11 +30,11 @@ use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use tokenizers::{AddedToken, AddedVocabulary, PostProcessorWrapper, Tokenizer as Inner};
 
-use declared::{Declared, check_beginnings, check_templates};
-use encode::{Bounds, Streams, encode_with};
+use declared::{RawTokenizerFile, check_beginnings, check_templates};
+use encode::{EncodeBounds, StreamEncoders, encode_with};
 use guarded::guarded;
 use other_forms::other_tokenizer;
-use prefix::{Prefix, puts_space_in_front, without_prefix};
+use prefix::{StripPrefix, puts_space_in_front, without_prefix};
 
 pub use config::{ChatTemplateSource, TokenizerConfig};
 pub use encode::Encoded;
@@ -112,8 +112,8 @@ pub struct Tokenizer {
     /// The unknown token, the only special token that plain text may yield.
     unknown: Option<u32>,
     /// Encoders for long texts.
-    streams: Streams,
-    bounds: Bounds,
+    streams: StreamEncoders,
+    bounds: EncodeBounds,
     config: TokenizerConfig,
     hash: String,
 }
@@ -239,7 +239,7 @@ impl Tokenizer {
     }
 
     fn build(json: &[u8], config: TokenizerConfig) -> Result<Tokenizer, String> {
-        let declared = Declared::read(json)?;
+        let declared = RawTokenizerFile::read(json)?;
         let mut full = guarded("it", || Inner::from_bytes(json))?;
         // Truncation and padding would change prompts without the job asking for it.
         full.with_truncation(None).map_err(|e| e.to_string())?;
@@ -261,8 +261,8 @@ impl Tokenizer {
 
         let mut first_piece = full.clone();
         first_piece.with_added_vocabulary(AddedVocabulary::new());
-        let later_piece = without_prefix(&first_piece, Prefix::FirstOnly)?;
-        let plain = without_prefix(&first_piece, Prefix::Any)?;
+        let later_piece = without_prefix(&first_piece, StripPrefix::FirstOnly)?;
+        let plain = without_prefix(&first_piece, StripPrefix::Any)?;
         let prefixes_space = puts_space_in_front(&first_piece)?;
         let unknown_text = declared.model.unk_token.as_ref().or(config.unk_token.as_ref());
         let unknown = declared.model.unk_id.or_else(|| full.token_to_id(unknown_text?));
@@ -277,7 +277,7 @@ impl Tokenizer {
             added,
             prefixes_space,
             unknown,
-            streams: Streams::default(),
+            streams: StreamEncoders::default(),
             bounds: declared.bounds()?,
             config,
             hash,
@@ -306,8 +306,8 @@ impl Tokenizer {
     }
 
     /// Ids below [`vocab_size`](Self::vocab_size) without a token, ascending.
-    pub fn holes(&self) -> &[u32] {
-        self.bytes.holes()
+    pub fn unused_ids(&self) -> &[u32] {
+        self.bytes.unused_ids()
     }
 
     /// Whether the tokenizer puts a space before a text (SentencePiece's `▁`). Answers then begin

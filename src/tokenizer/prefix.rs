@@ -5,7 +5,7 @@ use tokenizers::{NormalizerWrapper, PreTokenizerWrapper, Tokenizer as Inner};
 
 /// The prefixes to remove from a tokenizer.
 #[derive(Clone, Copy, PartialEq)]
-pub(super) enum Prefix {
+pub(super) enum StripPrefix {
     /// Prefixes before the first text of a prompt only.
     FirstOnly,
     /// All prefixes.
@@ -13,7 +13,7 @@ pub(super) enum Prefix {
 }
 
 /// A copy of `from` without these prefixes. `None` where `from` has none of them.
-pub(super) fn without_prefix(from: &Inner, which: Prefix) -> Result<Option<Inner>, String> {
+pub(super) fn without_prefix(from: &Inner, which: StripPrefix) -> Result<Option<Inner>, String> {
     let mut changed = false;
     let mut out = from.clone();
     if let Some(pre) = from.get_pre_tokenizer() {
@@ -65,7 +65,7 @@ fn has_space_prefix(value: &Value) -> bool {
 }
 
 /// Removes prefixes from a serialized pre-tokenizer or normalizer, also inside sequences.
-fn strip_prefix(value: &mut Value, which: Prefix, changed: &mut bool) {
+fn strip_prefix(value: &mut Value, which: StripPrefix, changed: &mut bool) {
     match value.get("type").and_then(Value::as_str) {
         Some("Sequence") => {
             for key in ["pretokenizers", "normalizers"] {
@@ -76,16 +76,16 @@ fn strip_prefix(value: &mut Value, which: Prefix, changed: &mut bool) {
         }
         Some("Metaspace") => {
             let scheme = value["prepend_scheme"].as_str().unwrap_or("always");
-            if scheme == "first" || (scheme == "always" && which == Prefix::Any) {
+            if scheme == "first" || (scheme == "always" && which == StripPrefix::Any) {
                 value["prepend_scheme"] = "never".into();
                 *changed = true;
             }
         }
-        Some("ByteLevel") if which == Prefix::Any && value["add_prefix_space"] == true => {
+        Some("ByteLevel") if which == StripPrefix::Any && value["add_prefix_space"] == true => {
             value["add_prefix_space"] = false.into();
             *changed = true;
         }
-        Some("Prepend") if which == Prefix::Any => {
+        Some("Prepend") if which == StripPrefix::Any => {
             // An empty sequence is a normalizer that changes nothing.
             *value = json!({"type": "Sequence", "normalizers": []});
             *changed = true;

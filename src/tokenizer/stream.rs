@@ -42,7 +42,7 @@ const PIECE_BYTES: usize = if cfg!(test) { 6 } else { 4 << 10 };
 const SECONDS_MAX: u64 = 20;
 
 /// The steps of a tokenizer that can encode in parts.
-pub(super) struct Stream {
+pub(super) struct StreamEncoder {
     /// Added tokens that are matched in the original text (`written`) and in the normalized text.
     written: Option<Trie<Vec<Token>>>,
     normalized: Option<Trie<Vec<Token>>>,
@@ -51,9 +51,9 @@ pub(super) struct Stream {
     normalizer: Option<NormalizerWrapper>,
     normalizer_inside: Option<NormalizerWrapper>,
     metaspace: Option<Metaspace>,
-    cuts: Vec<Cut>,
+    split_steps: Vec<SplitStep>,
     byte_level: Option<[char; 256]>,
-    joins: Option<Joins>,
+    mergeable: Option<MergeablePairs>,
 }
 
 /// An added token.
@@ -67,19 +67,19 @@ struct Token {
 /// SentencePiece's replacement of spaces by a mark.
 struct Metaspace {
     mark: char,
-    prefix: Prefix,
+    prefix: MarkPrefix,
     splits: bool,
 }
 
 #[derive(Clone, Copy, PartialEq)]
-enum Prefix {
+enum MarkPrefix {
     Never,
     First,
     Always,
 }
 
 /// A step of a pre-tokenizer. Its pieces together are the whole text.
-enum Cut {
+enum SplitStep {
     /// Cuts at both ends of each match.
     Around(Regex),
     /// Cuts after each occurrence.
@@ -89,7 +89,7 @@ enum Cut {
 }
 
 /// Pairs of characters that BPE may join.
-struct Joins {
+struct MergeablePairs {
     /// Characters that are tokens themselves.
     known: HashSet<char>,
     /// Pairs that are adjacent in a token.
@@ -97,23 +97,23 @@ struct Joins {
 }
 
 /// The reason why encoding stopped before the end of the text.
-enum End {
+enum EncodeStop {
     Enough,
     Failed(String),
 }
 
 /// The state of encoding one text.
 struct Run<'a> {
-    stream: &'a Stream,
+    stream: &'a StreamEncoder,
     model: &'a ModelWrapper,
     ids: Vec<u32>,
     limit: usize,
-    until: Instant,
+    deadline: Instant,
     /// A piece in the spelling of byte-level vocabularies.
     buffer: String,
 }
 
-impl Stream {
+impl StreamEncoder {
     /// The token ids of `text`. If there are more than `limit`, at least `limit + 1` ids of the
     /// beginning are returned.
     ///
@@ -126,26 +126,26 @@ impl Stream {
             model: tokenizer.get_model(),
             ids: Vec::new(),
             limit,
-            until: Instant::now() + Duration::from_secs(SECONDS_MAX),
+            deadline: Instant::now() + Duration::from_secs(SECONDS_MAX),
             buffer: String::new(),
         };
         match guarded(THIS_TEXT, || Ok(run.text(text)))? {
-            Ok(()) | Err(End::Enough) => Ok(run.ids),
-            Err(End::Failed(why)) => Err(why),
+            Ok(()) | Err(EncodeStop::Enough) => Ok(run.ids),
+            Err(EncodeStop::Failed(why)) => Err(why),
         }
     }
 
     /// The normalized text.
     pub(super) fn normalize(&self, text: &str) -> Result<String, String> {
-        let until = Instant::now() + Duration::from_secs(SECONDS_MAX);
-        match guarded(THIS_TEXT, || Ok(self.normalized(text, until)))? {
+        let deadline = Instant::now() + Duration::from_secs(SECONDS_MAX);
+        match guarded(THIS_TEXT, || Ok(self.normalized(text, deadline)))? {
             Ok(text) => Ok(text.into_owned()),
-            Err(End::Failed(why)) => Err(why),
-            Err(End::Enough) => Ok(String::new()),
+            Err(EncodeStop::Failed(why)) => Err(why),
+            Err(EncodeStop::Enough) => Ok(String::new()),
         }
     }
 
-    fn normalized<'a>(&self, text: &'a str, until: Instant) -> Result<Cow<'a, str>, End> {
+    fn normalized<'a>(&self, text: &'a str, deadline: Instant) -> Result<Cow<'a, str>, EncodeStop> {
         let (Some(first), Some(inside)) = (&self.normalizer, &self.normalizer_inside) else {
             return Ok(Cow::Borrowed(text));
         };
@@ -158,8 +158,8 @@ impl Stream {
                 .skip_while(|(at, _)| *at < BLOCK_BYTES)
                 .find(|(_, c)| joins_nothing_before(*c))
                 .map_or(rest.len(), |(at, _)| at);
-            in_time(until)?;
-            fits(end)?;
+            check_deadline(deadline)?;
+            check_length(end)?;
             let mut block = NormalizedString::from(&rest[..end]);
             let normalizer = if from == 0 { first } else { inside };
             normalizer.normalize(&mut block).map_err(failed)?;
@@ -167,7 +167,7 @@ impl Stream {
             if out.len() > NORMALIZED_BYTES_MAX {
                 let why =
                     format!("its tokenizer's normalizer makes more than {NORMALIZED_BYTES_MAX} bytes of this text");
-                return Err(End::Failed(why));
+                return Err(EncodeStop::Failed(why));
             }
             from += end;
         }
@@ -176,7 +176,7 @@ impl Stream {
 }
 
 impl Run<'_> {
-    fn text(&mut self, text: &str) -> Result<(), End> {
+    fn text(&mut self, text: &str) -> Result<(), EncodeStop> {
         let stream = self.stream;
         cut_tokens(stream.written.as_ref(), text, |token, start, end| match token {
             Some(id) => self.push([id]),
@@ -185,21 +185,21 @@ impl Run<'_> {
     }
 
     /// Encodes text between added tokens.
-    fn stretch(&mut self, text: &str, begins_text: bool) -> Result<(), End> {
+    fn stretch(&mut self, text: &str, begins_text: bool) -> Result<(), EncodeStop> {
         let stream = self.stream;
-        let text = stream.normalized(text, self.until)?;
+        let text = stream.normalized(text, self.deadline)?;
         cut_tokens(stream.normalized.as_ref(), &text, |token, start, end| match token {
             Some(id) => self.push([id]),
             None => self.pre_tokenize(&text[start..end], begins_text && start == 0),
         })
     }
 
-    fn pre_tokenize(&mut self, text: &str, begins_text: bool) -> Result<(), End> {
+    fn pre_tokenize(&mut self, text: &str, begins_text: bool) -> Result<(), EncodeStop> {
         let Some(Metaspace { mark, prefix, splits }) = &self.stream.metaspace else {
             return self.cut(0, text);
         };
         let mut marked = text.replace(' ', mark.encode_utf8(&mut [0; 4]));
-        let prefixed = *prefix == Prefix::Always || (*prefix == Prefix::First && begins_text);
+        let prefixed = *prefix == MarkPrefix::Always || (*prefix == MarkPrefix::First && begins_text);
         if prefixed && !marked.starts_with(*mark) {
             marked.insert(0, *mark);
         }
@@ -214,11 +214,11 @@ impl Run<'_> {
     }
 
     /// Cuts by the pre-tokenizer's steps, beginning with number `step`.
-    fn cut(&mut self, step: usize, text: &str) -> Result<(), End> {
+    fn cut(&mut self, step: usize, text: &str) -> Result<(), EncodeStop> {
         if text.is_empty() {
             return Ok(());
         }
-        let Some(cut) = self.stream.cuts.get(step) else {
+        let Some(cut) = self.stream.split_steps.get(step) else {
             return self.piece(text);
         };
         let mut from = 0;
@@ -228,20 +228,20 @@ impl Run<'_> {
             run.cut(step + 1, piece)
         };
         match cut {
-            Cut::Around(regex) => {
+            SplitStep::Around(regex) => {
                 let mut matches = Matches::new(regex, text);
-                while let Some((start, end)) = matches.next().map_err(End::Failed)? {
-                    in_time(self.until)?;
+                while let Some((start, end)) = matches.next().map_err(EncodeStop::Failed)? {
+                    check_deadline(self.deadline)?;
                     cut_at(self, start)?;
                     cut_at(self, end)?;
                 }
             }
-            Cut::Behind(pattern) => {
+            SplitStep::Behind(pattern) => {
                 for (at, found) in text.match_indices(pattern.as_str()) {
                     cut_at(self, at + found.len())?;
                 }
             }
-            Cut::Digits { each } => {
+            SplitStep::Digits { each } => {
                 let mut was_digit = None;
                 for (at, c) in text.char_indices() {
                     let is_digit = c.is_numeric();
@@ -256,11 +256,11 @@ impl Run<'_> {
     }
 
     /// Encodes a piece of pre-tokenized text.
-    fn piece(&mut self, text: &str) -> Result<(), End> {
+    fn piece(&mut self, text: &str) -> Result<(), EncodeStop> {
         if text.is_empty() {
             return Ok(());
         }
-        in_time(self.until)?;
+        check_deadline(self.deadline)?;
         let Some(chars) = &self.stream.byte_level else {
             return self.parts(text);
         };
@@ -273,12 +273,12 @@ impl Run<'_> {
     }
 
     /// Encodes a long piece in parts across which the model joins nothing.
-    fn parts(&mut self, piece: &str) -> Result<(), End> {
+    fn parts(&mut self, piece: &str) -> Result<(), EncodeStop> {
         let mut from = 0;
-        if let (Some(joins), true) = (&self.stream.joins, piece.len() > PIECE_BYTES) {
+        if let (Some(mergeable), true) = (&self.stream.mergeable, piece.len() > PIECE_BYTES) {
             let mut before = None;
             for (at, c) in piece.char_indices() {
-                if at - from >= PIECE_BYTES && before.is_some_and(|before| joins.none(before, c)) {
+                if at - from >= PIECE_BYTES && before.is_some_and(|before| mergeable.none(before, c)) {
                     self.part(&piece[from..at])?;
                     from = at;
                 }
@@ -288,27 +288,27 @@ impl Run<'_> {
         self.part(&piece[from..])
     }
 
-    fn part(&mut self, part: &str) -> Result<(), End> {
-        fits(match self.stream.byte_level {
+    fn part(&mut self, part: &str) -> Result<(), EncodeStop> {
+        check_length(match self.stream.byte_level {
             Some(_) => part.chars().count(),
             None => part.len(),
         })?;
-        in_time(self.until)?;
+        check_deadline(self.deadline)?;
         let tokens = self.model.tokenize(part).map_err(failed)?;
         self.push(tokens.iter().map(|token| token.id))
     }
 
-    fn push(&mut self, ids: impl IntoIterator<Item = u32>) -> Result<(), End> {
+    fn push(&mut self, ids: impl IntoIterator<Item = u32>) -> Result<(), EncodeStop> {
         self.ids.extend(ids);
         if self.ids.len() > self.limit {
-            Err(End::Enough)
+            Err(EncodeStop::Enough)
         } else {
             Ok(())
         }
     }
 }
 
-impl Joins {
+impl MergeablePairs {
     /// Whether BPE can join nothing across these adjacent characters. Every token that BPE makes is
     /// in the vocabulary, so such a token would contain the pair.
     fn none(&self, before: char, c: char) -> bool {
@@ -366,8 +366,8 @@ impl<'a> Matches<'a> {
 fn cut_tokens(
     tokens: Option<&Trie<Vec<Token>>>,
     text: &str,
-    mut each: impl FnMut(Option<u32>, usize, usize) -> Result<(), End>,
-) -> Result<(), End> {
+    mut each: impl FnMut(Option<u32>, usize, usize) -> Result<(), EncodeStop>,
+) -> Result<(), EncodeStop> {
     let mut from = 0;
     let mut at = 0;
     while let (Some(tokens), true) = (tokens, at < text.len()) {
@@ -417,9 +417,9 @@ fn joins_nothing_before(c: char) -> bool {
     c.is_ascii() || ('\u{4E00}'..='\u{9FFF}').contains(&c)
 }
 
-fn fits(bytes: usize) -> Result<(), End> {
+fn check_length(bytes: usize) -> Result<(), EncodeStop> {
     if bytes > STRETCH_BYTES_MAX {
-        Err(End::Failed(format!(
+        Err(EncodeStop::Failed(format!(
             "this text has {bytes} bytes that the tokenizer cannot split, and at most {STRETCH_BYTES_MAX} are encoded at once"
         )))
     } else {
@@ -427,9 +427,9 @@ fn fits(bytes: usize) -> Result<(), End> {
     }
 }
 
-fn in_time(until: Instant) -> Result<(), End> {
-    if Instant::now() > until {
-        Err(End::Failed(format!(
+fn check_deadline(deadline: Instant) -> Result<(), EncodeStop> {
+    if Instant::now() > deadline {
+        Err(EncodeStop::Failed(format!(
             "its tokenizer takes more than {SECONDS_MAX} seconds for this text"
         )))
     } else {
@@ -437,8 +437,8 @@ fn in_time(until: Instant) -> Result<(), End> {
     }
 }
 
-fn failed(error: tokenizers::Error) -> End {
-    End::Failed(super::one_line(&error.to_string()))
+fn failed(error: tokenizers::Error) -> EncodeStop {
+    EncodeStop::Failed(super::one_line(&error.to_string()))
 }
 
 #[cfg(test)]

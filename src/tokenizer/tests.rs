@@ -281,8 +281,8 @@ fn ids_that_no_token_has_are_known() {
                           "normalized": false, "special": true}],
         "model": {"type": "WordLevel", "vocab": {"u": 0, "a": 1, "b": 4, "<x>": 6}, "unk_token": "u"}});
     let tokenizer = Tokenizer::from_json(&file.to_string(), None).unwrap();
-    assert_eq!((tokenizer.holes(), tokenizer.vocab_size()), (&[2, 3, 5][..], 7));
-    assert!(small().holes().is_empty());
+    assert_eq!((tokenizer.unused_ids(), tokenizer.vocab_size()), (&[2, 3, 5][..], 7));
+    assert!(small().unused_ids().is_empty());
 }
 
 #[test]

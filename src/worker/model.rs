@@ -17,7 +17,7 @@ use crate::model::config::Config;
 use crate::model::error::ModelError;
 use crate::model::folder;
 use crate::model::weights::checkpoint_hash;
-use crate::model::{Channels, Checkpoint};
+use crate::model::{ActivationMaxima, Checkpoint};
 use crate::tokenizer::Tokenizer;
 
 /// The keys of a job's random numbers and template dates, and the `max_tokens` of its retries.
@@ -76,9 +76,9 @@ impl ModelFiles {
         Ok(ModelFiles { dir, config, tokenizer })
     }
 
-    /// See [`Channels::of_model`].
-    pub fn channels(&self, precision: Precision) -> Result<Option<Channels>, ModelError> {
-        Channels::of_model(&self.dir, &self.config, precision)
+    /// See [`ActivationMaxima::of_model`].
+    pub fn channels(&self, precision: Precision) -> Result<Option<ActivationMaxima>, ModelError> {
+        ActivationMaxima::of_model(&self.dir, &self.config, precision)
     }
 
     /// SHA-256 in hex of the whole checkpoint, and of the measured channels where the precision

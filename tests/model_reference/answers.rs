@@ -180,8 +180,8 @@ fn mutants_fail_the_comparison() {
         if config.embedding_scale != 1.0 {
             assert_mutant_fails(name, "no scale of the embedding", |c| c.embedding_scale = 1.0);
         }
-        if config.norms_from_one {
-            assert_mutant_fails(name, "norms as they are stored", |c| c.norms_from_one = false);
+        if config.unit_offset_norms {
+            assert_mutant_fails(name, "norms as they are stored", |c| c.unit_offset_norms = false);
         }
         if config.post_norms {
             assert_mutant_fails(name, "no norms behind attention and network", |c| c.post_norms = false);

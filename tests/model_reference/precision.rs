@@ -5,7 +5,7 @@ use std::sync::Arc;
 use gristmill::device::{KvFormat, Precision, cpu};
 use gristmill::model::config::Config;
 use gristmill::model::weights::Weights;
-use gristmill::model::{Channels, LoadOptions, Transformer};
+use gristmill::model::{ActivationMaxima, LoadOptions, Transformer};
 
 use super::harness::{Altered, MODELS, Reference, Runner, folder, in_chunks, options};
 
@@ -152,11 +152,11 @@ fn outliers_cost_precision_and_nothing_else() {
     }
     // How large channels get, measured on other prompts than those that are compared.
     let mut exact = load(Precision::F32, KvFormat::F32, true);
-    let channels = Channels::measure(&mut exact, calibration(&reference).iter().map(Vec::as_slice)).unwrap();
+    let channels = ActivationMaxima::measure(&mut exact, calibration(&reference).iter().map(Vec::as_slice)).unwrap();
     let read = |config: &Config, bytes: &[u8]| {
         let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(file.path(), bytes).unwrap();
-        Channels::load(file.path(), config)
+        ActivationMaxima::load(file.path(), config)
     };
     let bytes = channels.to_bytes().unwrap();
     assert_eq!(read(&config, &bytes).unwrap(), channels);

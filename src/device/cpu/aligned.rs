@@ -45,7 +45,7 @@ unsafe impl ZeroBits for F16 {}
 /// A fixed number of elements, of which the first is aligned to a cache line.
 pub(super) struct Aligned<E> {
     /// Keeps the memory of the elements allocated.
-    _chunk: Arc<Chunk>,
+    _chunk: Arc<MemoryChunk>,
     /// First element. This array owns `len` elements from here on.
     start: *mut E,
     len: usize,
@@ -62,7 +62,7 @@ impl<E: ZeroBits> Aligned<E> {
     pub(super) fn new(len: usize) -> Aligned<E> {
         let bytes = Self::bytes(len);
         if bytes > CHUNK / 2 {
-            Aligned::at(Arc::new(Chunk::huge(bytes)), 0, len)
+            Aligned::at(Arc::new(MemoryChunk::huge(bytes)), 0, len)
         } else {
             let (chunk, from) = share(bytes);
             Aligned::at(chunk, from, len)
@@ -70,13 +70,13 @@ impl<E: ZeroBits> Aligned<E> {
     }
 
     /// As [`new`](Self::new), on small pages: for arrays that are written in a few places only.
-    pub(super) fn sparse(len: usize) -> Aligned<E> {
-        Aligned::at(Arc::new(Chunk::new(Self::bytes(len))), 0, len)
+    pub(super) fn small_pages(len: usize) -> Aligned<E> {
+        Aligned::at(Arc::new(MemoryChunk::new(Self::bytes(len))), 0, len)
     }
 
     /// An array that starts at byte `from` of the chunk. The chunk's bytes must not be in use by
     /// another array.
-    fn at(chunk: Arc<Chunk>, from: usize, len: usize) -> Aligned<E> {
+    fn at(chunk: Arc<MemoryChunk>, from: usize, len: usize) -> Aligned<E> {
         Aligned {
             start: chunk.start.wrapping_add(from).cast(),
             _chunk: chunk,
@@ -95,7 +95,7 @@ impl<E: ZeroBits> Aligned<E> {
 }
 
 /// Zeroed memory from which arrays are allocated. Each byte is given out once.
-struct Chunk {
+struct MemoryChunk {
     memory: *mut u8,
     layout: Layout,
     /// Aligned to a huge page.
@@ -103,19 +103,19 @@ struct Chunk {
 }
 
 // SAFETY: a chunk only keeps and frees its memory.
-unsafe impl Send for Chunk {}
+unsafe impl Send for MemoryChunk {}
 // SAFETY: as above.
-unsafe impl Sync for Chunk {}
+unsafe impl Sync for MemoryChunk {}
 
-impl Drop for Chunk {
+impl Drop for MemoryChunk {
     fn drop(&mut self) {
         // SAFETY: allocated with this layout, and all arrays in it have been dropped.
         unsafe { dealloc(self.memory, self.layout) };
     }
 }
 
-impl Chunk {
-    fn new(bytes: usize) -> Chunk {
+impl MemoryChunk {
+    fn new(bytes: usize) -> MemoryChunk {
         let layout = bytes
             .checked_add(HUGE_PAGE)
             .map(|size| Layout::from_size_align(size, 1));
@@ -130,11 +130,11 @@ impl Chunk {
             handle_alloc_error(layout);
         }
         let start = memory.wrapping_add(memory.align_offset(HUGE_PAGE));
-        Chunk { memory, layout, start }
+        MemoryChunk { memory, layout, start }
     }
 
-    fn huge(bytes: usize) -> Chunk {
-        let chunk = Chunk::new(bytes);
+    fn huge(bytes: usize) -> MemoryChunk {
+        let chunk = MemoryChunk::new(bytes);
         want_huge_pages(chunk.start, bytes);
         chunk
     }
@@ -142,12 +142,12 @@ impl Chunk {
 
 /// Takes `bytes` bytes, at most [`CHUNK`], of the shared chunk. Returns the chunk and the offset of
 /// the first of these bytes.
-fn share(bytes: usize) -> (Arc<Chunk>, usize) {
+fn share(bytes: usize) -> (Arc<MemoryChunk>, usize) {
     /// The chunk that small arrays share, and the number of its bytes already given out.
-    static OPEN: Mutex<Option<(Arc<Chunk>, usize)>> = Mutex::new(None);
+    static OPEN: Mutex<Option<(Arc<MemoryChunk>, usize)>> = Mutex::new(None);
     let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
     let roomy = open.take().filter(|(_, used)| used + bytes <= CHUNK);
-    let (chunk, used) = open.insert(roomy.unwrap_or_else(|| (Arc::new(Chunk::huge(CHUNK)), 0)));
+    let (chunk, used) = open.insert(roomy.unwrap_or_else(|| (Arc::new(MemoryChunk::huge(CHUNK)), 0)));
     let from = *used;
     *used += bytes;
     (Arc::clone(chunk), from)
@@ -219,7 +219,7 @@ mod tests {
         let mut kept = Vec::new();
         for round in 0..200usize {
             let len = [1, 100, 70_000, CHUNK / 3, CHUNK][round % 5];
-            let make = [Aligned::<u8>::new, Aligned::sparse][round % 7 / 6];
+            let make = [Aligned::<u8>::new, Aligned::small_pages][round % 7 / 6];
             let mut numbers = make(len);
             let ends = [0, len - 1];
             assert!(ends.iter().all(|i| numbers[*i] == 0), "round {round}");

@@ -16,7 +16,7 @@ use std::arch::asm;
 use std::arch::x86_64::*;
 use std::sync::OnceLock;
 
-use super::int8::{QUAD, Tile};
+use super::int8::{QUAD, RowTile};
 use super::tile::PANEL;
 use super::{bf16, int8};
 
@@ -95,7 +95,7 @@ struct Sums([[i32; 2 * PANEL]; 2 * ROWS]);
 
 /// The operands of a product, in bytes: 1 to 32 rows, and one or two panels. A 32-bit lane holds
 /// four INT8 or two BF16 values of k.
-struct Factors {
+struct AmxOperands {
     /// First row. The rows are contiguous.
     a: *const u8,
     rows: usize,
@@ -117,7 +117,7 @@ struct Start {
 }
 
 impl Start {
-    fn of(f: &Factors) -> Start {
+    fn of(f: &AmxOperands) -> Start {
         debug_assert!(f.rows <= 2 * ROWS && (1..=2).contains(&f.panels) && f.depth.is_multiple_of(ROW_BYTES));
         let upper = f.rows.min(ROWS);
         let lower = f.rows - upper;
@@ -136,12 +136,12 @@ impl Start {
     }
 }
 
-/// Defines a function that multiplies the [`Factors`] with the instruction `$product`.
+/// Defines a function that multiplies the [`AmxOperands`] with the instruction `$product`.
 macro_rules! tiles {
     ($name:ident, $product:literal) => {
         /// # Safety
-        /// All memory that [`Factors`] names is valid, and [`is_available`].
-        unsafe fn $name(f: &Factors) -> Sums {
+        /// All memory that [`AmxOperands`] names is valid, and [`is_available`].
+        unsafe fn $name(f: &AmxOperands) -> Sums {
             let mut sums = Sums([[0; 2 * PANEL]; 2 * ROWS]);
             let start = Start::of(f);
             if start.steps == 0 {
@@ -203,11 +203,11 @@ tiles!(bf16_sums, "tdpbf16ps");
 ///
 /// # Safety
 /// As [`product`](super::int8::product) where [`is_available`]; `quads` is a multiple of 16.
-pub(super) unsafe fn int8_product(p: &int8::Product, tile: Tile) {
+pub(super) unsafe fn int8_product(p: &int8::Int8Gemm, tile: RowTile) {
     let depth = p.quads * QUAD;
     // SAFETY: the caller upholds the same contract.
     unsafe {
-        let factors = Factors {
+        let factors = AmxOperands {
             a: p.a.add(tile.from * depth),
             rows: tile.rows,
             b: p.b.cast(),
@@ -223,11 +223,11 @@ pub(super) unsafe fn int8_product(p: &int8::Product, tile: Tile) {
 ///
 /// # Safety
 /// As [`product`](super::bf16::product) where [`is_available`]; `pairs` is a multiple of 16.
-pub(super) unsafe fn bf16_product(p: &bf16::Product, tile: Tile) {
+pub(super) unsafe fn bf16_product(p: &bf16::Bf16Gemm, tile: RowTile) {
     let depth = p.pairs * bf16::PAIR * size_of::<u16>();
     // SAFETY: the caller upholds the same contract.
     unsafe {
-        let factors = Factors {
+        let factors = AmxOperands {
             a: p.a.cast::<u8>().add(tile.from * depth),
             rows: tile.rows,
             b: p.b.cast(),
@@ -241,7 +241,7 @@ pub(super) unsafe fn bf16_product(p: &bf16::Product, tile: Tile) {
 
 /// Adds the bias, rounds if `p.round` is set, and stores.
 #[target_feature(enable = "avx512f")]
-unsafe fn finish_bf16(p: &bf16::Product, tile: Tile, sums: &Sums) {
+unsafe fn finish_bf16(p: &bf16::Bf16Gemm, tile: RowTile, sums: &Sums) {
     // SAFETY: indices stay within the bounds that `product` asks for.
     unsafe {
         for n in 0..p.panels {
@@ -258,7 +258,7 @@ unsafe fn finish_bf16(p: &bf16::Product, tile: Tile, sums: &Sums) {
 
 /// Subtracts the offsets, scales, adds the bias and stores.
 #[target_feature(enable = "avx512f")]
-unsafe fn finish(p: &int8::Product, tile: Tile, sums: &Sums) {
+unsafe fn finish(p: &int8::Int8Gemm, tile: RowTile, sums: &Sums) {
     // SAFETY: indices stay within the bounds that `product` asks for.
     unsafe {
         for n in 0..p.panels {
@@ -289,13 +289,13 @@ mod tests {
     type Register = [[u8; ROW_BYTES]; ROWS];
 
     /// The eight registers and their configuration.
-    struct Tiles<'a> {
+    struct AmxTiles<'a> {
         configuration: &'a Configuration,
         registers: [Register; 8],
     }
 
-    impl Tiles<'_> {
-        fn new(configuration: &Configuration) -> Tiles<'_> {
+    impl AmxTiles<'_> {
+        fn new(configuration: &Configuration) -> AmxTiles<'_> {
             assert_eq!(
                 (configuration.palette, configuration.start_row, configuration.reserved),
                 (1, 0, [0; 14])
@@ -310,7 +310,7 @@ mod tests {
                 );
             }
             assert!(configuration.rows[8..].iter().all(|rows| *rows == 0));
-            Tiles {
+            AmxTiles {
                 configuration,
                 registers: [[[0; ROW_BYTES]; ROWS]; 8],
             }
@@ -365,10 +365,10 @@ mod tests {
     }
 
     /// The loop of [`tiles`] with a function in place of its instruction.
-    unsafe fn modelled(f: &Factors, of: impl Fn([u8; 4], [u8; 4], [u8; 4]) -> [u8; 4] + Copy) -> Sums {
+    unsafe fn modelled(f: &AmxOperands, of: impl Fn([u8; 4], [u8; 4], [u8; 4]) -> [u8; 4] + Copy) -> Sums {
         let mut start = Start::of(f);
         let configuration = Start::of(f).configuration;
-        let mut tiles = Tiles::new(&configuration);
+        let mut tiles = AmxTiles::new(&configuration);
         let mut sums = Sums([[0; 2 * PANEL]; 2 * ROWS]);
         for _ in 0..start.steps {
             // SAFETY: as the caller vouches.
@@ -401,7 +401,7 @@ mod tests {
     }
 
     /// Pseudorandom bytes of rows and of panels. There is a gap after each panel.
-    struct Case {
+    struct OperandCase {
         rows: usize,
         panels: usize,
         depth: usize,
@@ -409,9 +409,9 @@ mod tests {
         b: Vec<u8>,
     }
 
-    impl Case {
-        fn factors(&self) -> Factors {
-            Factors {
+    impl OperandCase {
+        fn factors(&self) -> AmxOperands {
+            AmxOperands {
                 a: self.a.as_ptr(),
                 rows: self.rows,
                 b: self.b.as_ptr(),
@@ -431,11 +431,11 @@ mod tests {
         }
     }
 
-    fn cases(byte: impl Fn(usize) -> u8) -> impl Iterator<Item = Case> {
+    fn cases(byte: impl Fn(usize) -> u8) -> impl Iterator<Item = OperandCase> {
         [1, 5, 15, 16, 17, 31, 32].into_iter().flat_map(move |rows| {
             [(1, 64), (2, 64), (1, 192), (2, 320)].map(|(panels, depth)| {
                 let bytes = |seed: usize, count: usize| (0..count).map(|i| byte(i * 7 + seed)).collect();
-                Case {
+                OperandCase {
                     rows,
                     panels,
                     depth,
@@ -455,7 +455,7 @@ mod tests {
 
     /// Compares the sums of two implementations, INT8 and BF16, with plain sums over the same
     /// bytes.
-    fn check(int8: impl Fn(&Factors) -> Sums, bf16: impl Fn(&Factors) -> Sums) {
+    fn check(int8: impl Fn(&AmxOperands) -> Sums, bf16: impl Fn(&AmxOperands) -> Sums) {
         let random = numbers(3, 8192);
         for case in cases(|i| (random[i % 8192] * 128.0 + 128.0) as u8) {
             let sums = int8(&case.factors());
@@ -495,7 +495,7 @@ mod tests {
     }
 
     /// The case with complete BF16 numbers of `table` in place of its bytes.
-    fn aligned(mut case: Case, table: &[u8]) -> Case {
+    fn aligned(mut case: OperandCase, table: &[u8]) -> OperandCase {
         for (seed, bytes) in [(6, &mut case.a), (40, &mut case.b)] {
             bytes
                 .iter_mut()

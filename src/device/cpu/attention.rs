@@ -22,16 +22,16 @@ use std::sync::Mutex;
 use super::BLOCK_TOKENS;
 use super::attention_int8::{self, Int8Scratch};
 use super::isa::multiversion;
-use super::kv::{KvPool, Pages, Store, padded};
+use super::kv::{KvPages, KvPool, KvStore, padded};
 use super::math::{exp, round_bf16, soft_cap, sum16};
 use super::step::{QueryTile, Step, TilePart};
-use super::tile::{Element, PANEL, Product, max_rows, product};
-use super::{Buffer, On, SharedMut};
+use super::tile::{Element, F32Gemm, PANEL, max_rows, product};
+use super::{Buffer, ExecContext, SharedMut};
 use crate::device::{Attention, HeadShape, KvSpec};
 
 /// An attention operation's inputs besides the pool.
-pub(super) struct Op<'a> {
-    pub on: On<'a>,
+pub(super) struct AttentionOp<'a> {
+    pub on: ExecContext<'a>,
     pub round: bool,
     pub of: Attention,
     pub step: &'a Step,
@@ -41,7 +41,7 @@ pub(super) struct Op<'a> {
 
 /// One scratch per thread. A thread locks only its own, so the locks are uncontended.
 #[derive(Default)]
-pub(super) struct Scratches(Vec<Mutex<Scratch>>);
+pub(super) struct Scratches(Vec<Mutex<AttentionScratch>>);
 
 impl Scratches {
     pub(super) fn new(threads: usize) -> Scratches {
@@ -51,7 +51,7 @@ impl Scratches {
 
 /// Working memory of a task. Rows are ordered by query, then by head of the group.
 #[derive(Default)]
-pub(super) struct Scratch {
+pub(super) struct AttentionScratch {
     /// Queries, packed in tiles of rows: `[tile][head_dim][rows of the tile]`.
     queries: Vec<f32>,
     /// `[rows][16]`: the scores of a block, later overwritten by its weights.
@@ -85,7 +85,7 @@ pub(super) fn first_visible(spec: KvSpec, position: usize) -> usize {
 }
 
 /// Runs the operation; `out` becomes `[tokens][heads * head_dim]`.
-pub(super) fn attention(op: &Op<'_>, pool: &KvPool, out: &mut Buffer, scratches: &Scratches) {
+pub(super) fn attention(op: &AttentionOp<'_>, pool: &KvPool, out: &mut Buffer, scratches: &Scratches) {
     let heads = op.step.heads;
     assert!(heads == pool.heads && op.qkv.width == heads.qkv_width());
     out.reshape(op.qkv.rows, heads.heads * heads.head_dim);
@@ -101,9 +101,9 @@ pub(super) fn attention(op: &Op<'_>, pool: &KvPool, out: &mut Buffer, scratches:
             let task = AttentionTile { op, heads, tile, head };
             task.prepare(&mut scratch);
             match &pool.store {
-                Store::F32(pages) => task.run(pages, pool.blocks, &mut scratch),
-                Store::Bf16(pages) => task.run(pages, pool.blocks, &mut scratch),
-                Store::Int8(pages) => attention_int8::run(&task, pages, pool.blocks, &mut scratch),
+                KvStore::F32(pages) => task.run(pages, pool.blocks, &mut scratch),
+                KvStore::Bf16(pages) => task.run(pages, pool.blocks, &mut scratch),
+                KvStore::Int8(pages) => attention_int8::run(&task, pages, pool.blocks, &mut scratch),
             }
             for (r, (token, head)) in task.rows_of(0..task.rows()).enumerate() {
                 // SAFETY: this task alone owns these tokens of these heads.
@@ -122,7 +122,7 @@ pub(super) fn attention(op: &Op<'_>, pool: &KvPool, out: &mut Buffer, scratches:
 
 /// A tile of queries with one key-value head.
 pub(super) struct AttentionTile<'a> {
-    pub op: &'a Op<'a>,
+    pub op: &'a AttentionOp<'a>,
     pub heads: HeadShape,
     tile: &'a QueryTile,
     pub head: usize,
@@ -162,7 +162,7 @@ impl AttentionTile<'_> {
         all.skip(rows.start).take(rows.len())
     }
 
-    fn prepare(&self, scratch: &mut Scratch) {
+    fn prepare(&self, scratch: &mut AttentionScratch) {
         let rows = self.rows();
         scratch.positions.clear();
         for part in self.op.step.parts(self.tile) {
@@ -232,7 +232,7 @@ impl AttentionTile<'_> {
         from..(from..queries).take_while(|&q| sees(q)).count() + from
     }
 
-    fn run<E: Element>(&self, pages: &Pages<E>, pool_blocks: usize, scratch: &mut Scratch) {
+    fn run<E: Element>(&self, pages: &KvPages<E>, pool_blocks: usize, scratch: &mut AttentionScratch) {
         let (dim, padded_dim) = (self.heads.head_dim, padded(self.heads.head_dim));
         scratch.scores.resize(self.rows() * PANEL, 0.0);
         scratch.weights.resize(self.rows() * PANEL, 0.0);
@@ -246,7 +246,7 @@ impl AttentionTile<'_> {
                 packed = seen.within.clone();
             }
             self.score(seen.within, keys, scratch);
-            let step = SoftmaxStep {
+            let step = BlockSoftmax {
                 spec: self.op.of.spec,
                 positions: &scratch.positions,
                 group: self.group(),
@@ -274,7 +274,7 @@ impl AttentionTile<'_> {
         range.step_by(most).map(move |from| (from, most.min(end - from)))
     }
 
-    fn pack_queries(&self, range: Range<usize>, scratch: &mut Scratch) {
+    fn pack_queries(&self, range: Range<usize>, scratch: &mut AttentionScratch) {
         let dim = self.heads.head_dim;
         scratch.queries.resize(self.rows() * dim, 0.0);
         for (from, rows) in self.row_tiles(range) {
@@ -288,7 +288,7 @@ impl AttentionTile<'_> {
     }
 
     /// Dot products of these rows with the block's 16 keys.
-    fn score<E: Element>(&self, range: Range<usize>, keys: &[E], scratch: &mut Scratch) {
+    fn score<E: Element>(&self, range: Range<usize>, keys: &[E], scratch: &mut AttentionScratch) {
         let dim = self.heads.head_dim;
         for (from, rows) in self.row_tiles(range) {
             let (a, c) = (
@@ -300,7 +300,7 @@ impl AttentionTile<'_> {
             unsafe {
                 product(
                     self.op.on.isa,
-                    Product {
+                    F32Gemm {
                         k: dim,
                         rows,
                         a: a.as_ptr(),
@@ -317,7 +317,7 @@ impl AttentionTile<'_> {
     }
 
     /// Adds the block's values, weighted, to the sums of `range`.
-    fn add_values<E: Element>(&self, range: Range<usize>, values: &[E], scratch: &mut Scratch) {
+    fn add_values<E: Element>(&self, range: Range<usize>, values: &[E], scratch: &mut AttentionScratch) {
         let padded_dim = padded(self.heads.head_dim);
         for (from, rows) in self.row_tiles(range) {
             let a = &mut scratch.weights[..rows * PANEL];
@@ -332,7 +332,7 @@ impl AttentionTile<'_> {
             unsafe {
                 product(
                     self.op.on.isa,
-                    Product {
+                    F32Gemm {
                         k: BLOCK_TOKENS,
                         rows,
                         a: a.as_ptr(),
@@ -350,7 +350,7 @@ impl AttentionTile<'_> {
 }
 
 /// The softmax step of one block for some rows.
-struct SoftmaxStep<'a> {
+struct BlockSoftmax<'a> {
     spec: KvSpec,
     /// Positions of the tile's queries.
     positions: &'a [u32],
@@ -366,7 +366,7 @@ struct SoftmaxStep<'a> {
 /// Turns scores into weights (0 at invisible positions), updates the row states and rescales
 /// earlier sums.
 #[inline(always)]
-fn softmax_step(op: &SoftmaxStep<'_>, scores: &mut [f32], states: &mut [RowState], sums: &mut [f32]) {
+fn softmax_step(op: &BlockSoftmax<'_>, scores: &mut [f32], states: &mut [RowState], sums: &mut [f32]) {
     let start = op.start;
     for r in op.rows.clone() {
         let position = op.positions[r / op.group] as usize;
@@ -410,7 +410,7 @@ fn softmax_step(op: &SoftmaxStep<'_>, scores: &mut [f32], states: &mut [RowState
 }
 
 multiversion! {
-    fn softmax_step_on(op: &SoftmaxStep<'_>, scores: &mut [f32], states: &mut [RowState], sums: &mut [f32]) = softmax_step;
+    fn softmax_step_on(op: &BlockSoftmax<'_>, scores: &mut [f32], states: &mut [RowState], sums: &mut [f32]) = softmax_step;
 }
 
 #[cfg(test)]
@@ -504,7 +504,7 @@ mod tests {
                 .flat_map(|(i, s)| (s.kv_len - s.q_len..s.kv_len).flat_map(move |p| row_of(heads, owner(i, p), p)))
                 .collect();
             let qkv = buffer(&rows, batch.tokens.len(), heads.qkv_width());
-            let op = Op {
+            let op = AttentionOp {
                 on: on_threads(isa, threads),
                 round: false,
                 of,

@@ -16,13 +16,13 @@
 
 #![expect(unsafe_code, reason = "kernels take addresses and need instructions")]
 
-use super::attention::{AttentionTile, Scratch, VisibleSpan, first_visible};
+use super::attention::{AttentionScratch, AttentionTile, VisibleSpan, first_visible};
 use super::int8::{OFFSET, QUAD};
 use super::isa::Isa;
 use super::kv::{Int8Pages, padded};
 use super::math::sum16;
 use super::quantize::quantize_row_on;
-use super::softmax_int8::{SoftmaxMerge, SoftmaxPartial, SoftmaxStep, merge_on, softmax_step_on};
+use super::softmax_int8::{SoftmaxMerge, SoftmaxPartial, SpanSoftmax, merge_on, softmax_step_on};
 use super::tile::PANEL;
 use super::{BLOCK_TOKENS, SPAN_TOKENS};
 
@@ -31,7 +31,7 @@ pub(super) const BLOCKS: usize = SPAN_TOKENS / BLOCK_TOKENS;
 /// Maximum rows per kernel call.
 pub(super) const ROWS_MAX: usize = 6;
 
-/// Working memory of an INT8 task, in addition to [`Scratch`].
+/// Working memory of an INT8 task, in addition to [`AttentionScratch`].
 pub(super) struct Int8Scratch {
     /// `[rows][padded head_dim]`: queries, signed.
     queries: Vec<i8>,
@@ -76,7 +76,7 @@ struct Scores {
 
 /// Adds weighted values to the sums of `rows` rows:
 /// `sums[r][d] = sums[r][d] * rescales[r] + scales[r] * (sum over j of weights[r][j] * values[j / 16][j % 16][d])`.
-struct Values {
+struct ValueProduct {
     rows: usize,
     blocks: usize,
     panels: usize,
@@ -90,7 +90,7 @@ struct Values {
 }
 
 /// Runs a task that the caller has prepared. Afterwards the caller divides by the row's sum.
-pub(super) fn run(task: &AttentionTile<'_>, pages: &Int8Pages, pool_blocks: usize, scratch: &mut Scratch) {
+pub(super) fn run(task: &AttentionTile<'_>, pages: &Int8Pages, pool_blocks: usize, scratch: &mut AttentionScratch) {
     quantize_queries(task, &mut scratch.int8);
     scratch.int8.totals.clear();
     scratch.int8.totals.resize(task.rows(), [0.0; BLOCK_TOKENS]);
@@ -157,10 +157,10 @@ impl<'a> Span<'a> {
         }
     }
 
-    fn run(&self, seen: &VisibleSpan<'_>, scratch: &mut Scratch) {
+    fn run(&self, seen: &VisibleSpan<'_>, scratch: &mut AttentionScratch) {
         let isa = self.task.op.on.isa;
         let (padded_dim, group) = (self.padded_dim, self.task.group());
-        let Scratch {
+        let AttentionScratch {
             positions,
             sums,
             softmax,
@@ -188,7 +188,7 @@ impl<'a> Span<'a> {
                     ..(position + 1 - seen.start).min(SPAN_TOKENS);
                 let last = visible.end - 1;
                 value_scale_max[r] = self.value_scale_max[last / BLOCK_TOKENS][last % BLOCK_TOKENS];
-                let step = SoftmaxStep {
+                let step = SpanSoftmax {
                     blocks: self.blocks,
                     visible,
                     scale: scales[r],
@@ -212,7 +212,7 @@ impl<'a> Span<'a> {
             let (mut rescales, mut scales) = ([0.0; ROWS_MAX], [0.0; ROWS_MAX]);
             let (states, totals) = (&mut softmax[from..], &mut int8.totals[from..]);
             merge_on(isa, &merge, states, totals, &mut rescales, &mut scales);
-            let op = Values {
+            let op = ValueProduct {
                 rows,
                 blocks: self.blocks,
                 panels: padded_dim / PANEL,
@@ -245,8 +245,8 @@ unsafe fn score(isa: Isa, op: &Scores, out: &mut [[i32; SPAN_TOKENS]; ROWS_MAX])
 }
 
 /// # Safety
-/// All memory that [`Values`] names is valid, and nobody else reads or writes the sums.
-unsafe fn add_values(isa: Isa, op: &Values) {
+/// All memory that [`ValueProduct`] names is valid, and nobody else reads or writes the sums.
+unsafe fn add_values(isa: Isa, op: &ValueProduct) {
     // SAFETY: as above.
     unsafe {
         match isa {
@@ -282,7 +282,7 @@ fn portable_score(op: &Scores, out: &mut [[i32; SPAN_TOKENS]; ROWS_MAX]) {
 }
 
 #[inline(always)]
-fn portable_values(op: &Values) {
+fn portable_values(op: &ValueProduct) {
     let padded_dim = op.panels * PANEL;
     for r in 0..op.rows {
         for panel in 0..op.panels {
@@ -316,7 +316,7 @@ mod avx2 {
 
     use std::arch::x86_64::*;
 
-    use super::{BLOCK_TOKENS, OFFSET, PANEL, QUAD, ROWS_MAX, SPAN_TOKENS, Scores, Values};
+    use super::{BLOCK_TOKENS, OFFSET, PANEL, QUAD, ROWS_MAX, SPAN_TOKENS, Scores, ValueProduct};
     use crate::device::cpu::int8::x86::add_quads;
 
     /// Maximum rows whose sums fit in registers.
@@ -382,7 +382,7 @@ mod avx2 {
     /// signed byte. The subtracted part, 128 times the sum of the values, is the same for all rows
     /// and is added back at the end.
     #[target_feature(enable = "avx2,fma")]
-    unsafe fn values_of<const COUNT: usize>(op: &Values, (panel, first): (usize, usize)) {
+    unsafe fn values_of<const COUNT: usize>(op: &ValueProduct, (panel, first): (usize, usize)) {
         // SAFETY: indices stay within the bounds that `add_values` asks for.
         unsafe {
             let padded_dim = op.panels * PANEL;
@@ -430,7 +430,7 @@ mod avx2 {
 
     /// # Safety
     /// As [`super::add_values`], on a processor with AVX2.
-    pub(super) unsafe fn add_values(op: &Values) {
+    pub(super) unsafe fn add_values(op: &ValueProduct) {
         for panel in 0..op.panels {
             for first in (0..op.rows).step_by(ROWS) {
                 // SAFETY: the caller upholds the same contract.
@@ -456,7 +456,7 @@ mod x86 {
 
     use std::arch::x86_64::*;
 
-    use super::{BLOCK_TOKENS, PANEL, QUAD, ROWS_MAX, SPAN_TOKENS, Scores, Values};
+    use super::{BLOCK_TOKENS, PANEL, QUAD, ROWS_MAX, SPAN_TOKENS, Scores, ValueProduct};
 
     /// Bytes of a quad of 16 positions or dims.
     const STEP: usize = PANEL * QUAD;
@@ -522,7 +522,7 @@ mod x86 {
     }
 
     #[target_feature(enable = "avx512f,avx512vnni")]
-    unsafe fn values_of<const ROWS: usize, const PANELS: usize>(op: &Values, first: usize) {
+    unsafe fn values_of<const ROWS: usize, const PANELS: usize>(op: &ValueProduct, first: usize) {
         // SAFETY: indices stay within the bounds that `add_values` asks for.
         unsafe {
             let padded_dim = op.panels * PANEL;
@@ -556,7 +556,7 @@ mod x86 {
 
     /// # Safety
     /// As [`super::add_values`], on a processor with AVX-512 VNNI.
-    pub(super) unsafe fn add_values(op: &Values) {
+    pub(super) unsafe fn add_values(op: &ValueProduct) {
         let mut first = 0;
         while first < op.panels {
             let four = op.panels - first >= 4;

@@ -1,7 +1,7 @@
 //! The BF16 matrix kernel: multiplies a few rows by panels of 16 columns with dot products of BF16
 //! pairs. Bias and rounding are fused.
 //!
-//! `c[r][n] = sum over k of a[r][k] * b[n][k] + bias[n]`, rounded to BF16 if [`Product::round`] is
+//! `c[r][n] = sum over k of a[r][k] * b[n][k] + bias[n]`, rounded to BF16 if [`Bf16Gemm::round`] is
 //! set. A 32-bit lane holds two values of k, the even one in the low half. `vdpbf16ps` adds the odd
 //! product to the lane's sum, then the even product. Each addition rounds once, to the nearest F32.
 //! Subnormal inputs and sums are flushed to zero. Pairs are added in the order of k, so the sum of
@@ -15,7 +15,7 @@
 
 #![expect(unsafe_code, reason = "kernels take addresses and need instructions")]
 
-use super::int8::Tile;
+use super::int8::RowTile;
 use super::isa::{Isa, multiversion};
 use super::math::bf16_bits;
 use super::tile::PANEL;
@@ -27,11 +27,11 @@ pub(super) const K_STEP: usize = 32;
 /// Maximum rows for which a product is bound by reading the weights from memory, and not by
 /// multiplications.
 #[cfg(target_arch = "x86_64")]
-const STREAM_ROWS_MAX: usize = 4;
+const MEMORY_BOUND_ROWS_MAX: usize = 4;
 
 /// A product of rows, in tiles, and a group of panels.
 #[derive(Clone, Copy)]
-pub(super) struct Product {
+pub(super) struct Bf16Gemm {
     /// Depth of the product: pairs of k that are summed.
     pub pairs: usize,
     /// BF16 bits of the rows, tile by tile, in the layout that [`is_packed`] reports.
@@ -75,7 +75,7 @@ pub(super) fn panels_at_once(isa: Isa, rows: usize) -> usize {
     match isa {
         #[cfg(target_arch = "x86_64")]
         Isa::Avx512Bf16 => match rows {
-            ..=STREAM_ROWS_MAX => 1,
+            ..=MEMORY_BOUND_ROWS_MAX => 1,
             5..=6 => 4,
             _ => 2,
         },
@@ -95,9 +95,9 @@ pub(super) fn is_packed(isa: Isa) -> bool {
 /// Runs one tile of a product.
 ///
 /// # Safety
-/// [`is_available`] is true for `isa`. All memory that [`Product`] names is valid for the rows of
+/// [`is_available`] is true for `isa`. All memory that [`Bf16Gemm`] names is valid for the rows of
 /// the tile. Nobody else reads or writes these rows of `c` during the call.
-pub(super) unsafe fn product(isa: Isa, p: &Product, tile: Tile) {
+pub(super) unsafe fn product(isa: Isa, p: &Bf16Gemm, tile: RowTile) {
     debug_assert!(tile.rows >= 1 && tile.rows <= max_rows(isa) && is_available(isa));
     // SAFETY: the caller upholds the same contract, and `isa` vouches for the processor.
     unsafe {
@@ -119,16 +119,16 @@ pub(super) unsafe fn product(isa: Isa, p: &Product, tile: Tile) {
     }
 }
 
-impl Product {
+impl Bf16Gemm {
     /// The product with one of its panels alone.
     ///
     /// # Safety
     /// `panel` is below `self.panels`.
     #[cfg(target_arch = "x86_64")]
-    unsafe fn panel(&self, panel: usize) -> Product {
+    unsafe fn panel(&self, panel: usize) -> Bf16Gemm {
         // SAFETY: as the caller vouches.
         unsafe {
-            Product {
+            Bf16Gemm {
                 b: self.b.add(panel * self.panel_stride),
                 bias: self.bias.add(panel * PANEL),
                 c: self.c.add(panel * PANEL),
@@ -163,28 +163,28 @@ pub(super) mod x86 {
 
     use std::arch::x86_64::*;
 
-    use super::{PAIR, PANEL, Product, Tile};
+    use super::{Bf16Gemm, PAIR, PANEL, RowTile};
 
     /// Numbers of a panel in one pair of k, over all 16 columns.
     const STEP: usize = PANEL * PAIR;
 
     #[target_feature(enable = "avx512f,avx512bf16")]
-    unsafe fn pairs_512<const ROWS: usize, const PANELS: usize>(p: &Product, tile: Tile) {
+    unsafe fn pairs_512<const ROWS: usize, const PANELS: usize>(p: &Bf16Gemm, tile: RowTile) {
         // SAFETY: indices stay within the bounds that `product` asks for. A register of pairs is
         // 512 bits in either type.
         unsafe {
             let pairs = |bits: __m512i| -> __m512bh { std::mem::transmute(bits) };
             let mut sums = [[_mm512_setzero_ps(); PANELS]; ROWS];
             let (mut a, mut b) = (p.a.add(tile.from * p.pairs * PAIR), p.b);
-            let mut ahead = tile.ahead;
+            let mut prefetch = tile.prefetch;
             for _ in 0..p.pairs {
                 // A single panel is read sequentially, which the hardware prefetcher handles
                 // better.
                 if PANELS > 1 {
                     for n in 0..PANELS {
-                        _mm_prefetch::<_MM_HINT_T1>(ahead.wrapping_add(n * STEP * size_of::<u16>()));
+                        _mm_prefetch::<_MM_HINT_T1>(prefetch.wrapping_add(n * STEP * size_of::<u16>()));
                     }
-                    ahead = ahead.wrapping_add(tile.ahead_step);
+                    prefetch = prefetch.wrapping_add(tile.prefetch_step);
                 }
                 let mut w = [pairs(_mm512_setzero_si512()); PANELS];
                 for n in 0..PANELS {
@@ -217,7 +217,7 @@ pub(super) mod x86 {
     /// # Safety
     /// As [`super::product`], on a processor with AVX-512.
     #[target_feature(enable = "avx512f")]
-    pub(crate) unsafe fn round_tile(p: &Product, tile: Tile) {
+    pub(crate) unsafe fn round_tile(p: &Bf16Gemm, tile: RowTile) {
         if !p.round {
             return;
         }
@@ -248,7 +248,7 @@ pub(super) mod x86 {
 
     /// # Safety
     /// As [`super::product`], with one panel or [`super::panels_at_once`], on a processor with AVX-512 BF16.
-    pub(crate) unsafe fn avx512_bf16(p: &Product, tile: Tile) {
+    pub(crate) unsafe fn avx512_bf16(p: &Bf16Gemm, tile: RowTile) {
         // SAFETY: the caller upholds the same contract.
         unsafe {
             match (tile.rows, p.panels) {
@@ -295,7 +295,7 @@ mod tests {
         let columns = panels * PANEL;
         let (a, b, bias) = (bits(1, all * k), bits(2, columns * k), numbers(5, columns));
         let mut c = vec![0.0f32; all * (columns + 3)];
-        let product_of = Product {
+        let product_of = Bf16Gemm {
             pairs,
             a: a.as_ptr(),
             b: b.as_ptr(),
@@ -306,11 +306,11 @@ mod tests {
             c: c.as_mut_ptr(),
             c_stride: columns + 3,
         };
-        let tile = Tile {
+        let tile = RowTile {
             from,
             rows,
-            ahead: b.as_ptr().cast(),
-            ahead_step: 3,
+            prefetch: b.as_ptr().cast(),
+            prefetch_step: 3,
         };
         // SAFETY: the vectors have the sizes that the product names.
         unsafe { product(isa, &product_of, tile) };
@@ -371,7 +371,7 @@ mod tests {
             a[3] = bf16_bits(f32::NAN);
             let (b, bias) = ([bf16_bits(1.0); PANEL * K_STEP], [0.0; PANEL]);
             let mut c = [0.0; PANEL];
-            let product_of = Product {
+            let product_of = Bf16Gemm {
                 pairs: K_STEP / PAIR,
                 a: a.as_ptr(),
                 b: b.as_ptr(),
@@ -382,11 +382,11 @@ mod tests {
                 c: c.as_mut_ptr(),
                 c_stride: PANEL,
             };
-            let tile = Tile {
+            let tile = RowTile {
                 from: 0,
                 rows: 1,
-                ahead: b.as_ptr().cast(),
-                ahead_step: 0,
+                prefetch: b.as_ptr().cast(),
+                prefetch_step: 0,
             };
             // SAFETY: the arrays have the sizes that the product names.
             unsafe { product(isa, &product_of, tile) };

@@ -5,7 +5,7 @@
 use super::isa::multiversion;
 use super::math::{gelu_tanh, round_bf16, silu};
 use super::tile::PANEL;
-use super::{Buffer, On};
+use super::{Buffer, ExecContext};
 use crate::device::Activation;
 
 #[inline(always)]
@@ -82,7 +82,7 @@ multiversion! {
 
 /// Writes `activation(gate) * up` to `out`. Rows of `gate_up` are `[gate][up]`; rows of `out` are
 /// half as wide.
-pub(super) fn gated(on: On<'_>, activation: Activation, round: bool, gate_up: &Buffer, out: &mut Buffer) {
+pub(super) fn gated(on: ExecContext<'_>, activation: Activation, round: bool, gate_up: &Buffer, out: &mut Buffer) {
     let width = gate_up.width / 2;
     out.reshape(gate_up.rows, width);
     let elements = out.data.len();

@@ -24,16 +24,16 @@ pub(super) const K_STEP: usize = 64;
 /// Maximum rows for which a product is bound by reading the weights from memory, and not by
 /// multiplications.
 #[cfg(target_arch = "x86_64")]
-const STREAM_ROWS_MAX: usize = 4;
+const MEMORY_BOUND_ROWS_MAX: usize = 4;
 /// A tile of more rows than this uses AMX. Fewer rows would leave most of an AMX tile empty.
 #[cfg(target_arch = "x86_64")]
-const AMX_ROWS_LEAST: usize = 12;
+const AMX_ROWS_ABOVE: usize = 12;
 /// Maximum k whose sums fit in 32 bits: `255 * 127 * k < 2^31`.
 pub(super) const K_MAX: usize = 1 << 16;
 
 /// A product of rows, in tiles, and a group of panels.
 #[derive(Clone, Copy)]
-pub(super) struct Product {
+pub(super) struct Int8Gemm {
     /// Depth of the product: quads of k that are summed.
     pub quads: usize,
     /// The rows, tile by tile, in the layout that [`is_packed`] reports.
@@ -60,14 +60,14 @@ pub(super) struct Product {
 
 /// A range of a product's rows.
 #[derive(Clone, Copy)]
-pub(super) struct Tile {
+pub(super) struct RowTile {
     pub from: usize,
     /// Number of rows, 1 to [`max_rows`].
     pub rows: usize,
     /// Address from which to prefetch during the product. It may be invalid. It advances by
-    /// `ahead_step` bytes per 32-bit lane of k.
-    pub ahead: *const i8,
-    pub ahead_step: usize,
+    /// `prefetch_step` bytes per 32-bit lane of k.
+    pub prefetch: *const i8,
+    pub prefetch_step: usize,
 }
 
 /// Maximum rows of a tile.
@@ -85,10 +85,10 @@ pub(super) fn max_rows(isa: Isa) -> usize {
 pub(super) fn panels_at_once(isa: Isa, rows: usize) -> usize {
     match isa {
         #[cfg(target_arch = "x86_64")]
-        Isa::Amx if rows > AMX_ROWS_LEAST => 2,
+        Isa::Amx if rows > AMX_ROWS_ABOVE => 2,
         #[cfg(target_arch = "x86_64")]
         Isa::Avx512Vnni | Isa::Avx512Bf16 | Isa::Amx => match rows {
-            ..=STREAM_ROWS_MAX => 1,
+            ..=MEMORY_BOUND_ROWS_MAX => 1,
             5..=6 => 4,
             _ => 2,
         },
@@ -101,7 +101,7 @@ pub(super) fn panels_at_once(isa: Isa, rows: usize) -> usize {
 pub(super) fn is_packed(isa: Isa, rows: usize) -> bool {
     match isa {
         #[cfg(target_arch = "x86_64")]
-        Isa::Amx => rows <= AMX_ROWS_LEAST,
+        Isa::Amx => rows <= AMX_ROWS_ABOVE,
         _ => rows > 0,
     }
 }
@@ -109,18 +109,18 @@ pub(super) fn is_packed(isa: Isa, rows: usize) -> bool {
 /// Runs one tile of a product.
 ///
 /// # Safety
-/// All memory that [`Product`] names is valid for the rows of the tile. Nobody else reads or writes
+/// All memory that [`Int8Gemm`] names is valid for the rows of the tile. Nobody else reads or writes
 /// these rows of `c` during the call.
-pub(super) unsafe fn product(isa: Isa, p: &Product, tile: Tile) {
+pub(super) unsafe fn product(isa: Isa, p: &Int8Gemm, tile: RowTile) {
     debug_assert!(tile.rows >= 1 && tile.rows <= max_rows(isa));
     // SAFETY: the caller upholds the same contract, and `isa` vouches for the processor.
     unsafe {
         match isa {
             #[cfg(target_arch = "x86_64")]
-            Isa::Amx if tile.rows > AMX_ROWS_LEAST => super::amx::int8_product(p, tile),
+            Isa::Amx if tile.rows > AMX_ROWS_ABOVE => super::amx::int8_product(p, tile),
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512Vnni | Isa::Avx512Bf16 | Isa::Amx => {
-                if tile.rows <= STREAM_ROWS_MAX {
+                if tile.rows <= MEMORY_BOUND_ROWS_MAX {
                     for panel in 0..p.panels {
                         x86::avx512_vnni_stream(&p.panel(panel), tile);
                     }
@@ -148,15 +148,15 @@ pub(super) unsafe fn product(isa: Isa, p: &Product, tile: Tile) {
     }
 }
 
-impl Product {
+impl Int8Gemm {
     /// The product with one of its panels alone.
     ///
     /// # Safety
     /// `panel` is below `self.panels`.
-    unsafe fn panel(&self, panel: usize) -> Product {
+    unsafe fn panel(&self, panel: usize) -> Int8Gemm {
         // SAFETY: as the caller vouches.
         unsafe {
-            Product {
+            Int8Gemm {
                 b: self.b.add(panel * self.panel_stride),
                 column_scales: self.column_scales.add(panel * PANEL),
                 offsets: self.offsets.add(panel * PANEL),
@@ -173,7 +173,7 @@ impl Product {
 ///
 /// # Safety
 /// As [`product`].
-unsafe fn portable(p: &Product, tile: Tile) {
+unsafe fn portable(p: &Int8Gemm, tile: RowTile) {
     // SAFETY: indices stay within the bounds that `product` asks for.
     unsafe {
         let a = p.a.add(tile.from * p.quads * QUAD);
@@ -206,13 +206,13 @@ pub(super) mod x86 {
 
     use std::arch::x86_64::*;
 
-    use super::{OFFSET, PANEL, Product, QUAD, Tile};
+    use super::{Int8Gemm, OFFSET, PANEL, QUAD, RowTile};
 
     /// Bytes of a panel in one quad of k, over all 16 columns.
     const STEP: usize = PANEL * QUAD;
 
     #[target_feature(enable = "avx512f,avx512vnni")]
-    unsafe fn vnni_512<const ROWS: usize, const PANELS: usize>(p: &Product, tile: Tile) {
+    unsafe fn vnni_512<const ROWS: usize, const PANELS: usize>(p: &Int8Gemm, tile: RowTile) {
         // SAFETY: indices stay within the bounds that `product` asks for.
         unsafe {
             let mut sums = [[_mm512_setzero_si512(); PANELS]; ROWS];
@@ -224,12 +224,12 @@ pub(super) mod x86 {
                 }
             }
             let (mut a, mut b) = (p.a.add(tile.from * p.quads * QUAD), p.b);
-            let mut ahead = tile.ahead;
+            let mut prefetch = tile.prefetch;
             for _ in 0..p.quads {
                 for n in 0..PANELS {
-                    _mm_prefetch::<_MM_HINT_T1>(ahead.wrapping_add(n * STEP));
+                    _mm_prefetch::<_MM_HINT_T1>(prefetch.wrapping_add(n * STEP));
                 }
-                ahead = ahead.wrapping_add(tile.ahead_step);
+                prefetch = prefetch.wrapping_add(tile.prefetch_step);
                 // The panels are kept in registers; the sums take up to 24 of the 32.
                 let mut w = [_mm512_setzero_si512(); PANELS];
                 for n in 0..PANELS {
@@ -261,7 +261,7 @@ pub(super) mod x86 {
     /// prefetcher follows this order faster than prefetch instructions would. `LINES` quads have
     /// separate sums, so that their multiplications run independently of each other.
     #[target_feature(enable = "avx512f,avx512vnni")]
-    unsafe fn stream_512<const ROWS: usize, const LINES: usize>(p: &Product, tile: Tile) {
+    unsafe fn stream_512<const ROWS: usize, const LINES: usize>(p: &Int8Gemm, tile: RowTile) {
         debug_assert!(p.quads.is_multiple_of(LINES));
         // SAFETY: indices stay within the bounds that `product` asks for.
         unsafe {
@@ -295,8 +295,8 @@ pub(super) mod x86 {
     }
 
     /// # Safety
-    /// As [`super::product`], with one panel and at most [`super::STREAM_ROWS_MAX`] rows, on a processor with AVX-512 VNNI.
-    pub(crate) unsafe fn avx512_vnni_stream(p: &Product, tile: Tile) {
+    /// As [`super::product`], with one panel and at most [`super::MEMORY_BOUND_ROWS_MAX`] rows, on a processor with AVX-512 VNNI.
+    pub(crate) unsafe fn avx512_vnni_stream(p: &Int8Gemm, tile: RowTile) {
         // SAFETY: the caller upholds the same contract.
         unsafe {
             match tile.rows {
@@ -310,8 +310,8 @@ pub(super) mod x86 {
 
     /// # Safety
     /// As [`super::product`], with 1, 2 or [`super::panels_at_once`] panels and more than
-    /// [`super::STREAM_ROWS_MAX`] rows, on a processor with AVX-512 VNNI.
-    pub(crate) unsafe fn avx512_vnni(p: &Product, tile: Tile) {
+    /// [`super::MEMORY_BOUND_ROWS_MAX`] rows, on a processor with AVX-512 VNNI.
+    pub(crate) unsafe fn avx512_vnni(p: &Int8Gemm, tile: RowTile) {
         // SAFETY: the caller upholds the same contract.
         unsafe {
             match (tile.rows, p.panels) {
@@ -342,7 +342,7 @@ pub(super) mod x86 {
     /// # Safety
     /// As [`super::product`], on a processor with AVX2.
     #[target_feature(enable = "avx2,fma")]
-    unsafe fn finish_256(p: &Product, row: usize, sums: [__m256i; 2]) {
+    unsafe fn finish_256(p: &Int8Gemm, row: usize, sums: [__m256i; 2]) {
         // SAFETY: indices stay within the bounds that `product` asks for.
         unsafe {
             for (half, sum) in sums.into_iter().enumerate() {
@@ -358,7 +358,7 @@ pub(super) mod x86 {
     }
 
     #[target_feature(enable = "avx2,fma,avxvnni")]
-    unsafe fn vnni_256<const ROWS: usize>(p: &Product, tile: Tile) {
+    unsafe fn vnni_256<const ROWS: usize>(p: &Int8Gemm, tile: RowTile) {
         // SAFETY: indices stay within the bounds that `product` asks for.
         unsafe {
             let start = [0, PANEL / 2].map(|at| {
@@ -386,7 +386,7 @@ pub(super) mod x86 {
 
     /// # Safety
     /// As [`super::product`] with one panel, on a processor with AVX-VNNI.
-    pub(crate) unsafe fn avx_vnni(p: &Product, tile: Tile) {
+    pub(crate) unsafe fn avx_vnni(p: &Int8Gemm, tile: RowTile) {
         // SAFETY: the caller upholds the same contract.
         unsafe {
             match tile.rows {
@@ -410,7 +410,7 @@ pub(super) mod x86 {
     /// Uses signed activations, without their offset. The sign of each weight is moved to the
     /// activation, and the weight's magnitude becomes the unsigned operand.
     #[target_feature(enable = "avx2,fma")]
-    unsafe fn avx2_rows<const ROWS: usize>(p: &Product, tile: Tile) {
+    unsafe fn avx2_rows<const ROWS: usize>(p: &Int8Gemm, tile: RowTile) {
         // SAFETY: indices stay within the bounds that `product` asks for.
         unsafe {
             let mut sums = [[_mm256_setzero_si256(); 2]; ROWS];
@@ -437,7 +437,7 @@ pub(super) mod x86 {
 
     /// # Safety
     /// As [`super::product`] with one panel, on a processor with AVX2.
-    pub(crate) unsafe fn avx2(p: &Product, tile: Tile) {
+    pub(crate) unsafe fn avx2(p: &Int8Gemm, tile: RowTile) {
         // SAFETY: the caller upholds the same contract.
         unsafe {
             match tile.rows {
@@ -483,7 +483,7 @@ mod tests {
         let sum_of = |n: usize| (0..k).map(|i| i32::from(b[place(n, i)])).sum::<i32>();
         let offsets: Vec<i32> = (0..columns).map(|n| OFFSET * sum_of(n)).collect();
         let mut c = vec![0.0f32; all * (columns + 3)];
-        let product_of = Product {
+        let product_of = Int8Gemm {
             quads,
             a: a.as_ptr(),
             b: b.as_ptr(),
@@ -496,11 +496,11 @@ mod tests {
             c: c.as_mut_ptr(),
             c_stride: columns + 3,
         };
-        let tile = Tile {
+        let tile = RowTile {
             from,
             rows,
-            ahead: b.as_ptr(),
-            ahead_step: 3,
+            prefetch: b.as_ptr(),
+            prefetch_step: 3,
         };
         // SAFETY: the vectors have the sizes that the product names.
         unsafe { product(isa, &product_of, tile) };

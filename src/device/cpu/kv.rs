@@ -17,23 +17,23 @@ use super::quantize::quantize_row_on;
 use super::step::Step;
 use super::tile::{Bf16, Element, PANEL};
 use super::{BLOCK_TOKENS, SPAN_TOKENS};
-use super::{Buffer, On, Threads};
+use super::{Buffer, ExecContext, Threads};
 use crate::device::{HeadShape, KvFormat};
 
 /// One layer's keys and values.
 pub struct KvPool {
     pub(super) blocks: usize,
     pub(super) heads: HeadShape,
-    pub(super) store: Store,
+    pub(super) store: KvStore,
 }
 
-pub(super) enum Store {
-    F32(Pages<f32>),
-    Bf16(Pages<Bf16>),
+pub(super) enum KvStore {
+    F32(KvPages<f32>),
+    Bf16(KvPages<Bf16>),
     Int8(Int8Pages),
 }
 
-pub(super) struct Pages<E> {
+pub(super) struct KvPages<E> {
     pub keys: Aligned<E>,
     pub values: Aligned<E>,
 }
@@ -67,21 +67,21 @@ impl KvPool {
         let tokens = heads.kv_heads * blocks * BLOCK_TOKENS;
         let (keys, values) = (tokens * heads.head_dim, tokens * padded(heads.head_dim));
         let store = match format {
-            KvFormat::F32 => Store::F32(Pages {
+            KvFormat::F32 => KvStore::F32(KvPages {
                 keys: Aligned::new(keys),
                 values: Aligned::new(values),
             }),
-            KvFormat::Bf16 => Store::Bf16(Pages {
+            KvFormat::Bf16 => KvStore::Bf16(KvPages {
                 keys: Aligned::new(keys),
                 values: Aligned::new(values),
             }),
             // `Cpu::new` rejects FP8.
-            KvFormat::Int8 | KvFormat::Fp8 => Store::Int8(Int8Pages {
+            KvFormat::Int8 | KvFormat::Fp8 => KvStore::Int8(Int8Pages {
                 keys: Aligned::new(values),
                 values: Aligned::new(values),
-                key_scales: Aligned::sparse(tokens),
-                value_scales: Aligned::sparse(tokens),
-                value_scale_max: Aligned::sparse(tokens),
+                key_scales: Aligned::small_pages(tokens),
+                value_scales: Aligned::small_pages(tokens),
+                value_scale_max: Aligned::small_pages(tokens),
             }),
         };
         KvPool { blocks, heads, store }
@@ -100,19 +100,19 @@ impl KvPool {
     /// Copies blocks `(from, to)`, in order.
     pub(super) fn copy_blocks(&mut self, copies: &[(u32, u32)]) {
         match &mut self.store {
-            Store::F32(pages) => pages.copy_blocks(self.heads, self.blocks, copies),
-            Store::Bf16(pages) => pages.copy_blocks(self.heads, self.blocks, copies),
-            Store::Int8(pages) => pages.copy_blocks(self.heads, self.blocks, copies),
+            KvStore::F32(pages) => pages.copy_blocks(self.heads, self.blocks, copies),
+            KvStore::Bf16(pages) => pages.copy_blocks(self.heads, self.blocks, copies),
+            KvStore::Int8(pages) => pages.copy_blocks(self.heads, self.blocks, copies),
         }
     }
 
     /// Stores the keys and values of all tokens of the step from their `[q][k][v]` rows.
-    pub(super) fn store(&mut self, on: On<'_>, step: &Step, qkv: &Buffer) {
+    pub(super) fn store(&mut self, on: ExecContext<'_>, step: &Step, qkv: &Buffer) {
         assert_eq!(step.heads, self.heads);
         match &mut self.store {
-            Store::F32(pages) => pages.store(on.threads, self.heads, self.blocks, step, qkv),
-            Store::Bf16(pages) => pages.store(on.threads, self.heads, self.blocks, step, qkv),
-            Store::Int8(pages) => pages.store(on, self.heads, self.blocks, step, qkv),
+            KvStore::F32(pages) => pages.store(on.threads, self.heads, self.blocks, step, qkv),
+            KvStore::Bf16(pages) => pages.store(on.threads, self.heads, self.blocks, step, qkv),
+            KvStore::Int8(pages) => pages.store(on, self.heads, self.blocks, step, qkv),
         }
     }
 }
@@ -129,7 +129,7 @@ fn copy_within<E: Copy>(data: &mut [E], heads: HeadShape, blocks: usize, size: u
 
 /// The position in the pool at which a token of the step is stored.
 #[derive(Clone, Copy)]
-struct Place {
+struct KvSlot {
     block: usize,
     /// Position within the block.
     slot: usize,
@@ -138,7 +138,7 @@ struct Place {
 }
 
 /// Calls `store` for each token of the step, with its row of `qkv`.
-fn for_tokens<'a>(step: &Step, qkv: &'a Buffer, mut store: impl FnMut(&'a [f32], Place)) {
+fn for_tokens<'a>(step: &Step, qkv: &'a Buffer, mut store: impl FnMut(&'a [f32], KvSlot)) {
     for (i, s) in step.batch.sequences.iter().enumerate() {
         let table = step.blocks(i as u32);
         let place = |position: usize| (table[position / BLOCK_TOKENS] as usize, position % BLOCK_TOKENS);
@@ -146,7 +146,7 @@ fn for_tokens<'a>(step: &Step, qkv: &'a Buffer, mut store: impl FnMut(&'a [f32],
             let position = (s.kv_len - s.q_len) as usize + q;
             let (block, slot) = place(position);
             let before = (!position.is_multiple_of(SPAN_TOKENS)).then(|| place(position - 1));
-            store(qkv.row(s.first_token as usize + q), Place { block, slot, before });
+            store(qkv.row(s.first_token as usize + q), KvSlot { block, slot, before });
         }
     }
 }
@@ -167,7 +167,7 @@ impl Int8Pages {
         copy_within(&mut self.value_scale_max, heads, blocks, BLOCK_TOKENS, copies);
     }
 
-    fn store(&mut self, on: On<'_>, heads: HeadShape, blocks: usize, step: &Step, qkv: &Buffer) {
+    fn store(&mut self, on: ExecContext<'_>, heads: HeadShape, blocks: usize, step: &Step, qkv: &Buffer) {
         let padded_dim = padded(heads.head_dim);
         let size = padded_dim * BLOCK_TOKENS;
         let keys = self.keys.chunks_exact_mut(blocks * size);
@@ -180,7 +180,7 @@ impl Int8Pages {
         on.threads.share_mut(qkv.data.len(), &mut all, |_, all| {
             let mut bytes = vec![0u8; padded_dim];
             for (head, ((keys, values), ((key_scales, value_scales), value_scale_max))) in all {
-                for_tokens(step, qkv, |row, Place { block, slot, before }| {
+                for_tokens(step, qkv, |row, KvSlot { block, slot, before }| {
                     let (key, value) = key_and_value(row, heads, *head);
                     let scale = block * BLOCK_TOKENS + slot;
                     quantize_row_on(on.isa, key, &mut bytes, &mut key_scales[scale]);
@@ -203,7 +203,7 @@ impl Int8Pages {
     }
 }
 
-impl<E: Element> Pages<E> {
+impl<E: Element> KvPages<E> {
     fn copy_blocks(&mut self, heads: HeadShape, blocks: usize, copies: &[(u32, u32)]) {
         copy_within(&mut self.keys, heads, blocks, heads.head_dim * BLOCK_TOKENS, copies);
         copy_within(
@@ -223,13 +223,13 @@ impl<E: Element> Pages<E> {
         let mut all: Vec<_> = keys.zip(values).enumerate().collect();
         threads.share_mut(qkv.data.len(), &mut all, |_, all| {
             for (head, (keys, values)) in all {
-                for &(block, used) in &step.begun {
+                for &(block, used) in &step.new_tail_blocks {
                     let block = &mut values[block as usize * value_block..][..value_block];
                     for panel in block.chunks_exact_mut(BLOCK_TOKENS * PANEL) {
                         panel[used as usize * PANEL..].fill(E::default());
                     }
                 }
-                for_tokens(step, qkv, |row, Place { block, slot, .. }| {
+                for_tokens(step, qkv, |row, KvSlot { block, slot, .. }| {
                     let (key, value) = key_and_value(row, heads, *head);
                     let out = &mut keys[block * key_block + slot..(block + 1) * key_block];
                     for (d, x) in key.iter().enumerate() {
@@ -264,7 +264,7 @@ mod tests {
             head_dim: 18,
         };
         let mut pool = KvPool::new(heads, 4, KvFormat::F32);
-        let Store::F32(pages) = &mut pool.store else {
+        let KvStore::F32(pages) = &mut pool.store else {
             panic!("F32 pool")
         };
         pages.values.fill(f32::NAN);
@@ -293,7 +293,7 @@ mod tests {
         let qkv = buffer(&rows, 20, heads.qkv_width());
         pool.store(on(Isa::Portable), &step, &qkv);
         pool.copy_blocks(&[(0, 3)]);
-        let Store::F32(pages) = &pool.store else {
+        let KvStore::F32(pages) = &pool.store else {
             panic!("F32 pool")
         };
         for block_of_tail in [0, 3] {

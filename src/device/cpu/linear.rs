@@ -15,8 +15,8 @@ use super::isa::Isa;
 use super::math::round_bf16;
 use super::matrix::{Int8Panels, Matrix, Pairs, Panels};
 use super::quantize::{Quantized, int8_tiles, quantize};
-use super::tile::{Element, PANEL, Product, max_rows, panels_at_once, product};
-use super::{Buffer, On, SharedMut, Threads, bf16, int8};
+use super::tile::{Element, F32Gemm, PANEL, max_rows, panels_at_once, product};
+use super::{Buffer, ExecContext, SharedMut, Threads, bf16, int8};
 use crate::device::Activation;
 
 /// Maximum values of k per call of the F32 kernel, so that the panels stay in the L2 cache.
@@ -31,7 +31,7 @@ const WORK_AN_ELEMENT: usize = 16;
 
 /// The steps of a linear operation after the product.
 #[derive(Clone, Copy)]
-pub(super) struct Finish<'a> {
+pub(super) struct Epilogue<'a> {
     /// Added to each row of the output. At least as long as such a row.
     pub bias: Option<&'a [f32]>,
     /// Round results to BF16 values.
@@ -49,15 +49,15 @@ pub(super) struct PackedRows {
 }
 
 /// Division of rows into tiles, each small enough for one kernel call.
-pub(super) struct Tiles {
+pub(super) struct RowTiles {
     rows: usize,
     pub count: usize,
 }
 
-impl Tiles {
+impl RowTiles {
     /// Tiles of at most `most` rows.
-    pub(super) fn new(rows: usize, most: usize) -> Tiles {
-        Tiles {
+    pub(super) fn new(rows: usize, most: usize) -> RowTiles {
+        RowTiles {
             rows,
             count: rows.div_ceil(most),
         }
@@ -83,30 +83,30 @@ impl Tiles {
 
 /// Multiplies `x` by the first `width` rows of `matrix`; `out` becomes `[rows][width]`.
 pub(super) fn linear(
-    on: On<'_>,
+    on: ExecContext<'_>,
     matrix: &Matrix,
     width: usize,
-    finish: Finish<'_>,
+    epilogue: Epilogue<'_>,
     x: &Buffer,
     out: &mut Buffer,
     packed: &mut PackedRows,
 ) {
     assert_eq!(x.width, matrix.columns);
-    assert!(width <= matrix.rows && finish.bias.is_none_or(|b| b.len() >= width));
+    assert!(width <= matrix.rows && epilogue.bias.is_none_or(|b| b.len() >= width));
     out.reshape(x.rows, width);
     if x.rows == 0 || width == 0 {
         return;
     }
     match &matrix.panels {
-        Panels::F32(p) => multiply(on, p, finish, x, out, &mut packed.tiles),
-        Panels::Bf16(p) => multiply(on, p, finish, x, out, &mut packed.tiles),
-        Panels::F16(p) => multiply(on, p, finish, x, out, &mut packed.tiles),
-        Panels::Pairs(p) => multiply_pairs(on, p, finish, x, out, &mut packed.pairs),
-        Panels::Int8(p) => multiply_int8(on, p, finish, x, out, &mut packed.quantized),
+        Panels::F32(p) => multiply(on, p, epilogue, x, out, &mut packed.tiles),
+        Panels::Bf16(p) => multiply(on, p, epilogue, x, out, &mut packed.tiles),
+        Panels::F16(p) => multiply(on, p, epilogue, x, out, &mut packed.tiles),
+        Panels::Pairs(p) => multiply_pairs(on, p, epilogue, x, out, &mut packed.pairs),
+        Panels::Int8(p) => multiply_int8(on, p, epilogue, x, out, &mut packed.quantized),
     }
 }
 
-fn pack(on: On<'_>, x: &Buffer, tiles: &Tiles, packed: &mut Vec<f32>) {
+fn pack(on: ExecContext<'_>, x: &Buffer, tiles: &RowTiles, packed: &mut Vec<f32>) {
     packed.resize(x.rows * x.width, 0.0);
     let mut parts: Vec<_> = tiles.split(packed, x.width).collect();
     on.threads.share_mut(x.data.len(), &mut parts, |_, parts| {
@@ -122,15 +122,15 @@ fn pack(on: On<'_>, x: &Buffer, tiles: &Tiles, packed: &mut Vec<f32>) {
 }
 
 fn multiply<E: Element>(
-    on: On<'_>,
+    on: ExecContext<'_>,
     panels: &[E],
-    finish: Finish<'_>,
+    epilogue: Epilogue<'_>,
     x: &Buffer,
     out: &mut Buffer,
     packed: &mut Vec<f32>,
 ) {
     let k = x.width;
-    let tiles = Tiles::new(x.rows, max_rows(on.isa));
+    let tiles = RowTiles::new(x.rows, max_rows(on.isa));
     pack(on, x, &tiles, packed);
     assert!(panels.len() >= out.width.div_ceil(PANEL) * k * PANEL && packed.len() >= tiles.rows * k);
     let group = panels_at_once(on.isa, tiles.rows.div_ceil(tiles.count));
@@ -138,14 +138,14 @@ fn multiply<E: Element>(
     let target = SharedMut::new(&mut out.data);
     for_blocks(on.threads, &tiles, group, k, width, |block| {
         // SAFETY: blocks own disjoint (rows, columns) of the output; sizes were asserted above.
-        unsafe { block.run(on.isa, panels, packed, finish, &target) };
+        unsafe { block.run(on.isa, panels, packed, epilogue, &target) };
     });
 }
 
 fn multiply_int8(
-    on: On<'_>,
+    on: ExecContext<'_>,
     panels: &Int8Panels,
-    finish: Finish<'_>,
+    epilogue: Epilogue<'_>,
     x: &Buffer,
     out: &mut Buffer,
     quantized: &mut Quantized,
@@ -161,13 +161,13 @@ fn multiply_int8(
             unsafe { int8::product(on.isa, &block.product_int8(panels, range, bias, x, c), tile) };
         };
         // SAFETY: blocks own disjoint (rows, columns) of the output.
-        unsafe { block.run_finished((finish.bias, &panels.zeros), memory, &target, run) };
+        unsafe { block.run_with_epilogue((epilogue.bias, &panels.zeros), memory, &target, run) };
     });
 }
 
 /// Packs the rows of `x` into tiles, rounded to BF16. Each row is padded with zeros to `depth`
 /// values.
-fn pack_pairs(on: On<'_>, x: &Buffer, tiles: &Tiles, depth: usize, packed: &mut Vec<u16>) {
+fn pack_pairs(on: ExecContext<'_>, x: &Buffer, tiles: &RowTiles, depth: usize, packed: &mut Vec<u16>) {
     packed.resize(x.rows * depth, 0);
     let mut parts: Vec<_> = tiles.split(packed, depth).collect();
     on.threads.share_mut(x.data.len(), &mut parts, |_, parts| {
@@ -190,9 +190,16 @@ fn pack_pairs(on: On<'_>, x: &Buffer, tiles: &Tiles, depth: usize, packed: &mut 
     });
 }
 
-fn multiply_pairs(on: On<'_>, panels: &Pairs, finish: Finish<'_>, x: &Buffer, out: &mut Buffer, packed: &mut Vec<u16>) {
+fn multiply_pairs(
+    on: ExecContext<'_>,
+    panels: &Pairs,
+    epilogue: Epilogue<'_>,
+    x: &Buffer,
+    out: &mut Buffer,
+    packed: &mut Vec<u16>,
+) {
     let (width, depth) = (out.width, x.width.next_multiple_of(bf16::K_STEP));
-    let tiles = Tiles::new(x.rows, bf16::max_rows(on.isa));
+    let tiles = RowTiles::new(x.rows, bf16::max_rows(on.isa));
     pack_pairs(on, x, &tiles, depth, packed);
     let columns = width.next_multiple_of(PANEL);
     assert!(
@@ -203,14 +210,14 @@ fn multiply_pairs(on: On<'_>, panels: &Pairs, finish: Finish<'_>, x: &Buffer, ou
     for_blocks(on.threads, &tiles, group, depth, width, |block| {
         let memory = (panels.data.as_ptr().cast(), depth / bf16::PAIR);
         let run = |range: Range<usize>, bias, (c, c_stride), tile| {
-            let product = bf16::Product {
+            let product = bf16::Bf16Gemm {
                 pairs: depth / bf16::PAIR,
                 a: packed.as_ptr(),
                 b: panels.data[range.start * depth * PANEL..].as_ptr().cast(),
                 panel_stride: depth * PANEL,
                 panels: range.len(),
                 bias,
-                round: finish.round,
+                round: epilogue.round,
                 c,
                 c_stride,
             };
@@ -218,7 +225,7 @@ fn multiply_pairs(on: On<'_>, panels: &Pairs, finish: Finish<'_>, x: &Buffer, ou
             unsafe { bf16::product(on.isa, &product, tile) };
         };
         // SAFETY: blocks own disjoint (rows, columns) of the output.
-        unsafe { block.run_finished((finish.bias, &panels.zeros), memory, &target, run) };
+        unsafe { block.run_with_epilogue((epilogue.bias, &panels.zeros), memory, &target, run) };
     });
 }
 
@@ -226,12 +233,12 @@ fn multiply_pairs(on: On<'_>, panels: &Pairs, finish: Finish<'_>, x: &Buffer, ou
 /// block of tiles and panels, over the first `width` columns of `panels`. Blocks start at an even
 /// panel and end at an even panel or the last one, so that gate and up panels stay together.
 fn for_int8_blocks(
-    on: On<'_>,
+    on: ExecContext<'_>,
     panels: &Int8Panels,
     width: usize,
     x: &Buffer,
     quantized: &mut Quantized,
-    run: impl Fn(Block<'_>, &Quantized) + Sync,
+    run: impl Fn(WorkBlock<'_>, &Quantized) + Sync,
 ) {
     let tiles = int8_tiles(on.isa, x.rows);
     let x = match &x.quantized {
@@ -251,7 +258,7 @@ fn for_int8_blocks(
 /// Multiplies `x` by a matrix of [`Matrix::pack_gated`] and writes `activation(gate) * up`,
 /// `[rows][width]`, to `out`.
 pub(super) fn gated_int8(
-    on: On<'_>,
+    on: ExecContext<'_>,
     panels: &Int8Panels,
     (width, activation): (usize, Activation),
     bias: Option<&[f32]>,
@@ -287,7 +294,14 @@ pub(super) fn gated_int8(
 
 /// Divides tiles and panels into blocks of at most `group` panels, and calls `run` for each block
 /// on all threads.
-fn for_blocks(threads: &Threads, tiles: &Tiles, group: usize, k: usize, width: usize, run: impl Fn(Block<'_>) + Sync) {
+fn for_blocks(
+    threads: &Threads,
+    tiles: &RowTiles,
+    group: usize,
+    k: usize,
+    width: usize,
+    run: impl Fn(WorkBlock<'_>) + Sync,
+) {
     let count = width.div_ceil(PANEL);
     let groups = count.div_ceil(group);
     // Tiles are divided among tasks only if there are too few groups of panels.
@@ -297,7 +311,7 @@ fn for_blocks(threads: &Threads, tiles: &Tiles, group: usize, k: usize, width: u
     let task = |i: usize| {
         let (c, r) = (i % column_tasks, i / column_tasks);
         for g in c * groups / column_tasks..(c + 1) * groups / column_tasks {
-            run(Block {
+            run(WorkBlock {
                 k,
                 panel: g * group..((g + 1) * group).min(count),
                 tiles,
@@ -310,15 +324,15 @@ fn for_blocks(threads: &Threads, tiles: &Tiles, group: usize, k: usize, width: u
 }
 
 /// A unit of work: a range of tiles of rows, times one group of panels.
-struct Block<'a> {
+struct WorkBlock<'a> {
     k: usize,
     panel: Range<usize>,
-    tiles: &'a Tiles,
+    tiles: &'a RowTiles,
     range: Range<usize>,
     width: usize,
 }
 
-impl Block<'_> {
+impl WorkBlock<'_> {
     /// First row and number of rows of each tile.
     fn tiles(&self) -> impl Iterator<Item = (usize, usize)> {
         self.range
@@ -342,10 +356,10 @@ impl Block<'_> {
 
     /// # Safety
     /// Nobody else touches this block's rows and columns of `out`, and all sizes fit.
-    unsafe fn run<E: Element>(&self, isa: Isa, panels: &[E], packed: &[f32], finish: Finish<'_>, out: &SharedMut) {
+    unsafe fn run<E: Element>(&self, isa: Isa, panels: &[E], packed: &[f32], epilogue: Epilogue<'_>, out: &SharedMut) {
         for (from, rows) in self.tiles() {
             // SAFETY: the caller upholds the same contract.
-            unsafe { self.run_tile(isa, panels, packed, finish, (from, rows), out) };
+            unsafe { self.run_tile(isa, panels, packed, epilogue, (from, rows), out) };
         }
     }
 
@@ -356,7 +370,7 @@ impl Block<'_> {
         isa: Isa,
         panels: &[E],
         packed: &[f32],
-        finish: Finish<'_>,
+        epilogue: Epilogue<'_>,
         (from, rows): (usize, usize),
         out: &SharedMut,
     ) {
@@ -382,17 +396,17 @@ impl Block<'_> {
                 row.copy_from_slice(&tile[r * PANEL..r * PANEL + columns]);
             }
         }
-        if finish.bias.is_none() && !finish.round {
+        if epilogue.bias.is_none() && !epilogue.round {
             return;
         }
         let columns = (self.panel.end * PANEL).min(self.width) - first_column;
         for r in 0..rows {
             // SAFETY: within this block's rows and columns.
             let row = unsafe { out.slice((from + r) * self.width + first_column, columns) };
-            if let Some(bias) = finish.bias {
+            if let Some(bias) = epilogue.bias {
                 row.iter_mut().zip(&bias[first_column..]).for_each(|(y, b)| *y += b);
             }
-            if finish.round {
+            if epilogue.round {
                 row.iter_mut().for_each(|y| *y = round_bf16(*y));
             }
         }
@@ -406,9 +420,9 @@ impl Block<'_> {
         bias: *const f32,
         x: &Quantized,
         (c, c_stride): (*mut f32, usize),
-    ) -> int8::Product {
+    ) -> int8::Int8Gemm {
         let column = range.start * PANEL;
-        int8::Product {
+        int8::Int8Gemm {
             quads: self.k / int8::QUAD,
             a: x.data.as_ptr(),
             b: panels.data[column * self.k..].as_ptr(),
@@ -426,18 +440,18 @@ impl Block<'_> {
     /// The block's tiles for the kernel, with prefetching: while the panels of `range` are
     /// multiplied, each tile prefetches its share of the panels that follow. A panel has `lanes`
     /// 32-bit lanes per column.
-    fn tiles_ahead(
+    fn tiles_with_prefetch(
         &self,
         range: &Range<usize>,
         (panels, lanes): (*const i8, usize),
-    ) -> impl Iterator<Item = int8::Tile> {
+    ) -> impl Iterator<Item = int8::RowTile> {
         let next = panels.wrapping_add(range.end * lanes * LANES);
         let step = (range.len() * LANES).div_ceil(self.range.len());
-        self.tiles().enumerate().map(move |(i, (from, rows))| int8::Tile {
+        self.tiles().enumerate().map(move |(i, (from, rows))| int8::RowTile {
             from,
             rows,
-            ahead: next.wrapping_add(i * step * lanes),
-            ahead_step: step,
+            prefetch: next.wrapping_add(i * step * lanes),
+            prefetch_step: step,
         })
     }
 
@@ -466,9 +480,9 @@ impl Block<'_> {
         );
         let column = self.panel.start / 2 * PANEL;
         let columns = (self.panel.end / 2 * PANEL).min(width) - column;
-        for tile in self.tiles_ahead(&self.panel, (panels.data.as_ptr(), product.quads)) {
+        for tile in self.tiles_with_prefetch(&self.panel, (panels.data.as_ptr(), product.quads)) {
             assert!(tile.rows * both_stride <= both.as_flattened().len());
-            let product = int8::Product {
+            let product = int8::Int8Gemm {
                 // The kernel counts rows from the product's first row.
                 c: both
                     .as_flattened_mut()
@@ -500,19 +514,19 @@ impl Block<'_> {
     ///
     /// # Safety
     /// As [`run`](Self::run).
-    unsafe fn run_finished(
+    unsafe fn run_with_epilogue(
         &self,
         (bias, zeros): (Option<&[f32]>, &[f32]),
         memory: (*const i8, usize),
         out: &SharedMut,
-        run: impl Fn(Range<usize>, *const f32, (*mut f32, usize), int8::Tile),
+        run: impl Fn(Range<usize>, *const f32, (*mut f32, usize), int8::RowTile),
     ) {
         let (whole, columns) = self.whole_panels();
         if !whole.is_empty() {
             let column = whole.start * PANEL;
             // These panels lie within the output's width, and so within the bias.
             let bias = bias.unwrap_or(zeros)[column..].as_ptr();
-            for tile in self.tiles_ahead(&whole, memory) {
+            for tile in self.tiles_with_prefetch(&whole, memory) {
                 run(whole.clone(), bias, (out.at(column), self.width), tile);
             }
         }
@@ -523,7 +537,7 @@ impl Block<'_> {
             if let Some(bias) = bias {
                 last[..columns].copy_from_slice(&bias[whole.end * PANEL..][..columns]);
             }
-            for tile in self.tiles_ahead(&(whole.end..self.panel.end), memory) {
+            for tile in self.tiles_with_prefetch(&(whole.end..self.panel.end), memory) {
                 let mut end = [0.0f32; TILE_ROWS_MAX * PANEL];
                 // The kernel counts rows from the product's first row.
                 let c = end.as_mut_ptr().wrapping_sub(tile.from * PANEL);
@@ -563,7 +577,7 @@ impl Block<'_> {
             unsafe {
                 product(
                     isa,
-                    Product {
+                    F32Gemm {
                         k: depth,
                         rows,
                         a: packed.as_ptr().add(from * self.k + k * rows),
@@ -591,9 +605,9 @@ mod tests {
     use crate::device::{Dtype, Precision, Tensor};
 
     /// The output of a linear operation on `x`.
-    fn product_of(on: On<'_>, matrix: &Matrix, width: usize, finish: Finish<'_>, x: &Buffer) -> Buffer {
+    fn product_of(on: ExecContext<'_>, matrix: &Matrix, width: usize, epilogue: Epilogue<'_>, x: &Buffer) -> Buffer {
         let mut out = Buffer::default();
-        linear(on, matrix, width, finish, x, &mut out, &mut PackedRows::default());
+        linear(on, matrix, width, epilogue, x, &mut out, &mut PackedRows::default());
         out
     }
 
@@ -611,11 +625,11 @@ mod tests {
         .unwrap();
         let x = buffer(&numbers(k as u64, m * k), m, k);
         let bias = numbers(7, n);
-        let finish = Finish {
+        let epilogue = Epilogue {
             bias: with_bias.then_some(&bias[..]),
             round: false,
         };
-        let out = product_of(on_threads(isa, threads), &matrix, n, finish, &x);
+        let out = product_of(on_threads(isa, threads), &matrix, n, epilogue, &x);
         let mut row = vec![0.0; k];
         for (j, bias) in bias.iter().enumerate() {
             matrix.read_row(j, &mut row);
@@ -681,11 +695,11 @@ mod tests {
                 .into_iter()
                 .flat_map(|isa| [(isa, 1, n), (isa, 2, n), (isa, 2, n.div_ceil(2))])
             {
-                let finish = Finish {
+                let epilogue = Epilogue {
                     bias: Some(&bias),
                     round: false,
                 };
-                let out = product_of(on_threads(isa, threads), &matrix, width, finish, &x);
+                let out = product_of(on_threads(isa, threads), &matrix, width, epilogue, &x);
                 let all = first.get_or_insert_with(|| out.data.clone());
                 for i in 0..m {
                     assert_eq!(out.row(i), &all[i * n..][..width], "{isa:?} {m}x{n}x{k} row {i}");
@@ -727,12 +741,12 @@ mod tests {
                 };
                 let matrix = Matrix::pack_pairs(&[tensor]).unwrap();
                 let run = |threads, width, round, values: &[f32]| {
-                    let finish = Finish {
+                    let epilogue = Epilogue {
                         bias: Some(&bias),
                         round,
                     };
                     let x = buffer(values, values.len() / k, k);
-                    product_of(on_threads(isa, threads), &matrix, width, finish, &x)
+                    product_of(on_threads(isa, threads), &matrix, width, epilogue, &x)
                 };
                 let whole = run(2, n, false, &values);
                 for (i, got) in whole.data.iter().enumerate() {
@@ -772,11 +786,11 @@ mod tests {
         let bias = numbers(7, n);
         for i in 0..m {
             let one = buffer(&x[i * k..(i + 1) * k], 1, k);
-            let finish = Finish {
+            let epilogue = Epilogue {
                 bias: Some(&bias),
                 round: false,
             };
-            let out = product_of(on(Isa::detect()), &matrix, n, finish, &one);
+            let out = product_of(on(Isa::detect()), &matrix, n, epilogue, &one);
             let bits: Vec<u32> = out.data.iter().map(|x| x.to_bits()).collect();
             assert_eq!(bits, whole[i * n..(i + 1) * n], "row {i}");
         }
@@ -793,12 +807,12 @@ mod tests {
         };
         let matrix = Matrix::pack(&[tensor], Precision::F32).unwrap();
         let x = buffer(&numbers(2, 2 * 4), 2, 4);
-        let finish = Finish {
+        let epilogue = Epilogue {
             bias: None,
             round: false,
         };
-        let all = product_of(on(Isa::detect()), &matrix, 20, finish, &x);
-        let some = product_of(on(Isa::detect()), &matrix, 18, finish, &x);
+        let all = product_of(on(Isa::detect()), &matrix, 20, epilogue, &x);
+        let some = product_of(on(Isa::detect()), &matrix, 18, epilogue, &x);
         assert_eq!(some.width, 18);
         for i in 0..2 {
             assert_eq!(some.row(i), &all.row(i)[..18]);

@@ -219,20 +219,20 @@ impl Vector {
     }
 }
 
-/// Reads a row from its first value on. `together` consecutive values are adjacent in the panel.
-fn gather<E: Element>(panel: &[E], together: usize, out: &mut [f32]) {
-    for (x, w) in out.chunks_mut(together).zip(panel.chunks(together * PANEL)) {
+/// Reads a row from its first value on. `interleave` consecutive values are adjacent in the panel.
+fn gather<E: Element>(panel: &[E], interleave: usize, out: &mut [f32]) {
+    for (x, w) in out.chunks_mut(interleave).zip(panel.chunks(interleave * PANEL)) {
         for (x, w) in x.iter_mut().zip(w) {
             *x = w.widen();
         }
     }
 }
 
-/// Packs `parts` into panels of `depth` values of k. `together` consecutive values are adjacent.
+/// Packs `parts` into panels of `depth` values of k. `interleave` consecutive values are adjacent.
 fn pack_as<E: Element>(
     parts: &[Tensor<'_>],
     (rows, columns): (usize, usize),
-    together: usize,
+    interleave: usize,
     depth: usize,
 ) -> Result<Aligned<E>, TensorError> {
     let mut packed = Aligned::new(rows.div_ceil(PANEL) * depth * PANEL);
@@ -249,7 +249,7 @@ fn pack_as<E: Element>(
                 for (k, &x) in row_values.iter().enumerate() {
                     let stored = E::narrow(x);
                     finite &= stored.widen().is_finite();
-                    out[(k / together * PANEL + lane) * together + k % together] = stored;
+                    out[(k / interleave * PANEL + lane) * interleave + k % interleave] = stored;
                 }
                 if !finite {
                     return Err(TensorError::NotFinite { part, row });

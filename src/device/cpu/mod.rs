@@ -72,7 +72,7 @@ pub struct Cpu {
 
 /// The instruction set and the threads that an operation runs on.
 #[derive(Clone, Copy)]
-struct On<'a> {
+struct ExecContext<'a> {
     isa: Isa,
     threads: &'a Threads,
 }
@@ -105,8 +105,8 @@ impl Cpu {
         Cpu { isa, ..self }
     }
 
-    fn on(&self) -> On<'_> {
-        On {
+    fn on(&self) -> ExecContext<'_> {
+        ExecContext {
             isa: self.isa,
             threads: &self.threads,
         }
@@ -121,8 +121,8 @@ impl Cpu {
         self.precision == Precision::Bf16 && bf16::is_available(self.isa)
     }
 
-    fn norm_op<'a>(&'a self, op: &AddNorm<'a, Buffer, Vector>) -> norm::Op<'a> {
-        norm::Op {
+    fn norm_op<'a>(&'a self, op: &AddNorm<'a, Buffer, Vector>) -> norm::NormOp<'a> {
+        norm::NormOp {
             on: self.on(),
             delta: op.delta.as_ref().map(|delta| delta.rows),
             delta_weight: op.delta.as_ref().and_then(|delta| delta.norm).map(|norm| &norm.0[..]),
@@ -364,12 +364,12 @@ impl Device for Cpu {
         out: &mut Buffer,
         workspace: &mut Workspace,
     ) -> Result<(), DeviceError> {
-        let finish = linear::Finish {
+        let epilogue = linear::Epilogue {
             bias: linear.bias.as_ref().map(|b| &b.0[..]),
             round: self.round(),
         };
         let weight = &linear.weight;
-        linear::linear(self.on(), weight, weight.rows, finish, x, out, &mut workspace.rows);
+        linear::linear(self.on(), weight, weight.rows, epilogue, x, out, &mut workspace.rows);
         Ok(())
     }
 
@@ -394,7 +394,7 @@ impl Device for Cpu {
         out: &mut Buffer,
         workspace: &mut Workspace,
     ) -> Result<(), DeviceError> {
-        let op = attention::Op {
+        let op = attention::AttentionOp {
             on: self.on(),
             round: self.round(),
             of: op,
@@ -419,11 +419,19 @@ impl Device for Cpu {
             let width = linear.weight.rows / 2;
             linear::gated_int8(self.on(), panels, (width, activation), bias, x, out, rows);
         } else {
-            let finish = linear::Finish {
+            let epilogue = linear::Epilogue {
                 bias,
                 round: self.round(),
             };
-            linear::linear(self.on(), &linear.weight, linear.weight.rows, finish, x, gate_up, rows);
+            linear::linear(
+                self.on(),
+                &linear.weight,
+                linear.weight.rows,
+                epilogue,
+                x,
+                gate_up,
+                rows,
+            );
             gated::gated(self.on(), activation, self.round(), gate_up, out);
         }
         Ok(())
@@ -431,12 +439,12 @@ impl Device for Cpu {
 
     fn logits(&self, head: Head<'_, Matrix>, x: &Buffer, workspace: &mut Workspace) -> Result<(), DeviceError> {
         // Logits stay in F32 even at BF16 precision: rounding would only create ties.
-        let finish = linear::Finish {
+        let epilogue = linear::Epilogue {
             bias: None,
             round: false,
         };
         let Workspace { rows, logits, .. } = workspace;
-        linear::linear(self.on(), head.weight, head.ids, finish, x, logits, rows);
+        linear::linear(self.on(), head.weight, head.ids, epilogue, x, logits, rows);
         if let Some(cap) = head.soft_cap {
             soft_cap::soft_cap(self.on(), cap, logits);
         }

@@ -9,7 +9,7 @@
 
 use super::isa::multiversion;
 use super::math::{round_bf16, sum16};
-use super::{Buffer, On, SharedMut};
+use super::{Buffer, ExecContext, SharedMut};
 
 /// Normalises `x` in place. At BF16 precision the product with the weight is rounded. (The
 /// reference also rounds the normalised value, in all model families but Gemma.)
@@ -73,8 +73,8 @@ multiversion! {
 }
 
 /// The inputs of an add-norm that are the same for all rows.
-pub(super) struct Op<'a> {
-    pub on: On<'a>,
+pub(super) struct NormOp<'a> {
+    pub on: ExecContext<'a>,
     pub delta: Option<&'a Buffer>,
     /// Weights of the norm that `delta` goes through first.
     pub delta_weight: Option<&'a [f32]>,
@@ -85,7 +85,7 @@ pub(super) struct Op<'a> {
     pub quantize: bool,
 }
 
-impl Op<'_> {
+impl NormOp<'_> {
     /// Adds row `row` of `delta` to `residual` and writes the normalised sum to `out`.
     fn one(&self, row: usize, residual: &mut [f32], out: &mut [f32]) {
         let delta = self.delta.map(|d| (d.row(row), self.delta_weight));
@@ -122,7 +122,7 @@ impl Op<'_> {
 }
 
 /// `residual += delta; out = norm(residual)`, over all rows.
-pub(super) fn add_norm(op: &Op<'_>, residual: &mut Buffer, out: &mut Buffer) {
+pub(super) fn add_norm(op: &NormOp<'_>, residual: &mut Buffer, out: &mut Buffer) {
     let (rows, width) = (residual.rows, residual.width);
     assert!(op.weight.len() == width && op.delta.is_none_or(|d| (d.rows, d.width) == (rows, width)));
     let residual = SharedMut::new(&mut residual.data);
@@ -134,7 +134,7 @@ pub(super) fn add_norm(op: &Op<'_>, residual: &mut Buffer, out: &mut Buffer) {
 
 /// As [`add_norm`], for the rows `rows` only: row `i` of `out` comes from row `rows[i]`. `residual`
 /// stays unchanged.
-pub(super) fn add_norm_rows(op: &Op<'_>, rows: &[u32], residual: &Buffer, out: &mut Buffer) {
+pub(super) fn add_norm_rows(op: &NormOp<'_>, rows: &[u32], residual: &Buffer, out: &mut Buffer) {
     assert!(op.weight.len() == residual.width);
     op.fill(rows.len(), out, |i, row| {
         let from = rows[i] as usize;
@@ -156,7 +156,7 @@ mod tests {
             let delta = buffer(&d, rows, width);
             let mut first: Option<Vec<f32>> = None;
             for isa in Isa::available() {
-                let op = Op {
+                let op = NormOp {
                     on: on(isa),
                     delta: Some(&delta),
                     delta_weight: None,
@@ -181,7 +181,7 @@ mod tests {
                 let mut picked = Buffer::default();
                 add_norm_rows(&op, &[rows as u32 - 1], &buffer(&x, rows, width), &mut picked);
                 assert_eq!(picked.row(0), out.row(rows - 1));
-                let op = Op { quantize: true, ..op };
+                let op = NormOp { quantize: true, ..op };
                 let (mut bytes, mut want) = (Buffer::default(), Quantized::default());
                 add_norm(&op, &mut buffer(&x, rows, width), &mut bytes);
                 quantize(on(isa), &out, &mut want);
@@ -189,7 +189,7 @@ mod tests {
                 assert_eq!(*first.get_or_insert_with(|| out.data.clone()), out.data, "{isa:?}");
 
                 let own = numbers(4, width);
-                let op = Op {
+                let op = NormOp {
                     delta_weight: Some(&own),
                     quantize: false,
                     ..op
@@ -205,7 +205,7 @@ mod tests {
                     }
                 }
                 let mut want = Buffer::default();
-                let plain = Op {
+                let plain = NormOp {
                     delta: None,
                     delta_weight: None,
                     ..op

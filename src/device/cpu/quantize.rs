@@ -6,9 +6,9 @@
 
 use super::int8::{K_STEP, OFFSET, QUAD, is_packed, max_rows};
 use super::isa::{Isa, multiversion};
-use super::linear::Tiles;
+use super::linear::RowTiles;
 use super::math::{ROUND, max16, sum16};
-use super::{Buffer, On};
+use super::{Buffer, ExecContext};
 
 /// A row whose largest magnitude is below this is quantized to zeros, so that the inverse cannot
 /// overflow.
@@ -112,12 +112,12 @@ impl QuantizedTile<'_> {
 }
 
 /// Division of rows into tiles for INT8 products.
-pub(super) fn int8_tiles(isa: Isa, rows: usize) -> Tiles {
-    Tiles::new(rows, max_rows(isa))
+pub(super) fn int8_tiles(isa: Isa, rows: usize) -> RowTiles {
+    RowTiles::new(rows, max_rows(isa))
 }
 
 /// Quantizes all rows of `x`, in tiles.
-pub(super) fn quantize(on: On<'_>, x: &Buffer, out: &mut Quantized) {
+pub(super) fn quantize(on: ExecContext<'_>, x: &Buffer, out: &mut Quantized) {
     let mut tiles = out.tiles(on.isa, x.rows, x.width);
     on.threads.share_mut(x.data.len(), &mut tiles, |_, tiles| {
         let mut bytes = Vec::new();
@@ -135,7 +135,7 @@ mod tests {
     use crate::device::cpu::testing::{buffer, numbers, on};
 
     /// The bytes, row by row instead of tile by tile.
-    fn plain(isa: Isa, q: &Quantized, tiles: &Tiles) -> Vec<u8> {
+    fn plain(isa: Isa, q: &Quantized, tiles: &RowTiles) -> Vec<u8> {
         let mut plain = vec![0; q.data.len()];
         for tile in 0..tiles.count {
             let (from, rows) = (tiles.start(tile), tiles.start(tile + 1) - tiles.start(tile));

@@ -8,7 +8,7 @@ use super::isa::multiversion;
 use super::math::round_bf16;
 use super::norm::rms_norm;
 use super::step::Step;
-use super::{Buffer, On, Vector};
+use super::{Buffer, ExecContext, Vector};
 use crate::device::RopeStore;
 
 /// Weight and epsilon of a head's normalisation.
@@ -40,7 +40,7 @@ multiversion! {
 }
 
 /// Normalises and rotates the query and key heads of all rows.
-pub(super) fn rotate(on: On<'_>, round: bool, op: &RopeStore<'_, Vector>, step: &Step, qkv: &mut Buffer) {
+pub(super) fn rotate(on: ExecContext<'_>, round: bool, op: &RopeStore<'_, Vector>, step: &Step, qkv: &mut Buffer) {
     let heads = op.heads;
     let dim = heads.head_dim;
     let rotations = &step.rotations[op.rope].of_tokens;

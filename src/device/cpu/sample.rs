@@ -6,7 +6,7 @@
 use std::cmp::Ordering;
 
 use super::exp;
-use super::vocabulary::{self, STEPS, SUM_CHUNK, Weights};
+use super::vocabulary::{self, STEPS, SUM_CHUNK, TokenWeights};
 use crate::device::draw::{Allowed, Draw, DrawError, Drawn};
 
 /// Number of the most probable tokens that top-p sorts first.
@@ -39,7 +39,7 @@ pub struct Scratch {
     ids: Vec<u32>,
     /// Ids that the mask allows, if they are at most [`FEW`].
     few: Vec<u32>,
-    all: Weights,
+    all: TokenWeights,
     candidates: Vec<Candidate>,
 }
 
@@ -82,8 +82,8 @@ fn token(logits: &[f32], draw: Draw, scratch: &mut Scratch) -> Result<u32, DrawE
         _ => draw,
     };
     let penalised = draw.penalises();
-    let holes = match draw.allowed {
-        Allowed::AllBut(holes) => holes,
+    let banned = match draw.allowed {
+        Allowed::AllBut(banned) => banned,
         Allowed::Mask(_) | Allowed::Ids(_) => &[],
     };
     let mut max = match draw.allowed {
@@ -93,7 +93,7 @@ fn token(logits: &[f32], draw: Draw, scratch: &mut Scratch) -> Result<u32, DrawE
     .ok_or(DrawError::NotFinite)?;
     // From here on `row` replaces the logits if tokens are ruled out or penalised.
     let masked = matches!(draw.allowed, Allowed::Mask(_));
-    let changed = penalised || !holes.is_empty();
+    let changed = penalised || !banned.is_empty();
     if changed {
         if !masked {
             row.clear();
@@ -102,7 +102,7 @@ fn token(logits: &[f32], draw: Draw, scratch: &mut Scratch) -> Result<u32, DrawE
         if penalised {
             penalise(row, draw, ids);
         }
-        for id in holes {
+        for id in banned {
             if let Some(logit) = row.get_mut(*id as usize) {
                 *logit = f32::NEG_INFINITY;
             }
@@ -159,7 +159,7 @@ fn ids_of(mask: &[u32]) -> impl Iterator<Item = u32> {
 }
 
 /// Sum of all weights.
-fn total(all: &Weights) -> f64 {
+fn total(all: &TokenWeights) -> f64 {
     all.sums.iter().map(|sum| f64::from(*sum)).sum()
 }
 
@@ -171,7 +171,7 @@ fn total(all: &Weights) -> f64 {
 /// leaves room for the rounding of sums. If no step reaches p, the bound is half of
 /// `(1 - p) * total / count`. Tokens below `(1 - p) * total / count` weigh at most
 /// `(1 - p) * total` together, so the other tokens reach p; the half leaves room for rounding.
-fn least(all: &Weights, draw: &Draw, total: f64) -> Option<f32> {
+fn least(all: &TokenWeights, draw: &Draw, total: f64) -> Option<f32> {
     if draw.top_p >= 1.0 && draw.min_p <= 0.0 {
         return None;
     }
@@ -183,7 +183,7 @@ fn least(all: &Weights, draw: &Draw, total: f64) -> Option<f32> {
 }
 
 /// Sets `candidates` to the tokens of weight `least` or more, by ascending id. `ids` is scratch.
-fn take_from(least: f32, all: &Weights, logits: &[f32], ids: &mut Vec<u32>, candidates: &mut Vec<Candidate>) {
+fn take_from(least: f32, all: &TokenWeights, logits: &[f32], ids: &mut Vec<u32>, candidates: &mut Vec<Candidate>) {
     vocabulary::not_below(&all.each, least, ids);
     candidates.clear();
     candidates.extend(ids.iter().map(|&id| Candidate {
@@ -194,7 +194,7 @@ fn take_from(least: f32, all: &Weights, logits: &[f32], ids: &mut Vec<u32>, cand
 }
 
 /// Step 9 over all tokens. `uniform` lies in [0, 1).
-fn pick_of_all(all: &Weights, total: f64, uniform: f64) -> u32 {
+fn pick_of_all(all: &TokenWeights, total: f64, uniform: f64) -> u32 {
     let target = uniform * total;
     let mut reached = 0.0;
     let chunks = all.each.chunks(SUM_CHUNK).zip(&all.sums);
@@ -586,7 +586,7 @@ mod tests {
                 kept.extend((0..logits.len() as u32).filter_map(|id| Candidate::of(&logits, id)));
                 filter(&mut kept, &draw).unwrap();
             } else {
-                let mut all = Weights::default();
+                let mut all = TokenWeights::default();
                 let max = vocabulary::largest(&logits).unwrap();
                 vocabulary::weigh(&logits, max, draw.inverse_temperature(), &mut all);
                 let least = least(&all, &draw, total(&all)).unwrap();

@@ -1,7 +1,7 @@
 //! Soft capping of logits (Gemma 2, 2024): `cap * tanh(x / cap)`.
 
 use super::isa::multiversion;
-use super::{Buffer, On, math};
+use super::{Buffer, ExecContext, math};
 
 #[inline(always)]
 fn row(cap: f32, row: &mut [f32]) {
@@ -13,7 +13,7 @@ multiversion! {
 }
 
 /// Applies the soft cap to all of `logits`.
-pub(super) fn soft_cap(on: On<'_>, cap: f32, logits: &mut Buffer) {
+pub(super) fn soft_cap(on: ExecContext<'_>, cap: f32, logits: &mut Buffer) {
     let elements = logits.data.len();
     let mut parts: Vec<_> = logits.parts_mut(on.threads.parts(elements)).collect();
     on.threads.share_mut(elements, &mut parts, |_, parts| {

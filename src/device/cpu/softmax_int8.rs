@@ -10,7 +10,7 @@ use super::math::{EXP2, ROUND, exp2, max16, soft_cap};
 use super::{BLOCK_TOKENS, SPAN_TOKENS};
 
 /// The softmax step of one span for one row.
-pub(super) struct SoftmaxStep<'a> {
+pub(super) struct SpanSoftmax<'a> {
     pub blocks: usize,
     /// Positions of the span that the row sees.
     pub visible: std::ops::Range<usize>,
@@ -36,7 +36,7 @@ pub(super) struct SoftmaxPartial {
 /// The processor has the instructions that `isa` names.
 pub(super) unsafe fn softmax_step_on(
     isa: Isa,
-    op: &SoftmaxStep<'_>,
+    op: &SpanSoftmax<'_>,
     scores: &[i32; SPAN_TOKENS],
     weights: &mut [u8; SPAN_TOKENS],
     out: &mut SoftmaxPartial,
@@ -56,7 +56,7 @@ pub(super) unsafe fn softmax_step_on(
 
 #[inline(always)]
 fn portable(
-    op: &SoftmaxStep<'_>,
+    op: &SpanSoftmax<'_>,
     scores: &[i32; SPAN_TOKENS],
     weights: &mut [u8; SPAN_TOKENS],
     out: &mut SoftmaxPartial,
@@ -69,7 +69,7 @@ fn portable(
 #[inline(always)]
 fn capped(
     cap: f32,
-    op: &SoftmaxStep<'_>,
+    op: &SpanSoftmax<'_>,
     scores: &[i32; SPAN_TOKENS],
     weights: &mut [u8; SPAN_TOKENS],
     out: &mut SoftmaxPartial,
@@ -94,7 +94,7 @@ fn capped(
 #[inline(always)]
 fn softmax_step(
     bound: impl Fn(f32) -> f32,
-    op: &SoftmaxStep<'_>,
+    op: &SpanSoftmax<'_>,
     scores: &[i32; SPAN_TOKENS],
     weights: &mut [u8; SPAN_TOKENS],
     out: &mut SoftmaxPartial,
@@ -129,7 +129,7 @@ fn softmax_step(
 
 multiversion! {
     fn portable_on(
-        op: &SoftmaxStep<'_>,
+        op: &SpanSoftmax<'_>,
         scores: &[i32; SPAN_TOKENS],
         weights: &mut [u8; SPAN_TOKENS],
         out: &mut SoftmaxPartial,
@@ -139,7 +139,7 @@ multiversion! {
 multiversion! {
     fn capped_on(
         cap: f32,
-        op: &SoftmaxStep<'_>,
+        op: &SpanSoftmax<'_>,
         scores: &[i32; SPAN_TOKENS],
         weights: &mut [u8; SPAN_TOKENS],
         out: &mut SoftmaxPartial,
@@ -151,7 +151,7 @@ pub(super) struct SoftmaxMerge<'a> {
     pub partials: &'a [SoftmaxPartial],
     /// `[rows]`: the largest scale of the values that the row sees in the span.
     pub value_scale_max: &'a [f32],
-    /// As [`SoftmaxStep::scale`].
+    /// As [`SpanSoftmax::scale`].
     pub scales: &'a [f32],
 }
 
@@ -194,10 +194,10 @@ mod x86 {
 
     use std::arch::x86_64::*;
 
-    use super::{BLOCK_TOKENS, BLOCKS, EXP2, ROUND, SPAN_TOKENS, SoftmaxPartial, SoftmaxStep};
+    use super::{BLOCK_TOKENS, BLOCKS, EXP2, ROUND, SPAN_TOKENS, SoftmaxPartial, SpanSoftmax};
 
     /// The 16 lanes of a block that are visible.
-    fn mask(op: &SoftmaxStep<'_>, block: usize) -> __mmask16 {
+    fn mask(op: &SpanSoftmax<'_>, block: usize) -> __mmask16 {
         let below = |end: usize| ((1u32 << end.saturating_sub(block * BLOCK_TOKENS).min(BLOCK_TOKENS)) - 1) as u16;
         below(op.visible.end) & !below(op.visible.start)
     }
@@ -208,7 +208,7 @@ mod x86 {
     /// The processor has AVX-512.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
     pub(super) unsafe fn softmax_step(
-        op: &SoftmaxStep<'_>,
+        op: &SpanSoftmax<'_>,
         scores: &[i32; SPAN_TOKENS],
         weights: &mut [u8; SPAN_TOKENS],
         out: &mut SoftmaxPartial,

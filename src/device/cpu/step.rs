@@ -14,18 +14,18 @@ const TASK_ROWS: usize = 48;
 pub struct Step {
     pub(super) batch: StepBatch,
     pub(super) heads: HeadShape,
-    pub(super) rotations: Vec<Rotations>,
+    pub(super) rotations: Vec<RotationTable>,
     /// Query tiles, each processed once per key-value head.
     pub(super) tiles: Vec<QueryTile>,
     /// The parts of all tiles, in order.
     pub(super) parts: Vec<TilePart>,
     /// `(block, first unused slot)` of each partly filled last block of a sequence, if this step
     /// begins the block or copies into it. F32 and BF16 pools clear the values from that slot on.
-    pub(super) begun: Vec<(u32, u32)>,
+    pub(super) new_tail_blocks: Vec<(u32, u32)>,
 }
 
 /// Cosines and sines of one rotary embedding.
-pub(super) struct Rotations {
+pub(super) struct RotationTable {
     /// `[tokens][head_dim]`: cosines of all pairs, then sines.
     pub of_tokens: Vec<f32>,
     rope: RopeSpec,
@@ -74,7 +74,7 @@ impl Step {
     pub(super) fn new(heads: HeadShape, ropes: Vec<RopeSpec>, round: bool) -> Step {
         let fits = |rope: &RopeSpec| rope.inverse_frequencies.len() * 2 == heads.head_dim;
         assert!(ropes.iter().all(fits));
-        let rotations = ropes.into_iter().map(|rope| Rotations {
+        let rotations = ropes.into_iter().map(|rope| RotationTable {
             of_tokens: Vec::new(),
             rope,
             table: Vec::new(),
@@ -86,7 +86,7 @@ impl Step {
             rotations: rotations.collect(),
             tiles: Vec::new(),
             parts: Vec::new(),
-            begun: Vec::new(),
+            new_tail_blocks: Vec::new(),
         }
     }
 
@@ -131,7 +131,7 @@ impl Step {
         let per_tile = queries_per_tile(self.heads) as u32;
         self.tiles.clear();
         self.parts.clear();
-        self.begun.clear();
+        self.new_tail_blocks.clear();
         for (i, s) in self.batch.sequences.iter().enumerate() {
             let first = s.kv_len - s.q_len;
             for done in (0..s.q_len).step_by(per_tile as usize) {
@@ -165,13 +165,13 @@ impl Step {
             let last = self.batch.block_tables[(s.first_block + s.kv_len / block_tokens) as usize];
             let copied = self.batch.block_copies.iter().any(|&(_, to)| to == last);
             if first <= s.kv_len - used || copied {
-                self.begun.push((last, used));
+                self.new_tail_blocks.push((last, used));
             }
         }
     }
 }
 
-impl Rotations {
+impl RotationTable {
     /// Sets `of_tokens` for tokens at `positions`. Extends the table if needed.
     fn take(&mut self, positions: &[u32]) {
         let width = self.rope.inverse_frequencies.len() * 2;
@@ -232,7 +232,7 @@ mod tests {
             ..StepBatch::default()
         };
         step.upload(&batch);
-        assert_eq!(step.begun, [(3, 12), (8, 1)]);
+        assert_eq!(step.new_tail_blocks, [(3, 12), (8, 1)]);
         let covered: Vec<u32> = step.parts.iter().flat_map(|p| p.token..p.token + p.queries).collect();
         assert_eq!(covered, (0..62).collect::<Vec<_>>());
         assert!(step.tiles.iter().all(|t| t.queries as usize <= queries_per_tile(heads)));
@@ -245,7 +245,7 @@ mod tests {
             ..batch
         };
         step.upload(&copied);
-        assert_eq!(step.begun, [(3, 12), (5, 2), (8, 1)]);
+        assert_eq!(step.new_tail_blocks, [(3, 12), (5, 2), (8, 1)]);
     }
 
     #[test]

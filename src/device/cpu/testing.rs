@@ -6,7 +6,7 @@ use half::{bf16, f16};
 
 pub(super) use skips::lacks;
 
-use super::{Buffer, Isa, On, Threads};
+use super::{Buffer, ExecContext, Isa, Threads};
 use crate::device::Dtype;
 
 #[path = "../../../tests/skips.rs"]
@@ -48,13 +48,13 @@ pub(super) fn buffer(values: &[f32], rows: usize, width: usize) -> Buffer {
 }
 
 /// `count` threads (fewer than 10), which all tests share.
-pub(super) fn on_threads(isa: Isa, count: usize) -> On<'static> {
+pub(super) fn on_threads(isa: Isa, count: usize) -> ExecContext<'static> {
     static THREADS: [OnceLock<Threads>; 10] = [const { OnceLock::new() }; 10];
     let threads = THREADS[count].get_or_init(|| Threads::new(count).expect("the system gives threads"));
-    On { isa, threads }
+    ExecContext { isa, threads }
 }
 
 /// Two threads.
-pub(super) fn on(isa: Isa) -> On<'static> {
+pub(super) fn on(isa: Isa) -> ExecContext<'static> {
     on_threads(isa, 2)
 }

@@ -3,7 +3,7 @@
 //! A step consists of a hundred or more parallel regions, many of them about ten microseconds long.
 //! Threads of a general pool sleep as soon as they are idle, and waking one takes longer than such
 //! a region. These threads spin for a while, then yield their core, and sleep only after
-//! [`PATIENCE`] without a region. ("Threads" in `benches/README.md` compares both.)
+//! [`IDLE_TIMEOUT`] without a region. ("Threads" in `benches/README.md` compares both.)
 //!
 //! See docs/decisions/068-cpu-steps-have-their-own-threads.md.
 
@@ -20,51 +20,51 @@ use std::time::{Duration, Instant};
 use std::{hint, io};
 
 /// Spin iterations before a thread yields its core: about 30 microseconds.
-const LOOKS: u32 = 1000;
+const SPINS: u32 = 1000;
 /// Idle time after which a thread sleeps.
-const PATIENCE: Duration = Duration::from_millis(2);
+const IDLE_TIMEOUT: Duration = Duration::from_millis(2);
 /// Minimum elements of an element-wise operation for more than one thread to be worthwhile.
 const SERIAL_ELEMENTS: usize = 1 << 13;
 /// Parts of an operation per thread: several, so that a slow thread takes fewer.
 const PARTS_A_THREAD: usize = 4;
 
-/// Flag of [`Shared::state`]: helpers may enter the region.
+/// Flag of [`PoolState::state`]: helpers may enter the region.
 const OPEN: u64 = 1;
-/// One helper in the region, in [`Shared::state`].
-const ONE_IN: u64 = 2;
-const ALL_IN: u64 = NUMBER - ONE_IN;
-/// Increment of the region's number, in the upper half of [`Shared::state`].
-const NUMBER: u64 = 1 << 32;
+/// One helper in the region, in [`PoolState::state`].
+const HELPER_UNIT: u64 = 2;
+const HELPER_MASK: u64 = REGION_UNIT - HELPER_UNIT;
+/// Increment of the region's number, in the upper half of [`PoolState::state`].
+const REGION_UNIT: u64 = 1 << 32;
 
 thread_local! {
     /// Whether this thread is running tasks of a region.
-    static WITHIN: Cell<bool> = const { Cell::new(false) };
+    static IN_TASK: Cell<bool> = const { Cell::new(false) };
 }
 
 /// A thread pool: the calling thread and helper threads. It runs one parallel region at a time.
 pub struct Threads {
-    shared: Arc<Shared>,
+    shared: Arc<PoolState>,
     helpers: Vec<JoinHandle<()>>,
-    turn: Mutex<()>,
+    region_lock: Mutex<()>,
 }
 
 /// The function that each thread runs in a region, given the thread's number and the tasks.
-type Job<'a> = dyn Fn(usize, Tasks<'_>) + Sync + 'a;
+type TaskFn<'a> = dyn Fn(usize, Tasks<'_>) + Sync + 'a;
 
 /// A value on cache lines of its own, to avoid false sharing.
 #[repr(align(128))]
-struct Apart<T>(T);
+struct CachePadded<T>(T);
 
-struct Shared {
+struct PoolState {
     /// The region's number, the number of helpers in the region, and [`OPEN`].
-    state: Apart<AtomicU64>,
+    state: CachePadded<AtomicU64>,
     /// The next task of each thread's range.
-    next: Vec<Apart<AtomicUsize>>,
+    next: Vec<CachePadded<AtomicUsize>>,
     /// Written only while the region is closed and contains no helper. Read only by helpers in the
     /// region.
     region: UnsafeCell<Option<Region>>,
     asleep: Vec<AtomicBool>,
-    leave: AtomicBool,
+    shutdown: AtomicBool,
     /// Payload of a panic in a helper's task.
     panic: Mutex<Option<Box<dyn Any + Send>>>,
 }
@@ -72,20 +72,20 @@ struct Shared {
 #[derive(Clone, Copy)]
 struct Region {
     /// Valid as long as a helper is in the region.
-    job: *const Job<'static>,
+    job: *const TaskFn<'static>,
     tasks: usize,
 }
 
 // SAFETY: `state` synchronises access to `region`, as documented there; the job and all other
 // fields are `Sync`.
-unsafe impl Sync for Shared {}
+unsafe impl Sync for PoolState {}
 // SAFETY: as above.
-unsafe impl Send for Shared {}
+unsafe impl Send for PoolState {}
 
 /// Iterator over the tasks of a region, each of which is handed out once. A thread first takes the
 /// tasks of its own range, for locality, then the remaining tasks of other threads' ranges.
 pub struct Tasks<'a> {
-    next: &'a [Apart<AtomicUsize>],
+    next: &'a [CachePadded<AtomicUsize>],
     tasks: usize,
     thread: usize,
     /// Number of ranges found empty so far, starting with the thread's own.
@@ -142,18 +142,18 @@ impl Threads {
     /// If the operating system cannot start a thread.
     pub fn new(count: usize) -> io::Result<Threads> {
         let helpers = count.max(1) - 1;
-        let shared = Arc::new(Shared {
-            state: Apart(AtomicU64::new(0)),
-            next: (0..=helpers).map(|_| Apart(AtomicUsize::new(0))).collect(),
+        let shared = Arc::new(PoolState {
+            state: CachePadded(AtomicU64::new(0)),
+            next: (0..=helpers).map(|_| CachePadded(AtomicUsize::new(0))).collect(),
             region: UnsafeCell::new(None),
             asleep: (0..helpers).map(|_| AtomicBool::new(false)).collect(),
-            leave: AtomicBool::new(false),
+            shutdown: AtomicBool::new(false),
             panic: Mutex::new(None),
         });
         let mut threads = Threads {
             shared,
             helpers: Vec::new(),
-            turn: Mutex::new(()),
+            region_lock: Mutex::new(()),
         };
         for i in 0..helpers {
             let shared = Arc::clone(&threads.shared);
@@ -185,7 +185,7 @@ impl Threads {
     /// If `job` panics on any thread, or if this is called from within a task.
     pub fn share(&self, tasks: usize, job: impl Fn(usize, Tasks<'_>) + Sync) {
         if tasks <= 1 || self.helpers.is_empty() {
-            alone(tasks, job);
+            run_serial(tasks, job);
         } else {
             self.run(tasks, &job);
         }
@@ -198,15 +198,15 @@ impl Threads {
     /// As [`share`](Self::share).
     pub fn share_mut<T: Send>(&self, elements: usize, items: &mut [T], job: impl Fn(usize, Items<'_, T>) + Sync) {
         /// A pointer that threads may share, because each accesses different items.
-        struct First<T>(*mut T);
+        struct FirstItem<T>(*mut T);
         // SAFETY: each item goes to one thread only, and `T` may be sent.
-        unsafe impl<T: Send> Sync for First<T> {}
-        impl<T> First<T> {
+        unsafe impl<T: Send> Sync for FirstItem<T> {}
+        impl<T> FirstItem<T> {
             fn get(&self) -> *mut T {
                 self.0
             }
         }
-        let first = First(items.as_mut_ptr());
+        let first = FirstItem(items.as_mut_ptr());
         let job = |thread, tasks: Tasks<'_>| {
             let items = Items {
                 tasks,
@@ -216,25 +216,25 @@ impl Threads {
             job(thread, items);
         };
         if self.parts(elements) == 1 {
-            alone(items.len(), job);
+            run_serial(items.len(), job);
         } else {
             self.share(items.len(), job);
         }
     }
 
-    fn run(&self, tasks: usize, job: &Job<'_>) {
-        assert!(!WITHIN.get(), "a task of a region shares out work of its own");
-        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+    fn run(&self, tasks: usize, job: &TaskFn<'_>) {
+        assert!(!IN_TASK.get(), "a task of a region shares out work of its own");
+        let _region = self.region_lock.lock().unwrap_or_else(PoisonError::into_inner);
         let shared = &*self.shared;
         // SAFETY: only the lifetime changes; no helper is in the region once this function returns.
-        let job_always: *const Job<'static> = unsafe { std::mem::transmute(std::ptr::from_ref(job)) };
+        let job_always: *const TaskFn<'static> = unsafe { std::mem::transmute(std::ptr::from_ref(job)) };
         // SAFETY: the previous region is closed and contains no helper, and this thread holds
-        // `turn`.
+        // `region_lock`.
         unsafe { *shared.region.get() = Some(Region { job: job_always, tasks }) };
         for (thread, next) in shared.next.iter().enumerate() {
             next.0.store(start(tasks, thread, shared.next.len()), Ordering::Relaxed);
         }
-        let number = (shared.state.0.load(Ordering::Relaxed) & !(NUMBER - 1)).wrapping_add(NUMBER);
+        let number = (shared.state.0.load(Ordering::Relaxed) & !(REGION_UNIT - 1)).wrapping_add(REGION_UNIT);
         // Sequentially consistent with `asleep`: either the helper sees the region, or this thread
         // sees that the helper is asleep.
         shared.state.0.store(number | OPEN, Ordering::SeqCst);
@@ -245,23 +245,23 @@ impl Threads {
         }
         let result = catch_unwind(AssertUnwindSafe(|| shared.work(0, job, tasks)));
         shared.state.0.fetch_and(!OPEN, Ordering::Relaxed);
-        let mut looks = 0;
-        while shared.state.0.load(Ordering::Acquire) & ALL_IN != 0 {
-            wait(&mut looks);
+        let mut spins = 0;
+        while shared.state.0.load(Ordering::Acquire) & HELPER_MASK != 0 {
+            wait(&mut spins);
         }
-        let theirs = shared.panic.lock().unwrap_or_else(PoisonError::into_inner).take();
-        if let Some(panic) = result.err().or(theirs) {
+        let helper_panic = shared.panic.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(panic) = result.err().or(helper_panic) {
             resume_unwind(panic);
         }
     }
 }
 
 /// All tasks on the calling thread.
-fn alone(tasks: usize, job: impl Fn(usize, Tasks<'_>)) {
+fn run_serial(tasks: usize, job: impl Fn(usize, Tasks<'_>)) {
     job(
         0,
         Tasks {
-            next: &[Apart(AtomicUsize::new(0))],
+            next: &[CachePadded(AtomicUsize::new(0))],
             tasks,
             thread: 0,
             empty: 0,
@@ -269,27 +269,27 @@ fn alone(tasks: usize, job: impl Fn(usize, Tasks<'_>)) {
     );
 }
 
-/// Waits for a moment: spins the first [`LOOKS`] times, then yields the core.
-fn wait(looks: &mut u32) {
-    if *looks < LOOKS {
-        *looks += 1;
+/// Waits for a moment: spins the first [`SPINS`] times, then yields the core.
+fn wait(spins: &mut u32) {
+    if *spins < SPINS {
+        *spins += 1;
         hint::spin_loop();
     } else {
         yield_now();
     }
 }
 
-impl Shared {
-    fn work(&self, thread: usize, job: &Job<'_>, tasks: usize) {
+impl PoolState {
+    fn work(&self, thread: usize, job: &TaskFn<'_>, tasks: usize) {
         /// Resets the flag when dropped, also if the job panics.
-        struct Leave;
-        impl Drop for Leave {
+        struct ResetInTask;
+        impl Drop for ResetInTask {
             fn drop(&mut self) {
-                WITHIN.set(false);
+                IN_TASK.set(false);
             }
         }
-        WITHIN.set(true);
-        let _leave = Leave;
+        IN_TASK.set(true);
+        let _reset = ResetInTask;
         job(
             thread,
             Tasks {
@@ -304,7 +304,7 @@ impl Shared {
     /// The main loop of a helper.
     fn help(&self, helper: usize) {
         let mut seen = 0;
-        while let Some(number) = self.come_in(helper, seen) {
+        while let Some(number) = self.enter_region(helper, seen) {
             seen = number;
             // SAFETY: this helper is in the region, so nobody writes to `region` and the job is
             // alive.
@@ -315,14 +315,14 @@ impl Shared {
             if let Err(panic) = catch_unwind(AssertUnwindSafe(|| self.work(helper + 1, job, tasks))) {
                 *self.panic.lock().unwrap_or_else(PoisonError::into_inner) = Some(panic);
             }
-            self.state.0.fetch_sub(ONE_IN, Ordering::Release);
+            self.state.0.fetch_sub(HELPER_UNIT, Ordering::Release);
         }
     }
 
     /// Waits for an open region other than the last one seen, and enters it. Returns its number, or
     /// `None` on shutdown.
-    fn come_in(&self, helper: usize, seen: u64) -> Option<u64> {
-        let (mut looks, mut tired) = (0, None);
+    fn enter_region(&self, helper: usize, seen: u64) -> Option<u64> {
+        let (mut spins, mut sleep_at) = (0, None);
         loop {
             let state = self.state.0.load(Ordering::SeqCst);
             if is_new(state, seen) {
@@ -330,20 +330,20 @@ impl Shared {
                 if self
                     .state
                     .0
-                    .compare_exchange(state, state + ONE_IN, order.0, order.1)
+                    .compare_exchange(state, state + HELPER_UNIT, order.0, order.1)
                     .is_ok()
                 {
-                    return Some(state & !(NUMBER - 1));
+                    return Some(state & !(REGION_UNIT - 1));
                 }
                 continue;
             }
-            if self.leave.load(Ordering::Relaxed) {
+            if self.shutdown.load(Ordering::Relaxed) {
                 return None;
             }
-            wait(&mut looks);
-            if looks == LOOKS && *tired.get_or_insert_with(|| Instant::now() + PATIENCE) < Instant::now() {
+            wait(&mut spins);
+            if spins == SPINS && *sleep_at.get_or_insert_with(|| Instant::now() + IDLE_TIMEOUT) < Instant::now() {
                 self.sleep(helper, seen);
-                (looks, tired) = (0, None);
+                (spins, sleep_at) = (0, None);
             }
         }
     }
@@ -351,11 +351,11 @@ impl Shared {
     fn sleep(&self, helper: usize, seen: u64) {
         let asleep = &self.asleep[helper];
         asleep.store(true, Ordering::SeqCst);
-        while !is_new(self.state.0.load(Ordering::SeqCst), seen) && !self.leave.load(Ordering::SeqCst) {
+        while !is_new(self.state.0.load(Ordering::SeqCst), seen) && !self.shutdown.load(Ordering::SeqCst) {
             park();
             // The region that woke this helper is already finished. More regions are likely to
             // follow, so the helper stays awake.
-            if self.state.0.load(Ordering::Relaxed) & !(NUMBER - 1) != seen {
+            if self.state.0.load(Ordering::Relaxed) & !(REGION_UNIT - 1) != seen {
                 break;
             }
         }
@@ -364,7 +364,7 @@ impl Shared {
 }
 
 fn is_new(state: u64, seen: u64) -> bool {
-    state & OPEN != 0 && state & !(NUMBER - 1) != seen
+    state & OPEN != 0 && state & !(REGION_UNIT - 1) != seen
 }
 
 /// The calling thread alone.
@@ -382,7 +382,7 @@ impl std::fmt::Debug for Threads {
 
 impl Drop for Threads {
     fn drop(&mut self) {
-        self.shared.leave.store(true, Ordering::SeqCst);
+        self.shared.shutdown.store(true, Ordering::SeqCst);
         for helper in self.helpers.drain(..) {
             helper.thread().unpark();
             // Panics of tasks have already been passed on to the caller.
@@ -420,7 +420,7 @@ mod tests {
     fn both_threads_work_and_wake_when_they_have_slept() {
         let threads = Threads::new(2).unwrap();
         for _ in 0..3 {
-            std::thread::sleep(PATIENCE * 5);
+            std::thread::sleep(IDLE_TIMEOUT * 5);
             // Each task waits for the other: one thread alone would wait for ever.
             let met = AtomicUsize::new(0);
             threads.share(2, |_, tasks| {

@@ -18,7 +18,7 @@ pub(super) const PANEL: usize = 16;
 
 /// A product of `rows` packed rows and `panels` panels.
 #[derive(Clone, Copy)]
-pub(super) struct Product<E> {
+pub(super) struct F32Gemm<E> {
     /// Depth of the product: values of k that are summed.
     pub k: usize,
     /// Rows, at most [`max_rows`].
@@ -77,7 +77,7 @@ pub(super) trait Element: ZeroBits + Default + Send + Sync + 'static {
     ///
     /// # Safety
     /// As [`product`].
-    unsafe fn tile(isa: Isa, p: Product<Self>);
+    unsafe fn tile(isa: Isa, p: F32Gemm<Self>);
 }
 
 /// BF16 as its bits.
@@ -96,7 +96,7 @@ pub(super) struct F16(pub u16);
 /// `a` holds `k * rows` numbers and `b` holds `(panels - 1) * panel_stride + k * 16` elements. The
 /// caller has exclusive access to `rows` rows of `panels * 16` numbers at stride `c_stride` from
 /// `c`.
-pub(super) unsafe fn product<E: Element>(isa: Isa, p: Product<E>) {
+pub(super) unsafe fn product<E: Element>(isa: Isa, p: F32Gemm<E>) {
     debug_assert!(p.rows >= 1 && p.rows <= max_rows(isa));
     let at_once = panels_at_once(isa, p.rows);
     let mut done = 0;
@@ -104,7 +104,7 @@ pub(super) unsafe fn product<E: Element>(isa: Isa, p: Product<E>) {
         let panels = if p.panels - done >= at_once { at_once } else { 1 };
         // SAFETY: panels `done .. done + panels` lie within what the caller vouches for.
         unsafe {
-            let part = Product {
+            let part = F32Gemm {
                 b: p.b.add(done * p.panel_stride),
                 c: p.c.add(done * PANEL),
                 panels,
@@ -118,7 +118,7 @@ pub(super) unsafe fn product<E: Element>(isa: Isa, p: Product<E>) {
 
 /// The kernel without intrinsics: one panel, `ROWS` rows.
 #[inline(always)]
-unsafe fn portable<E: Element, const ROWS: usize>(p: Product<E>) {
+unsafe fn portable<E: Element, const ROWS: usize>(p: F32Gemm<E>) {
     // SAFETY: indices stay within the bounds that `product` asks for.
     unsafe {
         let mut sums = [[0f32; PANEL]; ROWS];
@@ -146,7 +146,7 @@ unsafe fn portable<E: Element, const ROWS: usize>(p: Product<E>) {
 }
 
 #[inline(always)]
-unsafe fn portable_tile<E: Element>(p: Product<E>) {
+unsafe fn portable_tile<E: Element>(p: F32Gemm<E>) {
     // SAFETY: the caller upholds the same contract.
     unsafe {
         match p.rows {
@@ -164,12 +164,12 @@ mod x86 {
 
     use std::arch::x86_64::*;
 
-    use super::{Bf16, F16, PANEL, Product};
+    use super::{Bf16, F16, F32Gemm, PANEL};
 
     macro_rules! avx512_kernel {
         ($name:ident, $pick:ident, $element:ty, |$at:ident| $load:expr) => {
             #[target_feature(enable = "avx512f")]
-            unsafe fn $name<const ROWS: usize, const PANELS: usize>(p: Product<$element>) {
+            unsafe fn $name<const ROWS: usize, const PANELS: usize>(p: F32Gemm<$element>) {
                 // SAFETY: indices stay within the bounds that `product` asks for.
                 unsafe {
                     let mut sums = [[_mm512_setzero_ps(); PANELS]; ROWS];
@@ -222,7 +222,7 @@ mod x86 {
 
             /// # Safety
             /// As [`super::product`], on a processor with AVX-512.
-            pub(super) unsafe fn $pick(p: Product<$element>) {
+            pub(super) unsafe fn $pick(p: F32Gemm<$element>) {
                 // SAFETY: the caller upholds the same contract.
                 unsafe {
                     match (p.rows, p.panels) {
@@ -267,7 +267,7 @@ mod x86 {
     macro_rules! avx2_kernel {
         ($name:ident, $pick:ident, $element:ty, |$at:ident| $load:expr) => {
             #[target_feature(enable = "avx2,fma,f16c")]
-            unsafe fn $name<const ROWS: usize, const PANELS: usize>(p: Product<$element>) {
+            unsafe fn $name<const ROWS: usize, const PANELS: usize>(p: F32Gemm<$element>) {
                 // SAFETY: indices stay within the bounds that `product` asks for.
                 unsafe {
                     let mut sums = [[[_mm256_setzero_ps(); 2]; PANELS]; ROWS];
@@ -309,7 +309,7 @@ mod x86 {
 
             /// # Safety
             /// As [`super::product`], on a processor with AVX2, FMA and F16C.
-            pub(super) unsafe fn $pick(p: Product<$element>) {
+            pub(super) unsafe fn $pick(p: F32Gemm<$element>) {
                 // SAFETY: the caller upholds the same contract.
                 unsafe {
                     match (p.rows, p.panels) {
@@ -347,7 +347,7 @@ macro_rules! element {
             fn narrow($y: f32) -> Self {
                 $narrow
             }
-            unsafe fn tile(isa: Isa, p: Product<Self>) {
+            unsafe fn tile(isa: Isa, p: F32Gemm<Self>) {
                 // SAFETY: the caller vouches for the product, and `isa` for the processor.
                 unsafe {
                     match isa {
@@ -397,7 +397,7 @@ mod tests {
                 }
             }
         }
-        let product_of = Product {
+        let product_of = F32Gemm {
             k,
             rows,
             a: a.as_ptr(),

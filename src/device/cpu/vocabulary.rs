@@ -11,7 +11,7 @@ use super::math::{exp, sum16};
 /// Number of weights per partial sum. A partial sum is computed in F32; partial sums are added in
 /// F64.
 pub const SUM_CHUNK: usize = 1024;
-/// Thresholds of [`Weights::over`], descending.
+/// Thresholds of [`TokenWeights::over`], descending.
 pub const STEPS: [f32; 3] = [1.0 / 64.0, 1.0 / 1024.0, 1.0 / 65536.0];
 
 static ISA: LazyLock<Isa> = LazyLock::new(Isa::detect);
@@ -37,7 +37,7 @@ pub fn restrict(logits: &[f32], mask: &[u32], row: &mut Vec<f32>) -> Option<f32>
 
 /// Weights of all tokens, relative to the most probable token, whose weight is 1.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct Weights {
+pub struct TokenWeights {
     pub each: Vec<f32>,
     /// Sum of each chunk of [`SUM_CHUNK`] weights.
     pub sums: Vec<f32>,
@@ -48,7 +48,7 @@ pub struct Weights {
 /// `each[i] = e^((logits[i] - max) * inverse_temperature)`, and their sums.
 ///
 /// `max` must be finite and at least the largest logit.
-pub fn weigh(logits: &[f32], max: f32, inverse_temperature: f32, weights: &mut Weights) {
+pub fn weigh(logits: &[f32], max: f32, inverse_temperature: f32, weights: &mut TokenWeights) {
     weights.each.resize(logits.len(), 0.0);
     weights.sums.resize(logits.len().div_ceil(SUM_CHUNK), 0.0);
     weigh_on(*ISA, logits, max, inverse_temperature, weights);
@@ -115,7 +115,7 @@ multiversion! {
 }
 
 #[inline(always)]
-fn weigh_body(logits: &[f32], max: f32, inverse_temperature: f32, weights: &mut Weights) {
+fn weigh_body(logits: &[f32], max: f32, inverse_temperature: f32, weights: &mut TokenWeights) {
     let chunks = logits.chunks(SUM_CHUNK).zip(weights.each.chunks_mut(SUM_CHUNK));
     let mut over = [[0.0f32; 16]; STEPS.len()];
     for ((logits, each), sum) in chunks.zip(&mut weights.sums) {
@@ -144,7 +144,7 @@ fn weigh_body(logits: &[f32], max: f32, inverse_temperature: f32, weights: &mut 
 }
 
 multiversion! {
-    fn weigh_on(logits: &[f32], max: f32, inverse_temperature: f32, weights: &mut Weights) = weigh_body;
+    fn weigh_on(logits: &[f32], max: f32, inverse_temperature: f32, weights: &mut TokenWeights) = weigh_body;
 }
 
 #[inline(always)]
@@ -178,12 +178,12 @@ mod tests {
         for n in [1, 15, 16, 17, 1023, 1024, 1025, 5000] {
             let logits: Vec<f32> = numbers(n as u64, n).into_iter().map(|x| x * 20.0).collect();
             let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-            let mut first: Option<Weights> = None;
+            let mut first: Option<TokenWeights> = None;
             for isa in Isa::available() {
                 let (mut found, mut broken) = (0.0, true);
                 largest_on(isa, &logits, &mut found, &mut broken);
                 assert_eq!((found, broken), (max, false));
-                let mut weights = Weights {
+                let mut weights = TokenWeights {
                     each: vec![0.0; n],
                     sums: vec![0.0; n.div_ceil(SUM_CHUNK)],
                     over: [0.0; STEPS.len()],

@@ -6,7 +6,7 @@
 
 use super::driver::Argument;
 use super::memory::{Buffer, KvPool, Workspace, address, want};
-use super::plan::{self, Format};
+use super::plan::{self, KernelFormat};
 use super::{Cuda, Step};
 use crate::device::{Attention, DeviceError};
 
@@ -22,7 +22,7 @@ impl Cuda {
     ) -> Result<(), DeviceError> {
         let heads = self.heads(step.shape);
         let width = step.shape.heads * step.shape.head_dim;
-        out.reshape(&self.context, step.tokens, width, Format::Bf16)?;
+        out.reshape(&self.context, step.tokens, width, KernelFormat::Bf16)?;
         let Some(layer) = step.attention.iter().find(|layer| layer.spec == op.spec) else {
             return Err(DeviceError::Unsupported(format!(
                 "the step was made without {:?}",

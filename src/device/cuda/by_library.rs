@@ -11,7 +11,7 @@ use super::Cuda;
 use super::cublaslt::{Algorithm, CublasLt, Matrices};
 use super::driver::{Argument, Context, Memory};
 use super::memory::want;
-use super::plan::{self, Format, LinearShape};
+use super::plan::{self, KernelFormat, LinearShape};
 use crate::device::DeviceError;
 
 /// Which implementation computes matrix products.
@@ -49,13 +49,13 @@ impl ByLibrary {
     /// The library is missing or unusable, and `products` is [`Products::Library`].
     pub(super) fn open(
         context: &Arc<Context>,
-        format: Format,
+        format: KernelFormat,
         products: Products,
     ) -> Result<Option<ByLibrary>, DeviceError> {
         let mut sums = None;
         let mut both = || {
             let library = CublasLt::open(context)?;
-            if format == Format::Int8 {
+            if format == KernelFormat::Int8 {
                 let part = context.card().memory_bytes / SUMS_PART;
                 let bytes = SUMS_BYTES.min(usize::try_from(part).unwrap_or(SUMS_BYTES));
                 want(context, &mut sums, bytes, "sums of products")?;
@@ -110,7 +110,7 @@ impl Cuda {
         let LinearShape {
             format, rows, columns, ..
         } = of.shape;
-        let (Format::Int8, Some((row_scales, column_scales))) = (format, of.scales) else {
+        let (KernelFormat::Int8, Some((row_scales, column_scales))) = (format, of.scales) else {
             return by.library.multiply(of, way);
         };
         let mut sums = by.sums.lock().unwrap_or_else(PoisonError::into_inner);
@@ -183,7 +183,7 @@ impl Cuda {
 /// The product in the library's terms: for INT8, a later launch scales the sums and adds the bias.
 fn by_itself(of: &Matrices, sums: u64) -> Matrices {
     match of.shape.format {
-        Format::Int8 => Matrices {
+        KernelFormat::Int8 => Matrices {
             scales: None,
             bias: 0,
             y: sums,

@@ -83,7 +83,7 @@ impl Display for Kernel {
 
 /// Target of a compilation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Target {
+pub enum CompileTarget {
     /// Machine code of a compute capability, such as 80; for 90 with the features of Hopper alone
     /// (sm_90a).
     Card(u32),
@@ -91,12 +91,12 @@ pub enum Target {
     Ptx(u32),
 }
 
-impl Target {
+impl CompileTarget {
     /// Target for a card of `capability` (such as 89), with an NVRTC that supports `known`.
     ///
     /// # Errors
     /// The card is older than 8.0.
-    pub fn of(capability: u32, known: &[u32]) -> Result<Target, DeviceError> {
+    pub fn of(capability: u32, known: &[u32]) -> Result<CompileTarget, DeviceError> {
         if capability < 80 {
             return Err(DeviceError::Unsupported(format!(
                 "the card has compute capability {}.{}, and the kernels need 8.0 or later (Ampere): compute with `--device cpu`",
@@ -105,33 +105,33 @@ impl Target {
             )));
         }
         if known.contains(&capability) {
-            return Ok(Target::Card(capability));
+            return Ok(CompileTarget::Card(capability));
         }
         let last = known.iter().copied().filter(|arch| *arch < capability).max();
-        Ok(Target::Ptx(last.unwrap_or(80)))
+        Ok(CompileTarget::Ptx(last.unwrap_or(80)))
     }
 
     fn option(self) -> String {
         match self {
-            Target::Card(90) => "--gpu-architecture=sm_90a".into(),
-            Target::Card(capability) => format!("--gpu-architecture=sm_{capability}"),
-            Target::Ptx(capability) => format!("--gpu-architecture=compute_{capability}"),
+            CompileTarget::Card(90) => "--gpu-architecture=sm_90a".into(),
+            CompileTarget::Card(capability) => format!("--gpu-architecture=sm_{capability}"),
+            CompileTarget::Ptx(capability) => format!("--gpu-architecture=compute_{capability}"),
         }
     }
 }
 
 /// Compiles kernels for one card, or takes them from the cache.
-pub struct Compiler {
+pub struct KernelCompiler {
     nvrtc: Nvrtc,
-    target: Target,
+    target: CompileTarget,
     /// `None`: nothing is cached.
     cache: Option<PathBuf>,
 }
 
-impl Compiler {
+impl KernelCompiler {
     /// A compiler that keeps machine code in `GRISTMILL_CACHE`, or in the user's cache folder.
-    pub fn new(nvrtc: Nvrtc, target: Target) -> Compiler {
-        Compiler {
+    pub fn new(nvrtc: Nvrtc, target: CompileTarget) -> KernelCompiler {
+        KernelCompiler {
             nvrtc,
             target,
             cache: cache::folder(),

@@ -15,7 +15,7 @@ use libloading::os::unix::{Library, Symbol};
 
 use super::driver::{Context, Memory};
 use super::libraries;
-use super::plan::{Format, LinearShape};
+use super::plan::{KernelFormat, LinearShape};
 use crate::device::DeviceError;
 
 /// cuBLASLt, opened for one card.
@@ -29,12 +29,12 @@ pub(super) struct CublasLt {
     workspace: Memory,
 }
 
-type Status = c_int;
+type CublasStatus = c_int;
 /// Any of the library's objects.
 type Object = *mut c_void;
-type Create = unsafe extern "C" fn(*mut Object) -> Status;
-type Destroy = unsafe extern "C" fn(Object) -> Status;
-type SetAttribute = unsafe extern "C" fn(Object, u32, *const c_void, usize) -> Status;
+type Create = unsafe extern "C" fn(*mut Object) -> CublasStatus;
+type Destroy = unsafe extern "C" fn(Object) -> CublasStatus;
+type SetAttribute = unsafe extern "C" fn(Object, u32, *const c_void, usize) -> CublasStatus;
 type Choose = unsafe extern "C" fn(
     Object,
     Object,
@@ -44,9 +44,9 @@ type Choose = unsafe extern "C" fn(
     Object,
     Object,
     c_int,
-    *mut Found,
+    *mut HeuristicResult,
     *mut c_int,
-) -> Status;
+) -> CublasStatus;
 type Multiply = unsafe extern "C" fn(
     Object,
     Object,
@@ -64,19 +64,19 @@ type Multiply = unsafe extern "C" fn(
     u64,
     usize,
     *mut c_void,
-) -> Status;
+) -> CublasStatus;
 
 /// Functions of the library, with the signatures of cublasLt.h. They are looked up once, since a
 /// step computes some hundred products.
 struct Functions {
     version: unsafe extern "C" fn() -> usize,
-    status: unsafe extern "C" fn(Status) -> *const c_char,
+    status: unsafe extern "C" fn(CublasStatus) -> *const c_char,
     create: Create,
     destroy: Destroy,
-    create_product: unsafe extern "C" fn(*mut Object, u32, u32) -> Status,
+    create_product: unsafe extern "C" fn(*mut Object, u32, u32) -> CublasStatus,
     destroy_product: Destroy,
     set_of_product: SetAttribute,
-    create_matrix: unsafe extern "C" fn(*mut Object, u32, u64, u64, i64) -> Status,
+    create_matrix: unsafe extern "C" fn(*mut Object, u32, u64, u64, i64) -> CublasStatus,
     destroy_matrix: Destroy,
     create_preference: Create,
     destroy_preference: Destroy,
@@ -144,10 +144,10 @@ const COMPUTE_I32: u32 = 72;
 const TRANSPOSED: u32 = 1;
 const EPILOGUE_BIAS: u32 = 4;
 const SCALES_OF_OUTER_VECTORS: u32 = 3;
-const ALLOC_FAILED: Status = 3;
-const INVALID_VALUE: Status = 7;
-const ARCH_MISMATCH: Status = 8;
-const NOT_SUPPORTED: Status = 15;
+const ALLOC_FAILED: CublasStatus = 3;
+const INVALID_VALUE: CublasStatus = 7;
+const ARCH_MISMATCH: CublasStatus = 8;
+const NOT_SUPPORTED: CublasStatus = 15;
 
 /// Attributes of a matmul descriptor.
 #[derive(Clone, Copy)]
@@ -173,7 +173,7 @@ impl Value {
     /// # Safety
     /// `set` accepts objects of this kind, the object is alive, and the attribute's value has this
     /// size.
-    unsafe fn set(&self, set: SetAttribute, object: Object, attribute: u32) -> Status {
+    unsafe fn set(&self, set: SetAttribute, object: Object, attribute: u32) -> CublasStatus {
         let (at, size): (*const c_void, usize) = match self {
             Value::Word(word) => (std::ptr::from_ref(word).cast(), size_of_val(word)),
             Value::Long(long) => (std::ptr::from_ref(long).cast(), size_of_val(long)),
@@ -200,10 +200,10 @@ pub(super) struct Algorithm([u64; 8]);
 /// The library's description of an algorithm; `cublasLtMatmulHeuristicResult_t`.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
-struct Found {
+struct HeuristicResult {
     algorithm: Algorithm,
     workspace: usize,
-    status: Status,
+    status: CublasStatus,
     waves: f32,
     reserved: [c_int; 4],
 }
@@ -314,7 +314,7 @@ impl CublasLt {
         let Some(description) = self.describe(of)? else {
             return Ok(vec![]);
         };
-        let mut found = [Found::default(); ALGORITHMS];
+        let mut found = [HeuristicResult::default(); ALGORITHMS];
         let mut count: c_int = 0;
         let Functions {
             create_preference,
@@ -372,7 +372,7 @@ impl CublasLt {
         };
         // Alpha is one and beta is zero, in the type of the sums.
         let (one, zero) = match of.shape.format {
-            Format::Int8 => (1u32, 0u32),
+            KernelFormat::Int8 => (1u32, 0u32),
             _ => (1f32.to_bits(), 0),
         };
         // SAFETY: addresses of the card are words; the library reads the factors before it returns;
@@ -411,9 +411,9 @@ impl CublasLt {
             wide,
         } = of.shape;
         let (from, to, compute, scale) = match format {
-            Format::Int8 => (I8, I32, COMPUTE_I32, I32),
-            Format::E4m3 => (E4M3, BF16, COMPUTE_F32, F32),
-            Format::Bf16 => (BF16, BF16, COMPUTE_F32, F32),
+            KernelFormat::Int8 => (I8, I32, COMPUTE_I32, I32),
+            KernelFormat::E4m3 => (E4M3, BF16, COMPUTE_F32, F32),
+            KernelFormat::Bf16 => (BF16, BF16, COMPUTE_F32, F32),
         };
         let to = if wide { F32 } else { to };
         let scales_rows = self.version >= SCALES_ROWS_FROM && self.context.card().is_hopper();
@@ -470,7 +470,7 @@ impl CublasLt {
         }
     }
 
-    fn check(&self, status: Status, doing: &str) -> Result<(), DeviceError> {
+    fn check(&self, status: CublasStatus, doing: &str) -> Result<(), DeviceError> {
         if status == 0 {
             return Ok(());
         }

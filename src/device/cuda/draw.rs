@@ -16,7 +16,7 @@ const DRAWN_WORDS: usize = 5;
 
 /// The kernel's inputs, one draw per row of logits.
 #[derive(Debug)]
-struct Asked<'a> {
+struct DrawArguments<'a> {
     /// Token ids are below this number.
     ids: usize,
     draws: Vec<[u32; DRAW_WORDS]>,
@@ -29,10 +29,10 @@ struct Asked<'a> {
     wanted: Vec<u32>,
 }
 
-impl<'a> Asked<'a> {
+impl<'a> DrawArguments<'a> {
     /// Collects draws of ids below `ids`.
-    fn new(draws: &[Draw<'a>], ids: usize) -> Asked<'a> {
-        let mut asked = Asked {
+    fn new(draws: &[Draw<'a>], ids: usize) -> DrawArguments<'a> {
+        let mut asked = DrawArguments {
             ids,
             draws: Vec::with_capacity(draws.len()),
             penalties: Vec::new(),
@@ -83,7 +83,7 @@ impl<'a> Asked<'a> {
     fn mask(&mut self, allowed: Allowed<'a>, known: &mut HashMap<(u8, *const u32, usize), u32>) -> u32 {
         let (kind, list) = match allowed {
             Allowed::AllBut([]) => return NO_MASK,
-            Allowed::AllBut(holes) => (0, holes),
+            Allowed::AllBut(banned) => (0, banned),
             Allowed::Mask(mask) => (1, mask),
             Allowed::Ids(allowed) => (2, allowed),
         };
@@ -166,9 +166,9 @@ fn mask_of(allowed: Allowed<'_>, ids: usize) -> Vec<u32> {
     };
     match allowed {
         Allowed::Mask(mask) => mask.iter().copied().chain(std::iter::repeat(0)).take(words).collect(),
-        Allowed::AllBut(holes) => {
+        Allowed::AllBut(banned) => {
             let mut mask = vec![u32::MAX; words];
-            below(holes).iter().for_each(|id| mask[id / 32] &= !(1 << (id % 32)));
+            below(banned).iter().for_each(|id| mask[id / 32] &= !(1 << (id % 32)));
             mask
         }
         Allowed::Ids(list) => {
@@ -196,12 +196,12 @@ pub(super) struct Drawing {
     coming: Option<Busy>,
     host: Option<Pinned>,
     /// One entry per row that is on its way.
-    rows: Vec<Wanted>,
+    rows: Vec<RequestedLogits>,
 }
 
 /// Requested results of a row besides its token.
 #[derive(Debug, Clone)]
-struct Wanted {
+struct RequestedLogits {
     log_sum: bool,
     /// For each id whose logit is requested, in order: whether the model has this id.
     known: Vec<bool>,
@@ -228,12 +228,12 @@ impl Drawing {
 
 /// Decodes the kernel's results.
 fn read(
-    rows: &[Wanted],
+    rows: &[RequestedLogits],
     mut words: impl Iterator<Item = u32>,
     mut logits: impl Iterator<Item = f32>,
 ) -> Vec<Result<Drawn, DrawError>> {
     let mut next = || words.next().unwrap_or(u32::MAX);
-    let row = |wanted: &Wanted| {
+    let row = |wanted: &RequestedLogits| {
         let [token, status] = [next(), next()];
         let [logit, largest, total] = [(); 3].map(|()| f32::from_bits(next()));
         let known = |known: &bool| match known {
@@ -270,7 +270,7 @@ impl Cuda {
     ) -> Result<(), DeviceError> {
         let ids = ids.min(logits.ids);
         assert_eq!(draws.len(), logits.rows, "a draw for each row of logits");
-        let asked = Asked::new(draws, ids);
+        let asked = DrawArguments::new(draws, ids);
         let (places, bytes) = asked.places();
         let on = &self.context;
         want(
@@ -311,7 +311,7 @@ impl Cuda {
         let host = pinned(on, drawing.host.take(), results)?;
         drawing.coming = Some(on.fetch(drawn, results, host)?);
         drawing.rows.clear();
-        drawing.rows.extend(draws.iter().map(|draw| Wanted {
+        drawing.rows.extend(draws.iter().map(|draw| RequestedLogits {
             log_sum: draw.log_sum,
             known: match draw.allowed {
                 Allowed::Ids(wanted) if draw.logits => wanted.iter().map(|id| (*id as usize) < ids).collect(),
@@ -328,10 +328,10 @@ mod tests {
 
     #[test]
     fn what_is_shared_is_sent_once() {
-        let (mask, holes, few) = ([0x8000_0001, 5, 7], [3u32, 90], [1u32, 33, 90]);
+        let (mask, banned, few) = ([0x8000_0001, 5, 7], [3u32, 90], [1u32, 33, 90]);
         let allowed = [
             Allowed::Mask(&mask),
-            Allowed::AllBut(&holes),
+            Allowed::AllBut(&banned),
             Allowed::Mask(&mask),
             Allowed::AllBut(&[]),
             Allowed::Ids(&few),
@@ -342,7 +342,7 @@ mod tests {
             logits,
             ..Draw::GREEDY
         });
-        let asked = Asked::new(&draws, 40);
+        let asked = DrawArguments::new(&draws, 40);
         assert_eq!(
             asked.draws.iter().map(|draw| draw[11]).collect::<Vec<_>>(),
             [0, 2, 0, NO_MASK, 4]
@@ -378,7 +378,7 @@ mod tests {
             presence_penalty: 0.5,
             ..draw
         };
-        let asked = Asked::new(&[draw, presence], 64);
+        let asked = DrawArguments::new(&[draw, presence], 64);
         assert_eq!(asked.penalties, [[9, 2, 0], [5, 1, 0], [2, 0, 0], [9, 2, 0], [5, 1, 0]]);
         assert_eq!(
             (&asked.draws[0][9..11], &asked.draws[1][9..11]),
@@ -393,15 +393,15 @@ mod tests {
     #[test]
     fn what_the_kernel_wrote_is_read() {
         let rows = [
-            Wanted {
+            RequestedLogits {
                 log_sum: true,
                 known: vec![],
             },
-            Wanted {
+            RequestedLogits {
                 log_sum: false,
                 known: vec![true, false],
             },
-            Wanted {
+            RequestedLogits {
                 log_sum: false,
                 known: vec![],
             },

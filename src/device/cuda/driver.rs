@@ -274,10 +274,10 @@ impl Context {
     }
 
     /// Records an event in the stream that can be waited for.
-    pub fn mark(self: &Arc<Self>) -> Result<Mark, DeviceError> {
+    pub fn mark(self: &Arc<Self>) -> Result<StreamEvent, DeviceError> {
         self.enter()?;
         let event = result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING);
-        let mark = Mark {
+        let mark = StreamEvent {
             context: Arc::clone(self),
             event: check(event, "making a mark")?,
         };
@@ -528,7 +528,7 @@ impl Drop for Pinned {
 pub struct Busy {
     // Dropped before the mark: `Pinned` waits for the stream before it frees the memory.
     pinned: Pinned,
-    mark: Mark,
+    mark: StreamEvent,
 }
 
 impl Busy {
@@ -543,17 +543,17 @@ impl Busy {
 }
 
 /// An event in the stream.
-pub struct Mark {
+pub struct StreamEvent {
     context: Arc<Context>,
     event: sys::CUevent,
 }
 
 // SAFETY: a handle that the driver accepts from any thread.
-unsafe impl Send for Mark {}
+unsafe impl Send for StreamEvent {}
 // SAFETY: as above.
-unsafe impl Sync for Mark {}
+unsafe impl Sync for StreamEvent {}
 
-impl Mark {
+impl StreamEvent {
     /// Waits until all work issued before the event is done.
     pub fn wait(&self) -> Result<(), DeviceError> {
         self.context.enter()?;
@@ -562,7 +562,7 @@ impl Mark {
     }
 }
 
-impl Drop for Mark {
+impl Drop for StreamEvent {
     fn drop(&mut self) {
         // SAFETY: destroyed once.
         let _ = unsafe { result::event::destroy(self.event) };

@@ -29,13 +29,13 @@ const SHARED_BLOCKS_MIN: u32 = 4;
 /// A sequence with at most this many rows (queries times the heads of a group) is planned as
 /// decode.
 const SINGLE_ROWS: u32 = 16;
-/// `Item::part` of an item whose result is complete and needs no merge.
+/// `AttentionItem::part` of an item whose result is complete and needs no merge.
 pub const WHOLE: u32 = u32::MAX;
 
 /// Queries that walk the same positions; the layout of `Item` in `kernels/attention.cu`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Item {
+pub struct AttentionItem {
     pub first_query: u32,
     pub queries: u32,
     pub table: u32,
@@ -48,7 +48,7 @@ pub struct Item {
 /// A partial result of a token; the layout of `Part` in `kernels/merge.cu`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Part {
+pub struct AttentionPart {
     /// The item's `part`.
     pub part: u32,
     /// Index of the token among the item's queries.
@@ -61,14 +61,14 @@ pub struct Part {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Plan {
     /// Items for wide blocks, and for narrow ones.
-    pub wide: Vec<Item>,
-    pub narrow: Vec<Item>,
+    pub wide: Vec<AttentionItem>,
+    pub narrow: Vec<AttentionItem>,
     /// Tokens of the step, grouped by item.
     pub queries: Vec<u32>,
     /// Tokens with partial results; those of the i-th token are `parts[first[i]..first[i + 1]]`.
     pub merged: Vec<u32>,
     pub first: Vec<u32>,
-    pub parts: Vec<Part>,
+    pub parts: Vec<AttentionPart>,
     /// Rows of all partial results, counted for one key-value head: the size of part sums and
     /// states.
     pub part_rows: u32,
@@ -119,7 +119,7 @@ struct Planner<'a> {
     done: Vec<Plan>,
     /// The plan in progress, and its partial results so far as (token, part).
     plan: Plan,
-    parts: Vec<(u32, Part)>,
+    parts: Vec<(u32, AttentionPart)>,
 }
 
 impl Planner<'_> {
@@ -172,10 +172,10 @@ impl Planner<'_> {
             let part = if whole { WHOLE } else { self.plan.part_rows };
             if !whole {
                 self.plan.part_rows += rows;
-                let parts = (0..).map(|query| Part { part, query, rows });
+                let parts = (0..).map(|query| AttentionPart { part, query, rows });
                 self.parts.extend(tokens.clone().zip(parts));
             }
-            let item = Item {
+            let item = AttentionItem {
                 first_query,
                 queries,
                 table,
@@ -291,14 +291,14 @@ mod tests {
 
     use proptest::prelude::*;
 
-    use super::super::plan::Format;
+    use super::super::plan::KernelFormat;
     use super::*;
 
     const HEADS: Heads = Heads {
         heads: 32,
         kv_heads: 8,
         dim: 128,
-        store: Format::E4m3,
+        store: KernelFormat::E4m3,
         hopper: false,
     };
 
@@ -376,7 +376,7 @@ mod tests {
                 assert_eq!(merged.is_ok(), item.part != WHOLE);
                 if let Ok(i) = merged {
                     let parts = &plan.parts[plan.first[i] as usize..plan.first[i + 1] as usize];
-                    let part = Part {
+                    let part = AttentionPart {
                         part: item.part,
                         query: query as u32,
                         rows,
@@ -418,7 +418,7 @@ mod tests {
         let last = step.sequences[3].first_block as usize;
         step.block_tables[last..].iter_mut().for_each(|block| *block += 5000);
         let [plan] = Plan::of(&step, &HEADS, KvSpec::Full).try_into().unwrap();
-        let ranges = |items: &[Item]| items.iter().map(|i| (i.queries, i.from, i.to)).collect::<Vec<_>>();
+        let ranges = |items: &[AttentionItem]| items.iter().map(|i| (i.queries, i.from, i.to)).collect::<Vec<_>>();
         // The twelve rows fit a narrow block.
         assert!(plan.wide.is_empty());
         assert_eq!(

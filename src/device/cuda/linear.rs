@@ -8,14 +8,14 @@ use std::sync::Arc;
 use super::cublaslt::Matrices;
 use super::driver::{Argument, Context, MapShape, Memory};
 use super::memory::{Buffer, Logits, Workspace, address, pinned, want};
-use super::plan::{self, Format, LinearShape, Tile};
-use super::tuning::Way;
+use super::plan::{self, KernelFormat, LinearShape, Tile};
+use super::tuning::GemmChoice;
 use super::{Cuda, Matrix, Vector};
 use crate::device::{DeviceError, Head, Linear};
 
 /// A matrix product to compute.
 #[derive(Clone, Copy)]
-pub(super) struct Product<'a> {
+pub(super) struct LinearCall<'a> {
     x: &'a Buffer,
     rows: usize,
     weight: &'a Matrix,
@@ -32,7 +32,7 @@ impl Cuda {
     fn in_format<'a>(
         &self,
         x: &'a Buffer,
-        format: Format,
+        format: KernelFormat,
         quantized: &'a mut Buffer,
     ) -> Result<&'a Buffer, DeviceError> {
         if x.format == format {
@@ -49,8 +49,8 @@ impl Cuda {
     /// `y = x W^T + b` over the first `rows` rows of `x` and the first `columns` rows of W. Rows of
     /// `y` are `stride` values apart.
     #[expect(clippy::too_many_lines, reason = "closures share its arguments")]
-    fn multiply(&self, product: &Product<'_>) -> Result<(), DeviceError> {
-        let Product { x, weight, .. } = *product;
+    fn multiply(&self, product: &LinearCall<'_>) -> Result<(), DeviceError> {
+        let LinearCall { x, weight, .. } = *product;
         let shape = LinearShape {
             format: weight.format,
             rows: product.rows,
@@ -127,15 +127,15 @@ impl Cuda {
             })
         };
         let measure = |way| match (way, library) {
-            (Way::Library(algorithm), Some(library)) => {
+            (GemmChoice::Library(algorithm), Some(library)) => {
                 match self.seconds_uncached(|| self.multiply_in(library, &matrices, &algorithm)) {
                     Err(DeviceError::Unsupported(_)) => Ok(Some(f64::INFINITY)),
                     Err(DeviceError::OutOfMemory(_)) => Ok(None),
                     other => other,
                 }
             }
-            (Way::Library(_), None) => Ok(Some(f64::INFINITY)),
-            (Way::Tile(tile), _) => self.seconds_uncached(|| by_kernel(tile)),
+            (GemmChoice::Library(_), None) => Ok(Some(f64::INFINITY)),
+            (GemmChoice::Tile(tile), _) => self.seconds_uncached(|| by_kernel(tile)),
         };
         let best = self.tuning.best(&shape, bias != 0, offered, measure)?;
         if let (Some(library), Some(algorithm), false) = (library, &best.library, product.deterministic) {
@@ -160,8 +160,8 @@ impl Cuda {
     ) -> Result<(), DeviceError> {
         let weight = &linear.weight;
         let x = self.in_format(x, weight.format, quantized)?;
-        out.reshape(&self.context, x.rows, weight.rows, Format::Bf16)?;
-        self.multiply(&Product {
+        out.reshape(&self.context, x.rows, weight.rows, KernelFormat::Bf16)?;
+        self.multiply(&LinearCall {
             x,
             rows: x.rows,
             weight,
@@ -188,7 +188,7 @@ impl Cuda {
         let stride = ids.next_multiple_of(16);
         (logits.rows, logits.ids, logits.stride) = (x.rows, ids, stride);
         want(&self.context, &mut logits.memory, x.rows * stride * 4, "logits")?;
-        self.multiply(&Product {
+        self.multiply(&LinearCall {
             x,
             rows: x.rows,
             weight: head.weight,

@@ -8,14 +8,14 @@ use half::bf16;
 
 use super::draw::Drawing;
 use super::driver::{Argument, Busy, Context, Memory, Pinned};
-use super::plan::{BLOCK_TOKENS, Format};
+use super::plan::{BLOCK_TOKENS, KernelFormat};
 use crate::device::{DeviceError, HeadShape};
 
 /// Activations: `[rows][width]`.
 pub struct Buffer {
     pub(super) rows: usize,
     pub(super) width: usize,
-    pub(super) format: Format,
+    pub(super) format: KernelFormat,
     pub(super) data: Option<Memory>,
     /// `[rows]`; 8-bit formats only.
     pub(super) scales: Option<Memory>,
@@ -26,7 +26,7 @@ impl Buffer {
         Buffer {
             rows: 0,
             width: 0,
-            format: Format::Bf16,
+            format: KernelFormat::Bf16,
             data: None,
             scales: None,
         }
@@ -39,7 +39,7 @@ impl Buffer {
         on: &Arc<Context>,
         rows: usize,
         width: usize,
-        format: Format,
+        format: KernelFormat,
     ) -> Result<(), DeviceError> {
         (self.rows, self.width, self.format) = (rows, width, format);
         want(on, &mut self.data, rows * width * format.bytes(), "activations")?;
@@ -141,7 +141,7 @@ impl KvPool {
 }
 
 /// Bytes per KV block of keys (values have the same size), and of their scales.
-pub(super) fn block_bytes(heads: HeadShape, format: Format) -> (usize, usize) {
+pub(super) fn block_bytes(heads: HeadShape, format: KernelFormat) -> (usize, usize) {
     let tokens = heads.kv_heads * BLOCK_TOKENS as usize;
     let scales = if format.is_scaled() { tokens * 4 } else { 0 };
     (tokens * heads.head_dim * format.bytes(), scales)
@@ -168,7 +168,7 @@ pub(super) fn widened(on: &Context, buffer: &Buffer) -> Result<Vec<f32>, DeviceE
     let scales = scales.as_chunks::<4>().0.iter().map(|b| f32::from_ne_bytes(*b));
     let rows = bytes.chunks_exact(buffer.width).zip(scales);
     let number = |byte: u8| match buffer.format {
-        Format::Int8 => f32::from(byte as i8),
+        KernelFormat::Int8 => f32::from(byte as i8),
         _ => e4m3(byte),
     };
     Ok(rows

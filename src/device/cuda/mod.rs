@@ -41,13 +41,13 @@ mod weights;
 use by_library::ByLibrary;
 pub use by_library::Products;
 pub use ceilings::Ceilings;
-use compile::{Compiler, Kernel, Target};
+use compile::{CompileTarget, Kernel, KernelCompiler};
 use draw::Drawing;
 use driver::{Argument, Card, Context, Function, Memory};
 pub use memory::{Buffer, KvPool, Workspace};
 use memory::{Logits, block_bytes};
 use nvrtc::Nvrtc;
-use plan::{BLOCK_TOKENS, Format, Heads, Launch, Tile};
+use plan::{BLOCK_TOKENS, Heads, KernelFormat, Launch, Tile};
 pub use step::Step;
 use tuning::Tuning;
 pub use weights::Matrix;
@@ -59,7 +59,7 @@ const FP8_NVRTC: (u32, u32) = (12, 4);
 /// A card, computing in one precision.
 pub struct Cuda {
     context: Arc<Context>,
-    compiler: Compiler,
+    compiler: KernelCompiler,
     functions: Mutex<HashMap<Kernel, Function>>,
     loader: Mutex<Option<Loader>>,
     tuning: Tuning,
@@ -68,8 +68,8 @@ pub struct Cuda {
     /// cuBLASLt, which computes all products or those that it is faster at.
     by_library: Option<ByLibrary>,
     /// Format of linear layers.
-    format: Format,
-    kv: Format,
+    format: KernelFormat,
+    kv: KernelFormat,
 }
 
 /// Biases, in BF16.
@@ -100,9 +100,9 @@ impl Cuda {
                 "a GPU does not {what} {name}: ask for `bf16`, `int8` or `fp8`, or compute with `--device cpu`"
             ))
         };
-        let format = Format::of(precision).ok_or_else(|| unsupported("compute in", "f32"))?;
-        let kv = Format::of_kv(kv).ok_or_else(|| unsupported("keep keys and values in", "f32"))?;
-        let fp8 = format == Format::E4m3 || kv == Format::E4m3;
+        let format = KernelFormat::of(precision).ok_or_else(|| unsupported("compute in", "f32"))?;
+        let kv = KernelFormat::of_kv(kv).ok_or_else(|| unsupported("keep keys and values in", "f32"))?;
+        let fp8 = format == KernelFormat::E4m3 || kv == KernelFormat::E4m3;
         let context = Context::open(ordinal)?;
         let card = context.card();
         if card.capability < 89 && fp8 {
@@ -120,8 +120,8 @@ impl Cuda {
                 "NVRTC here is of CUDA {major}.{minor}, and FP8 needs 12.4 or later: install a newer one, or ask for `int8`"
             )));
         }
-        let target = Target::of(card.capability, &nvrtc.architectures()?)?;
-        let compiler = Compiler::new(nvrtc, target);
+        let target = CompileTarget::of(card.capability, &nvrtc.architectures()?)?;
+        let compiler = KernelCompiler::new(nvrtc, target);
         let context = Arc::new(context);
         let by_library = ByLibrary::open(&context, format, products)?;
         let version = by_library.as_ref().map(ByLibrary::version);
@@ -206,7 +206,7 @@ impl Cuda {
     fn load<E: From<DeviceError>>(
         &self,
         (rows, columns): (usize, usize),
-        format: Format,
+        format: KernelFormat,
         bring: impl FnOnce(&mut Loader, &mut dyn FnMut(Staged<'_>) -> Result<(), DeviceError>) -> Result<(), E>,
     ) -> Result<Matrix, E> {
         if !columns.is_multiple_of(16) || columns == 0 || columns > 65536 {
@@ -250,13 +250,13 @@ impl Cuda {
         })
     }
 
-    fn take(&self, parts: &[Tensor<'_>], format: Format) -> Result<Matrix, TensorError> {
+    fn take(&self, parts: &[Tensor<'_>], format: KernelFormat) -> Result<Matrix, TensorError> {
         let columns = parts.first().map_or(0, |part| part.columns);
         let rows = parts.iter().map(|part| part.rows).sum();
         self.load((rows, columns), format, |loader, take| loader.load(parts, take))
     }
 
-    fn make(&self, parts: &[RandomMatrix], format: Format) -> Result<Matrix, DeviceError> {
+    fn make(&self, parts: &[RandomMatrix], format: KernelFormat) -> Result<Matrix, DeviceError> {
         let columns = parts.first().map_or(0, |part| part.columns);
         let rows = parts.iter().map(|part| part.rows).sum();
         let make = |to: &Memory, matrix: &RandomMatrix, first: usize, count: usize| {
@@ -280,7 +280,7 @@ impl Cuda {
         op: &AddNorm<'_, Buffer, Norm>,
         residual: &Buffer,
         (picked, rows): (u64, usize),
-        format: Format,
+        format: KernelFormat,
         out: &mut Buffer,
     ) -> Result<(), DeviceError> {
         out.reshape(&self.context, rows, residual.width, format)?;
@@ -323,7 +323,7 @@ impl Device for Cuda {
     /// BF16 at every precision: rounding the logits' weights costs the most accuracy, and embedding
     /// reads the table by rows.
     fn table(&self, part: Tensor<'_>) -> Result<Matrix, TensorError> {
-        self.take(&[part], Format::Bf16)
+        self.take(&[part], KernelFormat::Bf16)
     }
 
     fn makes_random(&self) -> bool {
@@ -331,7 +331,7 @@ impl Device for Cuda {
     }
 
     fn random_matrix(&self, parts: &[RandomMatrix], is_table: bool) -> Result<Matrix, DeviceError> {
-        self.make(parts, if is_table { Format::Bf16 } else { self.format })
+        self.make(parts, if is_table { KernelFormat::Bf16 } else { self.format })
     }
 
     fn vector(&self, parts: &[Tensor<'_>]) -> Result<Vector, TensorError> {
@@ -446,7 +446,7 @@ impl Device for Cuda {
         out: &mut Buffer,
         workspace: &Workspace,
     ) -> Result<(), DeviceError> {
-        out.reshape(&self.context, step.tokens, table.columns, Format::Bf16)?;
+        out.reshape(&self.context, step.tokens, table.columns, KernelFormat::Bf16)?;
         self.launch(
             &plan::embed(table.columns, step.tokens),
             &[
@@ -477,7 +477,7 @@ impl Device for Cuda {
         residual: &mut Buffer,
         out: &mut Buffer,
     ) -> Result<(), DeviceError> {
-        self.norm(&op, residual, (step.logits_at(), step.logits), Format::Bf16, out)
+        self.norm(&op, residual, (step.logits_at(), step.logits), KernelFormat::Bf16, out)
     }
 
     fn linear(
@@ -583,7 +583,7 @@ impl Device for Cuda {
     }
 
     fn write(&self, values: &[f32], width: usize, out: &mut Buffer) -> Result<(), DeviceError> {
-        out.reshape(&self.context, values.len() / width, width, Format::Bf16)?;
+        out.reshape(&self.context, values.len() / width, width, KernelFormat::Bf16)?;
         let bytes: Vec<u8> = values.iter().flat_map(|x| bf16::from_f32(*x).to_ne_bytes()).collect();
         match &out.data {
             Some(data) => {

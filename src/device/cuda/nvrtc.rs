@@ -18,8 +18,8 @@ pub struct Nvrtc {
     version: (u32, u32),
 }
 
-type Status = c_int;
-type Program = *mut c_void;
+type NvrtcStatus = c_int;
+type ProgramHandle = *mut c_void;
 
 /// Result of a compilation.
 pub struct Compiled {
@@ -73,7 +73,7 @@ impl Nvrtc {
         let (mut major, mut minor) = (0, 0);
         // SAFETY: the signature is NVRTC's (nvrtc.h).
         let status = unsafe {
-            let version: Symbol<unsafe extern "C" fn(*mut c_int, *mut c_int) -> Status> =
+            let version: Symbol<unsafe extern "C" fn(*mut c_int, *mut c_int) -> NvrtcStatus> =
                 library.get(b"nvrtcVersion").ok()?;
             version(&mut major, &mut minor)
         };
@@ -97,11 +97,12 @@ impl Nvrtc {
         let mut count: c_int = 0;
         // SAFETY: the signatures are NVRTC's; the array has the length that NVRTC returned.
         unsafe {
-            let number: Symbol<unsafe extern "C" fn(*mut c_int) -> Status> =
+            let number: Symbol<unsafe extern "C" fn(*mut c_int) -> NvrtcStatus> =
                 self.function("nvrtcGetNumSupportedArchs")?;
             self.check(number(&mut count), "nvrtcGetNumSupportedArchs")?;
             let mut all = vec![0 as c_int; count.max(0) as usize];
-            let list: Symbol<unsafe extern "C" fn(*mut c_int) -> Status> = self.function("nvrtcGetSupportedArchs")?;
+            let list: Symbol<unsafe extern "C" fn(*mut c_int) -> NvrtcStatus> =
+                self.function("nvrtcGetSupportedArchs")?;
             self.check(list(all.as_mut_ptr()), "nvrtcGetSupportedArchs")?;
             Ok(all.into_iter().map(|arch| arch as u32).collect())
         }
@@ -128,14 +129,14 @@ impl Nvrtc {
         let pointers = |texts: &[CString]| -> Vec<*const c_char> { texts.iter().map(|t| t.as_ptr()).collect() };
         let (texts_at, names_at, options_at) = (pointers(&texts), pointers(&names), pointers(&options));
         type Create = unsafe extern "C" fn(
-            *mut Program,
+            *mut ProgramHandle,
             *const c_char,
             *const c_char,
             c_int,
             *const *const c_char,
             *const *const c_char,
-        ) -> Status;
-        let mut program: Program = std::ptr::null_mut();
+        ) -> NvrtcStatus;
+        let mut program: ProgramHandle = std::ptr::null_mut();
         // SAFETY: signatures are NVRTC's; all texts end with a zero and outlive the program.
         unsafe {
             let create: Symbol<Create> = self.function("nvrtcCreateProgram")?;
@@ -149,7 +150,8 @@ impl Nvrtc {
             );
             self.check(made, "nvrtcCreateProgram")?;
             let compiled = self.run(program, name, &options_at);
-            let destroy: Symbol<unsafe extern "C" fn(*mut Program) -> Status> = self.function("nvrtcDestroyProgram")?;
+            let destroy: Symbol<unsafe extern "C" fn(*mut ProgramHandle) -> NvrtcStatus> =
+                self.function("nvrtcDestroyProgram")?;
             destroy(&mut program);
             compiled
         }
@@ -157,10 +159,15 @@ impl Nvrtc {
 
     /// # Safety
     /// `program` has been created and not yet destroyed; `options` point to texts.
-    unsafe fn run(&self, program: Program, name: &str, options: &[*const c_char]) -> Result<Compiled, DeviceError> {
+    unsafe fn run(
+        &self,
+        program: ProgramHandle,
+        name: &str,
+        options: &[*const c_char],
+    ) -> Result<Compiled, DeviceError> {
         // SAFETY: signatures are NVRTC's; the caller vouches for the program.
         unsafe {
-            let compile: Symbol<unsafe extern "C" fn(Program, c_int, *const *const c_char) -> Status> =
+            let compile: Symbol<unsafe extern "C" fn(ProgramHandle, c_int, *const *const c_char) -> NvrtcStatus> =
                 self.function("nvrtcCompileProgram")?;
             let status = compile(program, options.len() as c_int, options.as_ptr());
             let log = self.output(program, "nvrtcGetProgramLogSize", "nvrtcGetProgramLog")?;
@@ -182,15 +189,17 @@ impl Nvrtc {
 
     /// # Safety
     /// As [`run`](Self::run); `size` and `bytes` name a matching pair of functions.
-    unsafe fn output(&self, program: Program, size: &str, bytes: &str) -> Result<Vec<u8>, DeviceError> {
+    unsafe fn output(&self, program: ProgramHandle, size: &str, bytes: &str) -> Result<Vec<u8>, DeviceError> {
         // SAFETY: signatures are NVRTC's; the buffer has the size that NVRTC returned.
         unsafe {
-            let size_of: Symbol<unsafe extern "C" fn(Program, *mut usize) -> Status> = self.function(size)?;
+            let size_of: Symbol<unsafe extern "C" fn(ProgramHandle, *mut usize) -> NvrtcStatus> =
+                self.function(size)?;
             let mut length = 0usize;
             self.check(size_of(program, &mut length), size)?;
             let mut out = vec![0u8; length];
             if length > 0 {
-                let read: Symbol<unsafe extern "C" fn(Program, *mut c_char) -> Status> = self.function(bytes)?;
+                let read: Symbol<unsafe extern "C" fn(ProgramHandle, *mut c_char) -> NvrtcStatus> =
+                    self.function(bytes)?;
                 self.check(read(program, out.as_mut_ptr().cast()), bytes)?;
             }
             Ok(out)
@@ -209,7 +218,7 @@ impl Nvrtc {
         })
     }
 
-    fn check(&self, status: Status, doing: &str) -> Result<(), DeviceError> {
+    fn check(&self, status: NvrtcStatus, doing: &str) -> Result<(), DeviceError> {
         match status {
             0 => Ok(()),
             _ => Err(DeviceError::Unsupported(format!(
@@ -219,10 +228,10 @@ impl Nvrtc {
         }
     }
 
-    fn describe(&self, status: Status) -> String {
+    fn describe(&self, status: NvrtcStatus) -> String {
         // SAFETY: the signature is NVRTC's; the returned text lives as long as the library.
         unsafe {
-            match self.function::<unsafe extern "C" fn(Status) -> *const c_char>("nvrtcGetErrorString") {
+            match self.function::<unsafe extern "C" fn(NvrtcStatus) -> *const c_char>("nvrtcGetErrorString") {
                 Ok(text) => CStr::from_ptr(text(status)).to_string_lossy().into_owned(),
                 Err(_) => format!("status {status}"),
             }

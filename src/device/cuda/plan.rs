@@ -31,43 +31,43 @@ impl Display for Launch {
 
 /// Number format on the card. The discriminant is the kernels' `FORMAT`, `OUTPUT` and `STORE`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Format {
+pub enum KernelFormat {
     Int8 = 0,
     E4m3 = 1,
     Bf16 = 2,
 }
 
-impl Format {
+impl KernelFormat {
     /// Format of linear layers' weights and activations; `None` where the card does not support it.
-    pub fn of(precision: Precision) -> Option<Format> {
+    pub fn of(precision: Precision) -> Option<KernelFormat> {
         match precision {
             Precision::F32 => None,
-            Precision::Bf16 => Some(Format::Bf16),
-            Precision::Int8 => Some(Format::Int8),
-            Precision::Fp8 => Some(Format::E4m3),
+            Precision::Bf16 => Some(KernelFormat::Bf16),
+            Precision::Int8 => Some(KernelFormat::Int8),
+            Precision::Fp8 => Some(KernelFormat::E4m3),
         }
     }
 
     /// Format of keys and values; `None` where the card does not support it.
-    pub fn of_kv(format: KvFormat) -> Option<Format> {
+    pub fn of_kv(format: KvFormat) -> Option<KernelFormat> {
         match format {
             KvFormat::F32 => None,
-            KvFormat::Bf16 => Some(Format::Bf16),
-            KvFormat::Int8 => Some(Format::Int8),
-            KvFormat::Fp8 => Some(Format::E4m3),
+            KvFormat::Bf16 => Some(KernelFormat::Bf16),
+            KvFormat::Int8 => Some(KernelFormat::Int8),
+            KvFormat::Fp8 => Some(KernelFormat::E4m3),
         }
     }
 
     /// Bytes per value.
     pub fn bytes(self) -> usize {
         match self {
-            Format::Int8 | Format::E4m3 => 1,
-            Format::Bf16 => 2,
+            KernelFormat::Int8 | KernelFormat::E4m3 => 1,
+            KernelFormat::Bf16 => 2,
         }
     }
 
     pub fn is_scaled(self) -> bool {
-        self != Format::Bf16
+        self != KernelFormat::Bf16
     }
 }
 
@@ -85,7 +85,7 @@ pub fn row_threads(width: usize) -> u32 {
 fn row_kernel(
     name: &'static str,
     width: usize,
-    output: Format,
+    output: KernelFormat,
     more: Option<(&'static str, u32)>,
     rows: usize,
 ) -> Launch {
@@ -101,18 +101,18 @@ fn row_kernel(
 }
 
 /// Launch over `rows` rows; `delta_norm`: whether the delta is normalised before it is added.
-pub fn add_norm(width: usize, output: Format, delta_norm: bool, rows: usize) -> Launch {
+pub fn add_norm(width: usize, output: KernelFormat, delta_norm: bool, rows: usize) -> Launch {
     row_kernel("add_norm", width, output, Some(("DELTA_NORM", delta_norm.into())), rows)
 }
 
 /// Launch over `rows` rows of `2 * width` values (gate and up).
-pub fn gated(width: usize, output: Format, activation: Activation, rows: usize) -> Launch {
+pub fn gated(width: usize, output: KernelFormat, activation: Activation, rows: usize) -> Launch {
     let gelu = activation == Activation::GeluTanh;
     row_kernel("gated", width, output, Some(("GELU", gelu.into())), rows)
 }
 
 /// Launch over `rows` rows of activations or weights.
-pub fn quantize(width: usize, output: Format, rows: usize) -> Launch {
+pub fn quantize(width: usize, output: KernelFormat, rows: usize) -> Launch {
     row_kernel("quantize", width, output, None, rows)
 }
 
@@ -149,7 +149,7 @@ pub fn random_weights(count: usize) -> Launch {
 /// A linear operation's shape.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct LinearShape {
-    pub format: Format,
+    pub format: KernelFormat,
     pub rows: usize,
     /// Output features.
     pub columns: usize,
@@ -263,7 +263,7 @@ impl Tile {
         // Tensor core cycles per stage.
         let products = rows * columns / 32.0;
         // E4M3 reads its rows again for every 128 columns.
-        let again = if shape.format == Format::E4m3 && self.columns > 128 {
+        let again = if shape.format == KernelFormat::E4m3 && self.columns > 128 {
             64.0
         } else {
             0.0
@@ -307,7 +307,7 @@ pub fn linear_sm90(shape: &LinearShape, tile: Tile, multiprocessors: u32) -> Lau
 
 /// Launch that keeps the tensor cores of all `multiprocessors` busy for `rounds` rounds, and its
 /// number of operations.
-pub fn peak(format: Format, hopper: bool, multiprocessors: u32, rounds: u32) -> (Launch, f64) {
+pub fn peak(format: KernelFormat, hopper: bool, multiprocessors: u32, rounds: u32) -> (Launch, f64) {
     let macros = [("FORMAT", format as u32), ("WARPGROUPS", hopper.into())];
     // Rows and columns of one instruction's product; products in flight per block.
     let (rows, columns, at_once) = if hopper { (64, 128, 2 * 8) } else { (16, 8, 8 * 8) };
@@ -347,7 +347,7 @@ pub struct Heads {
     pub heads: u32,
     pub kv_heads: u32,
     pub dim: u32,
-    pub store: Format,
+    pub store: KernelFormat,
     /// Whether attention runs on Hopper.
     pub hopper: bool,
 }
@@ -374,7 +374,7 @@ impl Heads {
         match self.by_warpgroups() {
             false => 4,
             // Registers hold only eight warps' rows of such heads.
-            true if self.store == Format::Bf16 && self.dim > 112 => 8,
+            true if self.store == KernelFormat::Bf16 && self.dim > 112 => 8,
             true => 12,
         }
     }
@@ -478,7 +478,7 @@ impl Heads {
         let stage = BLOCK_TOKENS * key_row + self.tile_bytes() + self.scale_bytes();
         // Blocks per multiprocessor.
         let sharing = match warps {
-            4 if self.store == Format::Bf16 && self.dim > 112 => 2,
+            4 if self.store == KernelFormat::Bf16 && self.dim > 112 => 2,
             4 => 3,
             _ => 1,
         };
@@ -513,7 +513,7 @@ mod tests {
     fn tiles_follow_rows_and_columns() {
         let tile = |rows, columns, bytes| {
             let shape = LinearShape {
-                format: Format::Int8,
+                format: KernelFormat::Int8,
                 rows,
                 columns,
                 bytes,

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use super::driver::{Busy, Context, Memory};
-use super::items::{Item, Plan};
+use super::items::{AttentionItem, Plan};
 use super::memory::{staged, want};
 use super::plan::{BLOCK_TOKENS, Heads};
 use crate::device::batch::StepBatch;
@@ -21,7 +21,7 @@ pub struct Step {
     pub(super) block_copies: Vec<(u32, u32)>,
     /// One per kind of layer.
     pub(super) attention: Vec<AttentionStep>,
-    places: Places,
+    offsets: ArrayOffsets,
     memory: Option<Memory>,
     /// Pinned memory of the last upload.
     staging: Option<Busy>,
@@ -31,7 +31,7 @@ pub struct Step {
 
 /// Offsets of a step's arrays, in bytes from the start of its memory.
 #[derive(Debug, Clone, Copy, Default)]
-struct Places {
+struct ArrayOffsets {
     tokens: usize,
     positions: usize,
     slots: usize,
@@ -51,7 +51,7 @@ pub(super) struct PlanStep {
     pub narrow: usize,
     pub merged: usize,
     pub part_rows: usize,
-    places: PlanPlaces,
+    offsets: PlanPlaces,
 }
 
 #[derive(Debug, Clone, Copy, Default)]
@@ -104,7 +104,7 @@ impl Step {
             logits: 0,
             block_copies: Vec::new(),
             attention,
-            places: Places::default(),
+            offsets: ArrayOffsets::default(),
             memory: None,
             staging: None,
             bytes: Vec::new(),
@@ -123,7 +123,7 @@ impl Step {
         self.logits = batch.logits_at.len();
         self.block_copies.clone_from(&batch.block_copies);
         self.bytes.clear();
-        self.places = Places {
+        self.offsets = ArrayOffsets {
             tokens: put(&mut self.bytes, &tokens(batch)),
             positions: put(&mut self.bytes, &batch.positions),
             slots: put(&mut self.bytes, &slots(batch)),
@@ -131,7 +131,7 @@ impl Step {
             tables: put(&mut self.bytes, &batch.block_tables),
         };
         for layer in &mut self.attention {
-            let item = |i: &Item| [i.first_query, i.queries, i.table, i.from, i.to, i.part];
+            let item = |i: &AttentionItem| [i.first_query, i.queries, i.table, i.from, i.to, i.part];
             layer.plans.clear();
             for plan in Plan::of(batch, heads, layer.spec) {
                 layer.plans.push(PlanStep {
@@ -139,7 +139,7 @@ impl Step {
                     narrow: plan.narrow.len(),
                     merged: plan.merged.len(),
                     part_rows: plan.part_rows as usize,
-                    places: PlanPlaces {
+                    offsets: PlanPlaces {
                         wide: put(&mut self.bytes, &words(&plan.wide, item)),
                         narrow: put(&mut self.bytes, &words(&plan.narrow, item)),
                         queries: put(&mut self.bytes, &plan.queries),
@@ -169,23 +169,23 @@ impl Step {
     }
 
     pub(super) fn token_ids(&self) -> u64 {
-        self.at(self.places.tokens)
+        self.at(self.offsets.tokens)
     }
 
     pub(super) fn positions(&self) -> u64 {
-        self.at(self.places.positions)
+        self.at(self.offsets.positions)
     }
 
     pub(super) fn slots(&self) -> u64 {
-        self.at(self.places.slots)
+        self.at(self.offsets.slots)
     }
 
     pub(super) fn logits_at(&self) -> u64 {
-        self.at(self.places.logits_at)
+        self.at(self.offsets.logits_at)
     }
 
     pub(super) fn tables(&self) -> u64 {
-        self.at(self.places.tables)
+        self.at(self.offsets.tables)
     }
 
     pub(super) fn rotations(&self, rope: usize) -> u64 {
@@ -193,14 +193,14 @@ impl Step {
     }
 
     pub(super) fn plan(&self, plan: &PlanStep) -> PlanAddresses {
-        let places = plan.places;
+        let offsets = plan.offsets;
         PlanAddresses {
-            wide: self.at(places.wide),
-            narrow: self.at(places.narrow),
-            queries: self.at(places.queries),
-            merged: self.at(places.merged),
-            first: self.at(places.first),
-            parts: self.at(places.parts),
+            wide: self.at(offsets.wide),
+            narrow: self.at(offsets.narrow),
+            queries: self.at(offsets.queries),
+            merged: self.at(offsets.merged),
+            first: self.at(offsets.first),
+            parts: self.at(offsets.parts),
         }
     }
 }

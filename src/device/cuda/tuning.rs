@@ -11,7 +11,7 @@ use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
 
 use super::cache;
-use super::compile::Compiler;
+use super::compile::KernelCompiler;
 use super::cublaslt::Algorithm;
 use super::driver::Card;
 use super::plan::{LinearShape, Tile};
@@ -24,9 +24,9 @@ const TRIED: f64 = 1.6;
 
 /// Products that share one choice: format, columns, bytes per row, whether results are F32, whether
 /// there is a bias, and rows rounded up to a power of two.
-type Key = (u32, u32, u32, bool, bool, u32);
+type GemmKey = (u32, u32, u32, bool, bool, u32);
 
-fn key(shape: &LinearShape, biased: bool) -> Key {
+fn key(shape: &LinearShape, biased: bool) -> GemmKey {
     (
         shape.format as u32,
         shape.columns as u32,
@@ -39,7 +39,7 @@ fn key(shape: &LinearShape, biased: bool) -> Key {
 
 /// A way to compute a product.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Way {
+pub(super) enum GemmChoice {
     /// gristmill's kernel with this tile.
     Tile(Tile),
     Library(Algorithm),
@@ -63,24 +63,24 @@ impl Best {
 /// The best ways that were found.
 pub(super) struct Tuning {
     path: Option<PathBuf>,
-    known: Mutex<Known>,
+    known: Mutex<TuningTable>,
     hopper: bool,
     multiprocessors: u32,
 }
 
 #[derive(Default)]
-struct Known {
+struct TuningTable {
     /// Measurements, as in the file.
-    measured: BTreeMap<Key, Best>,
+    measured: BTreeMap<GemmKey, Best>,
     /// Choices of this process that override the measurements: there was only one way or nothing to
     /// measure with, or the library refused other rows.
-    settled: BTreeMap<Key, Best>,
+    settled: BTreeMap<GemmKey, Best>,
 }
 
 impl Tuning {
     /// Loads the results for cards, kernels and a version of the library that are the same as
     /// these.
-    pub(super) fn open(compiler: &Compiler, card: &Card, library: Option<usize>) -> Tuning {
+    pub(super) fn open(compiler: &KernelCompiler, card: &Card, library: Option<usize>) -> Tuning {
         let mut of = format!("{} {} {}", card.name, card.multiprocessors, card.driver);
         if let Some(version) = library {
             of += &format!(" cuBLASLt {version}");
@@ -90,7 +90,7 @@ impl Tuning {
         let text = path.as_deref().and_then(cache::read);
         Tuning {
             path,
-            known: Mutex::new(Known {
+            known: Mutex::new(TuningTable {
                 measured: text.and_then(|text| parse(&text)).unwrap_or_default(),
                 settled: BTreeMap::new(),
             }),
@@ -107,7 +107,7 @@ impl Tuning {
         shape: &LinearShape,
         biased: bool,
         offered: impl FnOnce() -> Vec<Algorithm>,
-        mut measure: impl FnMut(Way) -> Result<Option<f64>, E>,
+        mut measure: impl FnMut(GemmChoice) -> Result<Option<f64>, E>,
     ) -> Result<Best, E> {
         let counted = Best::of_kernel(if self.hopper {
             Tile::of(shape, self.multiprocessors)
@@ -125,12 +125,12 @@ impl Tuning {
         }
         let mut ways = if self.hopper {
             Tile::within(shape, self.multiprocessors, TRIED)
-                .map(Way::Tile)
+                .map(GemmChoice::Tile)
                 .collect()
         } else {
-            vec![Way::Tile(Tile::SYNC)]
+            vec![GemmChoice::Tile(Tile::SYNC)]
         };
-        ways.extend(offered().into_iter().map(Way::Library));
+        ways.extend(offered().into_iter().map(GemmChoice::Library));
         if ways.len() == 1 {
             known.settled.insert(key, counted);
             return Ok(counted);
@@ -144,13 +144,13 @@ impl Tuning {
                 return Ok(counted);
             };
             let name = match way {
-                Way::Tile(tile) => tile.to_string(),
-                Way::Library(_) => "cuBLASLt".into(),
+                GemmChoice::Tile(tile) => tile.to_string(),
+                GemmChoice::Library(_) => "cuBLASLt".into(),
             };
             said += &format!(", {name}: {:.1} us", seconds * 1e6);
             match way {
-                Way::Tile(tile) if seconds < of_tiles => (of_tiles, best.tile) = (seconds, tile),
-                Way::Library(algorithm) if seconds < of_all.min(of_tiles) => {
+                GemmChoice::Tile(tile) if seconds < of_tiles => (of_tiles, best.tile) = (seconds, tile),
+                GemmChoice::Library(algorithm) if seconds < of_all.min(of_tiles) => {
                     (of_all, best.library) = (seconds, Some(algorithm));
                 }
                 _ => (),
@@ -184,8 +184,8 @@ impl Tuning {
 }
 
 /// Decodes a file of measurements; `None`: the file is not valid.
-fn parse(text: &[u8]) -> Option<BTreeMap<Key, Best>> {
-    let known: Vec<(Key, Best)> = serde_json::from_slice(text).ok()?;
+fn parse(text: &[u8]) -> Option<BTreeMap<GemmKey, Best>> {
+    let known: Vec<(GemmKey, Best)> = serde_json::from_slice(text).ok()?;
     known
         .iter()
         .all(|(_, best)| Tile::ALL.contains(&best.tile))
@@ -194,7 +194,7 @@ fn parse(text: &[u8]) -> Option<BTreeMap<Key, Best>> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::plan::Format;
+    use super::super::plan::KernelFormat;
     use super::*;
 
     fn tuning(path: Option<PathBuf>, hopper: bool) -> Tuning {
@@ -208,7 +208,7 @@ mod tests {
 
     fn shape(rows: usize) -> LinearShape {
         LinearShape {
-            format: Format::E4m3,
+            format: KernelFormat::E4m3,
             rows,
             columns: 28_672,
             bytes: 4096,
@@ -234,7 +234,7 @@ mod tests {
             (result.unwrap().tile, asked.clone())
         };
         let (first, tried) = best(40, 2);
-        assert!(tried.len() > 1 && Way::Tile(first) == tried[1], "{tried:?}");
+        assert!(tried.len() > 1 && GemmChoice::Tile(first) == tried[1], "{tried:?}");
         assert_eq!(best(64, 0), (first, tried.clone()), "as many rows up to a power of two");
         assert_eq!(best(1, 0).1, tried, "too little to measure");
         assert!(best(65, 0).1.len() > tried.len() + 1);
@@ -254,10 +254,10 @@ mod tests {
             (2.0, [2.0, 3.0], None),
             (2.0, [f64::INFINITY, f64::INFINITY], None),
         ] {
-            let seconds = |of: Way| match of {
-                Way::Tile(tile) => tiles + f64::from(tile.columns == 256),
-                Way::Library(algorithm) if algorithm == way(1) => library[0],
-                Way::Library(_) => library[1],
+            let seconds = |of: GemmChoice| match of {
+                GemmChoice::Tile(tile) => tiles + f64::from(tile.columns == 256),
+                GemmChoice::Library(algorithm) if algorithm == way(1) => library[0],
+                GemmChoice::Library(_) => library[1],
             };
             let measure = |way| Ok::<_, ()>(Some(seconds(way)));
             let tuning = tuning(None, true);
@@ -282,7 +282,7 @@ mod tests {
         let mut best = |rows, offered: Vec<Algorithm>| {
             let measure = |way| {
                 asked += 1;
-                Ok::<_, ()>(Some(if matches!(way, Way::Tile(_)) { 2.0 } else { 1.0 }))
+                Ok::<_, ()>(Some(if matches!(way, GemmChoice::Tile(_)) { 2.0 } else { 1.0 }))
             };
             let best = tuning.best(&shape(rows), false, || offered, measure).unwrap();
             assert_eq!(best.tile, Tile::SYNC);

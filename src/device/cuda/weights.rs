@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use half::{bf16, f16};
 use rayon::prelude::*;
 
-use super::driver::{Context, Mark, Memory, Pinned};
-use super::plan::Format;
+use super::driver::{Context, Memory, Pinned, StreamEvent};
+use super::plan::KernelFormat;
 use crate::device::random::RandomMatrix;
 use crate::device::{DeviceError, Dtype, Tensor, TensorError};
 
@@ -19,7 +19,7 @@ const STAGING_BYTES: usize = 32 << 20;
 pub struct Matrix {
     pub(super) rows: usize,
     pub(super) columns: usize,
-    pub(super) format: Format,
+    pub(super) format: KernelFormat,
     /// `[rows][columns]`.
     pub(super) data: Memory,
     /// `[rows]`; 8-bit formats only.
@@ -38,7 +38,7 @@ struct Stage {
     /// The same rows in BF16 on the card, the source of quantization.
     card: Memory,
     /// Event after which the stage may be filled again.
-    free: Option<Mark>,
+    free: Option<StreamEvent>,
 }
 
 /// Rows in BF16 in the card's staging memory.
@@ -113,7 +113,7 @@ impl Loader {
 }
 
 /// Rows of one of several matrices, as many as a stage holds.
-struct Piece {
+struct StagedRows {
     part: usize,
     from: usize,
     rows: usize,
@@ -121,7 +121,7 @@ struct Piece {
     first_row: usize,
 }
 
-impl Piece {
+impl StagedRows {
     fn staged(self, card: &Memory) -> Staged<'_> {
         Staged {
             card,
@@ -132,14 +132,14 @@ impl Piece {
 }
 
 /// Cuts matrices of these shapes into pieces, in order.
-fn pieces(shapes: impl Iterator<Item = (usize, usize)>) -> Result<Vec<Piece>, DeviceError> {
+fn pieces(shapes: impl Iterator<Item = (usize, usize)>) -> Result<Vec<StagedRows>, DeviceError> {
     let (mut pieces, mut before) = (Vec::new(), 0);
     for (part, (rows, columns)) in shapes.enumerate() {
         let most = STAGING_BYTES / (columns * 2).max(1);
         if most == 0 {
             return Err(too_wide(columns));
         }
-        pieces.extend((0..rows).step_by(most).map(|from| Piece {
+        pieces.extend((0..rows).step_by(most).map(|from| StagedRows {
             part,
             from,
             rows: most.min(rows - from),

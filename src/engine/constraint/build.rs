@@ -9,12 +9,12 @@ use llguidance::{Matcher, ParserFactory};
 use serde_json::{Map, Value};
 use toktrie::TokEnv;
 
-use crate::engine::choice::Choices;
+use crate::engine::choice::ChoiceTrie;
 use crate::engine::constraint::grammar::Grammar;
+use crate::engine::constraint::memory::ShapeMemory;
 use crate::engine::constraint::refusal::placed;
 use crate::engine::constraint::text::one_line;
-use crate::engine::constraint::weight::Memory;
-use crate::engine::constraint::{Constraint, ConstraintError, Weight, formats, pattern, schema};
+use crate::engine::constraint::{Constraint, ConstraintError, MemoryCharge, formats, pattern, schema};
 use crate::engine::params::OutputConstraint;
 use crate::engine::vocabulary::Vocabulary;
 use crate::tokenizer::Tokenizer;
@@ -69,15 +69,15 @@ pub(super) fn constraint<'a>(
     shape: &OutputConstraint,
     tokenizer: &Arc<Tokenizer>,
     eos: &[u32],
-    memory: &Memory,
+    memory: &ShapeMemory,
     factory: impl FnOnce() -> Result<&'a ParserFactory, ConstraintError>,
 ) -> Result<Constraint, ConstraintError> {
     let (grammar, weight) = match shape {
         OutputConstraint::Free => return Ok(Constraint::Free),
         OutputConstraint::Choice { choices, probabilities } => {
             let bytes: usize = choices.iter().map(String::len).sum();
-            let mut choices = Choices::new(choices, tokenizer, eos)?;
-            choices.weight = Weight::new(CHOICE_WEIGHT * bytes as u64, &memory.live);
+            let mut choices = ChoiceTrie::new(choices, tokenizer, eos)?;
+            choices.charge = MemoryCharge::new(CHOICE_WEIGHT * bytes as u64, &memory.live);
             return Ok(Constraint::Choice {
                 choices: Arc::new(choices),
                 probabilities: *probabilities,
@@ -107,7 +107,7 @@ fn grammar(
     field: &'static str,
     factory: &ParserFactory,
     weight: u64,
-    memory: &Memory,
+    memory: &ShapeMemory,
 ) -> Result<Constraint, ConstraintError> {
     let parser = factory.create_parser(grammar).map_err(|e| ConstraintError::Invalid {
         field,
@@ -126,8 +126,8 @@ fn grammar(
     if mask.is_zero() {
         return Err(ConstraintError::Unsatisfiable { field });
     }
-    let weight = Weight::new(weight, &memory.live);
-    let grammar = Grammar::new(parser, &matcher, forced, mask, memory.growth.clone(), weight);
+    let charge = MemoryCharge::new(weight, &memory.live);
+    let grammar = Grammar::new(parser, &matcher, forced, mask, memory.lexer_memory.clone(), charge);
     Ok(Constraint::Grammar(Arc::new(grammar)))
 }
 

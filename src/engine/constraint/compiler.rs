@@ -19,8 +19,8 @@ use std::time::{Duration, Instant};
 use llguidance::{ParserFactory, panic_utils};
 use sha2::{Digest, Sha256};
 
+use crate::engine::constraint::memory::{LiveBytes, ShapeMemory};
 use crate::engine::constraint::text::{one_line, same_shape};
-use crate::engine::constraint::weight::{Live, Memory};
 use crate::engine::constraint::{Constraint, ConstraintError, build, schema};
 use crate::engine::params::OutputConstraint;
 use crate::tokenizer::Tokenizer;
@@ -39,39 +39,39 @@ const LIVE_MAX: u64 = 512 << 20;
 /// Maximum time of a compilation; the worst shape within the bounds takes a tenth of it.
 const TIME_MAX: Duration = Duration::from_secs(30);
 /// How often [`Compiler::compile`] checks for compilations that take too long.
-const LOOK: Duration = Duration::from_millis(100);
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Identifies a shape with its end-of-sequence ids: a hash of both.
-pub type Key = [u8; 32];
+pub type ShapeKey = [u8; 32];
 
-type Compiled = Result<Constraint, ConstraintError>;
+type CompileResult = Result<Constraint, ConstraintError>;
 
 /// State of a shape.
 #[derive(Debug, Clone)]
-pub enum Found {
-    Ready(Compiled),
+pub enum ShapeState {
+    Ready(CompileResult),
     /// The shape is being compiled; [`Compiler::collect`] will return it under this key.
-    Underway(Key),
+    Underway(ShapeKey),
 }
 
 /// A shape to compile.
-struct Work {
-    key: Key,
+struct CompileTask {
+    key: ShapeKey,
     /// Bytes of the shape's text.
     bytes: usize,
     shape: OutputConstraint,
     tokenizer: Arc<Tokenizer>,
     eos: Arc<[u32]>,
     factory: Arc<Factory>,
-    memory: Memory,
+    memory: ShapeMemory,
 }
 
 /// Built when the first grammar is compiled: the trie of a large vocabulary takes a while.
 type Factory = OnceLock<Result<ParserFactory, ConstraintError>>;
 
 /// A thread that compiles.
-struct Running {
-    key: Key,
+struct RunningCompile {
+    key: ShapeKey,
     bytes: usize,
     field: &'static str,
     /// Time at which the thread began to compile its shape.
@@ -85,21 +85,21 @@ pub struct Compiler {
     factories: HashMap<Arc<[u32]>, Arc<Factory>>,
     /// The last shape requested, with its end-of-sequence ids and key: rows of a job share their
     /// shape.
-    last: Option<(OutputConstraint, Arc<[u32]>, Key)>,
-    compiled: HashMap<Key, Compiled>,
+    last: Option<(OutputConstraint, Arc<[u32]>, ShapeKey)>,
+    compiled: HashMap<ShapeKey, CompileResult>,
     /// Bytes of the texts of all shapes in `compiled`.
     pub(super) compiled_bytes: usize,
-    underway: HashSet<Key>,
-    waiting: VecDeque<Work>,
-    running: Vec<Running>,
+    underway: HashSet<ShapeKey>,
+    waiting: VecDeque<CompileTask>,
+    running: Vec<RunningCompile>,
     /// Shapes that could not be started.
-    refused: Vec<(Key, ConstraintError)>,
-    pub(super) memory: Memory,
+    refused: Vec<(ShapeKey, ConstraintError)>,
+    pub(super) memory: ShapeMemory,
     pub(super) live_max: u64,
     threads: usize,
     time_max: Duration,
-    sender: Sender<(Key, Compiled)>,
-    receiver: Receiver<(Key, Compiled)>,
+    sender: Sender<(ShapeKey, CompileResult)>,
+    receiver: Receiver<(ShapeKey, CompileResult)>,
 }
 
 impl Default for Compiler {
@@ -126,7 +126,7 @@ impl Compiler {
             waiting: VecDeque::new(),
             running: Vec::new(),
             refused: Vec::new(),
-            memory: Memory::default(),
+            memory: ShapeMemory::default(),
             live_max: LIVE_MAX,
             threads,
             time_max,
@@ -137,13 +137,13 @@ impl Compiler {
 
     /// Returns a shape from the cache, or compiles it and waits. All calls must pass the same
     /// tokenizer.
-    pub fn compile(&mut self, shape: &OutputConstraint, tokenizer: &Arc<Tokenizer>, eos: &Arc<[u32]>) -> Compiled {
+    pub fn compile(&mut self, shape: &OutputConstraint, tokenizer: &Arc<Tokenizer>, eos: &Arc<[u32]>) -> CompileResult {
         let key = match self.find(shape, tokenizer, eos) {
-            Found::Ready(compiled) => return compiled,
-            Found::Underway(key) => key,
+            ShapeState::Ready(compiled) => return compiled,
+            ShapeState::Underway(key) => key,
         };
         loop {
-            let mut done = self.collect(LOOK);
+            let mut done = self.collect(POLL_INTERVAL);
             if let Some(compiled) = done.remove(&key) {
                 return compiled;
             }
@@ -152,31 +152,31 @@ impl Compiler {
 
     /// Returns a shape from the cache, or starts to compile it. `eos`: the model's end-of-sequence
     /// ids. All calls must pass the same tokenizer.
-    pub fn find(&mut self, shape: &OutputConstraint, tokenizer: &Arc<Tokenizer>, eos: &Arc<[u32]>) -> Found {
+    pub fn find(&mut self, shape: &OutputConstraint, tokenizer: &Arc<Tokenizer>, eos: &Arc<[u32]>) -> ShapeState {
         if matches!(shape, OutputConstraint::Free) {
-            return Found::Ready(Ok(Constraint::Free));
+            return ShapeState::Ready(Ok(Constraint::Free));
         }
         if let Some((last, of, key)) = &self.last
             && of == eos
             && same_shape(last, shape)
         {
             if self.underway.contains(key) {
-                return Found::Underway(*key);
+                return ShapeState::Underway(*key);
             }
             if let Some(known) = self.compiled.get(key) {
-                return Found::Ready(known.clone());
+                return ShapeState::Ready(known.clone());
             }
         }
         let (key, bytes) = match key(shape, eos) {
             Ok(found) => found,
-            Err(refused) => return Found::Ready(Err(refused)),
+            Err(refused) => return ShapeState::Ready(Err(refused)),
         };
         self.last = Some((shape.clone(), eos.clone(), key));
         if let Some(known) = self.compiled.get(&key) {
-            return Found::Ready(known.clone());
+            return ShapeState::Ready(known.clone());
         }
         if self.underway.insert(key) {
-            self.waiting.push_back(Work {
+            self.waiting.push_back(CompileTask {
                 key,
                 bytes,
                 shape: shape.clone(),
@@ -187,12 +187,12 @@ impl Compiler {
             });
             self.start();
         }
-        Found::Underway(key)
+        ShapeState::Underway(key)
     }
 
     /// The results since the last call: shapes compiled, given up or refused. Waits at most `wait`
     /// for the first compilation to finish.
-    pub fn collect(&mut self, wait: Duration) -> HashMap<Key, Compiled> {
+    pub fn collect(&mut self, wait: Duration) -> HashMap<ShapeKey, CompileResult> {
         let mut done = HashMap::new();
         let first = if wait.is_zero() {
             self.receiver.try_recv().ok()
@@ -220,7 +220,7 @@ impl Compiler {
     }
 
     /// Gives up compilations that take too long.
-    fn give_up(&mut self) -> Vec<(Key, Compiled)> {
+    fn give_up(&mut self) -> Vec<(ShapeKey, CompileResult)> {
         let seconds = self.time_max.as_secs();
         let mut done = Vec::new();
         for running in self.running.iter_mut().filter(|running| !running.given_up) {
@@ -242,7 +242,7 @@ impl Compiler {
 
     /// Whether there is memory for more shapes. Shapes in use are freed as their rows end.
     fn has_room(&mut self) -> bool {
-        let is_full = |live: &Live| live.load(Ordering::Relaxed) > self.live_max;
+        let is_full = |live: &LiveBytes| live.load(Ordering::Relaxed) > self.live_max;
         if is_full(&self.memory.live) {
             // Shapes that are only cached are dropped first.
             self.compiled.clear();
@@ -256,22 +256,22 @@ impl Compiler {
         while self.running.len() < self.threads
             && !self.waiting.is_empty()
             && self.has_room()
-            && let Some(work) = self.waiting.pop_front()
+            && let Some(task) = self.waiting.pop_front()
         {
             let began = Arc::new(OnceLock::new());
-            let running = Running {
-                key: work.key,
-                bytes: work.bytes,
-                field: build::field(&work.shape),
+            let running = RunningCompile {
+                key: task.key,
+                bytes: task.bytes,
+                field: build::field(&task.shape),
                 began: began.clone(),
                 given_up: false,
             };
-            let (key, field, sender) = (work.key, running.field, self.sender.clone());
+            let (key, field, sender) = (task.key, running.field, self.sender.clone());
             let thread = std::thread::Builder::new()
                 .name("grammar".into())
                 .stack_size(STACK_BYTES)
                 .spawn(move || {
-                    let compiled = compiled(&work, &began);
+                    let compiled = compiled(&task, &began);
                     // The send fails only after the compiler, and so every caller, is gone.
                     let _ = sender.send((key, compiled));
                 });
@@ -285,14 +285,14 @@ impl Compiler {
         }
         let threads = self.running.len();
         if threads > 0 && self.running.iter().all(|running| running.given_up) && threads == self.threads {
-            self.refused.extend(self.waiting.drain(..).map(|work| {
-                let field = build::field(&work.shape);
-                (work.key, ConstraintError::Held { field, threads })
+            self.refused.extend(self.waiting.drain(..).map(|task| {
+                let field = build::field(&task.shape);
+                (task.key, ConstraintError::Held { field, threads })
             }));
         }
     }
 
-    fn remember(&mut self, key: Key, bytes: usize, compiled: Compiled) {
+    fn remember(&mut self, key: ShapeKey, bytes: usize, compiled: CompileResult) {
         self.compiled_bytes += bytes;
         if self.compiled.len() >= CACHED_MAX || self.compiled_bytes > CACHED_BYTES_MAX {
             self.compiled.clear();
@@ -309,7 +309,7 @@ impl Compiler {
 }
 
 /// A shape's key, and the bytes of the shape's text.
-fn key(shape: &OutputConstraint, eos: &[u32]) -> Result<(Key, usize), ConstraintError> {
+fn key(shape: &OutputConstraint, eos: &[u32]) -> Result<(ShapeKey, usize), ConstraintError> {
     let name = match shape {
         OutputConstraint::Free => String::new(),
         OutputConstraint::Choice { choices, probabilities } => format!("choice {probabilities} {choices:?}"),
@@ -323,11 +323,11 @@ fn key(shape: &OutputConstraint, eos: &[u32]) -> Result<(Key, usize), Constraint
 }
 
 /// Compiles a shape on this thread.
-fn compiled(work: &Work, began: &OnceLock<Instant>) -> Compiled {
-    guarded(build::field(&work.shape), || {
-        let is_grammar = matches!(work.shape, OutputConstraint::JsonSchema(_) | OutputConstraint::Regex(_));
+fn compiled(task: &CompileTask, began: &OnceLock<Instant>) -> CompileResult {
+    guarded(build::field(&task.shape), || {
+        let is_grammar = matches!(task.shape, OutputConstraint::JsonSchema(_) | OutputConstraint::Regex(_));
         // Building the vocabulary's trie must not count against the shape's time.
-        let factory = is_grammar.then(|| work.factory.get_or_init(|| build::factory(&work.tokenizer, &work.eos)));
+        let factory = is_grammar.then(|| task.factory.get_or_init(|| build::factory(&task.tokenizer, &task.eos)));
         began.get_or_init(Instant::now);
         let factory = || match factory {
             Some(Ok(factory)) => Ok(factory),
@@ -336,12 +336,12 @@ fn compiled(work: &Work, began: &OnceLock<Instant>) -> Compiled {
                 why: "none was made for this shape".into(),
             }),
         };
-        build::constraint(&work.shape, &work.tokenizer, &work.eos, &work.memory, factory)
+        build::constraint(&task.shape, &task.tokenizer, &task.eos, &task.memory, factory)
     })
 }
 
 /// Compiles a shape, and turns a panic into its error.
-pub(super) fn guarded(field: &'static str, compile: impl FnOnce() -> Compiled) -> Compiled {
+pub(super) fn guarded(field: &'static str, compile: impl FnOnce() -> CompileResult) -> CompileResult {
     let result = panic_utils::catch_unwind(AssertUnwindSafe(|| Ok(compile())));
     result.unwrap_or_else(|panic| {
         Err(ConstraintError::Invalid {

@@ -6,7 +6,7 @@
 
 use serde_json::{Value, json};
 
-use crate::engine::constraint::places::{BY_NAME, DATA};
+use crate::engine::constraint::subschemas::{BY_NAME, DATA};
 
 /// At most nine digits after a point.
 const FRACTION: &str = r"^[^.]*(\.[0-9]{1,9}[^0-9.][^.]*)?$";

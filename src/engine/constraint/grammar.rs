@@ -8,8 +8,8 @@ use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 use llguidance::{Matcher, TokenParser};
 use toktrie::{SimpleVob, TokEnv};
 
-use crate::engine::constraint::Weight;
-use crate::engine::constraint::growth::{Growth, Lexer};
+use crate::engine::constraint::MemoryCharge;
+use crate::engine::constraint::lexer_memory::{Lexer, LexerMemory};
 use crate::engine::constraint::text::one_line;
 
 /// Number of sequences after which a lane starts with a new lexer: this bounds the states that it
@@ -29,8 +29,8 @@ pub struct Grammar {
     pub(super) lanes: Vec<Mutex<Lane>>,
     next_lane: AtomicUsize,
     env: TokEnv,
-    growth: Growth,
-    _weight: Weight,
+    lexer_memory: LexerMemory,
+    _charge: MemoryCharge,
 }
 
 /// Number of lanes: several per thread, so that their load balances.
@@ -41,19 +41,19 @@ pub(super) static LANES: LazyLock<usize> =
 #[derive(Default)]
 pub(super) struct Lane {
     /// Matcher after the forced tokens; only cloned.
-    pub(super) walk: Option<Walk>,
-    /// Number of clones made of `walk`.
+    pub(super) handle: Option<MatcherHandle>,
+    /// Number of clones made of `handle`.
     pub(super) sequences: usize,
 }
 
 /// A matcher, and the lexer that it shares with its clones.
 #[derive(Clone)]
-pub(super) struct Walk {
+pub(super) struct MatcherHandle {
     pub(super) matcher: Matcher,
     lexer: Arc<Lexer>,
 }
 
-impl Walk {
+impl MatcherHandle {
     fn ask<T>(&mut self, what: impl Fn(&mut Matcher) -> anyhow::Result<T>) -> Result<T, String> {
         let answer = what(&mut self.matcher).map_err(|e| one_line(&e.to_string()))?;
         self.lexer.check().map(|()| answer)
@@ -81,8 +81,8 @@ impl Grammar {
         matcher: &Matcher,
         forced: Vec<u32>,
         mask: SimpleVob,
-        growth: Growth,
-        weight: Weight,
+        lexer_memory: LexerMemory,
+        charge: MemoryCharge,
     ) -> Grammar {
         Grammar {
             ended: matcher.is_stopped(),
@@ -92,8 +92,8 @@ impl Grammar {
             prototype: Mutex::new(parser),
             forced,
             first_mask: mask,
-            growth,
-            _weight: weight,
+            lexer_memory,
+            _charge: charge,
         }
     }
 
@@ -103,7 +103,7 @@ impl Grammar {
         let Some(rest) = text.as_bytes().strip_prefix(&trie.decode(&self.forced)[..]) else {
             return false;
         };
-        let mut matcher = self.alone().matcher;
+        let mut matcher = self.fresh_matcher().matcher;
         let tokens = trie.greedy_tokenize(rest);
         // The vocabulary may lack bytes of the text; the tokens then leave these bytes out.
         if trie.decode(&tokens) != rest {
@@ -113,25 +113,25 @@ impl Grammar {
     }
 
     /// A matcher with a lexer of its own, after the forced tokens.
-    fn alone(&self) -> Walk {
+    fn fresh_matcher(&self) -> MatcherHandle {
         let parser = locked(&self.prototype).deep_clone();
-        let lexer = Arc::new(Lexer::new(&parser, self.growth.clone()));
+        let lexer = Arc::new(Lexer::new(&parser, self.lexer_memory.clone()));
         let mut matcher = Matcher::new(Ok(parser));
         if !self.forced.is_empty() {
             // A matcher that cannot take the tokens reports the error at its next use.
             let _ = matcher.consume_tokens(&self.forced);
         }
-        Walk { matcher, lexer }
+        MatcherHandle { matcher, lexer }
     }
 
     /// A matcher that shares the lexer of this lane.
-    fn walk_in(&self, lane: usize) -> Walk {
+    fn lane_matcher(&self, lane: usize) -> MatcherHandle {
         let mut lane = locked(&self.lanes[lane]);
         if lane.sequences == LANE_SEQUENCES {
             *lane = Lane::default();
         }
         lane.sequences += 1;
-        lane.walk.get_or_insert_with(|| self.alone()).clone()
+        lane.handle.get_or_insert_with(|| self.fresh_matcher()).clone()
     }
 }
 
@@ -142,13 +142,13 @@ impl Grammar {
 pub struct GrammarState {
     grammar: Arc<Grammar>,
     /// Number of tokens of [`Grammar::forced`] that the sequence has taken.
-    begun: usize,
+    forced_taken: usize,
     lane: usize,
     /// `None` until a token was sampled.
-    pub(super) walk: Option<Walk>,
-    /// Whether `walk` shares its lane's lexer.
+    pub(super) handle: Option<MatcherHandle>,
+    /// Whether `handle` shares its lane's lexer.
     shares: bool,
-    /// Tokens that `walk` has taken after the forced tokens.
+    /// Tokens that `handle` has taken after the forced tokens.
     taken: Vec<u32>,
     mask: Mask,
 }
@@ -166,8 +166,8 @@ impl GrammarState {
     pub fn new(grammar: Arc<Grammar>) -> GrammarState {
         GrammarState {
             lane: grammar.next_lane.fetch_add(1, Ordering::Relaxed) % grammar.lanes.len(),
-            begun: 0,
-            walk: None,
+            forced_taken: 0,
+            handle: None,
             shares: true,
             taken: Vec::new(),
             grammar,
@@ -201,13 +201,13 @@ impl GrammarState {
     /// Queries the sequence's matcher. If it fails and shares its lane's lexer, a matcher with a
     /// lexer of its own replaces it.
     fn ask<T>(&mut self, what: impl Fn(&mut Matcher) -> anyhow::Result<T>) -> Result<T, String> {
-        let walk = self.walk.get_or_insert_with(|| self.grammar.walk_in(self.lane));
-        match walk.ask(&what) {
+        let handle = self.handle.get_or_insert_with(|| self.grammar.lane_matcher(self.lane));
+        match handle.ask(&what) {
             Err(_) if std::mem::take(&mut self.shares) => {
                 // Later sequences of the lane start with new, sound states.
                 *locked(&self.grammar.lanes[self.lane]) = Lane::default();
-                let alone = self.walk.insert(self.grammar.alone());
-                alone.ask(|matcher| {
+                let fresh_matcher = self.handle.insert(self.grammar.fresh_matcher());
+                fresh_matcher.ask(|matcher| {
                     matcher.consume_tokens(&self.taken)?;
                     what(matcher)
                 })
@@ -241,18 +241,18 @@ impl GrammarState {
     /// Tokens that are certain to come next, to be taken one by one. Empty where the model has a
     /// choice.
     pub fn forced(&mut self) -> Vec<u32> {
-        match &mut self.walk {
-            Some(walk) => walk.matcher.compute_ff_tokens(),
-            None => self.grammar.forced[self.begun..].to_vec(),
+        match &mut self.handle {
+            Some(handle) => handle.matcher.compute_ff_tokens(),
+            None => self.grammar.forced[self.forced_taken..].to_vec(),
         }
     }
 
     /// Advances by a token that the mask allowed, or by the next forced token. `true`: the text is
     /// complete and nothing can follow.
     pub fn take(&mut self, token: u32) -> Result<bool, String> {
-        if self.begun < self.grammar.forced.len() {
-            self.begun += 1;
-            return Ok(self.begun == self.grammar.forced.len() && self.grammar.ended);
+        if self.forced_taken < self.grammar.forced.len() {
+            self.forced_taken += 1;
+            return Ok(self.forced_taken == self.grammar.forced.len() && self.grammar.ended);
         }
         self.mask = Mask::Unknown;
         let ended = self.ask(|matcher| {
@@ -266,21 +266,26 @@ impl GrammarState {
     /// Whether the text is complete, though more may be allowed to follow.
     pub fn is_complete(&mut self) -> bool {
         // A text that lacks forced tokens is incomplete.
-        self.begun == self.grammar.forced.len()
-            && accepting(&mut self.walk.get_or_insert_with(|| self.grammar.walk_in(self.lane)).matcher)
+        self.forced_taken == self.grammar.forced.len()
+            && accepting(
+                &mut self
+                    .handle
+                    .get_or_insert_with(|| self.grammar.lane_matcher(self.lane))
+                    .matcher,
+            )
     }
 }
 
 impl Drop for GrammarState {
     /// If memory is tight, a lane's lexer is dropped with the last sequence that uses it.
     fn drop(&mut self) {
-        let Some(walk) = self.walk.take().filter(|walk| walk.lexer.is_tight()) else {
+        let Some(handle) = self.handle.take().filter(|handle| handle.lexer.under_pressure()) else {
             return;
         };
         let mut lane = locked(&self.grammar.lanes[self.lane]);
-        drop(walk);
+        drop(handle);
         if lane
-            .walk
+            .handle
             .as_ref()
             .is_some_and(|kept| Arc::strong_count(&kept.lexer) == 1)
         {

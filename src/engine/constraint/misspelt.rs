@@ -5,7 +5,7 @@
 
 use serde_json::Value;
 
-use crate::engine::constraint::places::Places;
+use crate::engine::constraint::subschemas::SubSchemas;
 
 /// The keywords of drafts 4 to 2020-12, and OpenAPI's additions.
 const KEYWORDS: [&str; 71] = [
@@ -86,12 +86,12 @@ const CHARS_MIN: usize = 5;
 
 /// The first keyword that is nearly a known one, for a message behind the field's name.
 pub fn misspelt(schema: &Value) -> Option<String> {
-    let places = Places::of(schema);
-    places.iter().find_map(|(number, members)| {
+    let subschemas = SubSchemas::of(schema);
+    subschemas.iter().find_map(|(number, members)| {
         let (name, meant) = members.keys().find_map(|name| Some((name, meant(name)?)))?;
         Some(format!(
             "has `{name}` at {}, which is no keyword of JSON Schema; did you mean `{meant}`?",
-            places.shown(number)
+            subschemas.json_pointer(number)
         ))
     })
 }

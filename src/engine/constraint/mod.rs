@@ -18,7 +18,7 @@
 //! Each sequence has its own matcher. The matchers of one *lane* share the states of the grammar's
 //! lexer, which are expensive to compute, and take turns; lanes run in parallel. What a sequence
 //! may say must not depend on its neighbours, whose states may make a shared matcher fail. So after
-//! such a failure a matcher that shares nothing decides. `growth.rs` bounds the memory of all lexer
+//! such a failure a matcher that shares nothing decides. `lexer_memory.rs` bounds the memory of all lexer
 //! states together.
 //!
 //! See docs/decisions/049-forced-text-is-not-asked-for.md.
@@ -27,27 +27,27 @@ mod build;
 pub mod compiler;
 mod formats;
 mod grammar;
-mod growth;
+mod lexer_memory;
+mod memory;
 pub mod misspelt;
 mod numbers;
 mod pattern;
-mod places;
 mod refusal;
 mod schema;
+mod subschemas;
 #[cfg(test)]
 mod tests;
 mod text;
-mod weight;
 
 use std::sync::Arc;
 
-use crate::engine::choice::Choices;
+use crate::engine::choice::ChoiceTrie;
 use crate::engine::params::OutputConstraint;
 use crate::tokenizer::Tokenizer;
 
 pub use compiler::Compiler;
 pub use grammar::{Grammar, GrammarState};
-pub use weight::Weight;
+pub use memory::MemoryCharge;
 
 /// Why a shape cannot be applied: the job (or the row that brought the shape) is refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -97,7 +97,10 @@ pub enum ConstraintError {
 #[derive(Debug, Clone)]
 pub enum Constraint {
     Free,
-    Choice { choices: Arc<Choices>, probabilities: bool },
+    Choice {
+        choices: Arc<ChoiceTrie>,
+        probabilities: bool,
+    },
     Grammar(Arc<Grammar>),
 }
 

@@ -16,7 +16,7 @@ pub(super) const CLASSES_MAX: usize = 1_000;
 
 /// Counts of a regular expression's parts.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
-struct Parts {
+struct RegexCounts {
     bytes: usize,
     /// Number of `?`, `*`, `+`, `{` and `(`, including those inside of brackets.
     operators: usize,
@@ -24,24 +24,24 @@ struct Parts {
     classes: usize,
 }
 
-impl Parts {
-    fn of(pattern: &str) -> Parts {
-        let mut parts = Parts {
+impl RegexCounts {
+    fn of(pattern: &str) -> RegexCounts {
+        let mut counts = RegexCounts {
             bytes: pattern.len(),
-            ..Parts::default()
+            ..RegexCounts::default()
         };
         let mut bytes = pattern.bytes();
         while let Some(byte) = bytes.next() {
             match byte {
                 b'\\' => {
-                    parts.classes += usize::from(bytes.next().is_some_and(|escaped| b"dDwWsSpP".contains(&escaped)))
+                    counts.classes += usize::from(bytes.next().is_some_and(|escaped| b"dDwWsSpP".contains(&escaped)))
                 }
-                b'?' | b'*' | b'+' | b'{' | b'(' => parts.operators += 1,
-                b'[' => parts.classes += 1,
+                b'?' | b'*' | b'+' | b'{' | b'(' => counts.operators += 1,
+                b'[' => counts.classes += 1,
                 _ => {}
             }
         }
-        parts
+        counts
     }
 }
 
@@ -50,16 +50,16 @@ impl Parts {
 /// # Errors
 /// The expression exceeds a bound.
 pub(super) fn cost(field: &'static str, pattern: &str) -> Result<u64, ConstraintError> {
-    let parts = Parts::of(pattern);
+    let counts = RegexCounts::of(pattern);
     for (size, limit, unit) in [
-        (parts.bytes, BYTES_MAX, "bytes of one regular expression"),
+        (counts.bytes, BYTES_MAX, "bytes of one regular expression"),
         (
-            parts.operators,
+            counts.operators,
             OPERATORS_MAX,
             "operators (`?`, `*`, `+`, `{`, `(`) of one regular expression",
         ),
         (
-            parts.classes,
+            counts.classes,
             CLASSES_MAX,
             "classes of characters (`[`, `\\w`, …) of one regular expression",
         ),
@@ -73,7 +73,7 @@ pub(super) fn cost(field: &'static str, pattern: &str) -> Result<u64, Constraint
             });
         }
     }
-    let [bytes, operators, classes] = [parts.bytes, parts.operators, parts.classes].map(|count| count as u64);
+    let [bytes, operators, classes] = [counts.bytes, counts.operators, counts.classes].map(|count| count as u64);
     Ok(bytes + 4 * operators * operators + 16 * operators * classes + 1_000 * classes)
 }
 
@@ -83,9 +83,9 @@ mod tests {
 
     #[test]
     fn parts_are_counted_without_what_is_escaped() {
-        let parts = Parts::of(r"^[a-z]+\.(?:\d\d|\w\+)\\{2}$");
-        assert_eq!((parts.operators, parts.classes), (4, 4));
-        assert_eq!(Parts::of(r"\").classes, 0);
+        let counts = RegexCounts::of(r"^[a-z]+\.(?:\d\d|\w\+)\\{2}$");
+        assert_eq!((counts.operators, counts.classes), (4, 4));
+        assert_eq!(RegexCounts::of(r"\").classes, 0);
     }
 
     #[test]

@@ -3,14 +3,14 @@
 
 use serde_json::{Map, Value};
 
-use crate::engine::constraint::places::Places;
+use crate::engine::constraint::subschemas::SubSchemas;
 
 /// The message for llguidance's `message` about `schema`; `None` if the refusal cannot be located.
 pub(super) fn placed(message: &str, schema: &Value) -> Option<String> {
-    let places = Places::of(schema);
+    let subschemas = SubSchemas::of(schema);
     let find = |fits: &dyn Fn(&Map<String, Value>) -> bool| {
-        let (number, members) = places.iter().find(|(_, members)| fits(members))?;
-        Some((places.shown(number), members))
+        let (number, members) = subschemas.iter().find(|(_, members)| fits(members))?;
+        Some((subschemas.json_pointer(number), members))
     };
     let is = |members: &Map<String, Value>, keyword: &str, text: &str| match members.get(keyword) {
         Some(Value::Array(all)) => all.iter().any(|one| one == text),

@@ -1,9 +1,9 @@
 //! Checks what a JSON Schema costs to compile, before it is compiled.
 //!
 //! Some bounds are local: levels, properties of an object, alternatives, expressions. The rest is
-//! [`Work`]: llguidance inlines the target of a `$ref` that has other keywords beside it, and
+//! [`CostEstimator`]: llguidance inlines the target of a `$ref` that has other keywords beside it, and
 //! multiplies alternatives that must hold together. So a schema of a kilobyte can become gigabytes.
-//! `Work` follows the same steps, counts where llguidance copies, and refuses the schema once the
+//! `CostEstimator` follows the same steps, counts where llguidance copies, and refuses the schema once the
 //! count exceeds the bound.
 
 use std::collections::HashSet;
@@ -11,7 +11,7 @@ use std::collections::HashSet;
 use serde_json::{Map, Value};
 
 use crate::engine::constraint::numbers::check_numbers;
-use crate::engine::constraint::places::Places;
+use crate::engine::constraint::subschemas::SubSchemas;
 use crate::engine::constraint::{ConstraintError, pattern};
 
 const FIELD: &str = "json_schema";
@@ -82,17 +82,17 @@ pub(super) fn checked(schema: &Value) -> Result<String, ConstraintError> {
 pub(super) fn check_work(schema: &Value) -> Result<u64, ConstraintError> {
     check_places(schema)?;
     check_references(schema)?;
-    let mut work = Work {
+    let mut estimator = CostEstimator {
         root: schema,
         left: WORK_MAX,
         named: HashSet::new(),
         to_do: Vec::new(),
     };
-    work.meet(vec![Item::Schema(schema)], 0)?;
-    while let Some(target) = work.to_do.pop() {
-        work.meet(vec![Item::Schema(target)], 0)?;
+    estimator.intersect(vec![Requirement::Schema(schema)], 0)?;
+    while let Some(target) = estimator.to_do.pop() {
+        estimator.intersect(vec![Requirement::Schema(target)], 0)?;
     }
-    Ok(WORK_MAX - work.left)
+    Ok(WORK_MAX - estimator.left)
 }
 
 fn too_large(size: usize, limit: usize, unit: &'static str) -> ConstraintError {
@@ -134,11 +134,11 @@ fn levels(value: &Value, left: &mut usize) -> usize {
 
 /// Checks the local bounds of every schema within `schema`.
 fn check_places(schema: &Value) -> Result<(), ConstraintError> {
-    let places = Places::of(schema);
-    for (number, members) in places.iter() {
+    let subschemas = SubSchemas::of(schema);
+    for (number, members) in subschemas.iter() {
         check_numbers(members).map_err(|why| ConstraintError::Invalid {
             field: FIELD,
-            why: format!("at {}, {why}", places.shown(number)),
+            why: format!("at {}, {why}", subschemas.json_pointer(number)),
         })?;
         members.iter().try_for_each(|(name, value)| check_place(name, value))?;
     }
@@ -211,7 +211,7 @@ pub(super) fn target<'a>(root: &'a Value, name: &str) -> Option<&'a Value> {
 
 /// A requirement that must hold together with others.
 #[derive(Clone)]
-enum Item<'a> {
+enum Requirement<'a> {
     Schema(&'a Value),
     /// A schema's own keywords, apart from `$ref`, `allOf`, `anyOf`, `oneOf`, `enum` and `const`.
     Own(&'a Map<String, Value>),
@@ -222,7 +222,7 @@ enum Item<'a> {
 }
 
 /// Counts the compiler's work on a schema.
-struct Work<'a> {
+struct CostEstimator<'a> {
     root: &'a Value,
     left: u64,
     /// The `$ref`s whose targets are compiled once, on their own.
@@ -230,8 +230,8 @@ struct Work<'a> {
     to_do: Vec<&'a Value>,
 }
 
-impl<'a> Work<'a> {
-    fn pay(&mut self, cost: u64) -> Result<(), ConstraintError> {
+impl<'a> CostEstimator<'a> {
+    fn charge(&mut self, cost: u64) -> Result<(), ConstraintError> {
         match self.left.checked_sub(cost) {
             Some(left) => {
                 self.left = left;
@@ -242,14 +242,14 @@ impl<'a> Work<'a> {
     }
 
     /// Counts the work of schemas that must hold together.
-    fn meet(&mut self, items: Vec<Item<'a>>, depth: usize) -> Result<(), ConstraintError> {
+    fn intersect(&mut self, items: Vec<Requirement<'a>>, depth: usize) -> Result<(), ConstraintError> {
         bound(depth, PLACED_LEVELS_MAX, "levels after `$ref`s are expanded")?;
         let mut flat = Vec::new();
         let mut references = Vec::new();
         let mut stack = items;
         loop {
             while let Some(item) = stack.pop() {
-                self.pay(NODE)?;
+                self.charge(NODE)?;
                 self.flatten(item, &mut stack, &mut flat, &mut references)?;
             }
             // A `$ref` without keywords beside it is compiled once, wherever it is named.
@@ -260,29 +260,29 @@ impl<'a> Work<'a> {
                 return Ok(());
             }
             match references.pop() {
-                Some(name) => stack.extend(target(self.root, name).map(Item::Schema)),
+                Some(name) => stack.extend(target(self.root, name).map(Requirement::Schema)),
                 None => break,
             }
         }
         let choice = flat
             .iter()
-            .position(|item| matches!(item, Item::AnyOf(_) | Item::Enum(_)));
+            .position(|item| matches!(item, Requirement::AnyOf(_) | Requirement::Enum(_)));
         let Some(choice) = choice else {
-            return self.meet_own(&flat, depth);
+            return self.intersect_leaf(&flat, depth);
         };
         let (options, is_enum) = match flat.swap_remove(choice) {
-            Item::Enum(values) => (values, true),
-            Item::AnyOf(options) => (options, false),
+            Requirement::Enum(values) => (values, true),
+            Requirement::AnyOf(options) => (options, false),
             _ => (&[][..], false),
         };
         for option in options {
             let mut with = flat.clone();
             with.push(if is_enum {
-                Item::Const(option)
+                Requirement::Const(option)
             } else {
-                Item::Schema(option)
+                Requirement::Schema(option)
             });
-            self.meet(with, depth + 1)?;
+            self.intersect(with, depth + 1)?;
         }
         Ok(())
     }
@@ -291,12 +291,12 @@ impl<'a> Work<'a> {
     /// and schemas that are still to be split (`stack`).
     fn flatten(
         &mut self,
-        item: Item<'a>,
-        stack: &mut Vec<Item<'a>>,
-        flat: &mut Vec<Item<'a>>,
+        item: Requirement<'a>,
+        stack: &mut Vec<Requirement<'a>>,
+        flat: &mut Vec<Requirement<'a>>,
         references: &mut Vec<&'a str>,
     ) -> Result<(), ConstraintError> {
-        let Item::Schema(schema) = item else {
+        let Requirement::Schema(schema) = item else {
             flat.push(item);
             return Ok(());
         };
@@ -307,37 +307,37 @@ impl<'a> Work<'a> {
         for (name, value) in members {
             match (name.as_str(), value) {
                 ("$ref", Value::String(name)) => references.push(name),
-                ("allOf", Value::Array(of)) => stack.extend(of.iter().map(Item::Schema)),
-                ("anyOf", Value::Array(of)) => flat.push(Item::AnyOf(of)),
+                ("allOf", Value::Array(of)) => stack.extend(of.iter().map(Requirement::Schema)),
+                ("anyOf", Value::Array(of)) => flat.push(Requirement::AnyOf(of)),
                 ("oneOf", Value::Array(of)) => {
-                    self.pay(compared(of))?;
-                    flat.push(Item::AnyOf(of));
+                    self.charge(compared(of))?;
+                    flat.push(Requirement::AnyOf(of));
                 }
-                ("enum", Value::Array(of)) => flat.push(Item::Enum(of)),
-                ("const", value) => flat.push(Item::Const(value)),
+                ("enum", Value::Array(of)) => flat.push(Requirement::Enum(of)),
+                ("const", value) => flat.push(Requirement::Const(value)),
                 ("x-guidance", _) => {}
                 (name, _) => owns |= !NOTES.contains(&name),
             }
         }
         if owns {
-            flat.push(Item::Own(members));
+            flat.push(Requirement::Own(members));
         }
         Ok(())
     }
 
     /// Counts schemas that must hold together and that leave no alternatives.
-    fn meet_own(&mut self, items: &[Item<'a>], depth: usize) -> Result<(), ConstraintError> {
+    fn intersect_leaf(&mut self, items: &[Requirement<'a>], depth: usize) -> Result<(), ConstraintError> {
         let mut own: Vec<&'a Map<String, Value>> = Vec::new();
         for item in items {
             match item {
-                Item::Own(members) => own.push(members),
-                Item::Const(value) => self.pay(size(value))?,
+                Requirement::Own(members) => own.push(members),
+                Requirement::Const(value) => self.charge(size(value))?,
                 _ => {}
             }
         }
         for members in &own {
             if let Some(Value::String(text)) = members.get("pattern") {
-                self.pay(pattern::cost(FIELD, text)?)?;
+                self.charge(pattern::cost(FIELD, text)?)?;
             }
         }
         if own.is_empty() {
@@ -372,16 +372,16 @@ impl<'a> Work<'a> {
                 COUNTED_PROPERTIES_MAX,
                 "properties of an object with `minProperties` or `maxProperties`",
             )?;
-            self.pay(8 * (count as u64).pow(3))?;
+            self.charge(8 * (count as u64).pow(3))?;
         }
-        self.pay(4 * (count as u64).pow(2) + 8 * (count * own.len()) as u64 + 16 * patterns * patterns)?;
+        self.charge(4 * (count as u64).pow(2) + 8 * (count * own.len()) as u64 + 16 * patterns * patterns)?;
         // A property must satisfy every schema that the objects have for it.
         for name in in_order {
             let of = own.iter().filter_map(|members| {
                 let named = object(members, "properties").and_then(|of| of.get(name));
                 named.or_else(|| members.get("additionalProperties"))
             });
-            let of: Vec<Item> = of.map(Item::Schema).collect();
+            let of: Vec<Requirement> = of.map(Requirement::Schema).collect();
             // It must also satisfy the schema of a `patternProperties` entry whose pattern matches
             // its name.
             for schema in own
@@ -389,19 +389,19 @@ impl<'a> Work<'a> {
                 .filter_map(|of| object(of, "patternProperties"))
                 .flat_map(Map::values)
             {
-                let with = of.iter().cloned().chain([Item::Schema(schema)]);
-                self.meet(with.collect(), depth + 1)?;
+                let with = of.iter().cloned().chain([Requirement::Schema(schema)]);
+                self.intersect(with.collect(), depth + 1)?;
             }
-            self.meet(of, depth + 1)?;
+            self.intersect(of, depth + 1)?;
         }
         let others = own.iter().filter_map(|members| members.get("additionalProperties"));
-        self.meet(others.map(Item::Schema).collect(), depth + 1)?;
+        self.intersect(others.map(Requirement::Schema).collect(), depth + 1)?;
         for members in own {
             for (_, schema) in object(members, "patternProperties").into_iter().flatten() {
-                let mut of = vec![Item::Schema(schema)];
+                let mut of = vec![Requirement::Schema(schema)];
                 let others = own.iter().filter_map(|members| members.get("additionalProperties"));
-                of.extend(others.map(Item::Schema));
-                self.meet(of, depth + 1)?;
+                of.extend(others.map(Requirement::Schema));
+                self.intersect(of, depth + 1)?;
             }
         }
         Ok(())
@@ -419,13 +419,13 @@ impl<'a> Work<'a> {
         let longest = own.iter().map(|of| first(of).len()).max().unwrap_or(0);
         for at in 0..longest {
             let of = own.iter().filter_map(|of| first(of).get(at).or_else(|| rest(of)));
-            self.meet(of.map(Item::Schema).collect(), depth + 1)?;
+            self.intersect(of.map(Requirement::Schema).collect(), depth + 1)?;
         }
-        let of: Vec<Item> = own.iter().filter_map(|of| rest(of)).map(Item::Schema).collect();
+        let of: Vec<Requirement> = own.iter().filter_map(|of| rest(of)).map(Requirement::Schema).collect();
         if of.is_empty() {
             Ok(())
         } else {
-            self.meet(of, depth + 1)
+            self.intersect(of, depth + 1)
         }
     }
 }

@@ -386,11 +386,11 @@ fn a_waiting_sequence_has_no_matcher() {
     let mut state = GrammarState::new(regex("ab?c").unwrap());
     assert_eq!(state.forced(), [97]);
     assert_eq!(state.take(97), Ok(false));
-    assert!(state.walk.is_none() && state.forced().is_empty());
+    assert!(state.handle.is_none() && state.forced().is_empty());
     assert_eq!(allowed(&mut state).unwrap(), [98, 99]);
-    assert!(state.walk.is_none());
+    assert!(state.handle.is_none());
     assert_eq!(state.take(98), Ok(false));
-    assert!(state.walk.is_some() && !state.is_complete());
+    assert!(state.handle.is_some() && !state.is_complete());
 }
 
 /// The lexer states that sequences of a lane share may break, and are discarded after many
@@ -412,7 +412,7 @@ fn lanes_begin_anew_and_decide_nothing() {
     assert_eq!(all.iter().filter(|n| **n == 1).count(), 3 * GrammarState::lanes());
     for lane in &grammar.lanes {
         let mut lane = locked(lane);
-        lane.walk.as_mut().unwrap().matcher = Matcher::new(Err(anyhow::anyhow!("it broke")));
+        lane.handle.as_mut().unwrap().matcher = Matcher::new(Err(anyhow::anyhow!("it broke")));
         lane.sequences = 1;
     }
     let mut state = GrammarState::new(grammar);

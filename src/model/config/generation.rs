@@ -23,7 +23,7 @@ const TOKENS_MAX: u64 = 1 << 20;
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct GenerationDefaults {
     /// Whether the values come from `config.json`.
-    pub is_old: bool,
+    pub from_config_json: bool,
     pub temperature: Option<f32>,
     pub top_k: Option<u32>,
     pub top_p: Option<f32>,
@@ -47,12 +47,12 @@ pub struct GenerationDefaults {
 #[derive(Debug)]
 pub struct GenerationFile {
     path: PathBuf,
-    is_old: bool,
+    from_config_json: bool,
     map: Map<String, Value>,
 }
 
 /// A value at which a key changes nothing, besides null, false and empty lists and objects.
-enum Neutral {
+enum NeutralSetting {
     /// No other value is neutral.
     Unset,
     Number(f64),
@@ -76,31 +76,31 @@ const TAKEN: [&str; 13] = [
 ];
 
 /// Keys that would change answers and are not implemented. Values that are not neutral are refused.
-const REFUSED: [(&str, Neutral); 24] = [
-    ("constraints", Neutral::Unset),
-    ("diversity_penalty", Neutral::Number(0.0)),
-    ("dola_layers", Neutral::Unset),
-    ("encoder_no_repeat_ngram_size", Neutral::Number(0.0)),
-    ("encoder_repetition_penalty", Neutral::Number(1.0)),
-    ("epsilon_cutoff", Neutral::Number(0.0)),
-    ("eta_cutoff", Neutral::Number(0.0)),
-    ("exponential_decay_length_penalty", Neutral::Unset),
-    ("force_words_ids", Neutral::Unset),
-    ("forced_bos_token_id", Neutral::Unset),
-    ("forced_decoder_ids", Neutral::Unset),
-    ("forced_eos_token_id", Neutral::Unset),
-    ("guidance_scale", Neutral::Number(1.0)),
-    ("max_time", Neutral::Unset),
-    ("no_repeat_ngram_size", Neutral::Number(0.0)),
-    ("num_beam_groups", Neutral::Number(1.0)),
-    ("num_beams", Neutral::Number(1.0)),
-    ("num_return_sequences", Neutral::Number(1.0)),
-    ("penalty_alpha", Neutral::Number(0.0)),
-    ("sequence_bias", Neutral::Unset),
-    ("token_healing", Neutral::Unset),
-    ("top_h", Neutral::Unset),
-    ("typical_p", Neutral::Number(1.0)),
-    ("watermarking_config", Neutral::Unset),
+const REFUSED: [(&str, NeutralSetting); 24] = [
+    ("constraints", NeutralSetting::Unset),
+    ("diversity_penalty", NeutralSetting::Number(0.0)),
+    ("dola_layers", NeutralSetting::Unset),
+    ("encoder_no_repeat_ngram_size", NeutralSetting::Number(0.0)),
+    ("encoder_repetition_penalty", NeutralSetting::Number(1.0)),
+    ("epsilon_cutoff", NeutralSetting::Number(0.0)),
+    ("eta_cutoff", NeutralSetting::Number(0.0)),
+    ("exponential_decay_length_penalty", NeutralSetting::Unset),
+    ("force_words_ids", NeutralSetting::Unset),
+    ("forced_bos_token_id", NeutralSetting::Unset),
+    ("forced_decoder_ids", NeutralSetting::Unset),
+    ("forced_eos_token_id", NeutralSetting::Unset),
+    ("guidance_scale", NeutralSetting::Number(1.0)),
+    ("max_time", NeutralSetting::Unset),
+    ("no_repeat_ngram_size", NeutralSetting::Number(0.0)),
+    ("num_beam_groups", NeutralSetting::Number(1.0)),
+    ("num_beams", NeutralSetting::Number(1.0)),
+    ("num_return_sequences", NeutralSetting::Number(1.0)),
+    ("penalty_alpha", NeutralSetting::Number(0.0)),
+    ("sequence_bias", NeutralSetting::Unset),
+    ("token_healing", NeutralSetting::Unset),
+    ("top_h", NeutralSetting::Unset),
+    ("typical_p", NeutralSetting::Number(1.0)),
+    ("watermarking_config", NeutralSetting::Unset),
 ];
 
 /// Keys that change no answer here: token ids that are read elsewhere or only pad, caches, outputs,
@@ -157,8 +157,12 @@ impl GenerationFile {
         let path = dir.join(OWN);
         if path.try_exists().map_err(|e| ModelError::read(&path, e))? {
             let map = read_json(&path)?;
-            let is_old = false;
-            return Ok(GenerationFile { path, is_old, map });
+            let from_config_json = false;
+            return Ok(GenerationFile {
+                path,
+                from_config_json,
+                map,
+            });
         }
         let path = dir.join(OLD);
         let whole = read_json(&path)?;
@@ -173,26 +177,30 @@ impl GenerationFile {
                 map.entry(key.clone()).or_insert_with(|| value.clone());
             }
         }
-        let is_old = true;
-        Ok(GenerationFile { path, is_old, map })
+        let from_config_json = true;
+        Ok(GenerationFile {
+            path,
+            from_config_json,
+            map,
+        })
     }
 
     /// The file's name.
     pub fn name(&self) -> &'static str {
-        if self.is_old { OLD } else { OWN }
+        if self.from_config_json { OLD } else { OWN }
     }
 
     /// The keys that the file sets, each with its value, except neutral values.
     pub fn says(&self) -> Vec<String> {
-        let said = |key: &str, neutral: &Neutral| {
+        let said = |key: &str, neutral: &NeutralSetting| {
             let value = self.map.get(key).filter(|value| !neutral.is(value))?;
             Some(format!("{key} {}", short(value)))
         };
         let taken = TAKEN.iter().filter_map(|key| {
             let neutral = match *key {
-                "temperature" | "top_p" | "repetition_penalty" => Neutral::Number(1.0),
+                "temperature" | "top_p" | "repetition_penalty" => NeutralSetting::Number(1.0),
                 "do_sample" => return None,
-                _ => Neutral::Number(0.0),
+                _ => NeutralSetting::Number(0.0),
             };
             said(key, &neutral)
         });
@@ -224,7 +232,7 @@ impl GenerationFile {
         let mut suppress_tokens = reader.ids("suppress_tokens")?;
         suppress_tokens.extend(reader.bad_words()?);
         Ok(GenerationDefaults {
-            is_old: self.is_old,
+            from_config_json: self.from_config_json,
             temperature: number("temperature", 0.0, 100.0)?,
             top_k: reader.top_k()?,
             top_p,
@@ -242,7 +250,7 @@ impl GenerationFile {
     }
 
     fn unknown(&self) -> Vec<String> {
-        let keys = self.map.iter().filter(|(_, value)| !Neutral::Unset.is(value));
+        let keys = self.map.iter().filter(|(_, value)| !NeutralSetting::Unset.is(value));
         keys.map(|(key, _)| key.clone()).filter(|key| !is_key(key)).collect()
     }
 }
@@ -252,13 +260,13 @@ pub(super) fn is_key(key: &str) -> bool {
     TAKEN.contains(&key) || HARMLESS.contains(&key) || REFUSED.iter().any(|(refused, _)| *refused == key)
 }
 
-impl Neutral {
+impl NeutralSetting {
     fn is(&self, value: &Value) -> bool {
         match value {
             Value::Null | Value::Bool(false) => true,
             Value::Array(items) => items.is_empty(),
             Value::Object(map) => map.is_empty(),
-            Value::Number(x) => matches!(self, Neutral::Number(neutral) if x.as_f64() == Some(*neutral)),
+            Value::Number(x) => matches!(self, NeutralSetting::Number(neutral) if x.as_f64() == Some(*neutral)),
             Value::Bool(true) | Value::String(_) => false,
         }
     }
@@ -347,7 +355,7 @@ mod tests {
         let Value::Object(map) = text else { panic!("an object") };
         GenerationFile {
             path: OWN.into(),
-            is_old: false,
+            from_config_json: false,
             map,
         }
     }
@@ -382,7 +390,7 @@ mod tests {
         }))
         .unwrap();
         let expected = GenerationDefaults {
-            is_old: false,
+            from_config_json: false,
             temperature: Some(0.0),
             top_k: Some(0),
             top_p: None,
@@ -484,7 +492,7 @@ mod tests {
         );
         let old = GenerationFile::load(dir.path()).unwrap();
         let defaults = old.check().unwrap();
-        assert_eq!((old.name(), defaults.is_old), (OLD, true));
+        assert_eq!((old.name(), defaults.from_config_json), (OLD, true));
         assert_eq!((defaults.temperature, defaults.top_k), (Some(0.5), Some(3)));
         assert!(
             defaults.unknown.is_empty(),
@@ -492,6 +500,9 @@ mod tests {
         );
         write(OWN, json!({"top_p": 0.9}));
         let own = GenerationFile::load(dir.path()).unwrap().check().unwrap();
-        assert_eq!((own.top_p, own.temperature, own.is_old), (Some(0.9), None, false));
+        assert_eq!(
+            (own.top_p, own.temperature, own.from_config_json),
+            (Some(0.9), None, false)
+        );
     }
 }

@@ -11,7 +11,7 @@ use serde_json::Value;
 
 use super::super::guarded::limit_searches;
 use super::super::stream::Matches;
-use super::most;
+use super::check_max;
 
 /// Maximum number of regular expressions, and maximum length of one in bytes.
 const EXPRESSIONS_MAX: usize = 64;
@@ -29,7 +29,7 @@ const UNITS_MAX: usize = 32;
 pub(super) fn check_expressions(parts: &[&Value]) -> Result<(), String> {
     let mut expressions = Vec::new();
     parts.iter().for_each(|part| collect(part, &mut expressions));
-    most("expressions", expressions.len(), EXPRESSIONS_MAX)?;
+    check_max("expressions", expressions.len(), EXPRESSIONS_MAX)?;
     limit_searches();
     expressions.into_iter().try_for_each(check_expression)
 }
@@ -46,7 +46,7 @@ fn collect<'a>(part: &'a Value, expressions: &mut Vec<&'a str>) {
 }
 
 fn check_expression(expression: &str) -> Result<(), String> {
-    most("bytes in an expression", expression.len(), EXPRESSION_BYTES_MAX)?;
+    check_max("bytes in an expression", expression.len(), EXPRESSION_BYTES_MAX)?;
     // The library reports an invalid expression in its own words.
     let Ok(regex) = Regex::new(expression) else {
         return Ok(());

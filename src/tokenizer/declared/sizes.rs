@@ -4,7 +4,7 @@ use std::fmt;
 
 use serde::de::{Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
 
-use super::most;
+use super::check_max;
 
 /// Maximum tokens in a vocabulary, and maximum merges of BPE. The largest known ones have 262,144
 /// tokens and 514,906 merges.
@@ -20,28 +20,28 @@ const REST_MAX: u64 = 4 << 20;
 #[derive(serde::Deserialize)]
 pub(super) struct Sizes {
     #[serde(default)]
-    added_tokens: Values,
+    added_tokens: JsonCounts,
     #[serde(default)]
-    normalizer: Values,
+    normalizer: JsonCounts,
     #[serde(default)]
-    pre_tokenizer: Values,
+    pre_tokenizer: JsonCounts,
     #[serde(default)]
-    post_processor: Values,
+    post_processor: JsonCounts,
     #[serde(default)]
-    decoder: Values,
+    decoder: JsonCounts,
     model: ModelSizes,
 }
 
 impl Sizes {
     pub(super) fn check(&self) -> Result<(), String> {
         let ModelSizes { vocab, merges, rest } = &self.model;
-        most(
+        check_max(
             "tokens in its vocabulary",
             vocab.items as usize,
             VOCABULARY_MAX as usize,
         )?;
-        most("merges", merges.items as usize, MERGES_MAX as usize)?;
-        most("bytes in a token of its vocabulary", vocab.longest, TOKEN_BYTES_MAX)?;
+        check_max("merges", merges.items as usize, MERGES_MAX as usize)?;
+        check_max("bytes in a token of its vocabulary", vocab.longest, TOKEN_BYTES_MAX)?;
         // Unigram keeps a table per byte, so its limit is a quarter. It is the only model that
         // writes its vocabulary as a list.
         let bytes = if vocab.is_list {
@@ -49,7 +49,7 @@ impl Sizes {
         } else {
             VOCABULARY_BYTES_MAX
         };
-        most("bytes in its vocabulary", vocab.bytes as usize, bytes as usize)?;
+        check_max("bytes in its vocabulary", vocab.bytes as usize, bytes as usize)?;
         let parts = [
             &self.added_tokens,
             &self.normalizer,
@@ -59,21 +59,21 @@ impl Sizes {
             rest,
         ];
         let all: u64 = parts.iter().map(|part| part.values).sum();
-        most("values besides its vocabulary", all as usize, REST_MAX as usize)?;
+        check_max("values besides its vocabulary", all as usize, REST_MAX as usize)?;
         // Texts of vocabulary and merges are counted above. The limits here bound all other values
         // beside them.
-        most(
+        check_max(
             "values in its vocabulary",
             vocab.values as usize,
             4 * VOCABULARY_MAX as usize,
         )?;
-        most("values in its merges", merges.values as usize, 4 * MERGES_MAX as usize)
+        check_max("values in its merges", merges.values as usize, 4 * MERGES_MAX as usize)
     }
 }
 
 /// Sizes of a JSON value.
 #[derive(Default)]
-struct Values {
+struct JsonCounts {
     /// Number of values at any depth, including the value itself.
     values: u64,
     /// Number of direct items.
@@ -84,13 +84,13 @@ struct Values {
     is_list: bool,
 }
 
-impl Values {
+impl JsonCounts {
     fn text(&mut self, text: &str) {
         self.bytes += text.len() as u64;
         self.longest = self.longest.max(text.len());
     }
 
-    fn add(&mut self, item: Values) {
+    fn add(&mut self, item: JsonCounts) {
         self.items += 1;
         self.values += item.values;
         self.bytes += item.bytes;
@@ -98,15 +98,15 @@ impl Values {
     }
 }
 
-impl<'de> Deserialize<'de> for Values {
-    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Values, D::Error> {
-        from.deserialize_any(Counting)
+impl<'de> Deserialize<'de> for JsonCounts {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<JsonCounts, D::Error> {
+        from.deserialize_any(JsonCounter)
     }
 }
 
-struct Counting;
+struct JsonCounter;
 
-const ONE: Values = Values {
+const ONE: JsonCounts = JsonCounts {
     values: 1,
     items: 0,
     bytes: 0,
@@ -114,48 +114,48 @@ const ONE: Values = Values {
     is_list: false,
 };
 
-impl<'de> Visitor<'de> for Counting {
-    type Value = Values;
+impl<'de> Visitor<'de> for JsonCounter {
+    type Value = JsonCounts;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("any value")
     }
 
-    fn visit_unit<E>(self) -> Result<Values, E> {
+    fn visit_unit<E>(self) -> Result<JsonCounts, E> {
         Ok(ONE)
     }
 
-    fn visit_bool<E>(self, _: bool) -> Result<Values, E> {
+    fn visit_bool<E>(self, _: bool) -> Result<JsonCounts, E> {
         Ok(ONE)
     }
 
-    fn visit_i64<E>(self, _: i64) -> Result<Values, E> {
+    fn visit_i64<E>(self, _: i64) -> Result<JsonCounts, E> {
         Ok(ONE)
     }
 
-    fn visit_u64<E>(self, _: u64) -> Result<Values, E> {
+    fn visit_u64<E>(self, _: u64) -> Result<JsonCounts, E> {
         Ok(ONE)
     }
 
-    fn visit_f64<E>(self, _: f64) -> Result<Values, E> {
+    fn visit_f64<E>(self, _: f64) -> Result<JsonCounts, E> {
         Ok(ONE)
     }
 
-    fn visit_str<E>(self, text: &str) -> Result<Values, E> {
+    fn visit_str<E>(self, text: &str) -> Result<JsonCounts, E> {
         let mut values = ONE;
         values.text(text);
         Ok(values)
     }
 
-    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Values, A::Error> {
-        let mut values = Values { is_list: true, ..ONE };
+    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<JsonCounts, A::Error> {
+        let mut values = JsonCounts { is_list: true, ..ONE };
         while let Some(item) = seq.next_element()? {
             values.add(item);
         }
         Ok(values)
     }
 
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Values, A::Error> {
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<JsonCounts, A::Error> {
         let mut values = ONE;
         while let Some(name) = map.next_key::<String>()? {
             values.text(&name);
@@ -168,15 +168,15 @@ impl<'de> Visitor<'de> for Counting {
 /// The sizes of a model, with its two large parts separate.
 #[derive(Default)]
 struct ModelSizes {
-    vocab: Values,
-    merges: Values,
-    rest: Values,
+    vocab: JsonCounts,
+    merges: JsonCounts,
+    rest: JsonCounts,
 }
 
 impl<'de> Deserialize<'de> for ModelSizes {
     fn deserialize<D: Deserializer<'de>>(from: D) -> Result<ModelSizes, D::Error> {
-        struct Model;
-        impl<'de> Visitor<'de> for Model {
+        struct ModelVisitor;
+        impl<'de> Visitor<'de> for ModelVisitor {
             type Value = ModelSizes;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -195,6 +195,6 @@ impl<'de> Deserialize<'de> for ModelSizes {
                 Ok(sizes)
             }
         }
-        from.deserialize_map(Model)
+        from.deserialize_map(ModelVisitor)
     }
 }

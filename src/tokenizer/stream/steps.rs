@@ -7,44 +7,46 @@ use serde_json::Value;
 use tokenizers::{ModelWrapper, NormalizedString, Normalizer, Tokenizer as Inner};
 
 use super::super::bytes::byte_char;
-use super::super::prefix::{Prefix as Which, without_prefix};
+use super::super::prefix::{StripPrefix, without_prefix};
 use super::super::trie::Trie;
-use super::{Cut, Joins, Metaspace, Prefix, Stream, Token};
+use super::{MarkPrefix, MergeablePairs, Metaspace, SplitStep, StreamEncoder, Token};
 
 /// The regular expression of byte-level pre-tokenizers by default.
 const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
 
-impl Stream {
+impl StreamEncoder {
     /// The steps of `tokenizer`. `None` if a step is of an unknown kind.
-    pub(in super::super) fn of(tokenizer: &Inner) -> Option<Stream> {
+    pub(in super::super) fn of(tokenizer: &Inner) -> Option<StreamEncoder> {
         let normalizer = tokenizer.get_normalizer();
         let normalizer_inside = match normalizer {
             Some(normalizer) => {
                 is_local(&serde_json::to_value(normalizer).ok()?).then_some(())?;
-                let without = without_prefix(tokenizer, Which::Any).ok()?;
+                let without = without_prefix(tokenizer, StripPrefix::Any).ok()?;
                 without.as_ref().unwrap_or(tokenizer).get_normalizer().cloned()
             }
             None => None,
         };
-        let mut stream = Stream {
+        let mut stream = StreamEncoder {
             written: None,
             normalized: None,
             normalizer: normalizer.cloned(),
             normalizer_inside,
             metaspace: None,
-            cuts: Vec::new(),
+            split_steps: Vec::new(),
             byte_level: None,
-            joins: None,
+            mergeable: None,
         };
         if let Some(pre) = tokenizer.get_pre_tokenizer() {
             stream.add_pre_tokenizer(&serde_json::to_value(pre).ok()?)?;
         }
         stream.add_tokens(tokenizer)?;
-        stream.joins = match tokenizer.get_model() {
+        stream.mergeable = match tokenizer.get_model() {
             ModelWrapper::BPE(bpe) if bpe.dropout.is_none_or(|dropout| dropout == 0.0) => {
                 let affixes = [&bpe.continuing_subword_prefix, &bpe.end_of_word_suffix];
                 let plain = affixes.iter().all(|affix| affix.as_ref().is_none_or(String::is_empty));
-                (plain && !bpe.ignore_merges).then(|| Joins::of(tokenizer)).flatten()
+                (plain && !bpe.ignore_merges)
+                    .then(|| MergeablePairs::of(tokenizer))
+                    .flatten()
             }
             ModelWrapper::Unigram(unigram) if unigram.alpha.is_none() => None,
             _ => return None,
@@ -58,15 +60,15 @@ impl Stream {
         let count = steps.len();
         for (number, step) in steps.into_iter().enumerate() {
             match step["type"].as_str()? {
-                "Split" if step["invert"] == false => self.cuts.push(split(step)?),
-                "Digits" => self.cuts.push(Cut::Digits {
+                "Split" if step["invert"] == false => self.split_steps.push(split(step)?),
+                "Digits" => self.split_steps.push(SplitStep::Digits {
                     each: step["individual_digits"].as_bool()?,
                 }),
                 // Steps after `ByteLevel` would see other characters, and its prefix would precede
                 // each piece, so it must be last and without prefix.
                 "ByteLevel" if number + 1 == count && step["add_prefix_space"] == false => {
                     if step["use_regex"] != false {
-                        self.cuts.push(Cut::Around(Regex::new(GPT2).ok()?));
+                        self.split_steps.push(SplitStep::Around(Regex::new(GPT2).ok()?));
                     }
                     self.byte_level = Some(std::array::from_fn(|byte| byte_char(byte as u8)));
                 }
@@ -116,30 +118,30 @@ impl Stream {
     }
 }
 
-impl Joins {
+impl MergeablePairs {
     /// `None`: two texts share an id, so the joined pairs cannot be derived from the vocabulary.
-    fn of(tokenizer: &Inner) -> Option<Joins> {
+    fn of(tokenizer: &Inner) -> Option<MergeablePairs> {
         let vocabulary = tokenizer.get_vocab(false);
         let ids: HashSet<u32> = vocabulary.values().copied().collect();
         if ids.len() != vocabulary.len() {
             return None;
         }
-        let mut joins = Joins {
+        let mut mergeable = MergeablePairs {
             known: HashSet::new(),
             pairs: HashSet::new(),
         };
         for text in vocabulary.keys() {
             let mut before = None;
             for c in text.chars() {
-                joins.pairs.extend(before.map(|before| (before, c)));
+                mergeable.pairs.extend(before.map(|before| (before, c)));
                 before = Some(c);
             }
             let mut chars = text.chars();
             if let (Some(c), None) = (chars.next(), chars.next()) {
-                joins.known.insert(c);
+                mergeable.known.insert(c);
             }
         }
-        Some(joins)
+        Some(mergeable)
     }
 }
 
@@ -173,20 +175,20 @@ fn is_local(normalizer: &Value) -> bool {
     })
 }
 
-fn split(step: &Value) -> Option<Cut> {
+fn split(step: &Value) -> Option<SplitStep> {
     let (pattern, behavior) = (&step["pattern"], step["behavior"].as_str()?);
     match (pattern["Regex"].as_str(), pattern["String"].as_str(), behavior) {
-        (Some(regex), _, "Isolated") => Some(Cut::Around(Regex::new(regex).ok()?)),
-        (_, Some(text), "MergedWithPrevious") if !text.is_empty() => Some(Cut::Behind(text.into())),
+        (Some(regex), _, "Isolated") => Some(SplitStep::Around(Regex::new(regex).ok()?)),
+        (_, Some(text), "MergedWithPrevious") if !text.is_empty() => Some(SplitStep::Behind(text.into())),
         _ => None,
     }
 }
 
 fn metaspace(step: &Value) -> Option<Metaspace> {
     let prefix = match step["prepend_scheme"].as_str()? {
-        "never" => Prefix::Never,
-        "first" => Prefix::First,
-        "always" => Prefix::Always,
+        "never" => MarkPrefix::Never,
+        "first" => MarkPrefix::First,
+        "always" => MarkPrefix::Always,
         _ => return None,
     };
     Some(Metaspace {

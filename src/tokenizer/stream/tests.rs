@@ -242,7 +242,7 @@ proptest! {
     ) {
         let text = words.concat();
         for (name, tokenizer) in tokenizers() {
-            let stream = Stream::of(&tokenizer).unwrap_or_else(|| panic!("{name}"));
+            let stream = StreamEncoder::of(&tokenizer).unwrap_or_else(|| panic!("{name}"));
             let whole = encode_with(&tokenizer, &text, false).unwrap();
             prop_assert_eq!(&stream.encode(&tokenizer, &text, usize::MAX).unwrap(), &whole, "{} {:?}", name, &text);
             let cut = stream.encode(&tokenizer, &text, limit).unwrap();
@@ -284,7 +284,7 @@ fn tokenizers_with_unknown_steps_are_not_read_so() {
             json!({"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}),
         ),
     ] {
-        assert!(Stream::of(&tokenizer(normalizer, pre_tokenizer, model, false)).is_none());
+        assert!(StreamEncoder::of(&tokenizer(normalizer, pre_tokenizer, model, false)).is_none());
     }
 }
 
@@ -292,7 +292,7 @@ fn tokenizers_with_unknown_steps_are_not_read_so() {
 fn what_cannot_be_cut_and_is_too_long_is_an_error() {
     let long = "a".repeat(STRETCH_BYTES_MAX + 1);
     for (name, tokenizer) in tokenizers() {
-        let stream = Stream::of(&tokenizer).unwrap();
+        let stream = StreamEncoder::of(&tokenizer).unwrap();
         let encoded = stream.encode(&tokenizer, &long, 1_000);
         match name {
             // This pre-tokenizer cuts after each `a`.
@@ -317,7 +317,7 @@ fn what_cannot_be_cut_and_is_too_long_is_an_error() {
 fn an_expression_that_steps_back_too_often_is_an_error_of_its_text() {
     let slow = split(json!({"Regex": "(x+x+)+y|a"}), "Isolated");
     let tokenizer = tokenizer(Value::Null, slow, sentence_bpe(), false);
-    let stream = Stream::of(&tokenizer).unwrap();
+    let stream = StreamEncoder::of(&tokenizer).unwrap();
     assert_eq!(stream.encode(&tokenizer, "aaa", 9).unwrap().len(), 3);
     let error = stream.encode(&tokenizer, &"x".repeat(64), 9).unwrap_err();
     assert!(error.contains("gives up on this text"), "{error}");

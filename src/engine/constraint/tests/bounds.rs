@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use super::*;
-use crate::engine::constraint::compiler::{Found, STACK_BYTES};
+use crate::engine::constraint::compiler::{STACK_BYTES, ShapeState};
 
 /// Schemas that are refused, each with words of the error.
 fn refused_schemas() -> Vec<(Value, &'static str)> {
@@ -185,7 +185,7 @@ fn what_is_within_the_bounds_needs_neither_the_stack_nor_the_time() {
         let tokenizer = tokenizer();
         let eos = ends(&tokenizer);
         let factory = build::factory(&tokenizer, &eos).unwrap();
-        let memory = weight::Memory::default();
+        let memory = memory::ShapeMemory::default();
         let regexes = [
             "a?".repeat(1000),
             r"\w?".repeat(1000),
@@ -348,7 +348,7 @@ fn a_shape_that_takes_too_long_is_given_up_and_its_thread_awaited() {
     // The refusal is cached, and no other shape is compiled while the thread runs.
     assert!(matches!(
         compiler.find(&slow("a"), &t, &eos),
-        Found::Ready(Err(ConstraintError::TooSlow { .. }))
+        ShapeState::Ready(Err(ConstraintError::TooSlow { .. }))
     ));
     let held = compiler.compile(&slow("b"), &t, &eos).unwrap_err();
     assert_eq!(
@@ -383,7 +383,7 @@ fn shapes_that_are_there_are_bounded_together() {
     }
     assert!(compiler.remembered() <= 2);
     let used: Vec<_> = (4..6).map(|i| compiler.compile(&shape(i), &t, &eos)).collect();
-    assert!(matches!(compiler.find(&shape(6), &t, &eos), Found::Underway(_)));
+    assert!(matches!(compiler.find(&shape(6), &t, &eos), ShapeState::Underway(_)));
     assert!(
         compiler.collect(Duration::from_millis(300)).is_empty(),
         "two are in use, and more than there may be"
@@ -440,8 +440,8 @@ fn what_rows_lead_lexers_to_is_bounded_over_all_of_them() {
     const MOST: u64 = 4 << 20;
     let t = tokenizer();
     let (mut compiler, eos) = (Compiler::new(), ends(&t));
-    compiler.memory.growth = growth::Growth::of(MOST);
-    let growth = compiler.memory.growth.clone();
+    compiler.memory.lexer_memory = lexer_memory::LexerMemory::with_limit(MOST);
+    let lexer_memory = compiler.memory.lexer_memory.clone();
     let mut state_of = |text: &str| match compiler.compile(&OutputConstraint::Regex(text.into()), &t, &eos) {
         Ok(Constraint::Grammar(grammar)) => GrammarState::new(grammar),
         other => panic!("no grammar: {other:?}"),
@@ -457,14 +457,14 @@ fn what_rows_lead_lexers_to_is_bounded_over_all_of_them() {
         hostile.retain_mut(|state| {
             seed += 1;
             let walked = walk_at_random(state, seed, 25);
-            most = most.max(growth.bytes());
+            most = most.max(lexer_memory.bytes());
             let Err(why) = walked else { return true };
             assert!(
                 why.contains("take more than 4 MiB") && why.contains("a simpler schema or expression"),
                 "{why}"
             );
             failed += 1;
-            assert!(growth.bytes() > MOST);
+            assert!(lexer_memory.bytes() > MOST);
             walk_at_random(&mut small, round, 5).unwrap();
             false
         });
@@ -472,7 +472,7 @@ fn what_rows_lead_lexers_to_is_bounded_over_all_of_them() {
     assert!(failed > 0 && most < 3 * MOST, "{failed} failed, {most} bytes");
     assert!(allowed(&mut small).unwrap().contains(&99));
     drop((hostile, small, compiler));
-    assert_eq!(growth.bytes(), 0);
+    assert_eq!(lexer_memory.bytes(), 0);
 }
 
 /// A lane keeps its lexer's states for its next sequence, unless memory is tight.
@@ -481,8 +481,8 @@ fn a_lexer_that_nobody_uses_goes_where_memory_is_tight() {
     const MOST: u64 = 1 << 20;
     let t = tokenizer();
     let (mut compiler, eos) = (Compiler::new(), ends(&t));
-    compiler.memory.growth = growth::Growth::of(MOST);
-    let growth = compiler.memory.growth.clone();
+    compiler.memory.lexer_memory = lexer_memory::LexerMemory::with_limit(MOST);
+    let lexer_memory = compiler.memory.lexer_memory.clone();
     let Ok(Constraint::Grammar(grammar)) =
         compiler.compile(&OutputConstraint::Regex("(a|b)*a(a|b){60}".into()), &t, &eos)
     else {
@@ -491,14 +491,14 @@ fn a_lexer_that_nobody_uses_goes_where_memory_is_tight() {
     let mut state = GrammarState::new(grammar.clone());
     walk_at_random(&mut state, 1, 50).unwrap();
     drop(state);
-    let kept = growth.bytes();
+    let kept = lexer_memory.bytes();
     assert!(kept > 0 && kept < MOST / 2, "{kept} bytes");
     let mut state = GrammarState::new(grammar.clone());
     let mut seed = 2;
-    while growth.bytes() <= MOST / 2 + kept {
+    while lexer_memory.bytes() <= MOST / 2 + kept {
         walk_at_random(&mut state, seed, 10).unwrap();
         seed += 1;
     }
     drop(state);
-    assert_eq!(growth.bytes(), kept, "that of the other lane stays");
+    assert_eq!(lexer_memory.bytes(), kept, "that of the other lane stays");
 }

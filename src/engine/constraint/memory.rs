@@ -3,36 +3,36 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::engine::constraint::growth::Growth;
+use crate::engine::constraint::lexer_memory::LexerMemory;
 
 /// The sum of the weights of all shapes of a compiler that still exist, in bytes.
-pub(super) type Live = Arc<AtomicU64>;
+pub(super) type LiveBytes = Arc<AtomicU64>;
 
 /// Memory counters of a compiler's shapes; clones share them.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Memory {
-    pub live: Live,
-    pub growth: Growth,
+pub(super) struct ShapeMemory {
+    pub live: LiveBytes,
+    pub lexer_memory: LexerMemory,
 }
 
 /// A shape's share of the sum; dropping it subtracts the share.
 #[derive(Debug, Default)]
-pub struct Weight {
+pub struct MemoryCharge {
     bytes: u64,
-    live: Live,
+    live: LiveBytes,
 }
 
-impl Weight {
-    pub(super) fn new(bytes: u64, live: &Live) -> Weight {
+impl MemoryCharge {
+    pub(super) fn new(bytes: u64, live: &LiveBytes) -> MemoryCharge {
         live.fetch_add(bytes, Ordering::Relaxed);
-        Weight {
+        MemoryCharge {
             bytes,
             live: live.clone(),
         }
     }
 }
 
-impl Drop for Weight {
+impl Drop for MemoryCharge {
     fn drop(&mut self) {
         self.live.fetch_sub(self.bytes, Ordering::Relaxed);
     }

@@ -16,94 +16,102 @@ pub(super) const BY_NAME: [&str; 4] = ["properties", "patternProperties", "$defs
 const POINTER_CHARS_MAX: usize = 120;
 
 /// All schemas within a schema, the outermost first.
-pub(super) struct Places<'a>(Vec<Place<'a>>);
+pub(super) struct SubSchemas<'a>(Vec<SubSchema<'a>>);
 
 /// A schema and its location.
-struct Place<'a> {
+struct SubSchema<'a> {
     members: &'a Map<String, Value>,
-    way: Way<'a>,
+    path: SchemaPath<'a>,
 }
 
 /// How a schema is reached.
-enum Way<'a> {
+enum SchemaPath<'a> {
     Root,
     /// By a `$ref` with this target, which may be anywhere in the schema.
     Named(&'a str),
-    /// In the value of a keyword of the schema with number `up`.
+    /// In the value of a keyword of the schema with number `parent`.
     Below {
-        up: usize,
+        parent: usize,
         keyword: &'a str,
-        inner: Inner<'a>,
+        segment: PathSegment<'a>,
     },
 }
 
-enum Inner<'a> {
+enum PathSegment<'a> {
     Itself,
     Name(&'a str),
     Item(usize),
 }
 
-impl<'a> Places<'a> {
+impl<'a> SubSchemas<'a> {
     /// Finds each schema once, however many `$ref`s name it.
-    pub(super) fn of(root: &'a Value) -> Places<'a> {
-        let mut found: Vec<Place> = Vec::new();
+    pub(super) fn of(root: &'a Value) -> SubSchemas<'a> {
+        let mut found: Vec<SubSchema> = Vec::new();
         let mut seen: HashSet<*const Map<String, Value>> = HashSet::new();
-        let mut open = vec![(root, Way::Root)];
-        while let Some((schema, way)) = open.pop() {
+        let mut open = vec![(root, SchemaPath::Root)];
+        while let Some((schema, path)) = open.pop() {
             let Value::Object(members) = schema else {
                 continue;
             };
             if !seen.insert(members) {
                 continue;
             }
-            let up = found.len();
-            let below = |keyword: &'a str, inner| Way::Below { up, keyword, inner };
+            let parent = found.len();
+            let below = |keyword: &'a str, segment| SchemaPath::Below {
+                parent,
+                keyword,
+                segment,
+            };
             for (keyword, value) in members {
                 match value {
                     _ if DATA.contains(&keyword.as_str()) => {}
                     Value::Object(named) if BY_NAME.contains(&keyword.as_str()) => {
                         let named = named.iter();
-                        open.extend(named.map(|(name, schema)| (schema, below(keyword, Inner::Name(name)))));
+                        open.extend(named.map(|(name, schema)| (schema, below(keyword, PathSegment::Name(name)))));
                     }
                     Value::Array(items) => {
                         let items = items.iter().enumerate();
-                        open.extend(items.map(|(at, schema)| (schema, below(keyword, Inner::Item(at)))));
+                        open.extend(items.map(|(at, schema)| (schema, below(keyword, PathSegment::Item(at)))));
                     }
                     Value::String(name) if keyword == "$ref" => {
-                        open.extend(target(root, name).map(|schema| (schema, Way::Named(name))));
+                        open.extend(target(root, name).map(|schema| (schema, SchemaPath::Named(name))));
                     }
-                    value => open.push((value, below(keyword, Inner::Itself))),
+                    value => open.push((value, below(keyword, PathSegment::Itself))),
                 }
             }
-            found.push(Place { members, way });
+            found.push(SubSchema { members, path });
         }
-        Places(found)
+        SubSchemas(found)
     }
 
     /// The keywords of each schema, with the schema's number.
     pub(super) fn iter(&self) -> impl Iterator<Item = (usize, &'a Map<String, Value>)> {
-        self.0.iter().map(|place| place.members).enumerate()
+        self.0.iter().map(|subschema| subschema.members).enumerate()
     }
 
     /// Location of the schema with this number, for a message: a JSON pointer, shortened.
-    pub(super) fn shown(&self, number: usize) -> String {
+    pub(super) fn json_pointer(&self, number: usize) -> String {
         let mut parts = Vec::new();
-        let mut at = &self.0[number].way;
+        let mut at = &self.0[number].path;
         loop {
             match at {
-                Way::Root => break,
-                Way::Named(name) => {
+                SchemaPath::Root => break,
+                SchemaPath::Named(name) => {
                     parts.push(name.trim_start_matches("#/").to_string());
                     break;
                 }
-                Way::Below { up, keyword, inner } => {
-                    match inner {
-                        Inner::Itself => {}
-                        Inner::Name(name) => parts.push(name.replace('~', "~0").replace('/', "~1")),
-                        Inner::Item(at) => parts.push(at.to_string()),
+                SchemaPath::Below {
+                    parent,
+                    keyword,
+                    segment,
+                } => {
+                    match segment {
+                        PathSegment::Itself => {}
+                        PathSegment::Name(name) => parts.push(name.replace('~', "~0").replace('/', "~1")),
+                        PathSegment::Item(at) => parts.push(at.to_string()),
                     }
                     parts.push(keyword.replace('~', "~0").replace('/', "~1"));
-                    at = &self.0[*up].way;
+                    at = &self.0[*parent].path;
                 }
             }
         }

@@ -18,33 +18,33 @@ use llguidance::{TokenParser, panic_utils};
 use crate::engine::constraint::grammar::{LANES, locked};
 use crate::engine::constraint::text::one_line;
 
-/// The bound in bytes is `LANE_BYTES` for each lane of one grammar, and at least `LEAST_BYTES`.
+/// The bound in bytes is `LANE_BYTES` for each lane of one grammar, and at least `MIN_BYTES`.
 const LANE_BYTES: u64 = 32 << 20;
-const LEAST_BYTES: u64 = 512 << 20;
+const MIN_BYTES: u64 = 512 << 20;
 
 /// The bound, and the sum over all lexers; clones share both.
 #[derive(Debug, Clone)]
-pub(super) struct Growth(Arc<Sum>);
+pub(super) struct LexerMemory(Arc<LexerTotals>);
 
 #[derive(Debug)]
-struct Sum {
-    most: u64,
+struct LexerTotals {
+    limit: u64,
     bytes: AtomicU64,
     lexers: AtomicU64,
 }
 
-impl Default for Growth {
-    fn default() -> Growth {
-        static MOST: LazyLock<u64> = LazyLock::new(|| LEAST_BYTES.max(LANE_BYTES * *LANES as u64));
-        Growth::of(*MOST)
+impl Default for LexerMemory {
+    fn default() -> LexerMemory {
+        static MOST: LazyLock<u64> = LazyLock::new(|| MIN_BYTES.max(LANE_BYTES * *LANES as u64));
+        LexerMemory::with_limit(*MOST)
     }
 }
 
-impl Growth {
+impl LexerMemory {
     /// A sum with this bound in bytes.
-    pub(super) fn of(most: u64) -> Growth {
-        Growth(Arc::new(Sum {
-            most,
+    pub(super) fn with_limit(limit: u64) -> LexerMemory {
+        LexerMemory(Arc::new(LexerTotals {
+            limit,
             bytes: AtomicU64::new(0),
             lexers: AtomicU64::new(0),
         }))
@@ -56,8 +56,8 @@ impl Growth {
     }
 
     /// Whether more than half of the bound is used. Then a lexer is dropped with its last sequence.
-    pub(super) fn is_tight(&self) -> bool {
-        self.bytes() > self.0.most / 2
+    pub(super) fn under_pressure(&self) -> bool {
+        self.bytes() > self.0.limit / 2
     }
 }
 
@@ -68,18 +68,18 @@ pub(super) struct Lexer {
     /// Bytes of the lexer at its start.
     first: u64,
     grown: AtomicU64,
-    growth: Growth,
+    lexer_memory: LexerMemory,
 }
 
 impl Lexer {
     /// The lexer of `parser`.
-    pub(super) fn new(parser: &TokenParser, growth: Growth) -> Lexer {
-        growth.0.lexers.fetch_add(1, Ordering::Relaxed);
+    pub(super) fn new(parser: &TokenParser, lexer_memory: LexerMemory) -> Lexer {
+        lexer_memory.0.lexers.fetch_add(1, Ordering::Relaxed);
         Lexer {
             parser: Mutex::new(parser.parser.clone()),
             first: bytes(&parser.parser),
             grown: AtomicU64::new(0),
-            growth,
+            lexer_memory,
         }
     }
 
@@ -92,29 +92,29 @@ impl Lexer {
         let size = panic_utils::catch_unwind(AssertUnwindSafe(|| Ok(bytes(&locked(&self.parser)))));
         let grown = size.map_err(|e| one_line(&e.to_string()))?.saturating_sub(self.first);
         let before = self.grown.fetch_max(grown, Ordering::Relaxed);
-        let sum = &self.growth.0;
-        sum.bytes.fetch_add(grown.saturating_sub(before), Ordering::Relaxed);
-        let part = sum.most / sum.lexers.load(Ordering::Relaxed).max(1);
-        if self.growth.bytes() <= sum.most || grown <= part {
+        let totals = &self.lexer_memory.0;
+        totals.bytes.fetch_add(grown.saturating_sub(before), Ordering::Relaxed);
+        let share = totals.limit / totals.lexers.load(Ordering::Relaxed).max(1);
+        if self.lexer_memory.bytes() <= totals.limit || grown <= share {
             return Ok(());
         }
         Err(format!(
             "the grammars of the running rows take more than {} MiB of memory, {} KiB of it this row's; use a simpler schema or expression",
-            sum.most >> 20,
+            totals.limit >> 20,
             grown >> 10
         ))
     }
 
-    pub(super) fn is_tight(&self) -> bool {
-        self.growth.is_tight()
+    pub(super) fn under_pressure(&self) -> bool {
+        self.lexer_memory.under_pressure()
     }
 }
 
 impl Drop for Lexer {
     fn drop(&mut self) {
-        let sum = &self.growth.0;
-        sum.bytes.fetch_sub(*self.grown.get_mut(), Ordering::Relaxed);
-        sum.lexers.fetch_sub(1, Ordering::Relaxed);
+        let totals = &self.lexer_memory.0;
+        totals.bytes.fetch_sub(*self.grown.get_mut(), Ordering::Relaxed);
+        totals.lexers.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
