@@ -1,7 +1,7 @@
 //! Compares drawn tokens with those that the CPU draws.
 
 use super::inputs::{TestTensor, numbers};
-use super::operations::taken;
+use super::operations::to_device_error;
 use super::tolerance::Tolerance;
 use super::{Comparison, Extent, Finding};
 use crate::device::draw::{Allowed, Draw, DrawError, Drawn};
@@ -125,7 +125,7 @@ fn tried<D: Device>(
     draws: &[Draw<'_>],
     time: impl Fn(&mut dyn FnMut() -> Result<(), DeviceError>) -> Result<Option<f64>, DeviceError>,
 ) -> Result<Tried, DeviceError> {
-    let head = taken(device.table(head.tensor()))?;
+    let head = to_device_error(device.table(head.tensor()))?;
     let (mut x, mut workspace) = (device.buffer(), device.workspace());
     let rows: Vec<f32> = (0..draws.len() * WIDTH)
         .map(|at| if at % WIDTH == at / WIDTH % WIDTH { 1.0 } else { 0.0 })

@@ -83,7 +83,7 @@ pub(super) fn sources(file: &GenerateFile) -> Sources {
 impl Generate {
     /// Takes values that the job left unset, and forbidden tokens, from the checkpoint.
     pub fn take_defaults(&mut self, model: &GenerationDefaults) {
-        let source = if model.is_old {
+        let source = if model.from_config_json {
             Source::Config
         } else {
             Source::GenerationConfig
