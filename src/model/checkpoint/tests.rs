@@ -6,7 +6,7 @@ use safetensors::Dtype;
 use serde_json::{Value, json};
 
 use super::*;
-use crate::model::weights::{Entry, Header};
+use crate::model::weights::{Header, TensorEntry};
 
 fn config(changes: Value) -> Config {
     let mut text = json!({
@@ -19,8 +19,8 @@ fn config(changes: Value) -> Config {
     Config::parse(Path::new("config.json"), &text.to_string()).unwrap()
 }
 
-fn entry(shape: &[usize]) -> Entry {
-    Entry {
+fn entry(shape: &[usize]) -> TensorEntry {
+    TensorEntry {
         dtype: Dtype::BF16,
         shape: shape.to_vec(),
         bytes: 0..0,
@@ -216,16 +216,16 @@ fn of_a_model_that_sees_images_the_text_part_is_held_against_the_configuration()
 fn what_is_missing_or_does_not_fit_is_refused() {
     let c = config(json!({}));
     let name = "model.layers.1.mlp.up_proj.weight";
-    let changed = |change: &dyn Fn(&mut BTreeMap<String, Entry>)| {
+    let changed = |change: &dyn Fn(&mut BTreeMap<String, TensorEntry>)| {
         let mut headers = headers(&c);
         change(&mut headers.files[0].tensors);
         headers
     };
-    let gone = |tensors: &mut BTreeMap<String, Entry>| {
+    let gone = |tensors: &mut BTreeMap<String, TensorEntry>| {
         tensors.remove(name);
     };
     refused(&c, &changed(&gone), &[name, "is missing", "m/model.safetensors"]);
-    let more = |tensors: &mut BTreeMap<String, Entry>| {
+    let more = |tensors: &mut BTreeMap<String, TensorEntry>| {
         tensors.retain(|name, _| !name.contains("q_proj"));
         tensors.insert("model.layers.0.self_attn.qkv_proj.weight".to_owned(), entry(&[24, 8]));
     };
@@ -239,16 +239,16 @@ fn what_is_missing_or_does_not_fit_is_refused() {
         ],
     );
     // Quantized weights are reported in preference to missing ones.
-    let quantized = |tensors: &mut BTreeMap<String, Entry>| {
+    let quantized = |tensors: &mut BTreeMap<String, TensorEntry>| {
         tensors.remove(name);
         tensors.insert(name.replace("weight", "qweight"), entry(&[8]));
     };
     refused(&c, &changed(&quantized), &["qweight", "quantized"]);
-    let shape = |tensors: &mut BTreeMap<String, Entry>| tensors.get_mut(name).unwrap().shape = vec![8, 12];
+    let shape = |tensors: &mut BTreeMap<String, TensorEntry>| tensors.get_mut(name).unwrap().shape = vec![8, 12];
     refused(&c, &changed(&shape), &[name, "has shape [8, 12]", "[12, 8]"]);
-    let dtype = |tensors: &mut BTreeMap<String, Entry>| tensors.get_mut(name).unwrap().dtype = Dtype::F8_E4M3;
+    let dtype = |tensors: &mut BTreeMap<String, TensorEntry>| tensors.get_mut(name).unwrap().dtype = Dtype::F8_E4M3;
     refused(&c, &changed(&dtype), &[name, "F8_E4M3", "F32, F16 and BF16"]);
-    let head = |tensors: &mut BTreeMap<String, Entry>| {
+    let head = |tensors: &mut BTreeMap<String, TensorEntry>| {
         tensors.insert(HEAD.to_owned(), entry(&[19, 8]));
     };
     refused(&c, &changed(&head), &[HEAD, "has shape [19, 8]", "[20, 8]"]);
