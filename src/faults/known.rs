@@ -15,7 +15,7 @@ use data_encoding::HEXLOWER;
 use sha2::{Digest, Sha256};
 
 use crate::engine::request::{Completion, FinishReason, Finished, Request};
-use crate::engine::{EngineError, Generator, Refused};
+use crate::engine::{EngineError, Generator, RequestError};
 
 /// A prompt with this first id aborts the process in the step that computes it.
 pub const ABORT_ID: u32 = 2047;
@@ -137,9 +137,9 @@ impl Generator for KnownDevice {
         self.waiting.is_empty()
     }
 
-    fn submit(&mut self, request: Request) -> Result<(), Refused> {
+    fn submit(&mut self, request: Request) -> Result<(), RequestError> {
         if request.prompt.is_empty() {
-            return Err(Refused::EmptyPrompt);
+            return Err(RequestError::EmptyPrompt);
         }
         self.waiting.push_back(request);
         Ok(())
@@ -301,7 +301,7 @@ mod tests {
             device.submit(request(0, row, &[row as u32])).unwrap();
             device.submit(request(1, row, &[ERROR_ID, row as u32])).unwrap();
         }
-        assert!(matches!(device.submit(request(0, 99, &[])), Err(Refused::EmptyPrompt)));
+        assert!(matches!(device.submit(request(0, 99, &[])), Err(RequestError::EmptyPrompt)));
         device.cancel(0, &|row| row >= 4);
         let done = drain(&mut device);
         assert_eq!(done.iter().filter(|f| f.id.job == 0).count(), 4);
