@@ -52,7 +52,7 @@ impl Notice {
     /// # Errors
     /// The ledger cannot be read.
     pub(crate) async fn of(ledger: &Ledger) -> ledger::Result<Notice> {
-        let status = ledger.glance().await?;
+        let status = ledger.quick_status().await?;
         let id = format!("{}-{}", status.job, ledger.generation());
         let summary = Summary::of(&status, ledger.store().url().as_str());
         let mut body = json!(summary);
@@ -140,7 +140,7 @@ fn signatures(keys: &Signing, id: &str, seconds: u64, body: &str) -> String {
 }
 
 /// The message for a notice that was not accepted.
-pub(crate) fn not_told(url: &Url, why: &str) -> String {
+pub(crate) fn webhook_failed(url: &Url, why: &str) -> String {
     format!(
         "could not notify `on_finish.url` `{}`: {why}; the job's result is unaffected",
         shown(url)

@@ -41,7 +41,7 @@ const DIGITS: usize = 64;
 
 /// The kind of signed data: a signature of a message is invalid for a record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum What {
+pub(crate) enum Purpose {
     /// A record in the ledger.
     Record,
     /// A message of any queue: its meaning does not depend on the queue.
@@ -95,7 +95,7 @@ impl Signing {
     ///
     /// # Errors
     /// As for [`Signing::of_process`].
-    pub(crate) fn of_posts() -> Result<Signing, String> {
+    pub(crate) fn for_webhooks() -> Result<Signing, String> {
         let [keys, file] = [ON_FINISH_KEY, ON_FINISH_KEY_FILE].map(std::env::var_os);
         Signing::of_named([ON_FINISH_KEY, ON_FINISH_KEY_FILE], keys, file)
     }
@@ -184,7 +184,7 @@ impl Signing {
 
     /// Adds a signature as the last field of `json`, a non-empty object in compact JSON that may
     /// end in a line end. Returns `json` unchanged if no key is set.
-    pub(crate) fn sign(&self, what: What, place: &str, json: Bytes) -> Bytes {
+    pub(crate) fn sign(&self, what: Purpose, place: &str, json: Bytes) -> Bytes {
         let Some(key) = self.keys.first() else { return json };
         let (body, end) = match json.strip_suffix(b"}\n") {
             Some(body) => (body, "\n"),
@@ -214,7 +214,7 @@ impl Signing {
     ///
     /// # Errors
     /// The signature is missing or wrong.
-    pub(crate) fn check(&self, what: What, place: &str, bytes: &[u8]) -> Result<(), Unsigned> {
+    pub(crate) fn check(&self, what: Purpose, place: &str, bytes: &[u8]) -> Result<(), Unsigned> {
         if !self.is_on() {
             return Ok(());
         }
@@ -232,11 +232,11 @@ impl Signing {
 
 /// Authenticates kind, place, and the hash of the bytes. The length of kind and place precedes
 /// each.
-fn mac(key: &Hmac<Sha256>, what: What, place: &str, digest: &[u8]) -> Hmac<Sha256> {
+fn mac(key: &Hmac<Sha256>, what: Purpose, place: &str, digest: &[u8]) -> Hmac<Sha256> {
     let mut mac = key.clone();
     let kind = match what {
-        What::Record => "gristmill record 1",
-        What::Message => "gristmill message 1",
+        Purpose::Record => "gristmill record 1",
+        Purpose::Message => "gristmill message 1",
     };
     for text in [kind, place] {
         mac.update(&(text.len() as u64).to_be_bytes());
@@ -324,7 +324,7 @@ mod tests {
     #[test]
     fn a_signature_stays_what_it_was() {
         let signed = with(ONE).sign(
-            What::Record,
+            Purpose::Record,
             "s3://b/out/_gristmill/job.json",
             Bytes::from_static(RECORD),
         );
@@ -333,7 +333,7 @@ mod tests {
             text,
             "{\"v\":1,\"name\":\"n\",\"signature\":\"f1fc976ae5d6e8cde86c010b152ef39e933267de0b89478022ee6df42d0a5ec1\"}\n"
         );
-        let signed = with(ONE).sign(What::Message, "", Bytes::from_static(b"{\"v\":1}"));
+        let signed = with(ONE).sign(Purpose::Message, "", Bytes::from_static(b"{\"v\":1}"));
         let text = std::str::from_utf8(&signed).unwrap();
         assert_eq!(
             text,
@@ -344,61 +344,65 @@ mod tests {
     #[test]
     fn what_is_signed_passes_in_its_place_and_nothing_else_does() {
         let (signing, place) = (with(ONE), "s3://b/out/_gristmill/job.json");
-        let signed = signing.sign(What::Record, place, Bytes::from_static(RECORD));
-        assert_eq!(signing.check(What::Record, place, &signed), Ok(()));
+        let signed = signing.sign(Purpose::Record, place, Bytes::from_static(RECORD));
+        assert_eq!(signing.check(Purpose::Record, place, &signed), Ok(()));
         let read: serde_json::Value = serde_json::from_slice(&signed).unwrap();
         assert_eq!(read["name"], "n");
         let wrong = Err(Unsigned::Wrong);
-        assert_eq!(signing.check(What::Message, place, &signed), wrong, "another purpose");
         assert_eq!(
-            signing.check(What::Record, "s3://b/other/_gristmill/job.json", &signed),
+            signing.check(Purpose::Message, place, &signed),
+            wrong,
+            "another purpose"
+        );
+        assert_eq!(
+            signing.check(Purpose::Record, "s3://b/other/_gristmill/job.json", &signed),
             wrong
         );
-        assert_eq!(with(TWO).check(What::Record, place, &signed), wrong, "another key");
-        assert_eq!(signing.check(What::Record, place, RECORD), Err(Unsigned::Missing));
+        assert_eq!(with(TWO).check(Purpose::Record, place, &signed), wrong, "another key");
+        assert_eq!(signing.check(Purpose::Record, place, RECORD), Err(Unsigned::Missing));
         // Changing any byte invalidates the signature.
         for at in 0..signed.len() {
             let mut changed = signed.to_vec();
             changed[at] ^= 1;
-            assert!(signing.check(What::Record, place, &changed).is_err(), "byte {at}");
+            assert!(signing.check(Purpose::Record, place, &changed).is_err(), "byte {at}");
         }
         for cut in 0..signed.len() - 1 {
             assert!(
-                signing.check(What::Record, place, &signed[..cut]).is_err(),
+                signing.check(Purpose::Record, place, &signed[..cut]).is_err(),
                 "{cut} bytes"
             );
         }
         let more = [&signed[..signed.len() - 2], b",\"name\":\"other\"}\n"].concat();
-        assert!(signing.check(What::Record, place, &more).is_err());
+        assert!(signing.check(Purpose::Record, place, &more).is_err());
     }
 
     #[test]
     fn where_the_place_ends_is_signed_too() {
         let key = &with(ONE).keys[0];
-        let tag = |place: &str, digest: &[u8]| mac(key, What::Record, place, digest).finalize().into_bytes();
+        let tag = |place: &str, digest: &[u8]| mac(key, Purpose::Record, place, digest).finalize().into_bytes();
         assert_ne!(tag("a", b"b"), tag("ab", b""));
     }
 
     #[test]
     fn the_first_key_signs_and_all_of_them_verify() {
         let both = with(&format!("{TWO}\n{ONE}\n"));
-        let old = with(ONE).sign(What::Record, "p", Bytes::from_static(RECORD));
-        let new = both.sign(What::Record, "p", Bytes::from_static(RECORD));
-        assert_eq!(both.check(What::Record, "p", &old), Ok(()));
-        assert_eq!(with(TWO).check(What::Record, "p", &new), Ok(()));
-        assert_eq!(with(ONE).check(What::Record, "p", &new), Err(Unsigned::Wrong));
+        let old = with(ONE).sign(Purpose::Record, "p", Bytes::from_static(RECORD));
+        let new = both.sign(Purpose::Record, "p", Bytes::from_static(RECORD));
+        assert_eq!(both.check(Purpose::Record, "p", &old), Ok(()));
+        assert_eq!(with(TWO).check(Purpose::Record, "p", &new), Ok(()));
+        assert_eq!(with(ONE).check(Purpose::Record, "p", &new), Err(Unsigned::Wrong));
     }
 
     #[test]
     fn without_a_key_nothing_changes() {
         let off = Signing::of(None, None).unwrap();
         assert_eq!(
-            (off.sign(What::Record, "p", Bytes::from_static(RECORD)), off.line()),
+            (off.sign(Purpose::Record, "p", Bytes::from_static(RECORD)), off.line()),
             (Bytes::from_static(RECORD), None)
         );
-        assert_eq!(off.check(What::Record, "p", RECORD), Ok(()));
-        let signed = with(ONE).sign(What::Record, "p", Bytes::from_static(RECORD));
-        assert_eq!(off.check(What::Record, "p", &signed), Ok(()));
+        assert_eq!(off.check(Purpose::Record, "p", RECORD), Ok(()));
+        let signed = with(ONE).sign(Purpose::Record, "p", Bytes::from_static(RECORD));
+        assert_eq!(off.check(Purpose::Record, "p", &signed), Ok(()));
     }
 
     #[test]
@@ -446,9 +450,9 @@ mod tests {
         }
         let good = Signing::of(None, file("good", format!("{ONE}\r\n{TWO}\n").as_bytes())).unwrap();
         assert_eq!((format!("{good:?}"), good.keys.len()), ("Signing(2 keys)".into(), 2));
-        let signed = with(ONE).sign(What::Record, "p", Bytes::from_static(RECORD));
+        let signed = with(ONE).sign(Purpose::Record, "p", Bytes::from_static(RECORD));
         assert_eq!(
-            good.check(What::Record, "p", &signed),
+            good.check(Purpose::Record, "p", &signed),
             Ok(()),
             "line ends are not part of a key"
         );

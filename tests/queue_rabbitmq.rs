@@ -300,7 +300,7 @@ async fn rabbitmq_what_is_given_back_in_good_order_does_not_count() {
         let queue = connect(&url, &settings()).await.unwrap();
         let (held, passed_on) = (receive(&*queue).await, receive(&*queue).await);
         assert_eq!((held.deliveries, passed_on.deliveries), (1, 1), "round {round}");
-        assert!(queue.pass_on(&passed_on).await.unwrap());
+        assert!(queue.forward(&passed_on).await.unwrap());
         drop((held, passed_on));
         drop(queue);
     }

@@ -416,10 +416,10 @@ impl Queue for NoQueue {
     async fn give_back(&self, _: &Delivery) -> Result<(), QueueError> {
         Ok(())
     }
-    async fn pass_on(&self, _: &Delivery) -> Result<bool, QueueError> {
+    async fn forward(&self, _: &Delivery) -> Result<bool, QueueError> {
         Ok(false)
     }
-    async fn put_off(&self, _: &Delivery) -> Result<(), QueueError> {
+    async fn requeue_last(&self, _: &Delivery) -> Result<(), QueueError> {
         Ok(())
     }
     async fn recalled(&self) -> Recall {

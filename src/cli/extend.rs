@@ -9,7 +9,7 @@ use crate::cli::args::{ExtendArgs, shell_word};
 use crate::cli::exit::{Exit, Failure};
 use crate::cli::limits::{Used, limit_lines};
 use crate::cli::output::ledger_at;
-use crate::ledger::spend::Others;
+use crate::ledger::spend::OtherSpendings;
 use crate::ledger::spend::dollars;
 use crate::ledger::{JobLimits, Ledger, LimitsFrom, StopWhy};
 use crate::report::cost::show_dollars;
@@ -34,7 +34,7 @@ pub(super) async fn extend(args: ExtendArgs) -> Result<Exit, Failure> {
             eprintln!("gristmill: job `{name}` was cancelled: more money or time does not bring it back");
             return Ok(Exit::Cancelled);
         }
-        let holds = ledger.terms(&control);
+        let holds = ledger.limits(&control);
         let wanted = JobLimits {
             usd: args.usd.or(holds.usd),
             deadline_seconds: args.deadline.or(holds.deadline_seconds),
@@ -80,7 +80,7 @@ pub(super) async fn extend(args: ExtendArgs) -> Result<Exit, Failure> {
 /// Warns if the new limits still stop the workers at once: each worker holds back what the others
 /// may spend before they read a stop.
 async fn lacking(ledger: &Ledger, terms: &JobLimits, used: &Used) -> Result<Vec<String>, Failure> {
-    let mut at_it = Others::default();
+    let mut at_it = OtherSpendings::default();
     ledger.list_spends("", &mut at_it).await?;
     ledger.read_changed_spends(&mut at_it).await?;
     let workers = at_it.live(2 * LOG_INTERVAL);
@@ -128,7 +128,7 @@ mod tests {
     use super::*;
     use crate::ledger::Unfinished;
 
-    fn terms(usd: Option<f64>, deadline_seconds: Option<u64>) -> JobLimits {
+    fn limits(usd: Option<f64>, deadline_seconds: Option<u64>) -> JobLimits {
         JobLimits {
             usd,
             deadline_seconds,
@@ -147,7 +147,7 @@ mod tests {
     #[test]
     fn what_workers_hold_back_for_each_other_is_told() {
         // At a dollar a second, two of three workers hold back a minute each.
-        let (terms, at) = (terms(Some(125.0), None), used(5.0, 30));
+        let (terms, at) = (limits(Some(125.0), None), used(5.0, 30));
         let line = said_lacking(&terms, &at, 3).unwrap();
         for words in ["3 workers", "holds $120.00 back", "more than $125.00"] {
             assert!(line.contains(words), "{words}: {line}");
@@ -163,24 +163,24 @@ mod tests {
 
     #[test]
     fn what_is_reached_already_is_refused() {
-        let holds = terms(Some(5.0), Some(60));
+        let holds = limits(Some(5.0), Some(60));
         let at = used(5.0, 30);
-        assert_eq!(check(&at, &holds, &terms(Some(6.0), Some(60))), Ok(()));
+        assert_eq!(check(&at, &holds, &limits(Some(6.0), Some(60))), Ok(()));
         assert!(
-            check(&at, &holds, &terms(Some(4.0), Some(60)))
+            check(&at, &holds, &limits(Some(4.0), Some(60)))
                 .unwrap_err()
                 .contains("$5.00 are spent")
         );
         let late = used(1.0, 90);
         assert!(
-            check(&late, &holds, &terms(Some(6.0), Some(60)))
+            check(&late, &holds, &limits(Some(6.0), Some(60)))
                 .unwrap_err()
                 .contains("1m 30s ago")
         );
-        assert_eq!(check(&late, &holds, &terms(Some(6.0), Some(120))), Ok(()));
+        assert_eq!(check(&late, &holds, &limits(Some(6.0), Some(120))), Ok(()));
         let priceless = |usd| JobLimits {
             usd_per_hour: None,
-            ..terms(usd, None)
+            ..limits(usd, None)
         };
         assert!(
             check(&at, &priceless(None), &priceless(Some(1.0)))

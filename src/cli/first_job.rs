@@ -171,7 +171,7 @@ impl FirstJob<'_> {
             idle = Idle::default();
             let output = delivery.message.output.clone();
             let Some(tries) = failing.tries(&output) else {
-                self.queue.put_off(&delivery).await?;
+                self.queue.requeue_last(&delivery).await?;
                 pace.rest().await;
                 continue;
             };
@@ -194,7 +194,7 @@ impl FirstJob<'_> {
                     let why = one_line(&error);
                     let since = failing.note(output, tries + 1, error);
                     self.still_waits(since, why)?;
-                    self.queue.put_off(&delivery).await?;
+                    self.queue.requeue_last(&delivery).await?;
                 }
             }
         }
@@ -342,10 +342,10 @@ mod tests {
         async fn give_back(&self, _: &Delivery) -> Result<(), QueueError> {
             Ok(())
         }
-        async fn pass_on(&self, _: &Delivery) -> Result<bool, QueueError> {
+        async fn forward(&self, _: &Delivery) -> Result<bool, QueueError> {
             Ok(true)
         }
-        async fn put_off(&self, _: &Delivery) -> Result<(), QueueError> {
+        async fn requeue_last(&self, _: &Delivery) -> Result<(), QueueError> {
             Ok(())
         }
         async fn recalled(&self) -> Recall {

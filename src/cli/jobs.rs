@@ -226,7 +226,7 @@ async fn job_at(place: &Location, records: &Semaphore) -> anyhow::Result<Option<
     let Some(ledger) = Ledger::open_in(store).await? else {
         return Ok(None);
     };
-    let status = ledger.glance().await?;
+    let status = ledger.quick_status().await?;
     let rows = RowCounts::of(status.rows, &status.tally);
     Ok(Some(Job {
         output: place.url.to_string(),

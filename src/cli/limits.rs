@@ -69,8 +69,8 @@ pub(super) async fn follow_file(ledger: &Ledger, file: &JobLimits, quiet: bool) 
         if held.is_some_and(|held| held.why == StopWhy::Cancelled) {
             return Ok(held);
         }
-        let holds = ledger.terms(&control);
-        let is_changed = *file != ledger.terms_of_file(&control);
+        let holds = ledger.limits(&control);
+        let is_changed = *file != ledger.limits_of_file(&control);
         let (order, said) = match (held, used.reached(&holds)) {
             _ if is_changed => {
                 let order = control.extend_to(file, Some(LimitsFrom::JobFile));
@@ -176,7 +176,7 @@ pub(super) async fn reached_line(ledger: &Ledger, why: StopWhy) -> Result<String
     let used = Used::of(ledger).await?;
     Ok(said_reached(
         why,
-        &ledger.terms(&control),
+        &ledger.limits(&control),
         control.limits_from(),
         control.note(),
         &used,

@@ -23,7 +23,7 @@ use crate::cli::exit::{Failure, one_line};
 use crate::cli::prepare::PreparedJob;
 use crate::job::on_finish::OnFinish;
 use crate::ledger::Ledger;
-use crate::notice::{Notice, not_told};
+use crate::notice::{Notice, webhook_failed};
 use crate::signing::Signing;
 use crate::worker::Worker;
 use crate::worker::access::Access;
@@ -56,7 +56,7 @@ fn of_whole_job(prepared: &PreparedJob) -> Option<&OnFinish> {
 /// Unusable keys are reported before the job begins instead of at its end.
 pub(super) fn check_keys(prepared: &PreparedJob) -> Result<(), Failure> {
     match of_whole_job(prepared).and_then(OnFinish::address) {
-        Some(_) => Signing::of_posts()
+        Some(_) => Signing::for_webhooks()
             .map(drop)
             .map_err(|why| Failure::bad_job(anyhow!(why))),
         None => Ok(()),
@@ -118,10 +118,10 @@ async fn tell_of_run(asked: &OnFinish, prepared: &PreparedJob, ledger: &Ledger, 
         }
     }
     if let Some(url) = asked.address() {
-        let keys = Signing::of_posts().map_err(anyhow::Error::msg)?;
+        let keys = Signing::for_webhooks().map_err(anyhow::Error::msg)?;
         if let Err(why) = notice.post(&url, &keys).await {
             is_told = false;
-            eprintln!("gristmill: warning: {}", not_told(&url, &why));
+            eprintln!("gristmill: warning: {}", webhook_failed(&url, &why));
         }
     }
     if is_told {
@@ -269,7 +269,7 @@ impl Teller {
     pub(super) fn new(access: Access) -> Result<Teller, Failure> {
         Ok(Teller {
             access,
-            keys: Signing::of_posts().map_err(|why| Failure::bad_job(anyhow!(why)))?,
+            keys: Signing::for_webhooks().map_err(|why| Failure::bad_job(anyhow!(why)))?,
             done: Mutex::default(),
         })
     }
@@ -279,7 +279,7 @@ impl Teller {
         let jobs = worker.jobs.open().await;
         let watched = worker.watched.ledgers();
         for ledger in jobs.iter().map(|job| &job.ledger).chain(&watched) {
-            if ledger.takes_result() {
+            if ledger.take_wrote_result() {
                 self.tell(ledger).await;
             }
         }
@@ -307,7 +307,7 @@ impl Teller {
             notice
                 .post(&url, &self.keys)
                 .await
-                .map_err(|why| anyhow!(not_told(&url, &why)))?;
+                .map_err(|why| anyhow!(webhook_failed(&url, &why)))?;
             Ok::<_, anyhow::Error>(ledger.mark_told().await?)
         };
         if let Err(error) = told.await {

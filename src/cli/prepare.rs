@@ -429,7 +429,7 @@ impl PreparedJob {
     }
 
     /// The job's limits as its file states them.
-    pub(super) fn terms(&self) -> JobLimits {
+    pub(super) fn limits(&self) -> JobLimits {
         let budget = &self.job.budget;
         JobLimits {
             usd: budget.usd,
@@ -464,7 +464,7 @@ impl PreparedJob {
                 OutputFormat::Openai => "jsonl".into(),
             },
             usd_per_hour: self.job.budget.usd_per_hour,
-            terms: self.terms(),
+            terms: self.limits(),
         })
     }
 

@@ -221,7 +221,7 @@ impl Watched {
             format!("{first} to {last}")
         };
         let begun = |shard: &u32| self.seen.as_ref().is_some_and(|seen| seen.is_begun(*shard));
-        mend(ledger, due.iter().copied().filter(begun).collect()).await?;
+        void_lost(ledger, due.iter().copied().filter(begun).collect()).await?;
         means.enqueuer.send(ledger, &due).await?;
         self.sent.sent(&due);
         println!(
@@ -235,9 +235,9 @@ impl Watched {
 
 /// Reopens finished rows of these shards whose data is lost, since the worker that gets the shard
 /// could not publish it.
-async fn mend(ledger: &Ledger, shards: Vec<u32>) -> Result<(), Failure> {
+async fn void_lost(ledger: &Ledger, shards: Vec<u32>) -> Result<(), Failure> {
     let mut mended = futures::stream::iter(shards)
-        .map(|shard| ledger.mend(shard))
+        .map(|shard| ledger.void_lost(shard))
         .buffered(SHARDS_AT_ONCE);
     while let Some(voided) = mended.try_next().await? {
         for voided in voided {

@@ -143,7 +143,7 @@ async fn next(ledger: &Ledger, max_tokens: Option<u32>) -> Result<Option<Generat
 
 /// Stops of the earlier generation do not apply, but a reached limit stops the workers again.
 async fn warn_of_limits(ledger: &Ledger) -> Result<(), Failure> {
-    let terms = ledger.terms(&ledger.control().await?);
+    let terms = ledger.limits(&ledger.control().await?);
     if Used::of(ledger).await?.reached(&terms).is_some() {
         eprintln!(
             "gristmill: budget or deadline of job `{}` is reached: `gristmill extend {}` first, or its workers stop again",

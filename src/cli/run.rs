@@ -87,7 +87,7 @@ pub(super) async fn run(args: RunArgs) -> Result<Exit, Failure> {
         }
     }
     // A closing job continues until its unfinished rows are rows of the output.
-    let held = follow_file(&ledger, &prepared.terms(), args.quiet).await?;
+    let held = follow_file(&ledger, &prepared.limits(), args.quiet).await?;
     let why = match held.filter(|held| !held.closes) {
         Some(held) => Some(Why::from(held.why)),
         None => {

@@ -57,7 +57,7 @@ pub(super) async fn status(args: OutputArgs) -> Result<Exit, Failure> {
         println!("{line}");
     }
     if status.state != State::Finished {
-        let (terms, used) = (ledger.terms(&control), Used::with(&ledger, status.seconds));
+        let (terms, used) = (ledger.limits(&control), Used::with(&ledger, status.seconds));
         for line in limit_lines(&terms, control.limits_from(), &used) {
             println!("{line}");
         }
@@ -67,7 +67,7 @@ pub(super) async fn status(args: OutputArgs) -> Result<Exit, Failure> {
 
 /// The `--json` object of a job.
 fn as_json(ledger: &Ledger, status: &Status, summary: &Summary, control: &Control) -> Result<Value, serde_json::Error> {
-    let (terms, used) = (ledger.terms(control), Used::with(ledger, status.seconds));
+    let (terms, used) = (ledger.limits(control), Used::with(ledger, status.seconds));
     let mut json = serde_json::to_value(summary)?;
     json["id"] = serde_json::to_value(&status.job)?;
     json["state"] = serde_json::to_value(status.state)?;

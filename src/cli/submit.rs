@@ -154,7 +154,7 @@ async fn ended(ledger: &Ledger, prepared: &PreparedJob) -> Result<Option<Ended>,
         let rows = RowCounts::of(success.rows, &success.tally);
         return Ok(Some(Ended::Finished(Exit::of_rows(&rows))));
     }
-    let held = follow_file(ledger, &prepared.terms(), false).await?;
+    let held = follow_file(ledger, &prepared.limits(), false).await?;
     Ok(held.map(|held| Ended::Stopped(held.why)))
 }
 

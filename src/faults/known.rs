@@ -301,7 +301,10 @@ mod tests {
             device.submit(request(0, row, &[row as u32])).unwrap();
             device.submit(request(1, row, &[ERROR_ID, row as u32])).unwrap();
         }
-        assert!(matches!(device.submit(request(0, 99, &[])), Err(RequestError::EmptyPrompt)));
+        assert!(matches!(
+            device.submit(request(0, 99, &[])),
+            Err(RequestError::EmptyPrompt)
+        ));
         device.cancel(0, &|row| row >= 4);
         let done = drain(&mut device);
         assert_eq!(done.iter().filter(|f| f.id.job == 0).count(), 4);

@@ -7,7 +7,7 @@ use super::check::{FieldError, bad, check_length, text};
 use super::file::QueueFile;
 use super::suggest;
 use crate::queue::QueueUrl;
-use crate::queue::properties::{OF_JOB_FILES, Owner, accepts, is_secret, owner};
+use crate::queue::properties::{JOB_FILE_ALLOWED, Owner, accepts, is_secret, owner};
 
 /// Maximum number of client properties.
 const PROPERTIES_MAX: usize = 256;
@@ -61,7 +61,7 @@ fn check_owner(field: &str, name: &str) -> Result<(), FieldError> {
         Owner::Operator(why) => (why, String::new()),
         Owner::Unlisted => (
             "is not one of the properties that a job file may set",
-            suggest(name, OF_JOB_FILES.iter().copied()),
+            suggest(name, JOB_FILE_ALLOWED.iter().copied()),
         ),
     };
     // No variable exists for a property with a `_` in its name, and a variable that ends in `_FILE`

@@ -35,7 +35,7 @@ impl Ledger {
         }
         let mut cleaned = Cleaned::default();
         for generation in 0..=newest.generation() {
-            let ledger = newest.back_to(generation);
+            let ledger = newest.at_generation(generation);
             if !dry_run {
                 let mark = CleanedMark {
                     v: VERSION,

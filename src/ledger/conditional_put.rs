@@ -8,7 +8,7 @@ use object_store::{ObjectStoreExt, PutMode, PutOptions, UpdateVersion};
 
 use super::error::{LedgerError, Result};
 use super::keys::TMP;
-use super::store::{Created, Look, MAX_OBJECT_BYTES, ObjectVersion, Store};
+use super::store::{Created, MAX_OBJECT_BYTES, ObjectVersion, Precheck, Store};
 use super::store_error_kind::{StoreErrorKind, store_error_kind};
 
 /// The file below `tmp/` that is locked around check and rename in a local folder. It is never
@@ -28,7 +28,7 @@ impl Store {
         key: &str,
         was: &ObjectVersion,
         bytes: Bytes,
-        look: Look<'_>,
+        look: Precheck<'_>,
     ) -> Result<Created> {
         let mut last = None;
         for round in 0..self.shared.retry.tries {
@@ -170,7 +170,7 @@ mod tests {
         };
         for place in [local, memory] {
             let store = Store::new(&place).unwrap();
-            let look: Look = &|| Box::pin(async { Ok(()) });
+            let look: Precheck = &|| Box::pin(async { Ok(()) });
             store.create("part", Bytes::from("first")).await.unwrap();
             let (_, read) = store.get_versioned("part", MAX_OBJECT_BYTES).await.unwrap().unwrap();
             let put =

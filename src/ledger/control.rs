@@ -39,22 +39,25 @@ impl Ledger {
     }
 
     /// The limits that hold: those of the job, overridden by each `Extend` in turn.
-    pub fn terms(&self, control: &Control) -> JobLimits {
-        extended(self.job().terms(), control.orders())
+    pub fn limits(&self, control: &Control) -> JobLimits {
+        extended(self.job().limits(), control.orders())
     }
 
     /// The limits that hold now. Reads all orders again: one request per order and one more.
     pub async fn terms_now(&self) -> Result<JobLimits> {
-        Ok(self.terms(&self.control().await?))
+        Ok(self.limits(&self.control().await?))
     }
 
     /// The limits of the job file, as of the last time `run` or `submit` found them changed.
-    pub fn terms_of_file(&self, control: &Control) -> JobLimits {
+    pub fn limits_of_file(&self, control: &Control) -> JobLimits {
         let by_file = |order: &JobCommand| matches!(order, JobCommand::Extend(extend) if extend.from == Some(LimitsFrom::JobFile));
         let last = control.orders().iter().rposition(by_file);
         // The limits of a changed file hold as a whole, so the limits right after that order are
         // the file's.
-        extended(self.job().terms(), &control.orders()[..last.map_or(0, |last| last + 1)])
+        extended(
+            self.job().limits(),
+            &control.orders()[..last.map_or(0, |last| last + 1)],
+        )
     }
 }
 
@@ -154,7 +157,7 @@ impl Control {
 
     /// The order that replaces the limits that hold by `wanted`.
     pub fn extend_to(&self, wanted: &JobLimits, from: Option<LimitsFrom>) -> JobCommand {
-        let holds = self.ledger.terms(self);
+        let holds = self.ledger.limits(self);
         let price = Price {
             usd_per_hour: wanted.usd_per_hour,
         };

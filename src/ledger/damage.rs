@@ -42,7 +42,7 @@ impl std::fmt::Display for Voided {
 
 impl Ledger {
     /// Reads all data objects of an uncommitted shard, and opens the rows of lost objects again.
-    pub async fn mend(&self, shard: u32) -> Result<Vec<Voided>> {
+    pub async fn void_lost(&self, shard: u32) -> Result<Vec<Voided>> {
         match self.mend_log(shard).await {
             // The shard may have been published and cleaned while it was read.
             Err(LedgerError::Damaged { .. }) if self.is_committed(shard).await? => Ok(Vec::new()),
@@ -57,7 +57,7 @@ impl Ledger {
                 log.suspects.insert(index, damage);
             }
         }
-        log.mend().await
+        log.void_lost().await
     }
 }
 
@@ -105,7 +105,7 @@ impl ShardLog {
     }
 
     /// Reads the suspected data objects again, and voids the records whose data is lost.
-    pub(super) async fn mend(&mut self) -> Result<Vec<Voided>> {
+    pub(super) async fn void_lost(&mut self) -> Result<Vec<Voided>> {
         self.settle().await?;
         self.confirm_suspects().await?;
         // The data objects of a committed shard may have been cleaned away.
@@ -185,7 +185,7 @@ impl ShardLog {
             Ok(mut log) => {
                 let counting = indices.into_iter().map(|index| (index, Damage::Differs));
                 log.suspects.extend(counting);
-                log.mend().await
+                log.void_lost().await
             }
             Err(error) => Err(error),
         };

@@ -43,7 +43,7 @@ impl Ledger {
     pub async fn failures(&self) -> Result<Failures> {
         let mut newest: BTreeMap<u32, Commit> = BTreeMap::new();
         for generation in 0..=self.generation() {
-            let ledger = self.back_to(generation);
+            let ledger = self.at_generation(generation);
             let mut blocks = std::pin::pin!(ledger.committed().await?);
             while let Some((commits, _)) = blocks.try_next().await? {
                 newest.extend(commits.into_iter().map(|commit| (commit.shard, commit)));

@@ -249,7 +249,7 @@ impl Ledger {
                 Some((_, version)) => self.store().conditional_put(SUCCESS, version, bytes, &look).await?,
             };
             if put == Created::Ours {
-                self.note_result();
+                self.mark_result_written();
                 return Ok(success);
             }
             // Another worker was first. If its result is of this generation, it is the result of

@@ -36,7 +36,7 @@ const FILE: OFlags = OFlags::NOFOLLOW.union(OFlags::NONBLOCK).union(OFlags::CLOE
 
 /// A file type that must not be read or written.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum Odd {
+pub(super) enum IrregularFile {
     #[error("`{}` is a symbolic link", .0.display())]
     Link(PathBuf),
     #[error("`{}` is no regular file", .0.display())]
@@ -211,7 +211,7 @@ impl Folder {
     }
 
     /// The objects and the folders directly in the folder at `location`.
-    fn look_into(&self, location: &Path) -> Result<(Vec<ObjectMeta>, Vec<Path>)> {
+    fn list_folder(&self, location: &Path) -> Result<(Vec<ObjectMeta>, Vec<Path>)> {
         let (mut objects, mut folders) = (Vec::new(), Vec::new());
         for (name, stat) in self.names(location)? {
             let key = match location.as_ref() {
@@ -235,7 +235,7 @@ impl Folder {
                 let text = format!("folders are nested deeper than {DEPTH_MAX}");
                 return Err(failed(IoError::new(ErrorKind::InvalidFilename, text), &self.root));
             }
-            let (objects, folders) = self.look_into(&folder)?;
+            let (objects, folders) = self.list_folder(&folder)?;
             found.extend(objects);
             open.extend(folders.into_iter().map(|folder| (folder, depth + 1)));
         }
@@ -286,7 +286,7 @@ impl Folder {
             .stat()?
             .is_some_and(|stat| FileType::from_raw_mode(stat.st_mode).is_symlink())
         {
-            return Err(odd(Odd::Link(to.path)));
+            return Err(irregular(IrregularFile::Link(to.path)));
         }
         rustix::fs::renameat(&from.folder, &from.name, &to.folder, &to.name)
             .map_err(|error| failed(error.into(), &to.path))?;
@@ -320,7 +320,7 @@ impl Place {
         match FileType::from_raw_mode(stat.st_mode) {
             FileType::RegularFile => Ok((File::from(file), stat)),
             FileType::Directory => Err(failed(IoError::new(ErrorKind::NotFound, "it is a folder"), &self.path)),
-            _ => Err(odd(Odd::Special(self.path.clone()))),
+            _ => Err(irregular(IrregularFile::Special(self.path.clone()))),
         }
     }
 
@@ -349,9 +349,9 @@ impl Place {
         let exclusive = error.kind() == ErrorKind::AlreadyExists;
         match self.stat() {
             Ok(Some(stat)) if !exclusive => match FileType::from_raw_mode(stat.st_mode) {
-                FileType::Symlink => odd(Odd::Link(self.path.clone())),
+                FileType::Symlink => irregular(IrregularFile::Link(self.path.clone())),
                 FileType::RegularFile | FileType::Directory => failed(error, &self.path),
-                _ => odd(Odd::Special(self.path.clone())),
+                _ => irregular(IrregularFile::Special(self.path.clone())),
             },
             _ => failed(error, &self.path),
         }
@@ -417,7 +417,7 @@ impl ObjectStore for Folder {
 
     async fn list_with_delimiter(&self, prefix: Option<&Path>) -> Result<ListResult> {
         let prefix = prefix.unwrap_or(&self.prefix).clone();
-        let (objects, common_prefixes) = self.blocking(move |folder| folder.look_into(&prefix)).await?;
+        let (objects, common_prefixes) = self.blocking(move |folder| folder.list_folder(&prefix)).await?;
         Ok(ListResult {
             common_prefixes,
             objects,
@@ -491,7 +491,7 @@ fn generic(source: IoError) -> Error {
     }
 }
 
-fn odd(what: Odd) -> Error {
+fn irregular(what: IrregularFile) -> Error {
     Error::Generic {
         store: "LocalFileSystem",
         source: what.into(),

@@ -39,7 +39,7 @@ impl Ledger {
     /// The ledger of the same job at another generation. An unknown generation is an error, because
     /// the number may come from a message.
     pub async fn at(&self, generation: u32) -> Result<Ledger> {
-        let mut ledger = self.back_to(generation.min(self.generation()));
+        let mut ledger = self.at_generation(generation.min(self.generation()));
         while ledger.generation() < generation {
             ledger = ledger.next().await?.ok_or_else(|| {
                 let name = &self.job().name;
@@ -151,7 +151,7 @@ impl Ledger {
             // Another process began a retry, most likely of the same rows.
             Created::Theirs(bytes) => self.whole(decode(self.store(), &key, &bytes)?).await?,
         };
-        let next = newest.followed_by(record, &key)?;
+        let next = newest.with_next_generation(record, &key)?;
         next.check_raises_to(max_tokens)?;
         Ok(Some(next))
     }
@@ -170,19 +170,19 @@ impl Ledger {
     }
 
     /// This ledger at an earlier generation.
-    pub(super) fn back_to(&self, generation: u32) -> Ledger {
+    pub(super) fn at_generation(&self, generation: u32) -> Ledger {
         self.with(self.inner.generations[..generation as usize].to_vec())
     }
 
     async fn next(&self) -> Result<Option<Ledger>> {
         let key = self.keys().generation(self.generation() + 1);
         match read::<Generation>(self.store(), &key).await? {
-            Some(record) => self.followed_by(self.whole(record).await?, &key).map(Some),
+            Some(record) => self.with_next_generation(self.whole(record).await?, &key).map(Some),
             None => Ok(None),
         }
     }
 
-    fn followed_by(&self, record: Generation, key: &str) -> Result<Ledger> {
+    fn with_next_generation(&self, record: Generation, key: &str) -> Result<Ledger> {
         let foreign = |retried: &RetriedShard| !retried.rows.difference(&self.all_rows(retried.shard)).is_empty();
         if record.job != self.job().job
             || record.generation != self.generation() + 1
@@ -241,7 +241,9 @@ impl Ledger {
 
     /// The newest earlier generation that has rows of the shard.
     pub(super) fn before(&self, shard: u32) -> Option<Ledger> {
-        let earlier = (0..self.generation()).rev().map(|generation| self.back_to(generation));
+        let earlier = (0..self.generation())
+            .rev()
+            .map(|generation| self.at_generation(generation));
         earlier.into_iter().find(|ledger| !ledger.rows_to_do(shard).is_empty())
     }
 
@@ -297,7 +299,7 @@ impl Ledger {
         let mut left = want;
         let mut out = Rows::new();
         for generation in (0..=self.generation()).rev() {
-            let ledger = self.back_to(generation);
+            let ledger = self.at_generation(generation);
             let mine = ledger.rows_to_do(shard).intersection(&left);
             if mine.is_empty() {
                 continue;
@@ -352,7 +354,7 @@ impl Ledger {
         let bytes = self.store().get(&commit.part.name, MAX_OBJECT_BYTES).await?;
         let bytes = bytes.ok_or_else(|| damaged("is missing, though it was committed"))?;
         let is_next = || {
-            self.held(shard, &bytes)
+            self.read_part(shard, &bytes)
                 .is_ok_and(|held| held.generation > self.generation())
         };
         if sha256(&bytes) != commit.part.sha256 && !is_next() {
@@ -381,7 +383,7 @@ impl Ledger {
     pub(super) async fn standing_commits(&self) -> Result<Vec<Commit>> {
         let mut newest: Vec<Option<Commit>> = vec![None; self.job().shards.len()];
         for generation in 0..=self.generation() {
-            let ledger = self.back_to(generation);
+            let ledger = self.at_generation(generation);
             let mut digests = futures::stream::iter(ledger.blocks())
                 .map(|block| {
                     let ledger = ledger.clone();

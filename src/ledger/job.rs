@@ -126,7 +126,7 @@ impl JobRecord {
     }
 
     /// The limits that the job began with.
-    pub fn terms(&self) -> JobLimits {
+    pub fn limits(&self) -> JobLimits {
         JobLimits {
             usd_per_hour: self.usd_per_hour,
             ..self.terms

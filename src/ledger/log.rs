@@ -95,7 +95,7 @@ impl Ledger {
             return Ok(ShardState::Committed(Box::new(commit)));
         }
         let opened = match ShardLog::load_listed(self, shard, &found).await {
-            Ok(mut log) if !log.suspects.is_empty() => log.mend().await.map(|_| log),
+            Ok(mut log) if !log.suspects.is_empty() => log.void_lost().await.map(|_| log),
             loaded => loaded,
         };
         match opened {

@@ -88,7 +88,7 @@ struct Inner {
     /// Commits that this process wrote or found when it published, by shard, until their block is
     /// closed.
     commits: Mutex<BTreeMap<u32, Commit>>,
-    /// Whether this process has written the result of this generation and `takes_result` has not
+    /// Whether this process has written the result of this generation and `take_wrote_result` has not
     /// been called since: see `told.rs`.
     has_result: AtomicBool,
 }

@@ -23,7 +23,7 @@ const BATCH_ROWS: usize = 8192;
 
 /// Generation and counts of a part.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Held {
+pub(super) struct PartContents {
     pub generation: u32,
     /// Counts over the whole part.
     pub tally: Tally,
@@ -33,13 +33,13 @@ pub(super) struct Held {
 
 impl Ledger {
     /// Reads `bytes` as the part of `shard`. The text of an error follows "it" or a name.
-    pub(super) fn held(&self, shard: u32, bytes: &Bytes) -> Result<Held, String> {
+    pub(super) fn read_part(&self, shard: u32, bytes: &Bytes) -> Result<PartContents, String> {
         let generation = match self.job().part_extension.as_str() {
             "jsonl" => lines_generation(bytes),
             _ => self.parquet_generation(shard, bytes)?,
         };
         let (tally, to_do) = self.held_rows(shard, bytes)?;
-        Ok(Held {
+        Ok(PartContents {
             generation,
             tally,
             to_do,

@@ -15,7 +15,7 @@ use super::error::{LedgerError, Result};
 use super::keys::sha256;
 use super::lines;
 use super::log::{Counted, ShardLog};
-use super::part::{Held, mark_lines};
+use super::part::{PartContents, mark_lines};
 use super::record::{Commit, DataObject, Tally, VERSION, decode, encode, read};
 use super::rowset::RowSet;
 use super::store::{Created, MAX_OBJECT_BYTES};
@@ -178,7 +178,7 @@ impl ShardLog {
             });
             sum.map_err(|why| damaged(&why))
         };
-        let held = Held {
+        let held = PartContents {
             generation: ledger.generation(),
             tally: count(&ledger.all_rows(shard))?,
             to_do: count(self.rows_to_do())?,
@@ -201,10 +201,10 @@ impl ShardLog {
 
     /// Puts the part, then creates the commit that names it. `held`: generation and counts of
     /// `bytes`.
-    async fn commit(&self, bytes: Bytes, held: Held) -> Result<Commit> {
+    async fn commit(&self, bytes: Bytes, held: PartContents) -> Result<Commit> {
         let (ledger, shard) = (&self.ledger, self.shard);
         let late = part_after_commit();
-        let ours = Standing {
+        let ours = CurrentPart {
             part: self.described(&bytes),
             etag: None,
             held,
@@ -271,7 +271,7 @@ impl ShardLog {
     /// Puts the part unless one of this generation exists, and returns the part at the key. `None`:
     /// the part is of a later generation, so this shard was committed long ago. `ours` describes
     /// `bytes`.
-    async fn put_part(&self, bytes: Bytes, ours: Standing) -> Result<Option<Standing>> {
+    async fn put_part(&self, bytes: Bytes, ours: CurrentPart) -> Result<Option<CurrentPart>> {
         let (ledger, name) = (&self.ledger, &ours.part.name);
         // Checked before each try, because a worker that was paused meanwhile may find another
         // job's folder.
@@ -286,7 +286,7 @@ impl ShardLog {
                 let put = ledger.store().create_after(name, bytes.clone(), &look).await?;
                 if put.created == Created::Ours {
                     let etag = put.etag;
-                    return Ok(Some(Standing { etag, ..ours }));
+                    return Ok(Some(CurrentPart { etag, ..ours }));
                 }
             }
             let Some((found, version)) = ledger.store().get_versioned(name, MAX_OBJECT_BYTES).await? else {
@@ -295,7 +295,7 @@ impl ShardLog {
                 continue;
             };
             if found == bytes {
-                return Ok(Some(Standing {
+                return Ok(Some(CurrentPart {
                     etag: version.etag,
                     ..ours
                 }));
@@ -303,7 +303,7 @@ impl ShardLog {
             let part = self.described(&found);
             if previous.as_ref().is_none_or(|previous| previous.part != part) {
                 let held = ledger
-                    .held(self.shard, &found)
+                    .read_part(self.shard, &found)
                     .map_err(|why| self.foreign(name, &why))?;
                 match held.generation.cmp(&ledger.generation()) {
                     Ordering::Greater => return Ok(None),
@@ -311,7 +311,7 @@ impl ShardLog {
                     // computed other rows.
                     Ordering::Equal => {
                         let etag = version.etag;
-                        return Ok(Some(Standing { part, etag, held }));
+                        return Ok(Some(CurrentPart { part, etag, held }));
                     }
                     Ordering::Less => {
                         return Err(LedgerError::damaged(format!(
@@ -341,17 +341,17 @@ impl ShardLog {
 /// Result of assembling a part.
 pub(super) enum Assembled {
     /// The bytes of the part, with its generation and counts.
-    Part(Bytes, Held),
+    Part(Bytes, PartContents),
     /// Indices of the records whose data is lost.
     Damaged(Vec<u32>),
 }
 
 /// The part at a shard's key, of the generation that is being published.
 #[derive(Debug, Clone)]
-struct Standing {
+struct CurrentPart {
     part: DataObject,
     etag: Option<String>,
-    held: Held,
+    held: PartContents,
 }
 
 /// A fault test may end the process between the puts of part and commit, in either order.

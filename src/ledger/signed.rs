@@ -14,7 +14,7 @@ use super::error::{LedgerError, Result};
 use super::keys::JOB;
 use super::record::{Record, encode};
 use super::store::Store;
-use crate::signing::What;
+use crate::signing::Purpose;
 
 impl Ledger {
     /// Encodes a record and signs it for its place, `key`. Without a signing key this fails for a
@@ -34,15 +34,15 @@ impl Ledger {
 }
 
 impl Store {
-    /// Signs the `bytes` of a record for `key` of this output. Without a signing key, returns them
+    /// Heartbeats the `bytes` of a record for `key` of this output. Without a signing key, returns them
     /// unchanged.
     pub(super) fn sign(&self, key: &str, bytes: Bytes) -> Bytes {
-        self.signing.sign(What::Record, &self.signed_place(key), bytes)
+        self.signing.sign(Purpose::Record, &self.signed_place(key), bytes)
     }
 
     /// Checks that the record in `bytes` was signed for `key` of this output.
     pub(super) fn check_signature(&self, key: &str, bytes: &[u8]) -> Result<()> {
-        let Err(why) = self.signing.check(What::Record, &self.signed_place(key), bytes) else {
+        let Err(why) = self.signing.check(Purpose::Record, &self.signed_place(key), bytes) else {
             return Ok(());
         };
         let remedy = match key {

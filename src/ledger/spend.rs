@@ -56,7 +56,7 @@ impl Spent {
 
 /// The spendings of all other workers, as far as one worker needs them for its budget.
 #[derive(Debug, Clone, Default)]
-pub struct Others {
+pub struct OtherSpendings {
     by_worker: BTreeMap<String, Known>,
     /// The newest time that the store has stamped on a spending, as of the last listing.
     now: Option<DateTime<Utc>>,
@@ -80,7 +80,7 @@ impl Known {
     }
 }
 
-impl Others {
+impl OtherSpendings {
     /// Updates from a listing of all spendings except that of `me`. The job was created at
     /// `created`.
     fn list(&mut self, me: &str, created: DateTime<Utc>, found: Vec<(String, Listed)>) {
@@ -109,8 +109,8 @@ impl Others {
 
     /// Upper bound of the device seconds of all other workers now, `since` after the last listing:
     /// a worker spends at most one device second per second. Workers that are not
-    /// [live](Others::live) have spent nothing since their last write.
-    pub fn most_seconds(&self, window: Duration, since: Duration) -> f64 {
+    /// [live](OtherSpendings::live) have spent nothing since their last write.
+    pub fn max_device_seconds(&self, window: Duration, since: Duration) -> f64 {
         let more = |known: &Known| match (self.now, self.is_live(known, window), known.is_changed()) {
             (Some(now), true, _) => seconds(now - known.at) + since.as_secs_f64(),
             (_, _, true) => seconds(known.listed.modified - known.at),
@@ -147,15 +147,15 @@ impl Others {
 
 /// When each worker wrote its spending last, by the store's clock.
 #[derive(Debug, Clone, Default)]
-pub struct Signs {
+pub struct Heartbeats {
     /// The newest write time. Right after a spending was written, this is the current time.
     pub now: Option<DateTime<Utc>>,
     by_worker: BTreeMap<String, DateTime<Utc>>,
 }
 
-impl Signs {
-    pub fn new(now: Option<DateTime<Utc>>, signs: impl IntoIterator<Item = (String, DateTime<Utc>)>) -> Signs {
-        Signs {
+impl Heartbeats {
+    pub fn new(now: Option<DateTime<Utc>>, signs: impl IntoIterator<Item = (String, DateTime<Utc>)>) -> Heartbeats {
+        Heartbeats {
             now,
             by_worker: signs.into_iter().collect(),
         }
@@ -198,14 +198,14 @@ impl Ledger {
     }
 
     /// Lists the spendings to find those that have changed. One listing.
-    pub async fn list_spends(&self, me: &str, others: &mut Others) -> Result<()> {
+    pub async fn list_spends(&self, me: &str, others: &mut OtherSpendings) -> Result<()> {
         let found = self.listed_spends().await?;
         others.list(me, self.created_at(), found);
         Ok(())
     }
 
     /// Reads the spendings that have changed, concurrently.
-    pub async fn read_changed_spends(&self, others: &mut Others) -> Result<()> {
+    pub async fn read_changed_spends(&self, others: &mut OtherSpendings) -> Result<()> {
         let changed = others.by_worker.iter().filter(|(_, known)| known.is_changed());
         let changed: Vec<String> = changed.map(|(worker, _)| worker.clone()).collect();
         for spend in self.read_spends(changed.into_iter()).await? {
@@ -222,10 +222,10 @@ impl Ledger {
     }
 
     /// Write times of all spendings, which show that their workers live. One listing.
-    pub async fn signs_of_life(&self) -> Result<Signs> {
+    pub async fn signs_of_life(&self) -> Result<Heartbeats> {
         let found = self.listed_spends().await?;
         let now = found.iter().map(|(_, listed)| listed.modified).max();
-        Ok(Signs::new(
+        Ok(Heartbeats::new(
             now,
             found.into_iter().map(|(worker, listed)| (worker, listed.modified)),
         ))

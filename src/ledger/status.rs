@@ -125,7 +125,7 @@ impl Ledger {
     }
 
     /// As [`Ledger::status`], without listing the parts: all are assumed to exist.
-    pub async fn glance(&self) -> Result<Status> {
+    pub async fn quick_status(&self) -> Result<Status> {
         self.status_but_for(Vec::new(), Utc::now()).await
     }
 
@@ -175,7 +175,7 @@ impl Ledger {
             Some(StopWhy::InputChanged) => State::InputChanged,
         };
         status.seconds = self.spent().await?.device_seconds();
-        status.usd = dollars(status.seconds, self.terms(&control).usd_per_hour);
+        status.usd = dollars(status.seconds, self.limits(&control).usd_per_hour);
         let uncommitted = self.add_committed(&mut status).await?;
         let lost = without_part
             .into_iter()

@@ -73,10 +73,10 @@ pub enum Created {
 }
 
 /// Called before each try of a put. An error cancels the put.
-pub(super) type Look<'a> = &'a (dyn Fn() -> BoxFuture<'a, Result<()>> + Send + Sync);
+pub(super) type Precheck<'a> = &'a (dyn Fn() -> BoxFuture<'a, Result<()>> + Send + Sync);
 
 /// Result of a create.
-pub(super) struct Stood {
+pub(super) struct CreateResult {
     pub created: Created,
     /// ETag of the object at the key, if known.
     pub etag: Option<String>,
@@ -246,12 +246,12 @@ impl Store {
     /// After an error the outcome is unknown: the bytes may still appear. Call again with the same
     /// bytes.
     pub async fn create(&self, key: &str, bytes: Bytes) -> Result<Created> {
-        let nothing: Look = &|| Box::pin(async { Ok(()) });
+        let nothing: Precheck = &|| Box::pin(async { Ok(()) });
         Ok(self.create_after(key, bytes, nothing).await?.created)
     }
 
     /// As [`Store::create`], with the ETag of the object at `key`. Calls `look` before each try.
-    pub(super) async fn create_after(&self, key: &str, bytes: Bytes, look: Look<'_>) -> Result<Stood> {
+    pub(super) async fn create_after(&self, key: &str, bytes: Bytes, look: Precheck<'_>) -> Result<CreateResult> {
         let mut last = None;
         for round in 0..self.shared.retry.tries {
             self.pause(round).await;
@@ -259,13 +259,13 @@ impl Store {
             let error = match self.put_if_absent(key, &bytes).await {
                 Ok(etag) => {
                     let created = Created::Ours;
-                    return Ok(Stood { created, etag });
+                    return Ok(CreateResult { created, etag });
                 }
                 Err(error) => error,
             };
             if exists_is_success() && matches!(error, object_store::Error::AlreadyExists { .. }) {
                 let (created, etag) = (Created::Ours, None);
-                return Ok(Stood { created, etag });
+                return Ok(CreateResult { created, etag });
             }
             // The read-back alone decides, whatever the error says.
             match self.get_versioned(key, MAX_OBJECT_BYTES).await? {
@@ -277,7 +277,7 @@ impl Store {
                         Created::Theirs(found)
                     };
                     let etag = version.etag;
-                    return Ok(Stood { created, etag });
+                    return Ok(CreateResult { created, etag });
                 }
                 None => match store_error_kind(&error) {
                     StoreErrorKind::Lasting(why) => return Err(self.lasting(key, "writing", why, &error)),

@@ -1,6 +1,6 @@
 //! Classifies the errors of a store: missing object, retryable, or in need of a person.
 
-use super::folder::Odd;
+use super::folder::IrregularFile;
 use crate::dataset::credentials::NoCredentials;
 use crate::dataset::store_error::{chain, found};
 
@@ -40,13 +40,13 @@ pub(super) fn store_error_kind(error: &object_store::Error) -> StoreErrorKind {
         }
         _ => {}
     }
-    match found::<Odd>(error) {
-        Some(Odd::Link(_)) => {
+    match found::<IrregularFile>(error) {
+        Some(IrregularFile::Link(_)) => {
             return StoreErrorKind::Lasting(
                 "symbolic links below an output are not followed: use a real file or folder, or link the whole output",
             );
         }
-        Some(Odd::Special(_)) => {
+        Some(IrregularFile::Special(_)) => {
             return StoreErrorKind::Lasting("what lies there was not written by gristmill: remove it");
         }
         None => {}

@@ -28,12 +28,12 @@ impl Record for ToldMark {
 }
 
 impl Ledger {
-    pub(super) fn note_result(&self) {
+    pub(super) fn mark_result_written(&self) {
         self.inner.has_result.store(true, Release);
     }
 
     /// Whether this process has written the result of the generation since the last call.
-    pub fn takes_result(&self) -> bool {
+    pub fn take_wrote_result(&self) -> bool {
         self.inner.has_result.swap(false, AcqRel)
     }
 

@@ -120,7 +120,7 @@ impl Ledger {
     async fn newest_commits(&self, out: &mut Verified) -> Result<BTreeMap<u32, Option<Commit>>> {
         let mut newest = BTreeMap::new();
         for generation in 0..=self.generation() {
-            let ledger = self.back_to(generation);
+            let ledger = self.at_generation(generation);
             let closed = ledger.closed_blocks().await?;
             let mut blocks = futures::stream::iter(ledger.blocks())
                 .map(|block| {

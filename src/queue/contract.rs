@@ -208,7 +208,7 @@ impl Checker {
         for hops in 0..=HOPS_MAX {
             let delivery = receive(queue).await;
             assert_eq!((delivery.message.shard, delivery.hops), (0, hops));
-            let sent = queue.pass_on(&delivery).await.expect("pass on works");
+            let sent = queue.forward(&delivery).await.expect("pass on works");
             assert_eq!(sent, hops < HOPS_MAX);
         }
         self.expect_nothing(queue).await;

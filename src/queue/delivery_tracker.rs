@@ -165,7 +165,7 @@ impl<T> DeliveryTracker<T> {
 
     /// Extends all leases by the time in which the process itself was stopped: the worker could not
     /// extend.
-    pub(super) fn grant(&self, time: Duration) {
+    pub(super) fn extend_leases(&self, time: Duration) {
         for out in self.state().out.values_mut() {
             out.until += time;
         }
@@ -374,7 +374,7 @@ impl<T: Clone + Send + 'static> Queue for Brokered<T> {
         Ok(())
     }
 
-    async fn pass_on(&self, delivery: &Delivery) -> Result<bool, QueueError> {
+    async fn forward(&self, delivery: &Delivery) -> Result<bool, QueueError> {
         let again = delivery.hops < HOPS_MAX;
         let mut sent = false;
         self.tracker.answer(delivery.receipt, |item| {
@@ -393,7 +393,7 @@ impl<T: Clone + Send + 'static> Queue for Brokered<T> {
         Ok(sent)
     }
 
-    async fn put_off(&self, delivery: &Delivery) -> Result<(), QueueError> {
+    async fn requeue_last(&self, delivery: &Delivery) -> Result<(), QueueError> {
         self.tracker.answer(delivery.receipt, |item| {
             let ReceivedMessage { token, body, hops, .. } = item;
             Disposition::Republish(Republish { token, body, hops })

@@ -21,7 +21,7 @@ pub(crate) enum Handling {
 
 /// Decides, and logs why a message is not delivered. `place` names the queue and the position in
 /// it.
-pub(crate) fn handling(body: &[u8], hops: u32, place: &str, signing: &Signing) -> Handling {
+pub(crate) fn classify(body: &[u8], hops: u32, place: &str, signing: &Signing) -> Handling {
     match Message::decode(body) {
         Ok(message) => match Message::check_signature(body, signing) {
             Ok(()) => Handling::Deliver(message),
@@ -106,11 +106,11 @@ mod tests {
             Signing::with(KEY).unwrap(),
             Signing::with(&KEY.replace('0', "x")).unwrap(),
         );
-        let handling = |body: &[u8], hops| handling(body, hops, "here", &signing);
+        let classified = |body: &[u8], hops| classify(body, hops, "here", &signing);
         let message = Message::new("j", "memory:///o", 2, 1);
         let signed = message.encode_signed(&signing).unwrap();
         assert_eq!(
-            handling(&signed, HOPS_MAX),
+            classified(&signed, HOPS_MAX),
             Handling::Deliver(message.clone()),
             "hops are not signed"
         );
@@ -120,26 +120,26 @@ mod tests {
             message.encode_signed(&other).unwrap(),
             altered.into_bytes(),
         ] {
-            assert_eq!(handling(&unsigned, 0), Handling::PassOn(1));
-            assert_eq!(handling(&unsigned, HOPS_MAX), Handling::Drop);
+            assert_eq!(classified(&unsigned, 0), Handling::PassOn(1));
+            assert_eq!(classified(&unsigned, HOPS_MAX), Handling::Drop);
         }
     }
 
     #[test]
     fn newer_messages_go_on_a_few_times_and_foreign_ones_are_dropped() {
         let newer = br#"{"v":9,"x":1}"#;
-        let handling = |body: &[u8], hops, place| handling(body, hops, place, &Signing::default());
-        assert_eq!(handling(newer, 0, "here"), Handling::PassOn(1));
-        assert_eq!(handling(newer, HOPS_MAX, "here"), Handling::Drop);
-        assert_eq!(handling(b"\xffnot json\x07", 0, "here"), Handling::Drop);
+        let classified = |body: &[u8], hops, place| classify(body, hops, place, &Signing::default());
+        assert_eq!(classified(newer, 0, "here"), Handling::PassOn(1));
+        assert_eq!(classified(newer, HOPS_MAX, "here"), Handling::Drop);
+        assert_eq!(classified(b"\xffnot json\x07", 0, "here"), Handling::Drop);
         let message = Message::new("j", "memory:///o", 0, 1);
         assert_eq!(
-            handling(&message.encode().unwrap(), 3, "here"),
+            classified(&message.encode().unwrap(), 3, "here"),
             Handling::Deliver(message.clone())
         );
         let signed = message.encode_signed(&Signing::with(KEY).unwrap()).unwrap();
         assert_eq!(
-            handling(&signed, 0, "here"),
+            classified(&signed, 0, "here"),
             Handling::Deliver(message),
             "signed, and no key here"
         );

@@ -146,7 +146,7 @@ impl Queue for LocalQueue {
         Ok(())
     }
 
-    async fn pass_on(&self, delivery: &Delivery) -> Result<bool, QueueError> {
+    async fn forward(&self, delivery: &Delivery) -> Result<bool, QueueError> {
         let taken = self.shared.state().out.remove(&delivery.receipt);
         let Some(Waiting { message, hops, .. }) = taken.filter(|waiting| waiting.hops < HOPS_MAX) else {
             return Ok(false);
@@ -155,7 +155,7 @@ impl Queue for LocalQueue {
         Ok(true)
     }
 
-    async fn put_off(&self, delivery: &Delivery) -> Result<(), QueueError> {
+    async fn requeue_last(&self, delivery: &Delivery) -> Result<(), QueueError> {
         let taken = self.shared.state().out.remove(&delivery.receipt);
         if let Some(Waiting { message, hops, .. }) = taken {
             self.shared.push(message, hops);

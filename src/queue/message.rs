@@ -6,7 +6,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::QueueError;
-use crate::signing::{Signing, Unsigned, What};
+use crate::signing::{Purpose, Signing, Unsigned};
 
 /// Version of the messages written by this gristmill.
 pub const MESSAGE_VERSION: u32 = 1;
@@ -56,7 +56,7 @@ impl Message {
 
     /// Encodes the message as [`Message::encode`] does, and signs it where a key is set.
     pub(crate) fn encode_signed(&self, signing: &Signing) -> Result<Vec<u8>, QueueError> {
-        let bytes = signing.sign(What::Message, ANY_QUEUE, self.encode()?.into());
+        let bytes = signing.sign(Purpose::Message, ANY_QUEUE, self.encode()?.into());
         if bytes.len() > MESSAGE_BYTES_MAX {
             // Every reader would reject a longer message.
             Err(QueueError::Malformed {
@@ -69,7 +69,7 @@ impl Message {
 
     /// Checks that one of the keys signed `bytes` as a message.
     pub(crate) fn check_signature(bytes: &[u8], signing: &Signing) -> Result<(), Unsigned> {
-        signing.check(What::Message, ANY_QUEUE, bytes)
+        signing.check(Purpose::Message, ANY_QUEUE, bytes)
     }
 
     /// Decodes the bytes that a broker delivered. A newer version has its own error: leave that

@@ -173,11 +173,11 @@ pub trait Queue: Send + Sync {
     /// The message is for another kind of worker: sends it again with one hop more, and
     /// acknowledges this delivery. After [`HOPS_MAX`] hops it is only acknowledged and left to
     /// `reconcile`. Returns whether the message was sent again.
-    async fn pass_on(&self, delivery: &Delivery) -> Result<bool, QueueError>;
+    async fn forward(&self, delivery: &Delivery) -> Result<bool, QueueError>;
 
     /// Defers the message behind all others: sends it again at the end of the queue with the same
     /// number of hops, and acknowledges this delivery. Harmless after an answer.
-    async fn put_off(&self, delivery: &Delivery) -> Result<(), QueueError>;
+    async fn requeue_last(&self, delivery: &Delivery) -> Result<(), QueueError>;
 
     /// Waits until deliveries must be given up (see [`Recall`]). Never returns for queues that
     /// recall nothing.

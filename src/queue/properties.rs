@@ -5,7 +5,7 @@
 
 /// Properties that gristmill alone sets, with the reason: its guarantee depends on them, or the
 /// address gives them.
-pub(crate) const OURS: &[(&str, &str)] = &[
+pub(crate) const RESERVED: &[(&str, &str)] = &[
     ("bootstrap.servers", "name the brokers in the address"),
     ("metadata.broker.list", "name the brokers in the address"),
     ("group.id", "name the group in the address: `?group=…`"),
@@ -47,7 +47,7 @@ pub(crate) const ALIASES: &[(&str, &str)] = &[
 /// how a broker is trusted, or allow gigabytes of memory (`receive.message.max.bytes`) or an
 /// endless wait (`delivery.timeout.ms`: 0). Unlisted properties, such as those of later librdkafka
 /// versions, are left to the operator.
-pub(crate) const OF_JOB_FILES: &[&str] = &[
+pub(crate) const JOB_FILE_ALLOWED: &[&str] = &[
     "batch.num.messages",
     "batch.size",
     "broker.address.family",
@@ -126,10 +126,10 @@ pub(crate) enum Owner {
 
 /// Who may set the property of this name.
 pub(crate) fn owner(property: &str) -> Owner {
-    if let Some((_, why)) = OURS.iter().find(|(ours, _)| *ours == property) {
+    if let Some((_, why)) = RESERVED.iter().find(|(ours, _)| *ours == property) {
         return Owner::Nobody(why);
     }
-    if OF_JOB_FILES.contains(&one_name(property)) {
+    if JOB_FILE_ALLOWED.contains(&one_name(property)) {
         return Owner::JobFile;
     }
     if LOAD_CODE.contains(&property) {
@@ -193,7 +193,7 @@ mod tests {
 
     #[test]
     fn job_files_tune_and_do_nothing_else() {
-        for name in OF_JOB_FILES {
+        for name in JOB_FILE_ALLOWED {
             // `?` is an invalid number, switch and keyword: librdkafka rejects it for every known
             // property but plain texts.
             let native = rdkafka::ClientConfig::new().set(*name, "?").create_native_config();
@@ -231,7 +231,7 @@ mod tests {
             .filter(|name| !name.is_empty())
             .map(|name| name.trim_matches('`'))
             .collect();
-        assert_eq!(listed, OF_JOB_FILES);
+        assert_eq!(listed, JOB_FILE_ALLOWED);
     }
 
     #[test]
@@ -267,7 +267,7 @@ mod tests {
         ] {
             assert_eq!(owner(name), Owner::Unlisted, "{name}");
         }
-        for (name, _) in OURS {
+        for (name, _) in RESERVED {
             assert!(matches!(owner(name), Owner::Nobody(_)), "{name}");
         }
     }

@@ -45,8 +45,8 @@ impl Publisher {
     /// Returns the existing topic or queue without creating one; `None` where there is none.
     pub async fn look(&self) -> Result<Option<Prepared>, QueueError> {
         match &self.0 {
-            Broker::Kafka(publisher) => publisher.look().await,
-            Broker::RabbitMq(publisher) => publisher.look().await,
+            Broker::Kafka(publisher) => publisher.find_existing().await,
+            Broker::RabbitMq(publisher) => publisher.find_existing().await,
         }
     }
 

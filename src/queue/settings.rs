@@ -139,7 +139,7 @@ impl Resolved {
             .ca_file
             .clone()
             .or_else(|| environment.get("GRISTMILL_QUEUE_CA_FILE").map(PathBuf::from));
-        let given = Given {
+        let given = Credentials {
             user: settings
                 .user
                 .clone()
@@ -156,7 +156,7 @@ impl Resolved {
         {
             Servers::of(&environment)?.admit(url, &what)?;
         }
-        let Given { user, password, kafka } = given;
+        let Credentials { user, password, kafka } = given;
         let (user, password) = (url_user.or(user), url_password.or(password));
         let mut scrub = Scrub::default();
         scrub.hide(password.as_ref().map(Secret::reveal));
@@ -208,13 +208,13 @@ impl Resolved {
 }
 
 /// User, password and properties that do not come from the address.
-struct Given {
+struct Credentials {
     user: Option<String>,
     password: Option<Secret>,
     kafka: BTreeMap<String, String>,
 }
 
-impl Given {
+impl Credentials {
     /// Names a setting among these that authenticates us to the broker, if there is one.
     fn credential(&self, url: &QueueUrl) -> Option<String> {
         if self.password.is_some() {

@@ -133,7 +133,7 @@ async fn enforce(worker: &Worker, job: &OpenJob, budget: &mut Budget) -> anyhow:
         Some(why) if job.state() == JobState::Going => {
             let order = JobCommand::Stop {
                 why,
-                close: budget.terms().unfinished == Unfinished::Expire,
+                close: budget.limits().unfinished == Unfinished::Expire,
                 note: (why == StopWhy::Budget).then(|| budget.bill(job.device_seconds())),
             };
             job.order_stop(order).await

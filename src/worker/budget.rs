@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use crate::ledger::spend::Others;
+use crate::ledger::spend::OtherSpendings;
 use crate::ledger::spend::dollars;
 use crate::ledger::{JobLimits, Ledger, Result, StopWhy};
 use crate::report::cost::show_dollars;
@@ -22,7 +22,7 @@ pub struct Budget {
     terms: JobLimits,
     /// Spendings of other workers. Kept between looks, so that unchanged records are not read
     /// again.
-    others: Others,
+    others: OtherSpendings,
     /// The job's age at the last look, by the store's clock, and the instant of that look.
     looked: Option<(Duration, Instant)>,
 }
@@ -34,12 +34,12 @@ impl Budget {
             me: me.to_string(),
             interval,
             terms: JobLimits::default(),
-            others: Others::default(),
+            others: OtherSpendings::default(),
             looked: None,
         }
     }
 
-    pub fn terms(&self) -> &JobLimits {
+    pub fn limits(&self) -> &JobLimits {
         &self.terms
     }
 
@@ -94,7 +94,7 @@ impl Budget {
     fn seconds(&self, own_seconds: f64) -> (f64, f64) {
         let window = LIVE_INTERVALS * self.interval;
         let known = self.others.known_seconds();
-        let not_written = self.others.most_seconds(window, self.since()) - known;
+        let not_written = self.others.max_device_seconds(window, self.since()) - known;
         let to_come = f64::from(self.others.live(window)) * self.interval.as_secs_f64();
         (known + own_seconds, not_written + to_come)
     }

@@ -5,7 +5,7 @@
 use chrono::TimeDelta;
 
 use crate::ledger::attempts::{AttemptView, Fate};
-use crate::ledger::spend::Signs;
+use crate::ledger::spend::Heartbeats;
 use crate::worker::process::Seen;
 
 /// Log intervals without a sign of life after which a worker on another machine counts as dead, and
@@ -16,7 +16,7 @@ const STILL_SECONDS_MIN: f64 = 60.0;
 const SIGNS_EVERY: f64 = 60.0;
 
 /// The fate of `attempt`, whose worker showed `signs` of life; `see` looks for its process.
-pub(super) fn fate(attempt: &AttemptView, signs: &Signs, see: impl Fn(&str) -> Seen) -> Fate {
+pub(super) fn fate(attempt: &AttemptView, signs: &Heartbeats, see: impl Fn(&str) -> Seen) -> Fate {
     match attempt.process.as_deref().map_or(Seen::Elsewhere, see) {
         Seen::Here => Fate::Open,
         Seen::Gone => Fate::Dead,
@@ -65,18 +65,18 @@ mod tests {
 
     #[test]
     fn what_the_operating_system_says_beats_all_timestamps() {
-        let signs = Signs::new(Some(at(100_000)), []);
+        let signs = Heartbeats::new(Some(at(100_000)), []);
         let of = |seen| fate(&attempt(Some("p"), None), &signs, |_| seen);
         assert_eq!(of(Seen::Here), Fate::Open, "paused for a day, it is no death");
         assert_eq!(of(Seen::Elsewhere), Fate::Dead);
-        let signs = Signs::new(Some(at(1_000)), []);
+        let signs = Heartbeats::new(Some(at(1_000)), []);
         assert_eq!(fate(&attempt(Some("p"), None), &signs, |_| Seen::Gone), Fate::Dead);
     }
 
     #[test]
     fn elsewhere_a_worker_is_dead_when_it_has_written_nothing_for_long() {
         let of = |every, now, sign: Option<i64>| {
-            let signs = Signs::new(Some(at(now)), sign.map(|sign| ("w".to_string(), at(sign))));
+            let signs = Heartbeats::new(Some(at(now)), sign.map(|sign| ("w".to_string(), at(sign))));
             fate(&attempt(None, every), &signs, |_| unreachable!("it has no process"))
         };
         assert_eq!(of(Some(60.0), 1_300, None), Fate::Fresh);

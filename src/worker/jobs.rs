@@ -250,8 +250,8 @@ impl OpenJob {
             changed
         });
         match control {
-            Some(control) => self.ledger.terms(control),
-            None => self.ledger.job().terms(),
+            Some(control) => self.ledger.limits(control),
+            None => self.ledger.job().limits(),
         }
     }
 

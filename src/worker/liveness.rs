@@ -1,4 +1,4 @@
-//! Signs of life for the supervisor that restarts hanging workers: a file that is touched, or a
+//! Heartbeats of life for the supervisor that restarts hanging workers: a file that is touched, or a
 //! port that answers.
 
 use std::net::{Ipv4Addr, SocketAddr};

@@ -301,7 +301,7 @@ pub fn pass_on_later(queue: Arc<dyn Queue>, delivery: Arc<Delivery>) {
     let span = spans::of_message(&delivery.message);
     let passing = async move {
         tokio::time::sleep(pass_on_pause(delivery.hops)).await;
-        match queue.pass_on(&delivery).await {
+        match queue.forward(&delivery).await {
             Ok(true) => {}
             Ok(false) => tracing::warn!(
                 "shard {} of `{}` is left to `gristmill reconcile`: no worker here could use it",

@@ -149,7 +149,7 @@ impl Openings {
             .any(|place| opener.worker.troubles.holds(*place, &message.output));
         let (on_their_way, most) = (self.tasks.len(), opener.bounds.aside);
         if is_failing && on_their_way >= most || on_their_way >= 2 * most {
-            opener.worker.queue.put_off(&delivery).await?;
+            opener.worker.queue.requeue_last(&delivery).await?;
             return Ok(Taken::PutOff);
         }
         let delivery = Arc::new(delivery);
@@ -198,7 +198,7 @@ impl Openings {
                 tokio::time::sleep(took.saturating_mul(TRY_SHARE).min(TRY_PAUSE_MAX)).await;
                 Ok(opened.in_hand.is_wanted().then_some(opened))
             } else {
-                opener.put_off(opened.in_hand.answer()).await
+                opener.requeue_last(opened.in_hand.answer()).await
             }
         };
         self.tasks.spawn(waiting.instrument(span));
@@ -209,7 +209,7 @@ impl Openings {
     pub(super) async fn hold_up(&mut self, opened: Opened) -> anyhow::Result<()> {
         let bounds = self.opener.bounds;
         if !bounds.allow(self.tasks.len(), opened.since) {
-            return self.opener.put_off(opened.in_hand.answer()).await.map(drop);
+            return self.opener.requeue_last(opened.in_hand.answer()).await.map(drop);
         }
         self.tasks.spawn(async move {
             tokio::time::sleep(bounds.held_up).await;
@@ -272,7 +272,7 @@ impl Opener {
                 Err(error) => error,
             };
             if !self.backoff(Where::Output, &output, error, &mut pauses).await? {
-                return self.put_off(vec![delivery]).await;
+                return self.requeue_last(vec![delivery]).await;
             }
         };
         spans::name_job(&job);
@@ -318,7 +318,7 @@ impl Opener {
                 return self.leave(&job, in_hand, &error).await.map(|()| None);
             }
             if !self.backoff(Where::Output, &output, error, &mut pauses).await? {
-                return self.put_off(in_hand.answer()).await;
+                return self.requeue_last(in_hand.answer()).await;
             }
             if !in_hand.is_wanted() {
                 return Ok(None);
@@ -397,9 +397,9 @@ impl Opener {
         Ok(pauses.waited() < self.bounds.aside_time)
     }
 
-    async fn put_off(&self, deliveries: Vec<Arc<Delivery>>) -> anyhow::Result<Option<Opened>> {
+    async fn requeue_last(&self, deliveries: Vec<Arc<Delivery>>) -> anyhow::Result<Option<Opened>> {
         for delivery in deliveries {
-            self.worker.queue.put_off(&delivery).await?;
+            self.worker.queue.requeue_last(&delivery).await?;
         }
         Ok(None)
     }
@@ -493,7 +493,7 @@ mod tests {
     struct Counting {
         queue: LocalQueue,
         extended: AtomicUsize,
-        put_off: AtomicUsize,
+        requeue_last: AtomicUsize,
     }
 
     #[async_trait]
@@ -511,12 +511,12 @@ mod tests {
         async fn give_back(&self, delivery: &Delivery) -> Result<(), QueueError> {
             self.queue.give_back(delivery).await
         }
-        async fn pass_on(&self, delivery: &Delivery) -> Result<bool, QueueError> {
-            self.queue.pass_on(delivery).await
+        async fn forward(&self, delivery: &Delivery) -> Result<bool, QueueError> {
+            self.queue.forward(delivery).await
         }
-        async fn put_off(&self, delivery: &Delivery) -> Result<(), QueueError> {
-            self.put_off.fetch_add(1, Ordering::SeqCst);
-            self.queue.put_off(delivery).await
+        async fn requeue_last(&self, delivery: &Delivery) -> Result<(), QueueError> {
+            self.requeue_last.fetch_add(1, Ordering::SeqCst);
+            self.queue.requeue_last(delivery).await
         }
         async fn recalled(&self) -> Recall {
             self.queue.recalled().await
@@ -599,7 +599,7 @@ mod tests {
                 let taken = openings.take(received(&queue).await).await.unwrap();
                 assert_eq!(matches!(taken, Taken::PutOff), number >= most, "{is_failing} {number}");
             }
-            assert_eq!(queue.put_off.load(Ordering::SeqCst), 6 - most);
+            assert_eq!(queue.requeue_last.load(Ordering::SeqCst), 6 - most);
             assert_eq!(queue.queue.unacknowledged(), 6, "none is dropped");
         }
     }

@@ -222,7 +222,7 @@ async fn a_committed_shard_needs_its_data_no_more() {
         lose(&output, &ledger, 0, Loss::Gone).await;
         assert!(other.append(&finished(&rows(0..6), "b")).await.unwrap().is_empty());
         other.publish(maker(extension)).await.unwrap();
-        assert!(ledger.mend(0).await.unwrap().is_empty());
+        assert!(ledger.void_lost(0).await.unwrap().is_empty());
         assert!(matches!(ledger.shard(0).await.unwrap(), ShardState::Committed(_)));
         assert_eq!(failed(&ledger).await, RowSet::from_rows([1, 3, 5]), "{extension}");
         let retry = ledger.newest().await.unwrap();
@@ -256,7 +256,7 @@ async fn a_loss_is_voided_once_and_seen_by_all_in_one_order() {
     let mut writer = open_shard(&ledger, 0).await;
     writer.append(&finished(&rows(0..2), "a")).await.unwrap();
     lose(&output, &ledger, 0, Loss::Gone).await;
-    let (one, two) = (ledger.mend(0).await.unwrap(), ledger.mend(0).await.unwrap());
+    let (one, two) = (ledger.void_lost(0).await.unwrap(), ledger.void_lost(0).await.unwrap());
     assert_eq!((one.len(), two.len()), (1, 0));
     assert_eq!(one[0].rows, 2);
     // It has the bytes still, but the rows are open to all.

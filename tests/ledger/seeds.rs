@@ -164,7 +164,7 @@ async fn work(ledger: Ledger, author: u64, mut shards: Vec<u32>, asked: &Asked) 
 /// Why rows may not run any more, and whether they are to be closed; orders a stop where the budget is used up.
 async fn stopped(ledger: &Ledger, name: &str, seconds: f64, asked: &Asked) -> Result<Option<(StopWhy, bool)>> {
     let mut control = ledger.control().await?;
-    let terms = ledger.terms(&control);
+    let terms = ledger.limits(&control);
     if control.stopped().is_none() && terms.usd.is_some() {
         ledger.write_spend(name, seconds, false).await?;
         let spent = ledger.spent().await?.device_seconds();

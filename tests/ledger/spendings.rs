@@ -45,7 +45,7 @@ async fn requests_a_worker(workers: usize, terms: JobLimits, spent_each: f64) ->
         }
     }
     let counts = faulty.counts.lock().unwrap().clone();
-    println!("{workers} workers, {:?} dollars: {counts:?}", budget.terms().usd);
+    println!("{workers} workers, {:?} dollars: {counts:?}", budget.limits().usd);
     counts
 }
 

@@ -129,7 +129,7 @@ async fn an_exchange_follows_neither_its_lock_nor_its_target() {
     store.create("part", Bytes::from("first")).await.unwrap();
     let (_, read) = store.get_versioned("part", MAX_OBJECT_BYTES).await.unwrap().unwrap();
     scene.link("_gristmill/tmp/lock", "outside/new");
-    let look: crate::ledger::store::Look = &|| Box::pin(async { Ok(()) });
+    let look: crate::ledger::store::Precheck = &|| Box::pin(async { Ok(()) });
     assert_link(
         store.conditional_put("part", &read, Bytes::from("second"), look).await,
         "lock",
@@ -184,7 +184,7 @@ async fn pipes_and_folders_in_place_of_files_are_refused_at_once() {
     }
     store.create("whole", Bytes::from("first")).await.unwrap();
     let (_, read) = store.get_versioned("whole", MAX_OBJECT_BYTES).await.unwrap().unwrap();
-    let look: crate::ledger::store::Look = &|| Box::pin(async { Ok(()) });
+    let look: crate::ledger::store::Precheck = &|| Box::pin(async { Ok(()) });
     let error = store
         .conditional_put("whole", &read, Bytes::from("x"), look)
         .await

@@ -5,14 +5,14 @@ use rdkafka::error::KafkaError;
 
 use crate::queue::QueueError;
 use crate::queue::address::KafkaUrl;
-use crate::queue::properties::OURS;
+use crate::queue::properties::RESERVED;
 use crate::queue::settings::Resolved;
 
 /// Properties that consumer and producer share: brokers, gristmill's defaults, TLS and SASL. Fails
-/// on a property of `OURS`.
+/// on a property of `RESERVED`.
 fn common(url: &KafkaUrl, resolved: &Resolved) -> Result<ClientConfig, QueueError> {
     for name in resolved.kafka.keys() {
-        if let Some((_, why)) = OURS.iter().find(|(ours, _)| ours == name) {
+        if let Some((_, why)) = RESERVED.iter().find(|(ours, _)| ours == name) {
             return Err(QueueError::Settings {
                 what: format!("the Kafka property `{name}` cannot be set: {why}"),
             });
@@ -164,7 +164,7 @@ mod tests {
             producer(&url, &ok).unwrap().get("allow.auto.create.topics"),
             Some("false")
         );
-        for (name, _) in OURS {
+        for (name, _) in RESERVED {
             let (url, bad) = resolved(&[(name, "x")]);
             assert!(
                 matches!(consumer(&url, &bad), Err(QueueError::Settings { .. })),

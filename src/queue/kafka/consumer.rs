@@ -11,7 +11,7 @@ use tokio::sync::oneshot;
 
 use super::config;
 use super::group::Group;
-use super::publisher::{Topic, first_look, look};
+use super::publisher::{Topic, fetch_topic, wait_for_metadata};
 use super::trouble::{Kind, Trouble, denied, kind};
 use crate::queue::QueueError;
 use crate::queue::address::KafkaUrl;
@@ -47,7 +47,7 @@ enum Mode {
     Member,
     /// Not a member: the worker had stopped making progress at this `progress_count`. A higher
     /// count makes us rejoin.
-    LetGo {
+    LeftGroup {
         progress_count: u64,
     },
 }
@@ -99,7 +99,7 @@ fn open<'a>(url: &'a KafkaUrl, resolved: &Resolved, group: Group) -> Result<Poll
         last_turn: now,
         next_check: now,
     };
-    let looked = first_look(poller.consumer.client(), url, || {
+    let looked = wait_for_metadata(poller.consumer.client(), url, || {
         // Serves the events that carry errors: the most telling one may be queued behind many
         // others.
         while poller.consumer.poll(EVENT_WAIT).is_some() {}
@@ -123,10 +123,10 @@ impl PollThread<'_> {
         let now = Instant::now();
         let stood = now - self.last_turn;
         if stood > STANDSTILL {
-            self.group().tracker.grant(stood);
+            self.group().tracker.extend_leases(stood);
         }
         self.last_turn = now;
-        self.group().settle();
+        self.group().process_answers();
         if now - self.last_commit >= COMMIT_EVERY {
             self.last_commit = now;
             self.group().commit(&self.consumer, None, CommitMode::Async);
@@ -148,7 +148,7 @@ impl PollThread<'_> {
         let trouble = match polled {
             None => None,
             Some(Ok(message)) => {
-                self.group().take_in(&message);
+                self.group().handle_message(&message);
                 None
             }
             Some(Err(error)) => Some(error),
@@ -168,20 +168,20 @@ impl PollThread<'_> {
                     self.address
                 );
                 let progress_count = self.group().tracker.progress_count();
-                self.group().settle();
+                self.group().process_answers();
                 self.group().commit(&self.consumer, None, CommitMode::Async);
                 self.group().forget_all("its worker has stopped making progress");
                 self.leave();
-                self.mode = Mode::LetGo { progress_count };
+                self.mode = Mode::LeftGroup { progress_count };
             }
             Mode::Member if (self.outage.is_down() || self.group().tracker.is_denied()) && now >= self.next_check => {
                 self.next_check = now + LOOK_EVERY;
-                if look(self.consumer.client(), &self.url.topic).is_ok() {
+                if fetch_topic(self.consumer.client(), &self.url.topic).is_ok() {
                     self.outage.up();
                     self.forgive();
                 }
             }
-            Mode::LetGo { progress_count } if self.group().tracker.progress_count() > progress_count => {
+            Mode::LeftGroup { progress_count } if self.group().tracker.progress_count() > progress_count => {
                 tracing::info!(
                     queue = %self.address,
                     "{}: the worker makes progress again; rejoining the consumer group",
@@ -189,7 +189,7 @@ impl PollThread<'_> {
                 );
                 self.join();
             }
-            Mode::Waiting { next_look, .. } if now >= next_look => self.look(now),
+            Mode::Waiting { next_look, .. } if now >= next_look => self.fetch_topic(now),
             _ => {}
         }
     }
@@ -208,11 +208,11 @@ impl PollThread<'_> {
     }
 
     /// Asks the broker for the missing topic.
-    fn look(&mut self, now: Instant) {
+    fn fetch_topic(&mut self, now: Instant) {
         if let Mode::Waiting { next_look, .. } = &mut self.mode {
             *next_look = now + LOOK_EVERY;
         }
-        match look(self.consumer.client(), &self.url.topic) {
+        match fetch_topic(self.consumer.client(), &self.url.topic) {
             Ok(topic) => self.found(topic),
             Err(code) if kind(code) == Kind::Denied => self.deny(denied(&self.address, code)),
             Err(code) => match self.group().listener.take() {
@@ -295,7 +295,7 @@ impl PollThread<'_> {
             }
             Kind::Away if is_member && code == Code::AllBrokersDown && !self.outage.is_down() => {
                 // Idle connections close too, so ask the broker once before reporting an outage.
-                if let Err(code) = look(self.consumer.client(), &self.url.topic) {
+                if let Err(code) = fetch_topic(self.consumer.client(), &self.url.topic) {
                     let why = self
                         .group()
                         .listener
@@ -311,7 +311,7 @@ impl PollThread<'_> {
 
     /// Commits finished messages and leaves the group.
     fn close(self) {
-        self.group().settle();
+        self.group().process_answers();
         self.group().set_leaving(true);
         if !self.outage.is_down() && matches!(self.mode, Mode::Member) {
             self.group().commit(&self.consumer, None, CommitMode::Sync);

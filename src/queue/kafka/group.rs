@@ -139,12 +139,12 @@ impl Group {
     }
 
     /// Handles a polled message.
-    pub(super) fn take_in(&self, message: &BorrowedMessage<'_>) {
+    pub(super) fn handle_message(&self, message: &BorrowedMessage<'_>) {
         // A consumer that gets messages has access (again).
         self.tracker.set_denied(None);
         let (place, stale) = locked(&self.assignment).delivered(message.partition(), message.offset());
         if let Some(epoch) = stale {
-            self.let_go("its topic was made anew or is read again", |owned| owned.epoch == epoch);
+            self.recall_and_forget("its topic was made anew or is read again", |owned| owned.epoch == epoch);
         }
         let hops = message.headers().and_then(|headers| {
             let mut found = headers.iter().filter(|header| header.key == HOPS_HEADER);
@@ -152,7 +152,7 @@ impl Group {
         });
         let (hops, body) = (hops.unwrap_or(0), message.payload().unwrap_or_default());
         let position = format!("{} partition {} offset {}", self.address, place.partition, place.offset);
-        match foreign::handling(body, hops, &position, &self.signing) {
+        match foreign::classify(body, hops, &position, &self.signing) {
             Handling::Deliver(message) => self.tracker.put(ReceivedMessage {
                 token: place,
                 message,
@@ -175,7 +175,7 @@ impl Group {
     }
 
     /// Recalls deliveries without waiting for the worker, and forgets them.
-    fn let_go(&self, why: &'static str, which: impl Fn(&MessagePosition) -> bool) {
+    fn recall_and_forget(&self, why: &'static str, which: impl Fn(&MessagePosition) -> bool) {
         self.tracker.recall(why, |item| which(&item.token));
         self.tracker.forget(which);
     }
@@ -183,7 +183,7 @@ impl Group {
     /// Drops all partitions with their offsets and deliveries.
     pub(super) fn forget_all(&self, why: &'static str) {
         locked(&self.assignment).partitions.clear();
-        self.let_go(why, |_| true);
+        self.recall_and_forget(why, |_| true);
     }
 
     pub(super) fn set_leaving(&self, leaving: bool) {
@@ -197,7 +197,7 @@ impl Group {
     }
 
     /// Handles the worker's answers.
-    pub(super) fn settle(&self) {
+    pub(super) fn process_answers(&self) {
         let mut dispositions = locked(&self.dispositions);
         while let Ok(answer) = dispositions.try_recv() {
             match answer {
@@ -326,12 +326,12 @@ impl Group {
         };
         let deadline = Instant::now() + wait;
         while !recalling.has_ended(&self.tracker) && Instant::now() < deadline {
-            self.settle();
+            self.process_answers();
             self.commit(consumer, Some(partitions), CommitMode::Async);
             std::thread::sleep(REVOKE_STEP);
         }
         if !lost {
-            self.settle();
+            self.process_answers();
             self.commit(consumer, Some(partitions), CommitMode::Sync);
         }
         self.tracker.forget(ours);

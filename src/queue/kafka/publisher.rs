@@ -12,7 +12,7 @@ use rdkafka::message::{Header, OwnedHeaders};
 use rdkafka::producer::{FutureProducer, FutureRecord, Producer};
 
 use super::config;
-use super::trouble::{ErrorListener, Kind, Trouble, at_the_door, denied, kind};
+use super::trouble::{ErrorListener, Kind, Trouble, connect_error, denied, kind};
 use crate::queue::address::KafkaUrl;
 use crate::queue::foreign::HOPS_HEADER;
 use crate::queue::io::IoThread;
@@ -21,7 +21,7 @@ use crate::queue::settings::Resolved;
 use crate::queue::{Message, QueueError};
 
 /// Timeout for the first answer of a broker, and for creating a topic.
-pub(crate) const DOOR_WAIT: Duration = Duration::from_secs(10);
+pub(crate) const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long an unknown host name is retried before it is reported.
 pub(crate) const RESOLVE_WAIT: Duration = Duration::from_secs(3);
 const METADATA_WAIT: Duration = Duration::from_secs(2);
@@ -38,7 +38,7 @@ pub(crate) enum Topic {
 }
 
 /// Requests the topic's metadata once. The error is the code of the request or of the topic.
-pub(crate) fn look<C: rdkafka::ClientContext>(client: &Client<C>, topic: &str) -> Result<Topic, Code> {
+pub(crate) fn fetch_topic<C: rdkafka::ClientContext>(client: &Client<C>, topic: &str) -> Result<Topic, Code> {
     let metadata = client
         .fetch_metadata(Some(topic), METADATA_WAIT)
         .map_err(|error| error.rdkafka_error_code().unwrap_or(Code::Unknown))?;
@@ -58,7 +58,7 @@ pub(crate) fn look<C: rdkafka::ClientContext>(client: &Client<C>, topic: &str) -
 
 /// Requests the topic's metadata until a broker answers or refuses, or the timeout expires. `heard`
 /// returns the error that librdkafka has reported since its last call.
-pub(crate) fn first_look<C: rdkafka::ClientContext>(
+pub(crate) fn wait_for_metadata<C: rdkafka::ClientContext>(
     client: &Client<C>,
     url: &KafkaUrl,
     heard: impl Fn() -> Option<Trouble>,
@@ -67,7 +67,7 @@ pub(crate) fn first_look<C: rdkafka::ClientContext>(
     let start = Instant::now();
     let mut trouble: Option<Trouble> = None;
     loop {
-        let code = match look(client, &url.topic) {
+        let code = match fetch_topic(client, &url.topic) {
             Ok(topic) => return Ok(topic),
             Err(code) => code,
         };
@@ -83,10 +83,10 @@ pub(crate) fn first_look<C: rdkafka::ClientContext>(
         let wait = match trouble.as_ref().map(|trouble| trouble.kind) {
             Some(Kind::Denied) => Duration::ZERO,
             Some(Kind::UnknownHost) => RESOLVE_WAIT,
-            _ => DOOR_WAIT,
+            _ => CONNECT_TIMEOUT,
         };
         if start.elapsed() >= wait {
-            return Err(at_the_door(trouble, &address));
+            return Err(connect_error(trouble, &address));
         }
     }
 }
@@ -125,12 +125,15 @@ impl KafkaPublisher {
     /// Creates a publisher and waits for an answer of the broker.
     pub(crate) async fn open(url: &KafkaUrl, resolved: &Resolved) -> Result<KafkaPublisher, QueueError> {
         let publisher = KafkaPublisher::new(url, resolved)?;
-        publisher.clone().blocking(|publisher| publisher.first_look()).await?;
+        publisher
+            .clone()
+            .blocking(|publisher| publisher.wait_for_metadata())
+            .await?;
         Ok(publisher)
     }
 
-    fn first_look(&self) -> Result<Topic, QueueError> {
-        let topic = first_look(self.producer.client(), &self.url, || self.listener.take())?;
+    fn wait_for_metadata(&self) -> Result<Topic, QueueError> {
+        let topic = wait_for_metadata(self.producer.client(), &self.url, || self.listener.take())?;
         if let Topic::Partitions(n) = topic {
             self.partitions.store(n, Ordering::SeqCst);
         }
@@ -149,8 +152,8 @@ impl KafkaPublisher {
     }
 
     /// Returns the existing topic, if there is one.
-    pub(crate) async fn look(&self) -> Result<Option<Prepared>, QueueError> {
-        let found = self.clone().blocking(|publisher| publisher.first_look()).await?;
+    pub(crate) async fn find_existing(&self) -> Result<Option<Prepared>, QueueError> {
+        let found = self.clone().blocking(|publisher| publisher.wait_for_metadata()).await?;
         Ok(match found {
             Topic::Partitions(n) => Some(Prepared {
                 created: false,
@@ -162,7 +165,7 @@ impl KafkaPublisher {
 
     /// Creates the topic if it does not exist.
     pub(crate) async fn prepare(&self, messages: u64) -> Result<Prepared, QueueError> {
-        let first = self.clone().blocking(|publisher| publisher.first_look()).await?;
+        let first = self.clone().blocking(|publisher| publisher.wait_for_metadata()).await?;
         if let Topic::Partitions(n) = first {
             if let Some(asked) = self.url.partitions.filter(|&asked| asked > n) {
                 tracing::warn!(
@@ -201,8 +204,8 @@ impl KafkaPublisher {
         // A replication factor of -1 selects the broker's default.
         let topic = NewTopic::new(&self.url.topic, partitions, TopicReplication::Fixed(-1));
         let options = AdminOptions::new()
-            .request_timeout(Some(DOOR_WAIT))
-            .operation_timeout(Some(DOOR_WAIT));
+            .request_timeout(Some(CONNECT_TIMEOUT))
+            .operation_timeout(Some(CONNECT_TIMEOUT));
         let unavailable = |why: String| QueueError::Unavailable {
             why: format!("{address}: cannot create the topic: {}", self.resolved.scrub.line(&why)),
         };
@@ -228,10 +231,10 @@ impl KafkaPublisher {
     fn wait_for_topic(&self) -> Result<u32, QueueError> {
         let start = Instant::now();
         loop {
-            if let Topic::Partitions(n) = self.first_look()? {
+            if let Topic::Partitions(n) = self.wait_for_metadata()? {
                 return Ok(n);
             }
-            if start.elapsed() > DOOR_WAIT {
+            if start.elapsed() > CONNECT_TIMEOUT {
                 return Err(QueueError::Unavailable {
                     why: format!("{}: the new topic does not appear", self.url),
                 });
@@ -243,7 +246,7 @@ impl KafkaPublisher {
     /// Sends the messages and waits until the broker has confirmed all.
     pub(crate) async fn send(&self, messages: &[Message]) -> Result<(), QueueError> {
         if self.partitions.load(Ordering::SeqCst) == 0 {
-            self.clone().blocking(|publisher| publisher.first_look()).await?;
+            self.clone().blocking(|publisher| publisher.wait_for_metadata()).await?;
         }
         for window in messages.chunks(WINDOW) {
             let bodies = window
@@ -287,7 +290,7 @@ impl KafkaPublisher {
             };
         }
         match self.listener.take() {
-            Some(trouble) if trouble.kind == Kind::Denied => at_the_door(Some(trouble), &address),
+            Some(trouble) if trouble.kind == Kind::Denied => connect_error(Some(trouble), &address),
             Some(Trouble { why, .. }) => QueueError::Unavailable {
                 why: format!("{address}: {code}: {why}"),
             },

@@ -124,7 +124,7 @@ impl ClientContext for ErrorListener {
 }
 
 /// The error reported to the caller who opens the queue or sends to it.
-pub(crate) fn at_the_door(trouble: Option<Trouble>, address: &str) -> QueueError {
+pub(crate) fn connect_error(trouble: Option<Trouble>, address: &str) -> QueueError {
     match trouble {
         Some(Trouble {
             kind: Kind::Denied,

@@ -72,9 +72,9 @@ impl RabbitPublisher {
     }
 
     /// Returns the existing queue, if there is one.
-    pub(crate) async fn look(&self) -> Result<Option<Prepared>, QueueError> {
+    pub(crate) async fn find_existing(&self) -> Result<Option<Prepared>, QueueError> {
         let shared = self.shared.clone();
-        let is_there = self.io.run(async move { shared.look().await }).await?;
+        let is_there = self.io.run(async move { shared.find_existing().await }).await?;
         Ok(is_there.then_some(Prepared {
             created: false,
             partitions: None,
@@ -137,7 +137,7 @@ impl Shared {
         Ok(channel)
     }
 
-    async fn look(&self) -> Result<bool, QueueError> {
+    async fn find_existing(&self) -> Result<bool, QueueError> {
         self.channel().await?;
         let link = self.link.lock().await;
         within(&self.url, is_there(self.connected(&link)?, &self.url, &self.resolved)).await

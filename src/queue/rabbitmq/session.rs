@@ -157,13 +157,13 @@ impl Consumer {
     /// Gets one message beyond the prefetch if the worker asks for more while deliveries set aside,
     /// or on their way to other workers, fill the prefetch. Messages that this worker does not ask
     /// for remain for others.
-    async fn feed(&self, session: &mut Session) -> Result<(), End> {
-        let asks = Asks {
+    async fn get_beyond_prefetch(&self, session: &mut Session) -> Result<(), End> {
+        let prefetch = PrefetchState {
             held: session.ackers.len(),
             ready: self.tracker.ready(),
             prefetch: usize::from(self.prefetch()),
         };
-        if !asks.for_one_more() || Instant::now() < session.next_ask {
+        if !prefetch.for_one_more() || Instant::now() < session.next_ask {
             return Ok(());
         }
         let asking = session
@@ -172,7 +172,7 @@ impl Consumer {
         // The request blocks this session, and a broker may accept a request and never answer it.
         let asked = within(&self.url, async { Ok(asking.await) }).await;
         match asked.map_err(End::Broken)? {
-            Ok(Some(got)) => self.take_in(session, got.delivery).await,
+            Ok(Some(got)) => self.handle_message(session, got.delivery).await,
             Ok(None) => {
                 session.next_ask = Instant::now() + ASK_EVERY;
                 Ok(())
@@ -191,9 +191,9 @@ impl Consumer {
                 () = self.tracker.closed_notify.notified() => Err(End::Closed),
                 Some(answer) = self.dispositions.recv() => self.settle(&mut session, answer).await,
                 _ = ticks.tick() => self.tick(&mut session).await,
-                () = self.tracker.starved_notify.notified() => self.feed(&mut session).await,
+                () = self.tracker.starved_notify.notified() => self.get_beyond_prefetch(&mut session).await,
                 delivery = session.stream.next() => match delivery {
-                    Some(Ok(delivery)) => self.take_in(&mut session, delivery).await,
+                    Some(Ok(delivery)) => self.handle_message(&mut session, delivery).await,
                     Some(Err(error)) => Err(self.broken(&session, &error)),
                     None => Err(End::ChannelClosed { why: "the queue was deleted".to_owned() }),
                 },
@@ -227,7 +227,7 @@ impl Consumer {
         }
     }
 
-    async fn take_in(&self, session: &mut Session, delivery: Delivery) -> Result<(), End> {
+    async fn handle_message(&self, session: &mut Session, delivery: Delivery) -> Result<(), End> {
         let token = DeliveryTag {
             session: session.number,
             tag: delivery.delivery_tag,
@@ -244,7 +244,7 @@ impl Consumer {
         let before = u32::try_from(before)
             .unwrap_or(u32::MAX - 1)
             .max(u32::from(delivery.redelivered));
-        match foreign::handling(&delivery.data, hops, &self.url.to_string(), &self.resolved.signing) {
+        match foreign::classify(&delivery.data, hops, &self.url.to_string(), &self.resolved.signing) {
             Handling::Deliver(message) => {
                 self.deliver(session, token, message, delivery.data, before + 1, hops);
                 Ok(())
@@ -437,7 +437,7 @@ impl Consumer {
             return;
         };
         for delivery in rest {
-            if self.take_in(session, delivery).await.is_err() {
+            if self.handle_message(session, delivery).await.is_err() {
                 return;
             }
         }
@@ -482,7 +482,7 @@ impl Consumer {
         let stood = now - session.last_tick;
         session.last_tick = now;
         if stood > STANDSTILL {
-            self.tracker.grant(stood);
+            self.tracker.extend_leases(stood);
         }
         if self.tracker.is_stuck(now) {
             let progress_count = self.tracker.progress_count();
@@ -569,7 +569,7 @@ fn by_hops(republishing: Vec<Republish<DeliveryTag>>) -> BTreeMap<u32, (Vec<Deli
 }
 
 /// Decides whether the queue is asked for a message beyond the prefetch.
-struct Asks {
+struct PrefetchState {
     /// Unacknowledged messages of this channel.
     held: usize,
     /// Messages among them that the worker has not received yet.
@@ -577,7 +577,7 @@ struct Asks {
     prefetch: usize,
 }
 
-impl Asks {
+impl PrefetchState {
     /// Whether the prefetch is full and the worker has received every message.
     fn for_one_more(&self) -> bool {
         self.held >= self.prefetch && self.ready == 0
@@ -604,18 +604,18 @@ mod tests {
 
     #[test]
     fn a_message_beyond_the_prefetch_is_asked_for_where_none_comes_by_itself() {
-        let asks = |held, ready| {
-            let asks = Asks {
+        let prefetch = |held, ready| {
+            let prefetch = PrefetchState {
                 held,
                 ready,
                 prefetch: 4,
             };
-            asks.for_one_more()
+            prefetch.for_one_more()
         };
-        assert!(asks(4, 0) && asks(9, 0));
-        assert!(!asks(3, 0), "the broker sends it by itself");
+        assert!(prefetch(4, 0) && prefetch(9, 0));
+        assert!(!prefetch(3, 0), "the broker sends it by itself");
         assert!(
-            !asks(4, 1) && !asks(9, 2),
+            !prefetch(4, 1) && !prefetch(9, 2),
             "what lies here comes first: others may have the rest"
         );
     }
