@@ -49,11 +49,7 @@ pub(super) async fn worker(args: WorkerArgs) -> Result<Exit, Failure> {
     if let Some(cloud) = args.spot {
         spot::watch(cloud, stop.clone())?;
     }
-    // Prefetched messages that this worker would never start are better left to other workers.
-    let most = args
-        .max_shards
-        .map_or(u32::MAX, |most| u32::try_from(most).unwrap_or(u32::MAX));
-    let target = Target::new(&args.queue, args.kafka.clone(), args.shards_in_flight.min(most.max(1)))?;
+    let target = Target::new(&args.queue, args.kafka.clone(), prefetch(&args))?;
     if args.once && is_missing(&target).await {
         return ended_early(&args, None, &stop);
     }
@@ -111,6 +107,15 @@ pub(super) async fn worker(args: WorkerArgs) -> Result<Exit, Failure> {
     shown.abort();
     telling.end(stop.is_set()).await;
     report(&args, &worker, ended).await
+}
+
+/// Number of messages to prefetch. Those that this worker would never start are better left to
+/// other workers.
+fn prefetch(args: &WorkerArgs) -> u32 {
+    let shards_max = args
+        .max_shards
+        .map_or(u32::MAX, |shards| u32::try_from(shards).unwrap_or(u32::MAX));
+    args.shards_in_flight.min(shards_max.max(1))
 }
 
 /// Warns that the topic or queue does not exist: other workers wait for it, but a `--once` worker
