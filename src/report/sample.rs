@@ -27,7 +27,7 @@ pub fn sample(shards: &[Shard], wanted: u64, job_hash: &str) -> Vec<ShardSample>
     // never.
     let start = match all {
         0 => 0,
-        _ => u128::from(place(job_hash, u64::MAX)) % all,
+        _ => u128::from(rank(job_hash, u64::MAX)) % all,
     };
     let given_before = |row: u64| (u128::from(row) * wanted + start).checked_div(all).unwrap_or(0);
     let of_shard = |(number, shard): (usize, &Shard)| {
@@ -35,7 +35,7 @@ pub fn sample(shards: &[Shard], wanted: u64, job_hash: &str) -> Vec<ShardSample>
         let count = (given_before(rows.end) - given_before(rows.start)) as usize;
         let mut places: Vec<(u64, u64)> = match count {
             0 => return None,
-            _ => rows.map(|row| (place(job_hash, row), row)).collect(),
+            _ => rows.map(|row| (rank(job_hash, row), row)).collect(),
         };
         if count < places.len() {
             places.select_nth_unstable(count);
@@ -50,7 +50,7 @@ pub fn sample(shards: &[Shard], wanted: u64, job_hash: &str) -> Vec<ShardSample>
 }
 
 /// The row's rank key: a shard gives its rows with the lowest keys.
-fn place(job_hash: &str, row: u64) -> u64 {
+fn rank(job_hash: &str, row: u64) -> u64 {
     let digest = Sha256::new_with_prefix(b"gristmill-recheck\0")
         .chain_update(job_hash)
         .chain_update(row.to_le_bytes())

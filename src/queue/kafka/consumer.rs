@@ -26,7 +26,7 @@ const EVENT_WAIT: Duration = Duration::from_millis(10);
 /// Interval between commits.
 const COMMIT_EVERY: Duration = Duration::from_millis(100);
 /// How often a missing topic or an absent broker is tried again.
-const LOOK_EVERY: Duration = Duration::from_secs(2);
+const RETRY_INTERVAL: Duration = Duration::from_secs(2);
 /// A longer gap between two turns means that the whole process was stopped, the worker included.
 const STANDSTILL: Duration = Duration::from_secs(2);
 /// Number of ready messages at which fetching pauses; a message takes a few kilobytes. Pauses must
@@ -39,9 +39,9 @@ const REPUBLISHING_MAX: usize = 4096;
 /// Our membership in the consumer group.
 enum Mode {
     /// Not a member: the topic is missing or no broker answers. Both are checked again at
-    /// `next_look`.
+    /// `next_retry`.
     Waiting {
-        next_look: Instant,
+        next_retry: Instant,
         said_missing: bool,
     },
     Member,
@@ -92,7 +92,7 @@ fn open<'a>(url: &'a KafkaUrl, resolved: &Resolved, group: Group) -> Result<Poll
         consumer,
         outage: Outage::new(url),
         mode: Mode::Waiting {
-            next_look: now,
+            next_retry: now,
             said_missing: false,
         },
         last_commit: now,
@@ -121,9 +121,9 @@ impl PollThread<'_> {
 
     fn turn(&mut self) {
         let now = Instant::now();
-        let stood = now - self.last_turn;
-        if stood > STANDSTILL {
-            self.group().tracker.extend_leases(stood);
+        let stalled = now - self.last_turn;
+        if stalled > STANDSTILL {
+            self.group().tracker.extend_leases(stalled);
         }
         self.last_turn = now;
         self.group().process_answers();
@@ -175,7 +175,7 @@ impl PollThread<'_> {
                 self.mode = Mode::LeftGroup { progress_count };
             }
             Mode::Member if (self.outage.is_down() || self.group().tracker.is_denied()) && now >= self.next_check => {
-                self.next_check = now + LOOK_EVERY;
+                self.next_check = now + RETRY_INTERVAL;
                 if fetch_topic(self.consumer.client(), &self.url.topic).is_ok() {
                     self.outage.up();
                     self.forgive();
@@ -189,7 +189,7 @@ impl PollThread<'_> {
                 );
                 self.join();
             }
-            Mode::Waiting { next_look, .. } if now >= next_look => self.fetch_topic(now),
+            Mode::Waiting { next_retry, .. } if now >= next_retry => self.fetch_topic(now),
             _ => {}
         }
     }
@@ -209,8 +209,8 @@ impl PollThread<'_> {
 
     /// Asks the broker for the missing topic.
     fn fetch_topic(&mut self, now: Instant) {
-        if let Mode::Waiting { next_look, .. } = &mut self.mode {
-            *next_look = now + LOOK_EVERY;
+        if let Mode::Waiting { next_retry, .. } = &mut self.mode {
+            *next_retry = now + RETRY_INTERVAL;
         }
         match fetch_topic(self.consumer.client(), &self.url.topic) {
             Ok(topic) => self.found(topic),
@@ -289,7 +289,7 @@ impl PollThread<'_> {
                 self.group().forget_all("its topic was deleted");
                 self.leave();
                 self.mode = Mode::Waiting {
-                    next_look: Instant::now() + LOOK_EVERY / 4,
+                    next_retry: Instant::now() + RETRY_INTERVAL / 4,
                     said_missing: false,
                 };
             }

@@ -14,11 +14,11 @@ pub(crate) struct Offsets {
     /// One past the last delivered offset; `None` before the first delivery.
     next: Option<i64>,
     /// The first delivered offset.
-    begun: i64,
-    /// The position last returned for a commit; at first equal to `begun`.
-    given: i64,
+    first: i64,
+    /// The position last returned for a commit; at first equal to `first`.
+    last_taken: i64,
     /// Whether the last commit failed.
-    again: bool,
+    last_commit_failed: bool,
 }
 
 impl Offsets {
@@ -31,7 +31,7 @@ impl Offsets {
             *self = Offsets::default();
         }
         if self.next.is_none() {
-            (self.begun, self.given) = (offset, offset);
+            (self.first, self.last_taken) = (offset, offset);
         }
         self.pending.insert(offset);
         self.next = Some(offset + 1);
@@ -51,9 +51,9 @@ impl Offsets {
     /// Returns the position if it has moved since the last call, or if the last commit failed.
     pub(super) fn take_due(&mut self) -> Option<i64> {
         let position = self.position()?;
-        let due = self.again || position > self.given;
-        self.again = false;
-        self.given = position;
+        let due = self.last_commit_failed || position > self.last_taken;
+        self.last_commit_failed = false;
+        self.last_taken = position;
         due.then_some(position)
     }
 
@@ -62,13 +62,13 @@ impl Offsets {
     /// unnoticed.
     pub(super) fn take_last(&mut self) -> Option<i64> {
         let position = self.position()?;
-        self.given = position;
-        (position > self.begun).then_some(position)
+        self.last_taken = position;
+        (position > self.first).then_some(position)
     }
 
     /// Records that a commit failed: the next `take_due` returns the position again.
     pub(super) fn commit_failed(&mut self) {
-        self.again = true;
+        self.last_commit_failed = true;
     }
 }
 

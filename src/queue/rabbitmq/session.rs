@@ -479,10 +479,10 @@ impl Consumer {
     /// Checks the worker's progress and the acknowledgement timeout.
     async fn tick(&self, session: &mut Session) -> Result<(), End> {
         let now = Instant::now();
-        let stood = now - session.last_tick;
+        let stalled = now - session.last_tick;
         session.last_tick = now;
-        if stood > STANDSTILL {
-            self.tracker.extend_leases(stood);
+        if stalled > STANDSTILL {
+            self.tracker.extend_leases(stalled);
         }
         if self.tracker.is_stuck(now) {
             let progress_count = self.tracker.progress_count();
