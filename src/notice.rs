@@ -12,10 +12,10 @@ use base64::prelude::BASE64_STANDARD;
 use serde_json::{Value, json};
 use url::Url;
 
-use crate::dataset::hosts::names_link_local;
-use crate::dataset::store_error::cause;
-use crate::dataset::stores::shown;
-use crate::dataset::web::{poster, refusal};
+use crate::dataset::store::clients::shown;
+use crate::dataset::store::error::cause;
+use crate::dataset::store::hosts::names_link_local;
+use crate::dataset::store::web::{poster, refusal};
 use crate::ledger::{self, Ledger};
 use crate::report::summary::Summary;
 use crate::signing::Signing;

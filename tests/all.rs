@@ -12,6 +12,7 @@ mod changed_inputs;
 mod chat_templates;
 mod commands;
 mod configs;
+mod contract;
 mod cuda_device;
 mod cuda_kernels;
 mod dataset_compressed;

@@ -4,7 +4,7 @@ use std::fs;
 use std::io::Write;
 use std::path::Path;
 
-use gristmill::dataset::compression::{Codec, Compressed};
+use gristmill::dataset::lines::compression::{Codec, Compressed};
 use gristmill::dataset::plan::Format;
 use gristmill::dataset::{DatasetError, InputPlan, ShardReader, plan_inputs};
 use proptest::prelude::*;

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use arrow::array::AsArray;
 use arrow::datatypes::{DataType, Float64Type, Int64Type};
-use gristmill::dataset::csv::{CsvOptions, CsvType};
+use gristmill::dataset::csv::layout::{CsvOptions, CsvType};
 use gristmill::dataset::plan::Format;
 use gristmill::dataset::{DatasetError, PlanRequest, plan_inputs};
 use proptest::prelude::*;

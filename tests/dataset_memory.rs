@@ -7,10 +7,10 @@ use std::sync::Arc;
 
 use arrow::array::*;
 use arrow::datatypes::*;
-use gristmill::dataset::parquet_in::ParquetFile;
-use gristmill::dataset::pinned::PinnedFile;
+use gristmill::dataset::parquet::reader::ParquetFile;
 use gristmill::dataset::plan::{Segment, Shard};
 use gristmill::dataset::row_memory::{PIECE_BYTES_MAX, ROW_BYTES_MAX};
+use gristmill::dataset::store::pinned::PinnedFile;
 use gristmill::dataset::{InputPlan, InputRow, PlanRequest, ShardReader, plan_inputs};
 use parquet::arrow::ArrowWriter;
 use parquet::basic::{Compression, Encoding};

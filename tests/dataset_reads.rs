@@ -8,9 +8,9 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use async_trait::async_trait;
 use futures::stream::BoxStream;
-use gristmill::dataset::location::Location;
-use gristmill::dataset::parquet_in::ParquetFile;
-use gristmill::dataset::pinned::PinnedFile;
+use gristmill::dataset::parquet::reader::ParquetFile;
+use gristmill::dataset::store::location::Location;
+use gristmill::dataset::store::pinned::PinnedFile;
 use object_store::path::Path;
 use object_store::{
     CopyOptions, GetOptions, GetResult, ListResult, MultipartUpload, ObjectMeta, ObjectStore, ObjectStoreExt,

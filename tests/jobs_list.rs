@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use gristmill::dataset::location::Location;
+use gristmill::dataset::store::location::Location;
 use object_store::ObjectStoreExt;
 use serde_json::Value;
 
@@ -160,7 +160,7 @@ async fn a_bucket_is_listed_by_its_folders() {
         at_store(&["submit", arg(&job), "--no-enqueue"]).expect(0);
     }
     // What would be pages of parts: beside a job's record, and in a folder without one.
-    let stores = gristmill::dataset::stores::Stores::new(s3.variables(&s3.endpoint));
+    let stores = gristmill::dataset::store::clients::Stores::new(s3.variables(&s3.endpoint));
     let place = |key: String| Location::parse_with(&format!("{prefix}/{key}"), Path::new("/"), &stores).unwrap();
     let keys = (0..2_100).flat_map(|n| [format!("a/part-{n:05}.parquet"), format!("c/{n:05}.parquet")]);
     let puts = futures::stream::iter(keys).map(|key| {

@@ -5,7 +5,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use gristmill::queue::{Delivery, Message, Publisher, Queue, QueueUrl, Settings, connect, contract};
+use gristmill::queue::{Delivery, Message, Publisher, Queue, QueueUrl, Settings, connect};
+
+use crate::contract;
 
 pub(crate) use crate::services::need;
 

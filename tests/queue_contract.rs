@@ -3,7 +3,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use gristmill::queue::{LocalQueue, Queue, contract};
+use gristmill::queue::{LocalQueue, Queue};
+
+use crate::contract;
 
 use crate::queue_brokers::{filled, kafka_url, need, rabbit_url};
 

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
 
-use gristmill::dataset::location::Location;
+use gristmill::dataset::store::location::Location;
 use gristmill::device::{Precision, cpu};
 use gristmill::engine::scheduler::Policy;
 use gristmill::engine::{Engine, EngineOptions};

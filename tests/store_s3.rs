@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use futures::future::join_all;
 use futures::{StreamExt, TryStreamExt, stream};
-use gristmill::dataset::location::Location;
-use gristmill::dataset::stores::Stores;
+use gristmill::dataset::store::clients::Stores;
+use gristmill::dataset::store::location::Location;
 use gristmill::ledger::store::{Created, Store};
 use object_store::{Error, ObjectStore, ObjectStoreExt, PutMode, PutOptions, UpdateVersion};
 

@@ -8,9 +8,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use gristmill::dataset::discover::discover;
-use gristmill::dataset::location::Location;
-use gristmill::dataset::stores::Stores;
+use gristmill::dataset::plan::discover::discover;
+use gristmill::dataset::store::clients::Stores;
+use gristmill::dataset::store::location::Location;
 use gristmill::queue::Message;
 use gristmill::worker::access::{Access, Asked};
 use gristmill::worker::jobs::{JobLookup, Jobs};
@@ -282,7 +282,7 @@ async fn redirects_of_queued_jobs_lead_to_what_is_listed_alone() {
     };
     assert!(read(&[&url], "/plain.jsonl").await.is_ok());
     let error = read(&[&url], "/rows.jsonl").await.unwrap_err();
-    let why = gristmill::dataset::web::refusal(&error).unwrap().to_string();
+    let why = gristmill::dataset::store::web::refusal(&error).unwrap().to_string();
     assert!(why.contains(&format!("`--accept-inputs {other}/`")), "{why}");
     assert_eq!(
         asked.load(Ordering::Relaxed),

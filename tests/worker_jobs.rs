@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use gristmill::dataset::location::Location;
+use gristmill::dataset::store::location::Location;
 use gristmill::device;
 use gristmill::engine::params::GenerationParams;
 use gristmill::job::precision::RequestedPrecision;

@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 
 use crate::cli::prepare::PreparedJob;
-use crate::dataset::answer_type::{AnswerType, Untyped};
+use crate::dataset::answer::types::{AnswerType, Untyped};
 use crate::job::file::OutputFormat;
 use crate::job::generate::ShapeSpec;
 

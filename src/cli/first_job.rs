@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use crate::cli::exit::{Failure, one_line};
 use crate::cli::prepare::model_dir;
-use crate::dataset::location::Location;
+use crate::dataset::store::location::Location;
 use crate::job::Job;
 use crate::ledger::Ledger;
 use crate::ledger::keys::JOB;

@@ -9,9 +9,9 @@ use crate::cli::exit::Failure;
 use crate::cli::output::output_of;
 use crate::cli::prepare::PreparedJob;
 use crate::dataset::DatasetError;
-use crate::dataset::inputs::{Inputs, find};
 use crate::dataset::layout::SkippedFile;
-use crate::dataset::pins::{PinnedAnew, Pins};
+use crate::dataset::plan::inputs::{Inputs, find};
+use crate::dataset::store::pins::{PinnedAnew, Pins};
 use crate::ledger::Ledger;
 
 /// Number of inputs checked concurrently.

@@ -4,8 +4,8 @@ use std::path::Path;
 use std::time::Duration;
 
 use crate::cli::exit::Failure;
-use crate::dataset::location::Location;
-use crate::dataset::stores::shown;
+use crate::dataset::store::clients::shown;
+use crate::dataset::store::location::Location;
 use crate::job::Job;
 use crate::ledger::{self, Ledger};
 

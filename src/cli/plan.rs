@@ -19,7 +19,7 @@ use crate::cli::trial;
 use crate::dataset::DatasetError;
 use crate::dataset::layout::SkippedFile;
 use crate::dataset::plan::Shard;
-use crate::dataset::planner::InputPlan;
+use crate::dataset::plan::planner::InputPlan;
 use crate::dataset::row::InputRow;
 use crate::dataset::shard::ShardReader;
 use crate::job::Renderer;

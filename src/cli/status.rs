@@ -11,7 +11,7 @@ use crate::cli::exit::{Exit, Failure};
 use crate::cli::limits::{Used, limit_lines};
 use crate::cli::output::ledger_at;
 use crate::cli::summary::{summary, without_failures};
-use crate::dataset::pinned::display_name;
+use crate::dataset::store::pinned::display_name;
 use crate::ledger::Ledger;
 use crate::ledger::control::Control;
 use crate::ledger::failures::Failures;

@@ -15,7 +15,7 @@ use crate::cli::on_finish;
 use crate::cli::output::open_ledger;
 use crate::cli::plan::{check_any, none_to_ask, read_all};
 use crate::cli::prepare::PreparedJob;
-use crate::dataset::planner::InputPlan;
+use crate::dataset::plan::planner::InputPlan;
 use crate::job::Job;
 use crate::ledger::{Ledger, LedgerError, StopWhy};
 use crate::report::summary::{RowCounts, counted, number};

@@ -13,7 +13,7 @@ use std::collections::BTreeSet;
 use object_store::path::Path;
 
 use crate::cli::exit::Failure;
-use crate::dataset::location::Location;
+use crate::dataset::store::location::Location;
 use crate::job::spec::Job;
 use crate::ledger::Ledger;
 

@@ -16,7 +16,7 @@ use crate::cli::limits::reached_line;
 use crate::cli::on_finish::{Teller, Telling};
 use crate::cli::prepare::{model_dir, say_signing, say_warnings};
 use crate::cli::setup::{LoadedModel, render_threads, stop_on_signals, watchdog};
-use crate::dataset::location::Location;
+use crate::dataset::store::location::Location;
 use crate::device::Precision;
 use crate::ledger::{Id, JobIdentity, LedgerError, StopWhy};
 use crate::queue::Queue;

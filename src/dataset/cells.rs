@@ -9,7 +9,7 @@ use arrow::compute::take;
 use arrow::datatypes::{Field, Schema, SchemaRef};
 use serde_json::Value;
 
-use super::parquet_text::BadCell;
+use super::parquet::text::BadCell;
 use super::pieces::SegmentRows;
 use super::shard::{ShardReader, fit};
 use super::table::TableFile;

@@ -1,8 +1,8 @@
 //! Dataset errors, split by how the caller reacts to them.
 
-use super::location::LocationError;
-use super::store_error::cause;
-use super::web::refusal;
+use super::store::error::cause;
+use super::store::location::LocationError;
+use super::store::web::refusal;
 
 /// An error about inputs or outputs as a whole; an error of a single row is stored in that row.
 #[derive(Debug, thiserror::Error)]

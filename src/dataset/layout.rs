@@ -6,12 +6,13 @@ use std::path::Path as FsPath;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::csv::CsvTable;
-use super::location::{Location, LocationError};
-use super::partitions::{self, PartitionColumn};
-use super::pinned::{PinnedFile, display_name};
+use super::csv::layout::CsvTable;
 use super::plan::InputFile;
-use super::sample::{INPUT_ROW, Sample};
+use super::plan::partitions;
+use super::plan::partitions::PartitionColumn;
+use super::plan::sample::{INPUT_ROW, Sample};
+use super::store::location::{Location, LocationError};
+use super::store::pinned::{PinnedFile, display_name};
 
 /// Maximum number of skipped files that a message names.
 const NAMED_MAX: usize = 3;

@@ -4,8 +4,8 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use super::filter;
-use super::sample::Sample;
+use super::plan::filter;
+use super::plan::sample::Sample;
 
 /// Options of a job's inputs. Their names are those of the job file.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -13,7 +13,7 @@ pub struct InputOptions {
     /// Whether folders named `column=value` are partition columns.
     #[serde(default = "yes", skip_serializing_if = "is_yes")]
     pub hive: bool,
-    /// Conditions on the partition columns: see [`super::filter`].
+    /// Conditions on the partition columns: see [`super::plan::filter`].
     #[serde(default, rename = "where", skip_serializing_if = "Map::is_empty")]
     pub filter: Map<String, Value>,
     #[serde(default, skip_serializing_if = "MissingColumns::is_error")]

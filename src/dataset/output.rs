@@ -17,11 +17,11 @@ use arrow::datatypes::{DataType, Field, FieldRef, Fields, Schema, SchemaRef};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
-use super::answer::Answer;
-use super::answer_type::AnswerType;
+use super::answer::json::Answer;
+use super::answer::types::AnswerType;
+use super::arrow::schema_text;
 use super::error::{DatasetError, output_error};
 use super::row::{RowResult, SampleResult};
-use super::schema_text;
 use super::widths::check_room;
 
 /// Each column's description, in order. The last seven exist only if the job requests them or its

@@ -13,8 +13,8 @@ use parquet::column::reader::ColumnReader;
 use parquet::file::metadata::{ColumnChunkMetaData, RowGroupMetaData};
 use parquet::file::reader::{FileReader, RowGroupReader, SerializedFileReader};
 
-use super::parquet_footer::{check_chunk, decode_footer};
-use super::parquet_pages::{check_pages, parse_header};
+use super::parquet::footer::{check_chunk, decode_footer};
+use super::parquet::pages::{check_pages, parse_header};
 use super::widths::check_room;
 
 /// Maximum bytes of the values of one file. Shards are planned with an eighth of it.

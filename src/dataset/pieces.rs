@@ -18,13 +18,14 @@ use serde_json::{Map, Value};
 use super::carried::{blank_from, fitting_rows, memory};
 use super::cells::{Cells, Columns};
 use super::error::DatasetError;
-use super::lines_in::{self, LineReader, LineRows, LinesFrom};
-use super::parquet_in::{Read, Wanted};
-use super::pinned::{PinnedFile, display_name};
+use super::lines;
+use super::lines::reader::{LineReader, LineRows, LinesFrom};
+use super::parquet::reader::{Read, Wanted};
 use super::plan::{Format, Segment, Shard};
 use super::row::{InputRow, ShardRows};
 use super::row_memory::{CARRY_BYTES_MAX, PIECE_BYTES_MAX, ROW_BYTES_MAX, carries_too_much, too_large};
 use super::shard::ShardReader;
+use super::store::pinned::{PinnedFile, display_name};
 use super::table::TableFile;
 
 /// Maximum rows between a sample's drawn rows that are read in one span.
@@ -444,7 +445,10 @@ impl<'a> Pieces<'a> {
         for row in rows.clone() {
             if read.next_if_eq(&row).is_none() {
                 let place = (row - rows.start) as usize;
-                cells.errors.entry(place).or_insert_with(|| lines_in::NOT_READ.into());
+                cells
+                    .errors
+                    .entry(place)
+                    .or_insert_with(|| lines::reader::NOT_READ.into());
             }
         }
         let columns = Columns::of(self.reader, file);
@@ -479,7 +483,7 @@ impl<'a> Pieces<'a> {
             None => {
                 let reader = self.line_reader(segment.input).map_err(unreadable)?;
                 let wanted = self.wanted_of(at.segment, &(at.from.row..u64::MAX));
-                lines_in::read(&self.reader.text(file, planned), reader, at.from.clone(), wanted)
+                lines::reader::read(&self.reader.text(file, planned), reader, at.from.clone(), wanted)
             }
         };
         let (mut piece, mut next) = (LineRows::default(), at.clone());

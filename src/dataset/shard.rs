@@ -8,18 +8,18 @@ use arrow::array::{Array, ArrayRef, Int64Array, RecordBatch, RecordBatchOptions,
 use arrow::compute::{cast, concat_batches};
 use arrow::datatypes::{DataType, Field, FieldRef, Schema, SchemaRef};
 
-use super::arrow_in::KeptBlock;
-use super::csv_in::CsvReading;
+use super::arrow::reader::KeptBlock;
+use super::csv::reader::CsvReading;
 use super::error::DatasetError;
 use super::layout::Layout;
+use super::lines::text_file::{Kept, TextFile};
 use super::pieces::{Pieces, SegmentRows};
-use super::pinned::PinnedFile;
-use super::pins::Pins;
+use super::plan::tables::{same_type, wider};
 use super::plan::{InputFile, Shard};
-use super::plan_tables::{same_type, wider};
 use super::row::ShardRows;
+use super::store::pinned::PinnedFile;
+use super::store::pins::Pins;
 use super::table::TableFile;
-use super::text_file::{Kept, TextFile};
 use super::widths::check_room;
 
 /// Maximum number of open files kept between shards.

@@ -2,13 +2,13 @@
 
 use bytes::Bytes;
 
-use super::arrow_footer::MAGIC;
-use super::compression::Codec;
+use super::arrow::footer::MAGIC;
 use super::error::DatasetError;
-use super::lines::{LINE_BYTES_MAX, is_blank, lines_of, strip_bom};
-use super::pinned::PinnedFile;
+use super::lines::compression::Codec;
+use super::lines::cutter::{LINE_BYTES_MAX, is_blank, lines_of, strip_bom};
+use super::lines::text_file::TextFile;
 use super::plan::Format;
-use super::text_file::TextFile;
+use super::store::pinned::PinnedFile;
 use serde_json::{Map, Value};
 
 /// Bytes of a file's head that are read, in steps: more only if the first line is longer.

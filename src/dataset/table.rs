@@ -6,11 +6,11 @@ use std::sync::Arc;
 
 use arrow::datatypes::SchemaRef;
 
-use super::arrow_in::{ArrowFile, KeptBlock};
+use super::arrow::reader::{ArrowFile, KeptBlock};
 use super::error::DatasetError;
-use super::parquet_in::{ParquetFile, Read, Wanted};
-use super::pinned::PinnedFile;
+use super::parquet::reader::{ParquetFile, Read, Wanted};
 use super::plan::Format;
+use super::store::pinned::PinnedFile;
 
 /// An open file.
 #[derive(Debug, Clone)]

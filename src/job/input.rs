@@ -8,11 +8,11 @@ use serde_json::{Map, Value};
 
 use super::check::{FieldError, bad, check_length, filled, text};
 use super::one_or_many::OneOrMany;
-use crate::dataset::csv::{CsvOptions, CsvType, check_delimiter, check_names};
+use crate::dataset::csv::layout::{CsvOptions, CsvType, check_delimiter, check_names};
 use crate::dataset::kinds::KEYS_MAX;
 use crate::dataset::options::{InputOptions, MissingColumns};
 use crate::dataset::plan::Format;
-use crate::dataset::sample::Sample;
+use crate::dataset::plan::sample::Sample;
 
 /// The rows to work on.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]

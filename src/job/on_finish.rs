@@ -10,7 +10,7 @@ use url::Url;
 
 use super::check::{FieldError, bad, filled};
 use super::file::OnFinishFile;
-use crate::dataset::hosts::names_link_local;
+use crate::dataset::store::hosts::names_link_local;
 
 /// Maximum number of words in a command.
 const WORDS_MAX: usize = 256;

@@ -15,9 +15,9 @@ use super::spec::{
     cache_salt, check_dollars, check_name, check_together, check_typed,
 };
 use super::writing::check_writing;
-use crate::dataset::answer_type::AnswerType;
+use crate::dataset::answer::types::AnswerType;
 use crate::dataset::output::{OutputColumns, OutputSchema};
-use crate::dataset::sample::INPUT_ROW;
+use crate::dataset::plan::sample::INPUT_ROW;
 use crate::engine::forbidden::Forbidden;
 use crate::error_line::in_short;
 

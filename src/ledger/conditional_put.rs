@@ -156,7 +156,7 @@ mod tests {
     use object_store::memory::InMemory;
 
     use super::*;
-    use crate::dataset::location::Location;
+    use crate::dataset::store::location::Location;
 
     /// A writer whose version is out of date leaves the object unchanged.
     #[tokio::test]

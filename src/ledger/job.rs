@@ -15,8 +15,8 @@ use super::record::{Record, VERSION, VERSION_JOB, VERSION_MORE, decode, encode};
 use super::store::{Created, ObjectVersion, Store};
 use super::{Inner, Ledger};
 use crate::dataset::layout::Layout;
-use crate::dataset::location::Location;
 use crate::dataset::plan::{Format, InputFile, Segment, Shard};
+use crate::dataset::store::location::Location;
 use crate::signing;
 
 /// Maximum size of a job record: one of a million shards has about 150 MB.

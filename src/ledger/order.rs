@@ -6,8 +6,8 @@ use serde::{Deserialize, Serialize};
 use super::job::{DEADLINE_MAX, Unfinished};
 use super::keys::Id;
 use super::record::{Record, SMALL_BYTES, VERSION, VERSION_MORE, is_false, is_zero};
-use crate::dataset::pinned::Pin;
-use crate::dataset::pins::PinnedAnew;
+use crate::dataset::store::pinned::Pin;
+use crate::dataset::store::pins::PinnedAnew;
 
 /// Version of an order that a gristmill which reads up to [`VERSION_MORE`] does not know. Such a
 /// gristmill must report the record as newer, and not as damaged.

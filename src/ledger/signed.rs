@@ -71,8 +71,8 @@ mod tests {
     use super::super::record::{Generation, RetriedShard, Tally, VERSION};
     use super::super::{Id, JobDraft, JobIdentity, Retry, RowSet};
     use super::*;
-    use crate::dataset::location::Location;
     use crate::dataset::plan::{Format, InputFile, Segment, Shard};
+    use crate::dataset::store::location::Location;
     use crate::signing::Signing;
 
     const KEY: &str = "0123456789abcdef0123456789abcdef";

@@ -26,8 +26,8 @@ use super::folder::Folder;
 use super::keys::{Id, JOB, TMP};
 use super::stage::PROBE;
 use super::store_error_kind::{StoreErrorKind, store_error_kind};
-use crate::dataset::location::Location;
-use crate::dataset::store_error::cause;
+use crate::dataset::store::error::cause;
+use crate::dataset::store::location::Location;
 use crate::signing::Signing;
 
 /// Maximum size of any ledger object. (A part is a single put of at most 256 MB by plan.)

@@ -1,8 +1,8 @@
 //! Classifies the errors of a store: missing object, retryable, or in need of a person.
 
 use super::folder::IrregularFile;
-use crate::dataset::credentials::NoCredentials;
-use crate::dataset::store_error::{chain, found};
+use crate::dataset::store::credentials::NoCredentials;
+use crate::dataset::store::error::{chain, found};
 
 /// The consequence of a store error for its request.
 pub(super) enum StoreErrorKind {

@@ -9,7 +9,6 @@
 //! See docs/decisions/017-deliveries-are-taken-back-by-recall.md.
 
 pub mod address;
-pub mod contract;
 mod delivery_tracker;
 mod foreign;
 mod io;
@@ -154,7 +153,7 @@ impl Recall {
     }
 }
 
-/// A source of messages. Every implementation passes [`contract::check`].
+/// A source of messages. Every implementation passes the suite in `tests/contract.rs`.
 #[async_trait]
 pub trait Queue: Send + Sync {
     /// Returns the next message, or `None` where none came within `wait`.

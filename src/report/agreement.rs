@@ -7,7 +7,7 @@ use arrow::compute::cast;
 use arrow::datatypes::DataType;
 use parquet::arrow::ProjectionMask;
 
-use crate::dataset::answer::Answer;
+use crate::dataset::answer::json::Answer;
 use crate::dataset::part_in;
 use crate::ledger::{Ledger, LedgerError};
 use crate::report::summary::Agreement;

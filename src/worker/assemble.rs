@@ -4,8 +4,8 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::dataset::answer::Answer;
-use crate::dataset::answer_type::AnswerType;
+use crate::dataset::answer::json::Answer;
+use crate::dataset::answer::types::AnswerType;
 use crate::dataset::output::OutputColumns;
 use crate::dataset::row::{RowResult, RowStatus, SampleResult};
 use crate::engine::params::OutputConstraint;

@@ -14,13 +14,13 @@ use bytes::Bytes;
 use tokio::sync::{Mutex, watch};
 
 use crate::dataset::DatasetError;
-use crate::dataset::location::Location;
 use crate::dataset::output::{OutputColumns, OutputSchema};
 use crate::dataset::part::{OpenaiMeta, part_openai, part_parquet};
-use crate::dataset::pinned::display_name;
-use crate::dataset::pins::PinnedAnew;
 use crate::dataset::row::RowStatus;
 use crate::dataset::shard::ShardReader;
+use crate::dataset::store::location::Location;
+use crate::dataset::store::pinned::display_name;
+use crate::dataset::store::pins::PinnedAnew;
 use crate::dataset::writing::Writing;
 use crate::engine::params::GenerationParams;
 use crate::engine::request::{Request, UnitId};

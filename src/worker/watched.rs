@@ -5,7 +5,7 @@
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use crate::dataset::location::Location;
+use crate::dataset::store::location::Location;
 use crate::ledger::Ledger;
 use crate::worker::retry_policy::{RetryDecision, RetryPolicy};
 

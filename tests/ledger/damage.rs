@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use futures::FutureExt;
-use gristmill::dataset::location::Location;
+use gristmill::dataset::store::location::Location;
 use gristmill::ledger::attempts::Fate;
 use gristmill::ledger::log::{ShardLog, ShardState};
 use gristmill::ledger::{Ledger, LedgerError, RowSet};

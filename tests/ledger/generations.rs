@@ -9,7 +9,7 @@ use object_store::memory::InMemory;
 
 use super::support::*;
 
-async fn job(output: &gristmill::dataset::location::Location, shards: u32, rows: u64) -> Ledger {
+async fn job(output: &gristmill::dataset::store::location::Location, shards: u32, rows: u64) -> Ledger {
     let draft = draft("retried", shards, rows);
     Ledger::create_or_resume_in(eager(output), draft).await.unwrap().0
 }
@@ -23,7 +23,7 @@ async fn run(ledger: &Ledger, shard: u32, fails: bool) {
     log.publish(part).await.unwrap();
 }
 
-async fn check_retries(output: gristmill::dataset::location::Location, clean: bool) {
+async fn check_retries(output: gristmill::dataset::store::location::Location, clean: bool) {
     let ledger = job(&output, 3, 4).await;
     assert!(matches!(ledger.retry().await, Err(LedgerError::Conflict { .. })));
     run(&ledger, 0, true).await;
@@ -80,7 +80,7 @@ async fn run_shard_again(ledger: &Ledger, shard: u32) {
 }
 
 /// Names and bytes of all parts.
-async fn published_parts(output: &gristmill::dataset::location::Location) -> Vec<(String, bytes::Bytes)> {
+async fn published_parts(output: &gristmill::dataset::store::location::Location) -> Vec<(String, bytes::Bytes)> {
     let store = eager(output);
     let mut parts = Vec::new();
     for object in store.list_folder("").await.unwrap().0 {
@@ -105,7 +105,7 @@ async fn a_cleaned_job_is_retried_from_its_parts() {
 #[tokio::test]
 async fn local_folders_replace_parts_under_a_lock() {
     let folder = tempfile::tempdir().unwrap();
-    let output = gristmill::dataset::location::Location::parse("out", folder.path()).unwrap();
+    let output = gristmill::dataset::store::location::Location::parse("out", folder.path()).unwrap();
     check_retries(output, true).await;
 }
 

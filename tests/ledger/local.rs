@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use bytes::Bytes;
-use gristmill::dataset::location::Location;
+use gristmill::dataset::store::location::Location;
 use gristmill::ledger::log::ShardState;
 use gristmill::ledger::store::Created;
 use gristmill::ledger::{Ledger, LedgerError, Store};

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
-use gristmill::dataset::location::Location;
+use gristmill::dataset::store::location::Location;
 use gristmill::ledger::{Ledger, LedgerError, RowSet};
 use object_store::memory::InMemory;
 use object_store::path::Path;

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::task::Poll;
 use std::time::{Duration, Instant};
 
-use gristmill::dataset::location::Location;
+use gristmill::dataset::store::location::Location;
 use gristmill::ledger::log::{ShardLog, ShardState};
 use gristmill::ledger::{Extension, JobCommand, JobDraft, JobLimits, Ledger, LedgerError, Result, StopWhy, Unfinished};
 use gristmill::worker::WorkerLimits;

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use gristmill::dataset::location::Location;
+use gristmill::dataset::store::location::Location;
 use gristmill::ledger::status::State;
 use gristmill::ledger::{Extension, JobCommand, Ledger, PinOrder, RowSet, StopWhy};
 use object_store::ObjectStoreExt;

@@ -14,7 +14,7 @@ use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::tile::{Bf16, F16};
+use super::gemm::tile::{Bf16, F16};
 
 /// Bytes of a cache line.
 const LINE: usize = 64;
@@ -29,7 +29,7 @@ const CHUNK: usize = 32 << 20;
 ///
 /// # Safety
 /// All-zero bytes must be a valid value of the type.
-pub(super) unsafe trait ZeroBits: Copy {}
+pub(crate) unsafe trait ZeroBits: Copy {}
 
 // SAFETY: zero bits are the number 0.
 unsafe impl ZeroBits for f32 {}
@@ -43,7 +43,7 @@ unsafe impl ZeroBits for Bf16 {}
 unsafe impl ZeroBits for F16 {}
 
 /// A fixed number of elements, of which the first is aligned to a cache line.
-pub(super) struct Aligned<E> {
+pub(crate) struct Aligned<E> {
     /// Keeps the memory of the elements allocated.
     _chunk: Arc<MemoryChunk>,
     /// First element. This array owns `len` elements from here on.

@@ -2,8 +2,8 @@
 //! head.)
 
 use super::Buffer;
+use super::gemm::matrix::Matrix;
 use super::math::round_bf16;
-use super::matrix::Matrix;
 
 /// Writes `[tokens][columns]` to `out`: the table row of each token, times `scale`. Every token
 /// must be below `table.rows`.

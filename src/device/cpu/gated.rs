@@ -2,9 +2,9 @@
 
 #![expect(unsafe_code, reason = "tiles write parts of rows of one buffer")]
 
+use super::gemm::tile::PANEL;
 use super::isa::multiversion;
 use super::math::{gelu_tanh, round_bf16, silu};
-use super::tile::PANEL;
 use super::{Buffer, ExecContext};
 use crate::device::Activation;
 

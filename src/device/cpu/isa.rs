@@ -94,7 +94,7 @@ impl Isa {
                         sets.push(Isa::Avx512Vnni);
                         if is_x86_feature_detected!("avx512bf16") {
                             sets.push(Isa::Avx512Bf16);
-                            if super::amx::is_available() {
+                            if super::gemm::amx::is_available() {
                                 sets.push(Isa::Amx);
                             }
                         }

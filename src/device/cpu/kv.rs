@@ -12,10 +12,10 @@
 //! See docs/decisions/072-values-lie-token-by-token.md.
 
 use super::aligned::Aligned;
-use super::int8::{OFFSET, QUAD};
+use super::gemm::int8::{OFFSET, QUAD};
+use super::gemm::tile::{Bf16, Element, PANEL};
 use super::quantize::quantize_row_on;
 use super::step::Step;
-use super::tile::{Bf16, Element, PANEL};
 use super::{BLOCK_TOKENS, SPAN_TOKENS};
 use super::{Buffer, ExecContext, Threads};
 use crate::device::{HeadShape, KvFormat};

@@ -1,5 +1,5 @@
-//! The CPU device. Each operation has its own file. Matrix products run on three kernels: `tile.rs`
-//! (F32, and stored BF16 or F16 widened to F32), `bf16.rs` (BF16 pairs) and `int8.rs`.
+//! The CPU device. Each operation has its own file. Matrix products run on three kernels in `gemm/`:
+//! `tile.rs` (F32, and stored BF16 or F16 widened to F32), `bf16.rs` (BF16 pairs) and `int8.rs`.
 //!
 //! Activations are F32 in memory. At BF16 precision they hold BF16 values; at INT8 precision,
 //! normalised rows are stored in 8 bits. At F32 precision the results of a row are bit-identical
@@ -20,37 +20,30 @@ use crate::device::{
 };
 
 mod aligned;
-#[cfg(target_arch = "x86_64")]
-mod amx;
 mod attention;
-mod attention_int8;
-mod bf16;
 mod embed;
 mod gated;
-mod int8;
+mod gemm;
 pub mod isa;
 mod kv;
-mod linear;
 mod math;
-mod matrix;
 mod norm;
 mod quantize;
 mod rope;
 pub mod sample;
 mod soft_cap;
-mod softmax_int8;
 mod step;
 #[cfg(test)]
 mod testing;
 mod threads;
-mod tile;
 pub mod vocabulary;
 
+use crate::device::cpu::gemm::matrix::Panels;
+pub use crate::device::cpu::gemm::matrix::{Matrix, Vector};
+use crate::device::cpu::gemm::{bf16, linear};
 pub use isa::Isa;
 pub use kv::KvPool;
 pub use math::exp;
-use matrix::Panels;
-pub use matrix::{Matrix, Vector};
 use quantize::Quantized;
 pub use step::Step;
 pub use threads::Threads;
@@ -194,7 +187,7 @@ pub struct Workspace {
     /// Rows of `[gate][up]`, for the formats that compute both before the activation (all but
     /// INT8).
     gate_up: Buffer,
-    attention: attention::Scratches,
+    attention: attention::float::Scratches,
     logits: Buffer,
     drawn: Vec<Result<Drawn, DrawError>>,
 }
@@ -286,7 +279,7 @@ impl Device for Cpu {
             gate_up: Buffer::default(),
             logits: Buffer::default(),
             drawn: Vec::new(),
-            attention: attention::Scratches::new(self.threads.count()),
+            attention: attention::float::Scratches::new(self.threads.count()),
         }
     }
 
@@ -394,14 +387,14 @@ impl Device for Cpu {
         out: &mut Buffer,
         workspace: &mut Workspace,
     ) -> Result<(), DeviceError> {
-        let op = attention::AttentionOp {
+        let op = attention::float::AttentionOp {
             on: self.on(),
             round: self.round(),
             of: op,
             step,
             qkv,
         };
-        attention::attention(&op, pool, out, &workspace.attention);
+        attention::float::attention(&op, pool, out, &workspace.attention);
         Ok(())
     }
 

@@ -1,12 +1,12 @@
 //! Quantization of activations to INT8, each row by its largest magnitude.
 //!
-//! `q = round(x * 127 / max|x|)`, ties to even, stored + 128 (see [`int8`](super::int8)). `x` is
+//! `q = round(x * 127 / max|x|)`, ties to even, stored + 128 (see [`int8`](super::gemm::int8)). `x` is
 //! about `q * scale` with `scale = max|x| / 127`. A row with a value that is NaN or infinite gets a
 //! scale of NaN, so that the error reaches the logits.
 
-use super::int8::{K_STEP, OFFSET, QUAD, is_packed, max_rows};
+use super::gemm::int8::{K_STEP, OFFSET, QUAD, is_packed, max_rows};
+use super::gemm::linear::RowTiles;
 use super::isa::{Isa, multiversion};
-use super::linear::RowTiles;
 use super::math::{ROUND, max16, sum16};
 use super::{Buffer, ExecContext};
 
@@ -17,7 +17,7 @@ const LEAST: f32 = 1e-30;
 /// Quantized rows.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(super) struct Quantized {
-    /// Tile by tile, in the layout that [`int8::is_packed`](super::int8::is_packed) reports. Each
+    /// Tile by tile, in the layout that [`int8::is_packed`](super::gemm::int8::is_packed) reports. Each
     /// row is padded with zeros (stored as 128) to `stride` bytes.
     pub data: Vec<u8>,
     pub stride: usize,

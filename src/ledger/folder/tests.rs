@@ -8,7 +8,7 @@ use object_store::ObjectStoreExt;
 use object_store::local::LocalFileSystem;
 
 use super::*;
-use crate::dataset::location::Location;
+use crate::dataset::store::location::Location;
 use crate::ledger::keys::{JOB, TMP};
 use crate::ledger::store::{Created, MAX_OBJECT_BYTES, Retry, Store};
 

@@ -4,7 +4,7 @@ use std::fs;
 use std::os::unix::fs::symlink;
 
 use super::*;
-use crate::dataset::stores::Stores;
+use crate::dataset::store::clients::Stores;
 
 fn access(accept: &[&str], inputs: &[&str]) -> Access {
     let owned = |texts: &[&str]| texts.iter().map(|text| text.to_string()).collect::<Vec<_>>();

@@ -2,10 +2,10 @@
 #![no_main]
 
 use bytes::Bytes;
-use gristmill::dataset::csv::{CsvColumn, CsvTable, CsvType};
-use gristmill::dataset::csv_in::{CsvReading, scan_piece};
-use gristmill::dataset::csv_records::CsvCutter;
-use gristmill::dataset::lines::Piece;
+use gristmill::dataset::csv::layout::{CsvColumn, CsvTable, CsvType};
+use gristmill::dataset::csv::reader::{CsvReading, scan_piece};
+use gristmill::dataset::csv::records::CsvCutter;
+use gristmill::dataset::lines::cutter::Piece;
 use libfuzzer_sys::fuzz_target;
 
 /// The pieces of bytes that come `size` at a time, as one; `None`: they are refused.

@@ -2,8 +2,8 @@
 #![no_main]
 
 use bytes::Bytes;
-use gristmill::dataset::lines::Piece;
-use gristmill::dataset::lines_in::{IdHasher, parse_piece, scan_piece};
+use gristmill::dataset::lines::cutter::Piece;
+use gristmill::dataset::lines::reader::{IdHasher, parse_piece, scan_piece};
 use gristmill::dataset::plan::Format;
 use libfuzzer_sys::fuzz_target;
 

@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use gristmill::dataset::location::Location;
+use gristmill::dataset::store::location::Location;
 use gristmill::ledger::entry::LogEntry;
 use gristmill::ledger::order::ControlRecord;
 use gristmill::ledger::record::{

@@ -1,7 +1,7 @@
 //! Any bytes as a Parquet footer: an answer or one line, in bounded memory.
 #![no_main]
 
-use gristmill::dataset::parquet_footer::decode_footer;
+use gristmill::dataset::parquet::footer::decode_footer;
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|data: &[u8]| {

@@ -1,7 +1,7 @@
 //! Any bytes as a column chunk's pages.
 #![no_main]
 
-use gristmill::dataset::parquet_pages::{check_pages, parse_header};
+use gristmill::dataset::parquet::pages::{check_pages, parse_header};
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|data: &[u8]| {

@@ -1,0 +1,8 @@
+//! Text files as lines: decompression, lines with their offsets, the memory that a JSON line will
+//! take, and rows by range.
+
+pub mod compression;
+pub mod cutter;
+pub(crate) mod json_cost;
+pub mod reader;
+pub mod text_file;

@@ -1,0 +1,324 @@
+//! Planning of files that state their columns: cuts the rows that their footers state into shards.
+//!
+//! Files may differ in their columns. If a file lacks a column that the job needs, the job is
+//! refused, or the column is null in that file if the job allows it. A column has one type in all
+//! files: the widest one, if the conversion loses nothing.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+
+use arrow::datatypes::{DataType, Field, Schema, SchemaRef};
+use futures::{StreamExt, stream};
+
+use super::partitions::PartitionColumn;
+use super::planner::{
+    InputPlan, PlanRequest, Skips, Source, bounds, check_clash, check_present, folder_columns, input_file,
+};
+use super::{Column, Format, RowCost, ShardBuilder};
+use crate::dataset::arrow::reader::KeptBlock;
+use crate::dataset::error::DatasetError;
+use crate::dataset::options::MissingColumns;
+use crate::dataset::store::pinned::PinnedFile;
+use crate::dataset::table::TableFile;
+
+/// Footers read at once. A wide file's footer may take 50 MB while it is decoded.
+const FOOTERS_AT_ONCE: usize = 16;
+
+/// The parts of a file that planning needs; its decoded footer, which may be a thousand times
+/// larger, is dropped at once.
+struct TablePlan {
+    pinned: PinnedFile,
+    schema: SchemaRef,
+    groups: Vec<GroupPlan>,
+}
+
+struct GroupPlan {
+    rows: u64,
+    /// Cost per row.
+    cost: RowCost,
+}
+
+/// Plans files of Parquet or Arrow.
+pub(crate) async fn plan_tables(
+    request: &PlanRequest,
+    found: Vec<Source>,
+    format: Format,
+    partitions: &[PartitionColumn],
+    skips: &mut Skips,
+) -> Result<InputPlan, DatasetError> {
+    let mut builder = ShardBuilder::new(bounds(request));
+    let mut files = Vec::new();
+    let mut columns = OneSchema::default();
+    let limit = request.rows_max();
+    let mut footers = stream::iter(found.into_iter().map(|Source { text, partition }| async move {
+        let planned = read_plan(request, text.file.clone(), format, partitions).await;
+        (planned, text.file, partition)
+    }))
+    .buffered(FOOTERS_AT_ONCE);
+    while let Some((planned, file, partition)) = footers.next().await {
+        let planned = match planned {
+            Ok(planned) => planned,
+            Err(error) => {
+                skips.set_aside(&file, error)?;
+                continue;
+            }
+        };
+        columns.add(&planned, |name| is_used(request, name))?;
+        let before = builder.rows();
+        push_file(&planned.groups, limit - before, files.len() as u32, &mut builder);
+        let rows = builder.rows() - before;
+        files.push(input_file(&planned.pinned, partition, format, rows));
+        if builder.rows() >= limit {
+            break;
+        }
+    }
+    drop(footers);
+    let have: Vec<String> = columns
+        .fields
+        .iter()
+        .map(|field| field.name().clone())
+        .chain(partitions.iter().map(|column| column.name.clone()))
+        .collect();
+    if !files.is_empty() {
+        check_present(request, &have, "no input has")?;
+    }
+    let field = |name: &String| match partitions.iter().find(|column| column.name == *name) {
+        Some(column) => Some(column.field()),
+        // The column may be null in another file than the first, and in unreadable rows.
+        None => columns.field(name).map(|field| field.clone().with_nullable(true)),
+    };
+    let carry: Vec<Field> = request.carry.iter().filter_map(field).collect();
+    let named = columns.fields.iter().map(|field| Column {
+        name: field.name().clone(),
+        kind: field.data_type().to_string(),
+    });
+    let mut plan = InputPlan {
+        files,
+        carry_schema: Arc::new(Schema::new(carry)),
+        columns: named.chain(folder_columns(partitions)).collect(),
+        total_rows: builder.rows(),
+        shards: builder.finish(),
+        lacking: columns.lacking,
+        notes: columns.notes,
+        layout: Default::default(),
+    };
+    if request.options.missing_columns == MissingColumns::Nulls {
+        let lacking = std::mem::take(&mut plan.lacking);
+        let read = lacking.iter().filter(|(column, _)| is_used(request, column));
+        let note = |(column, file): (&String, &String)| {
+            format!("column `{column}` is not in `{file}`: it is null in such files")
+        };
+        plan.notes.extend(read.map(note));
+        plan.layout.absent = lacking.into_keys().collect();
+    }
+    Ok(plan)
+}
+
+/// Whether the job reads this column.
+fn is_used(request: &PlanRequest, name: &str) -> bool {
+    let used = request.used.as_ref().or(request.columns.as_ref());
+    used.is_none_or(|used| used.iter().any(|used| used == name)) || request.carry.iter().any(|carried| carried == name)
+}
+
+async fn read_plan(
+    request: &PlanRequest,
+    pinned: PinnedFile,
+    format: Format,
+    partitions: &[PartitionColumn],
+) -> Result<TablePlan, DatasetError> {
+    let file = TableFile::open(pinned.clone(), format, KeptBlock::default()).await?;
+    let have: Vec<String> = file.schema().fields().iter().map(|f| f.name().clone()).collect();
+    let used = check_columns(request, &have, file.name(), partitions)?;
+    file.check_columns(&used)?;
+    let group = |group: usize| {
+        let rows = file.group_rows(group);
+        let each = |bytes: u64| bytes / rows.max(1);
+        GroupPlan {
+            rows,
+            cost: RowCost {
+                input_bytes: each(file.group_bytes(group, &used)),
+                output_bytes: each(file.group_bytes(group, &request.carry)).saturating_add(request.output_row_bytes),
+            },
+        }
+    };
+    Ok(TablePlan {
+        groups: (0..file.group_count()).map(group).collect(),
+        schema: file.schema().clone(),
+        pinned,
+    })
+}
+
+/// The columns of the file `name` that this job uses, checked; `have`: all of the file's columns.
+fn check_columns(
+    request: &PlanRequest,
+    have: &[String],
+    name: &str,
+    partitions: &[PartitionColumn],
+) -> Result<Vec<String>, DatasetError> {
+    check_clash(name, partitions, have.iter().map(String::as_str))?;
+    if request.options.missing_columns == MissingColumns::Error {
+        let of_folders = partitions.iter().map(|column| column.name.clone());
+        let all: Vec<String> = have.iter().cloned().chain(of_folders).collect();
+        check_present(request, &all, &format!("`{name}` does not have"))?;
+    }
+    let mut used: Vec<String> = have.iter().filter(|name| is_used(request, name)).cloned().collect();
+    used.sort();
+    if let Some(twice) = used.windows(2).find(|two| two[0] == two[1]).map(|two| &two[0]) {
+        return Err(DatasetError::Refused(format!(
+            "`{name}` has two columns `{twice}`; rename one"
+        )));
+    }
+    Ok(used)
+}
+
+/// Adds the first `rows` rows of a file.
+fn push_file(groups: &[GroupPlan], rows: u64, input: u32, builder: &mut ShardBuilder) {
+    let mut at = 0;
+    for group in groups {
+        let take = group.rows.min(rows - at);
+        if take == 0 {
+            continue;
+        }
+        builder.push_run(input, at, take, group.cost);
+        at += take;
+    }
+}
+
+/// The union of all files' columns.
+#[derive(Default)]
+struct OneSchema {
+    /// In order of first appearance.
+    fields: Vec<Field>,
+    /// Per name, the index in `fields`, and the file that determined the type.
+    places: HashMap<String, (usize, String)>,
+    first: Option<String>,
+    /// The previous file's schema.
+    last: Option<SchemaRef>,
+    lacking: BTreeMap<String, String>,
+    notes: Vec<String>,
+}
+
+impl OneSchema {
+    fn field(&self, name: &str) -> Option<&Field> {
+        self.places.get(name).and_then(|(at, _)| self.fields.get(*at))
+    }
+
+    fn add(&mut self, file: &TablePlan, is_used: impl Fn(&str) -> bool) -> Result<(), DatasetError> {
+        if self.last.as_ref() == Some(&file.schema) {
+            return Ok(());
+        }
+        let name = &file.pinned.name;
+        for (column, _) in self
+            .places
+            .iter()
+            .filter(|(column, _)| file.schema.field_with_name(column).is_err())
+        {
+            self.lacking.entry(column.clone()).or_insert_with(|| name.clone());
+        }
+        for field in file.schema.fields() {
+            match self.places.get_mut(field.name()) {
+                Some((at, whose)) if is_used(field.name()) => {
+                    let before = self.fields[*at].data_type().clone();
+                    let wide = wider(&before, field.data_type()).ok_or_else(|| {
+                        DatasetError::Refused(format!(
+                            "column `{}` is {before} in `{whose}` and {} in `{name}`; make them one type, or run the files as separate jobs",
+                            field.name(),
+                            field.data_type(),
+                        ))
+                    })?;
+                    if !same_type(&before, &wide) || !same_type(field.data_type(), &wide) {
+                        self.notes.push(format!(
+                            "column `{}` is {before} in `{whose}` and {} in `{name}`: it is read as {wide}",
+                            field.name(),
+                            field.data_type()
+                        ));
+                    }
+                    if !same_type(&before, &wide) {
+                        self.fields[*at] = self.fields[*at].clone().with_data_type(wide);
+                        *whose = name.clone();
+                    }
+                }
+                Some(_) => {}
+                None => {
+                    if let Some(first) = &self.first {
+                        self.lacking.insert(field.name().clone(), first.clone());
+                    }
+                    self.places
+                        .insert(field.name().clone(), (self.fields.len(), name.clone()));
+                    self.fields.push(Field::clone(field));
+                }
+            }
+        }
+        self.first.get_or_insert_with(|| name.clone());
+        self.last = Some(file.schema.clone());
+        Ok(())
+    }
+}
+
+/// Whether both types hold the same values, so that a cast between them is lossless.
+pub(crate) fn same_type(a: &DataType, b: &DataType) -> bool {
+    let is_text = |t: &DataType| matches!(t, DataType::Utf8 | DataType::LargeUtf8 | DataType::Utf8View);
+    let is_binary = |t: &DataType| matches!(t, DataType::Binary | DataType::LargeBinary | DataType::BinaryView);
+    a.equals_datatype(b) || (is_text(a) && is_text(b)) || (is_binary(a) && is_binary(b))
+}
+
+/// The type that holds the values of both types unchanged: the wider of two integer types, or the
+/// other type if one column is all null.
+pub(crate) fn wider(a: &DataType, b: &DataType) -> Option<DataType> {
+    /// Whether the type is signed, and its bits.
+    fn whole(t: &DataType) -> Option<(bool, u32)> {
+        match t {
+            DataType::Int8 => Some((true, 8)),
+            DataType::Int16 => Some((true, 16)),
+            DataType::Int32 => Some((true, 32)),
+            DataType::Int64 => Some((true, 64)),
+            DataType::UInt8 => Some((false, 8)),
+            DataType::UInt16 => Some((false, 16)),
+            DataType::UInt32 => Some((false, 32)),
+            DataType::UInt64 => Some((false, 64)),
+            _ => None,
+        }
+    }
+    match (a, b) {
+        (a, b) if same_type(a, b) => return Some(a.clone()),
+        (DataType::Null, other) | (other, DataType::Null) => return Some(other.clone()),
+        _ => {}
+    }
+    let ((a_signed, a_bits), (b_signed, b_bits)) = (whole(a)?, whole(b)?);
+    if a_signed == b_signed {
+        return Some(if a_bits >= b_bits { a.clone() } else { b.clone() });
+    }
+    let (signed, unsigned) = if a_signed { (a_bits, b_bits) } else { (b_bits, a_bits) };
+    match signed.max(unsigned * 2) {
+        16 => Some(DataType::Int16),
+        32 => Some(DataType::Int32),
+        64 => Some(DataType::Int64),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_wider_type_holds_the_values_of_both() {
+        use DataType::*;
+        let all = [
+            (Int32, Int64, Some(Int64)),
+            (UInt8, Int8, Some(Int16)),
+            (UInt32, Int8, Some(Int64)),
+            (UInt64, Int64, None),
+            (UInt16, UInt64, Some(UInt64)),
+            (Null, Date32, Some(Date32)),
+            (Utf8, LargeUtf8, Some(Utf8)),
+            (Int64, Float64, None),
+            (Float32, Float64, None),
+            (Utf8, Int64, None),
+        ];
+        for (a, b, expected) in all {
+            assert_eq!(wider(&a, &b), expected, "{a} and {b}");
+            assert_eq!(wider(&b, &a).is_some(), expected.is_some(), "{b} and {a}");
+        }
+    }
+}

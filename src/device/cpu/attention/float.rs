@@ -1,0 +1,709 @@
+//! Attention over paged keys and values, for any mix of prefill and decode.
+//!
+//! A task is one tile of queries with one key-value head. The query heads of the group share the
+//! keys and values that the task loads, and so do the sequences of a tile over the blocks of their
+//! common prefix. The task walks the blocks of 16 positions in order, aligned to absolute
+//! positions, with an online softmax (Milakov and Gimelshein 2018). For each block it computes
+//! scores and their maximum, rescales the sums, and adds the weighted values. A query skips blocks
+//! without a visible position. The computation for a query thus depends on its position and window
+//! alone, and not on the chunks of its sequence, the prefix that it shares, or the rest of the
+//! batch.
+//!
+//! [`attention_int8`](super::int8) handles INT8 keys and values. It walks in the same
+//! way, in spans of 64 positions.
+//!
+//! See docs/decisions/065-common-prefixes-are-attended-once.md.
+
+#![expect(unsafe_code, reason = "kernels take addresses of parts of a buffer")]
+
+use std::ops::Range;
+use std::sync::Mutex;
+
+use super::int8;
+use super::int8::Int8Scratch;
+use crate::device::cpu::BLOCK_TOKENS;
+use crate::device::cpu::gemm::tile::{Element, F32Gemm, PANEL, max_rows, product};
+use crate::device::cpu::isa::multiversion;
+use crate::device::cpu::kv::{KvPages, KvPool, KvStore, padded};
+use crate::device::cpu::math::{exp, round_bf16, soft_cap, sum16};
+use crate::device::cpu::step::{QueryTile, Step, TilePart};
+use crate::device::cpu::{Buffer, ExecContext, SharedMut};
+use crate::device::{Attention, HeadShape, KvSpec};
+
+/// An attention operation's inputs besides the pool.
+pub(crate) struct AttentionOp<'a> {
+    pub on: ExecContext<'a>,
+    pub round: bool,
+    pub of: Attention,
+    pub step: &'a Step,
+    /// `[tokens]` rows of `[q][k][v]`.
+    pub qkv: &'a Buffer,
+}
+
+/// One scratch per thread. A thread locks only its own, so the locks are uncontended.
+#[derive(Default)]
+pub(crate) struct Scratches(Vec<Mutex<AttentionScratch>>);
+
+impl Scratches {
+    pub(crate) fn new(threads: usize) -> Scratches {
+        Scratches((0..threads).map(|_| Mutex::default()).collect())
+    }
+}
+
+/// Working memory of a task. Rows are ordered by query, then by head of the group.
+#[derive(Default)]
+pub(crate) struct AttentionScratch {
+    /// Queries, packed in tiles of rows: `[tile][head_dim][rows of the tile]`.
+    queries: Vec<f32>,
+    /// `[rows][16]`: the scores of a block, later overwritten by its weights.
+    scores: Vec<f32>,
+    /// `[tile][16][rows of the tile]`: the weights, packed.
+    weights: Vec<f32>,
+    /// `[queries]`: positions of the queries.
+    pub positions: Vec<u32>,
+    /// `[rows][padded head_dim]`: weighted sums of the values.
+    pub sums: Vec<f32>,
+    /// `[rows]`.
+    pub softmax: Vec<RowState>,
+    pub int8: Int8Scratch,
+}
+
+/// State of a row's online softmax between two blocks.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct RowState {
+    /// Largest score so far.
+    pub max: f32,
+    /// Sum of weights so far, relative to `max`.
+    pub sum: f32,
+}
+
+/// First position that a query at `position` sees.
+pub(crate) fn first_visible(spec: KvSpec, position: usize) -> usize {
+    match spec {
+        KvSpec::Full => 0,
+        KvSpec::Window(window) => (position + 1).saturating_sub(window as usize),
+    }
+}
+
+/// Runs the operation; `out` becomes `[tokens][heads * head_dim]`.
+pub(crate) fn attention(op: &AttentionOp<'_>, pool: &KvPool, out: &mut Buffer, scratches: &Scratches) {
+    let heads = op.step.heads;
+    assert!(heads == pool.heads && op.qkv.width == heads.qkv_width());
+    out.reshape(op.qkv.rows, heads.heads * heads.head_dim);
+    let width = out.width;
+    let target = SharedMut::new(&mut out.data);
+    let tasks = op.step.tiles.len() * heads.kv_heads;
+    op.on.threads.share(tasks, |thread, tasks| {
+        let mut scratch = scratches.0[thread]
+            .lock()
+            .unwrap_or_else(|poisoned| poisoned.into_inner());
+        for i in tasks {
+            let (tile, head) = (&op.step.tiles[i / heads.kv_heads], i % heads.kv_heads);
+            let task = AttentionTile { op, heads, tile, head };
+            task.prepare(&mut scratch);
+            match &pool.store {
+                KvStore::F32(pages) => task.run(pages, pool.blocks, &mut scratch),
+                KvStore::Bf16(pages) => task.run(pages, pool.blocks, &mut scratch),
+                KvStore::Int8(pages) => int8::run(&task, pages, pool.blocks, &mut scratch),
+            }
+            for (r, (token, head)) in task.rows_of(0..task.rows()).enumerate() {
+                // SAFETY: this task alone owns these tokens of these heads.
+                let row = unsafe { target.slice(token * width + head * heads.head_dim, heads.head_dim) };
+                let total = scratch.softmax[r].sum;
+                for (y, x) in row.iter_mut().zip(&scratch.sums[r * padded(heads.head_dim)..]) {
+                    *y = x / total;
+                    if op.round {
+                        *y = round_bf16(*y);
+                    }
+                }
+            }
+        }
+    });
+}
+
+/// A tile of queries with one key-value head.
+pub(crate) struct AttentionTile<'a> {
+    pub op: &'a AttentionOp<'a>,
+    pub heads: HeadShape,
+    tile: &'a QueryTile,
+    pub head: usize,
+}
+
+/// A range of positions (a block or a span) and the rows that attend to it.
+pub(crate) struct VisibleSpan<'a> {
+    /// Rows that walk the same blocks: all rows of the tile, or those of one part.
+    pub within: Range<usize>,
+    /// Rows of `within` that see at least one position of the range.
+    pub rows: Range<usize>,
+    /// First position of the range.
+    pub start: usize,
+    /// Blocks of the range, up to the end of the sequence.
+    pub blocks: &'a [u32],
+}
+
+impl AttentionTile<'_> {
+    pub(crate) fn group(&self) -> usize {
+        self.heads.heads / self.heads.kv_heads
+    }
+
+    pub(crate) fn rows(&self) -> usize {
+        self.tile.queries as usize * self.group()
+    }
+
+    /// Token and query head of each of these rows.
+    pub(crate) fn rows_of(&self, rows: Range<usize>) -> impl Iterator<Item = (usize, usize)> + '_ {
+        let group = self.group();
+        let tokens = self
+            .op
+            .step
+            .parts(self.tile)
+            .iter()
+            .flat_map(|part| part.token as usize..(part.token + part.queries) as usize);
+        let all = tokens.flat_map(move |token| (0..group).map(move |g| (token, self.head * group + g)));
+        all.skip(rows.start).take(rows.len())
+    }
+
+    fn prepare(&self, scratch: &mut AttentionScratch) {
+        let rows = self.rows();
+        scratch.positions.clear();
+        for part in self.op.step.parts(self.tile) {
+            scratch.positions.extend(part.position..part.position + part.queries);
+        }
+        scratch.sums.clear();
+        scratch.sums.resize(rows * padded(self.heads.head_dim), 0.0);
+        scratch.softmax.clear();
+        scratch.softmax.resize(
+            rows,
+            RowState {
+                max: f32::NEG_INFINITY,
+                sum: 0.0,
+            },
+        );
+    }
+
+    /// Visits all positions that the tile's queries see, in ranges of `stretch` positions: first
+    /// the common prefix of the parts, then the other positions of each part.
+    pub(crate) fn walk(&self, stretch: usize, mut visit: impl FnMut(VisibleSpan<'_>)) {
+        let step = self.op.step;
+        let parts = step.parts(self.tile);
+        let shared = match self.op.of.spec {
+            KvSpec::Full => self.tile.shared as usize,
+            // The start of a window differs from query to query, so no range is shared.
+            KvSpec::Window(_) => 0,
+        };
+        let blocks_of = |sequence: u32, start: usize| -> &[u32] {
+            let blocks = &step.blocks(sequence)[start / BLOCK_TOKENS..];
+            &blocks[..blocks.len().min(stretch / BLOCK_TOKENS)]
+        };
+        for start in (0..shared).step_by(stretch) {
+            visit(VisibleSpan {
+                within: 0..self.rows(),
+                rows: 0..self.rows(),
+                start,
+                blocks: blocks_of(parts[0].sequence, start),
+            });
+        }
+        let mut row = 0;
+        for part in parts {
+            let within = row..row + part.queries as usize * self.group();
+            row = within.end;
+            let first = part.position as usize;
+            let from = (first_visible(self.op.of.spec, first) / stretch * stretch).max(shared);
+            for start in (from..first + part.queries as usize).step_by(stretch) {
+                let sees = self.queries_that_see(part, start..start + stretch);
+                let rows = within.start + sees.start * self.group()..within.start + sees.end * self.group();
+                if !rows.is_empty() {
+                    visit(VisibleSpan {
+                        within: within.clone(),
+                        rows,
+                        start,
+                        blocks: blocks_of(part.sequence, start),
+                    });
+                }
+            }
+        }
+    }
+
+    /// Queries of a part that see at least one of these positions. They are a contiguous range,
+    /// since later queries see later positions.
+    fn queries_that_see(&self, part: &TilePart, positions: Range<usize>) -> Range<usize> {
+        let (first, queries) = (part.position as usize, part.queries as usize);
+        let from = positions.start.saturating_sub(first).min(queries);
+        let sees = |q: usize| first_visible(self.op.of.spec, first + q) < positions.end;
+        from..(from..queries).take_while(|&q| sees(q)).count() + from
+    }
+
+    fn run<E: Element>(&self, pages: &KvPages<E>, pool_blocks: usize, scratch: &mut AttentionScratch) {
+        let (dim, padded_dim) = (self.heads.head_dim, padded(self.heads.head_dim));
+        scratch.scores.resize(self.rows() * PANEL, 0.0);
+        scratch.weights.resize(self.rows() * PANEL, 0.0);
+        let mut packed = 0..0;
+        self.walk(BLOCK_TOKENS, |seen| {
+            let block = self.head * pool_blocks + seen.blocks[0] as usize;
+            let keys = &pages.keys[block * dim * BLOCK_TOKENS..][..dim * BLOCK_TOKENS];
+            let values = &pages.values[block * padded_dim * BLOCK_TOKENS..][..padded_dim * BLOCK_TOKENS];
+            if packed != seen.within {
+                self.pack_queries(seen.within.clone(), scratch);
+                packed = seen.within.clone();
+            }
+            self.score(seen.within, keys, scratch);
+            let step = BlockSoftmax {
+                spec: self.op.of.spec,
+                positions: &scratch.positions,
+                group: self.group(),
+                rows: seen.rows.clone(),
+                start: seen.start,
+                scale: self.op.of.scale,
+                soft_cap: self.op.of.soft_cap,
+                padded_dim,
+            };
+            softmax_step_on(
+                self.op.on.isa,
+                &step,
+                &mut scratch.scores,
+                &mut scratch.softmax,
+                &mut scratch.sums,
+            );
+            self.add_values(seen.rows, values, scratch);
+        });
+    }
+
+    /// Tiles of rows for the kernel: (first row, rows).
+    fn row_tiles(&self, range: Range<usize>) -> impl Iterator<Item = (usize, usize)> + use<> {
+        let most = max_rows(self.op.on.isa);
+        let end = range.end;
+        range.step_by(most).map(move |from| (from, most.min(end - from)))
+    }
+
+    fn pack_queries(&self, range: Range<usize>, scratch: &mut AttentionScratch) {
+        let dim = self.heads.head_dim;
+        scratch.queries.resize(self.rows() * dim, 0.0);
+        for (from, rows) in self.row_tiles(range) {
+            let out = &mut scratch.queries[from * dim..(from + rows) * dim];
+            for (r, (token, head)) in self.rows_of(from..from + rows).enumerate() {
+                for (d, x) in self.op.qkv.row(token)[head * dim..][..dim].iter().enumerate() {
+                    out[d * rows + r] = *x;
+                }
+            }
+        }
+    }
+
+    /// Dot products of these rows with the block's 16 keys.
+    fn score<E: Element>(&self, range: Range<usize>, keys: &[E], scratch: &mut AttentionScratch) {
+        let dim = self.heads.head_dim;
+        for (from, rows) in self.row_tiles(range) {
+            let (a, c) = (
+                &scratch.queries[from * dim..][..rows * dim],
+                &mut scratch.scores[from * PANEL..],
+            );
+            assert!(keys.len() == dim * PANEL && c.len() >= rows * PANEL);
+            // SAFETY: `a`, `keys` and `c` have the sizes that the product names.
+            unsafe {
+                product(
+                    self.op.on.isa,
+                    F32Gemm {
+                        k: dim,
+                        rows,
+                        a: a.as_ptr(),
+                        b: keys.as_ptr(),
+                        panel_stride: 0,
+                        panels: 1,
+                        c: c.as_mut_ptr(),
+                        c_stride: PANEL,
+                        accumulate: false,
+                    },
+                );
+            }
+        }
+    }
+
+    /// Adds the block's values, weighted, to the sums of `range`.
+    fn add_values<E: Element>(&self, range: Range<usize>, values: &[E], scratch: &mut AttentionScratch) {
+        let padded_dim = padded(self.heads.head_dim);
+        for (from, rows) in self.row_tiles(range) {
+            let a = &mut scratch.weights[..rows * PANEL];
+            for r in 0..rows {
+                for j in 0..PANEL {
+                    a[j * rows + r] = scratch.scores[(from + r) * PANEL + j];
+                }
+            }
+            let c = &mut scratch.sums[from * padded_dim..];
+            assert!(values.len() == padded_dim * BLOCK_TOKENS && c.len() >= rows * padded_dim);
+            // SAFETY: `a`, `values` and `c` have the sizes that the product names.
+            unsafe {
+                product(
+                    self.op.on.isa,
+                    F32Gemm {
+                        k: BLOCK_TOKENS,
+                        rows,
+                        a: a.as_ptr(),
+                        b: values.as_ptr(),
+                        panel_stride: BLOCK_TOKENS * PANEL,
+                        panels: padded_dim / PANEL,
+                        c: c.as_mut_ptr(),
+                        c_stride: padded_dim,
+                        accumulate: true,
+                    },
+                );
+            }
+        }
+    }
+}
+
+/// The softmax step of one block for some rows.
+struct BlockSoftmax<'a> {
+    spec: KvSpec,
+    /// Positions of the tile's queries.
+    positions: &'a [u32],
+    group: usize,
+    rows: Range<usize>,
+    /// The block's first position.
+    start: usize,
+    scale: f32,
+    soft_cap: Option<f32>,
+    padded_dim: usize,
+}
+
+/// Turns scores into weights (0 at invisible positions), updates the row states and rescales
+/// earlier sums.
+#[inline(always)]
+fn softmax_step(op: &BlockSoftmax<'_>, scores: &mut [f32], states: &mut [RowState], sums: &mut [f32]) {
+    let start = op.start;
+    for r in op.rows.clone() {
+        let position = op.positions[r / op.group] as usize;
+        let from = first_visible(op.spec, position).saturating_sub(start);
+        let to = (position + 1 - start).min(BLOCK_TOKENS);
+        let Some(row) = scores[r * PANEL..].first_chunk_mut::<PANEL>() else {
+            return;
+        };
+        let state = &mut states[r];
+        row.iter_mut().for_each(|score| *score *= op.scale);
+        if let Some(cap) = op.soft_cap {
+            row.iter_mut().for_each(|score| *score = soft_cap(*score, cap));
+        }
+        let mut masked = [f32::NEG_INFINITY; PANEL];
+        for j in 0..PANEL {
+            let visible = j >= from && j < to;
+            masked[j] = if visible { row[j] } else { f32::NEG_INFINITY };
+        }
+        let mut max = state.max;
+        for s in masked {
+            max = if s > max { s } else { max };
+        }
+        let mut weights = [0.0f32; PANEL];
+        for j in 0..PANEL {
+            let visible = j >= from && j < to;
+            let w = exp(masked[j] - max);
+            weights[j] = if visible { w } else { 0.0 };
+        }
+        let rescale = exp(state.max - max);
+        *state = RowState {
+            max,
+            sum: state.sum.mul_add(rescale, sum16(weights)),
+        };
+        *row = weights;
+        if rescale != 1.0 {
+            for x in &mut sums[r * op.padded_dim..(r + 1) * op.padded_dim] {
+                *x *= rescale;
+            }
+        }
+    }
+}
+
+multiversion! {
+    fn softmax_step_on(op: &BlockSoftmax<'_>, scores: &mut [f32], states: &mut [RowState], sums: &mut [f32]) = softmax_step;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::batch::StepBatch;
+    use crate::device::cpu::Isa;
+    use crate::device::cpu::testing::{buffer, numbers, on_threads};
+    use crate::device::{KvFormat, RopeSpec};
+
+    /// A batch of sequences `(q_len, kv_len)`. Block numbers are assigned in descending order.
+    fn batch(sequences: &[(u32, u32)]) -> StepBatch {
+        let mut batch = StepBatch::default();
+        for &(q_len, kv_len) in sequences {
+            batch.push((0..q_len).map(|_| 0), kv_len, (0..kv_len.div_ceil(16)).map(|_| 0));
+        }
+        let blocks = batch.block_tables.len() as u32;
+        batch
+            .block_tables
+            .iter_mut()
+            .enumerate()
+            .for_each(|(i, b)| *b = blocks - 1 - i as u32);
+        batch
+    }
+
+    fn new_step(heads: HeadShape, batch: &StepBatch) -> Step {
+        let rope = RopeSpec {
+            inverse_frequencies: vec![0.0; heads.head_dim / 2],
+            scale: 1.0,
+        };
+        let mut step = Step::new(heads, vec![rope], false);
+        step.upload(batch);
+        step
+    }
+
+    /// The `[q][k][v]` row of a token, the same for any split into steps.
+    fn row_of(heads: HeadShape, sequence: usize, position: u32) -> Vec<f32> {
+        let scaled = numbers(1000 * sequence as u64 + position as u64, heads.qkv_width());
+        scaled.into_iter().map(|x| x * 3.0).collect()
+    }
+
+    /// Parameters of an attention run.
+    #[derive(Debug, Clone, Copy)]
+    struct Setup {
+        isa: Isa,
+        threads: usize,
+        heads: HeadShape,
+        of: Attention,
+        format: KvFormat,
+        /// All sequences begin with the contents of this many blocks of the first sequence.
+        prefix_blocks: usize,
+        /// Whether the sequences share these blocks. Otherwise each sequence has its own copy.
+        is_shared: bool,
+    }
+
+    fn run(setup: Setup, sequences: &[(u32, u32)]) -> Vec<Vec<f32>> {
+        let Setup {
+            isa,
+            threads,
+            heads,
+            of,
+            format,
+            prefix_blocks,
+            is_shared,
+        } = setup;
+        // The first step stores all keys and values. The second step computes the tokens under
+        // test.
+        let all: Vec<(u32, u32)> = sequences.iter().map(|&(_, kv)| (kv, kv)).collect();
+        let blocks = batch(&all).block_tables.len();
+        let mut pool = KvPool::new(heads, blocks, format);
+        let mut out = Buffer::default();
+        for part in [&all[..], sequences] {
+            let mut batch = batch(part);
+            let first = batch.block_tables.clone();
+            for s in &batch.sequences[1..] {
+                let table = &mut batch.block_tables[s.first_block as usize..][..s.kv_len.div_ceil(16) as usize];
+                // As in the engine, only whole blocks are shared.
+                let shared = if is_shared {
+                    prefix_blocks.min(s.kv_len as usize / 16)
+                } else {
+                    0
+                };
+                table[..shared].copy_from_slice(&first[..shared]);
+            }
+            let step = new_step(heads, &batch);
+            let owner = |i: usize, position: u32| if (position as usize) < prefix_blocks * 16 { 0 } else { i };
+            let rows: Vec<f32> = batch
+                .sequences
+                .iter()
+                .enumerate()
+                .flat_map(|(i, s)| (s.kv_len - s.q_len..s.kv_len).flat_map(move |p| row_of(heads, owner(i, p), p)))
+                .collect();
+            let qkv = buffer(&rows, batch.tokens.len(), heads.qkv_width());
+            let op = AttentionOp {
+                on: on_threads(isa, threads),
+                round: false,
+                of,
+                step: &step,
+                qkv: &qkv,
+            };
+            pool.store(op.on, &step, &qkv);
+            attention(&op, &pool, &mut out, &Scratches::new(threads));
+        }
+        (0..out.rows).map(|i| out.row(i).to_vec()).collect()
+    }
+
+    /// Attention with a soft cap: some scores are far above the cap, others far below it.
+    fn capped(heads: HeadShape, spec: KvSpec) -> Attention {
+        Attention {
+            scale: 0.3,
+            soft_cap: Some(4.0),
+            ..Attention::plain(heads, spec)
+        }
+    }
+
+    fn check(heads: HeadShape, of: Attention, format: KvFormat, sequences: &[(u32, u32)]) {
+        let spec = of.spec;
+        let group = heads.heads / heads.kv_heads;
+        let dim = heads.head_dim;
+        // INT8: keys, queries and values are off by up to half a step of 3/127, and weights by as
+        // much.
+        let tolerance = if format == KvFormat::Int8 { 0.15 } else { 2e-5 };
+        let mut first: Option<Vec<Vec<f32>>> = None;
+        for isa in Isa::available() {
+            let setup = Setup {
+                isa,
+                threads: 1 + (dim / 2) % 2,
+                heads,
+                of,
+                format,
+                prefix_blocks: 0,
+                is_shared: false,
+            };
+            let got = run(setup, sequences);
+            let mut token = 0;
+            for (i, &(q_len, kv_len)) in sequences.iter().enumerate() {
+                let rows: Vec<Vec<f32>> = (0..kv_len).map(|p| row_of(heads, i, p)).collect();
+                for position in (kv_len - q_len) as usize..kv_len as usize {
+                    for head in 0..heads.heads {
+                        let part = |p: usize, h: usize| &rows[p][h * dim..][..dim];
+                        let (k, v) = (heads.heads + head / group, heads.heads + heads.kv_heads + head / group);
+                        let seen = match spec {
+                            KvSpec::Full => 0,
+                            KvSpec::Window(w) => (position + 1).saturating_sub(w as usize),
+                        };
+                        let scores: Vec<f64> = (seen..=position)
+                            .map(|j| {
+                                let dot: f64 = part(position, head)
+                                    .iter()
+                                    .zip(part(j, k))
+                                    .map(|(a, b)| *a as f64 * *b as f64)
+                                    .sum();
+                                let score = dot * f64::from(of.scale);
+                                let capped = |cap: f32| f64::from(cap) * (score / f64::from(cap)).tanh();
+                                of.soft_cap.map_or(score, capped).exp()
+                            })
+                            .collect();
+                        let total: f64 = scores.iter().sum();
+                        for d in 0..dim {
+                            let want: f64 = scores
+                                .iter()
+                                .zip(seen..)
+                                .map(|(s, j)| s / total * part(j, v)[d] as f64)
+                                .sum();
+                            let got = got[token][head * dim + d] as f64;
+                            assert!(
+                                (got - want).abs() < tolerance,
+                                "{isa:?} {of:?} {format:?} sequence {i} position {position} head {head} dim {d}: {got} {want}"
+                            );
+                        }
+                    }
+                    token += 1;
+                }
+            }
+            assert!(
+                *first.get_or_insert_with(|| got.clone()) == got,
+                "bits differ on {isa:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn matches_the_formula_in_the_same_bits_everywhere() {
+        let sequences = [
+            (1, 1),
+            (1, 15),
+            (16, 16),
+            (17, 17),
+            (1, 16),
+            (1, 17),
+            (5, 40),
+            (70, 70),
+            (1, 50),
+            (3, 64),
+            (1, 130),
+        ];
+        for (kv_heads, group, head_dim) in [(1, 1, 2), (2, 3, 16), (1, 5, 18), (2, 1, 64)] {
+            let heads = HeadShape {
+                heads: kv_heads * group,
+                kv_heads,
+                head_dim,
+            };
+            for spec in [
+                KvSpec::Full,
+                KvSpec::Window(1),
+                KvSpec::Window(8),
+                KvSpec::Window(16),
+                KvSpec::Window(17),
+                KvSpec::Window(70),
+            ] {
+                check(heads, Attention::plain(heads, spec), KvFormat::F32, &sequences);
+                check(heads, Attention::plain(heads, spec), KvFormat::Int8, &sequences);
+            }
+            for spec in [KvSpec::Full, KvSpec::Window(17)] {
+                check(heads, capped(heads, spec), KvFormat::F32, &sequences);
+                check(heads, capped(heads, spec), KvFormat::Int8, &sequences);
+            }
+        }
+    }
+
+    #[test]
+    fn a_query_gets_the_same_bits_in_any_chunk() {
+        let heads = HeadShape {
+            heads: 6,
+            kv_heads: 2,
+            head_dim: 20,
+        };
+        let all = [
+            Attention::plain(heads, KvSpec::Full),
+            Attention::plain(heads, KvSpec::Window(9)),
+            Attention::plain(heads, KvSpec::Window(70)),
+            capped(heads, KvSpec::Window(70)),
+        ];
+        for (of, format) in all
+            .into_iter()
+            .flat_map(|of| [KvFormat::F32, KvFormat::Int8].map(|format| (of, format)))
+        {
+            let setup = Setup {
+                isa: Isa::detect(),
+                threads: 2,
+                heads,
+                of,
+                format,
+                prefix_blocks: 0,
+                is_shared: false,
+            };
+            let whole = run(setup, &[(131, 131)]);
+            for chunk in [1, 2, 7, 15, 16, 17, 33, 66] {
+                for end in (chunk..=131).step_by(5) {
+                    let part = run(setup, &[(chunk, end)]);
+                    // Only the end of the sequence differs. A query sees the same positions.
+                    assert!(
+                        part[..] == whole[(end - chunk) as usize..end as usize],
+                        "{of:?} {format:?} chunk {chunk} to {end}"
+                    );
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_shared_prefix_changes_no_bit() {
+        let heads = HeadShape {
+            heads: 6,
+            kv_heads: 2,
+            head_dim: 20,
+        };
+        // Of the 144 shared positions (9 blocks), 64 or 128 are whole spans. Chunks begin within
+        // the prefix and after it.
+        let sequences = [(1, 200), (1, 150), (4, 145), (1, 144), (20, 160), (3, 90), (1, 129)];
+        let all = [
+            Attention::plain(heads, KvSpec::Full),
+            Attention::plain(heads, KvSpec::Window(70)),
+            capped(heads, KvSpec::Full),
+        ];
+        for (of, format) in all
+            .into_iter()
+            .flat_map(|of| [KvFormat::F32, KvFormat::Bf16, KvFormat::Int8].map(|format| (of, format)))
+        {
+            let [together, apart] = [true, false].map(|is_shared| {
+                let setup = Setup {
+                    isa: Isa::detect(),
+                    threads: 2,
+                    heads,
+                    of,
+                    format,
+                    prefix_blocks: 9,
+                    is_shared,
+                };
+                run(setup, &sequences)
+            });
+            assert!(together == apart, "{of:?} {format:?}");
+        }
+    }
+}

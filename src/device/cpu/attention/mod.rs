@@ -1,0 +1,5 @@
+//! Attention over paged keys and values, in floating point and in INT8.
+
+pub(crate) mod float;
+pub(crate) mod int8;
+pub(crate) mod softmax_int8;

@@ -1,0 +1,546 @@
+//! The INT8 matrix kernel: a few quantized rows times panels of 16 columns, with scales and bias fused.
+//!
+//! `c[r][n] = (sum over k of a[r][k] * b[n][k] - offset[n]) * column_scale[n] * row_scale[r] + bias[n]`.
+//! `a` is unsigned, as `vpdpbusd` requires of its left operand: a signed 8-bit activation + 128.
+//! `offset[n]` is 128 times the sum of `b[n]`. Kernels that multiply signed activations skip the
+//! offset. Activations and weights range from -127 to 127.
+//!
+//! Sums are exact in 32 bits, so every instruction set gives the same integers in any order.
+//! Scaling has the same order of roundings everywhere.
+//!
+//! See docs/decisions/061-int8-does-not-depend-on-the-batch.md.
+
+#![expect(unsafe_code, reason = "kernels take addresses and need instructions")]
+
+use super::tile::PANEL;
+use crate::device::cpu::isa::Isa;
+
+/// Adjacent values of k in a 32-bit lane.
+pub(crate) const QUAD: usize = 4;
+/// Added to an activation to make it unsigned.
+pub(crate) const OFFSET: i32 = 128;
+/// Rows are padded to a multiple of this many values of k: the depth of an AMX tile.
+pub(crate) const K_STEP: usize = 64;
+/// Maximum rows for which a product is bound by reading the weights from memory, and not by
+/// multiplications.
+#[cfg(target_arch = "x86_64")]
+const MEMORY_BOUND_ROWS_MAX: usize = 4;
+/// A tile of more rows than this uses AMX. Fewer rows would leave most of an AMX tile empty.
+#[cfg(target_arch = "x86_64")]
+const AMX_ROWS_ABOVE: usize = 12;
+/// Maximum k whose sums fit in 32 bits: `255 * 127 * k < 2^31`.
+pub(crate) const K_MAX: usize = 1 << 16;
+
+/// A product of rows, in tiles, and a group of panels.
+#[derive(Clone, Copy)]
+pub(crate) struct Int8Gemm {
+    /// Depth of the product: quads of k that are summed.
+    pub quads: usize,
+    /// The rows, tile by tile, in the layout that [`is_packed`] reports.
+    pub a: *const u8,
+    /// First panel, `[quads][16][4]`.
+    pub b: *const i8,
+    /// Distance between the starts of two panels, in bytes.
+    pub panel_stride: usize,
+    /// Number of panels, at most [`panels_at_once`].
+    pub panels: usize,
+    /// `[rows]`.
+    pub row_scales: *const f32,
+    /// `[panels * 16]`.
+    pub column_scales: *const f32,
+    /// `[panels * 16]`.
+    pub offsets: *const i32,
+    /// `[panels * 16]`.
+    pub bias: *const f32,
+    /// Output, `[rows][c_stride]`. 16 columns per panel are written. Only the rows of the tile need
+    /// valid memory.
+    pub c: *mut f32,
+    pub c_stride: usize,
+}
+
+/// A range of a product's rows.
+#[derive(Clone, Copy)]
+pub(crate) struct RowTile {
+    pub from: usize,
+    /// Number of rows, 1 to [`max_rows`].
+    pub rows: usize,
+    /// Address from which to prefetch during the product. It may be invalid. It advances by
+    /// `prefetch_step` bytes per 32-bit lane of k.
+    pub prefetch: *const i8,
+    pub prefetch_step: usize,
+}
+
+/// Maximum rows of a tile.
+pub(crate) fn max_rows(isa: Isa) -> usize {
+    match isa {
+        #[cfg(target_arch = "x86_64")]
+        Isa::Amx => 32,
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512Vnni | Isa::Avx512Bf16 => 12,
+        _ => 4,
+    }
+}
+
+/// Maximum panels of a product whose tiles have `rows` rows.
+pub(crate) fn panels_at_once(isa: Isa, rows: usize) -> usize {
+    match isa {
+        #[cfg(target_arch = "x86_64")]
+        Isa::Amx if rows > AMX_ROWS_ABOVE => 2,
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512Vnni | Isa::Avx512Bf16 | Isa::Amx => match rows {
+            ..=MEMORY_BOUND_ROWS_MAX => 1,
+            5..=6 => 4,
+            _ => 2,
+        },
+        _ => 1,
+    }
+}
+
+/// Whether a tile of `rows` rows is laid out as `[quads][rows][4]`. Otherwise it is
+/// `[rows][quads][4]`.
+pub(crate) fn is_packed(isa: Isa, rows: usize) -> bool {
+    match isa {
+        #[cfg(target_arch = "x86_64")]
+        Isa::Amx => rows <= AMX_ROWS_ABOVE,
+        _ => rows > 0,
+    }
+}
+
+/// Runs one tile of a product.
+///
+/// # Safety
+/// All memory that [`Int8Gemm`] names is valid for the rows of the tile. Nobody else reads or writes
+/// these rows of `c` during the call.
+pub(crate) unsafe fn product(isa: Isa, p: &Int8Gemm, tile: RowTile) {
+    debug_assert!(tile.rows >= 1 && tile.rows <= max_rows(isa));
+    // SAFETY: the caller upholds the same contract, and `isa` vouches for the processor.
+    unsafe {
+        match isa {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Amx if tile.rows > AMX_ROWS_ABOVE => super::amx::int8_product(p, tile),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512Vnni | Isa::Avx512Bf16 | Isa::Amx => {
+                if tile.rows <= MEMORY_BOUND_ROWS_MAX {
+                    for panel in 0..p.panels {
+                        x86::avx512_vnni_stream(&p.panel(panel), tile);
+                    }
+                } else if p.panels <= 2 || p.panels == panels_at_once(isa, tile.rows) {
+                    x86::avx512_vnni(p, tile);
+                } else {
+                    for panel in 0..p.panels {
+                        x86::avx512_vnni(&p.panel(panel), tile);
+                    }
+                }
+            }
+            _ => {
+                for panel in 0..p.panels {
+                    let one = p.panel(panel);
+                    match isa {
+                        #[cfg(target_arch = "x86_64")]
+                        Isa::AvxVnni => x86::avx_vnni(&one, tile),
+                        #[cfg(target_arch = "x86_64")]
+                        Isa::Avx512 | Isa::Avx2 => x86::avx2(&one, tile),
+                        _ => portable(&one, tile),
+                    }
+                }
+            }
+        }
+    }
+}
+
+impl Int8Gemm {
+    /// The product with one of its panels alone.
+    ///
+    /// # Safety
+    /// `panel` is below `self.panels`.
+    unsafe fn panel(&self, panel: usize) -> Int8Gemm {
+        // SAFETY: as the caller vouches.
+        unsafe {
+            Int8Gemm {
+                b: self.b.add(panel * self.panel_stride),
+                column_scales: self.column_scales.add(panel * PANEL),
+                offsets: self.offsets.add(panel * PANEL),
+                bias: self.bias.add(panel * PANEL),
+                c: self.c.add(panel * PANEL),
+                panels: 1,
+                ..*self
+            }
+        }
+    }
+}
+
+/// The kernel without intrinsics: one panel.
+///
+/// # Safety
+/// As [`product`].
+unsafe fn portable(p: &Int8Gemm, tile: RowTile) {
+    // SAFETY: indices stay within the bounds that `product` asks for.
+    unsafe {
+        let a = p.a.add(tile.from * p.quads * QUAD);
+        for r in 0..tile.rows {
+            let mut sums: [i32; PANEL] = std::array::from_fn(|n| -*p.offsets.add(n));
+            for q in 0..p.quads {
+                for (n, sum) in sums.iter_mut().enumerate() {
+                    for i in 0..QUAD {
+                        let x = i32::from(*a.add((q * tile.rows + r) * QUAD + i));
+                        *sum = sum.wrapping_add(x * i32::from(*p.b.add((q * PANEL + n) * QUAD + i)));
+                    }
+                }
+            }
+            let row = tile.from + r;
+            for (n, sum) in sums.iter().enumerate() {
+                let value = *sum as f32 * *p.column_scales.add(n);
+                *p.c.wrapping_add(row * p.c_stride + n) = value.mul_add(*p.row_scales.add(row), *p.bias.add(n));
+            }
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod x86 {
+    //! The kernels in intrinsics. Loops over `ROWS` and `PANELS` are unrolled, so that all sums
+    //! stay in registers. Sums start at `-offset`, except in `avx2`.
+
+    // The loops index registers by number.
+    #![allow(clippy::needless_range_loop)]
+
+    use std::arch::x86_64::*;
+
+    use super::{Int8Gemm, OFFSET, PANEL, QUAD, RowTile};
+
+    /// Bytes of a panel in one quad of k, over all 16 columns.
+    const STEP: usize = PANEL * QUAD;
+
+    #[target_feature(enable = "avx512f,avx512vnni")]
+    unsafe fn vnni_512<const ROWS: usize, const PANELS: usize>(p: &Int8Gemm, tile: RowTile) {
+        // SAFETY: indices stay within the bounds that `product` asks for.
+        unsafe {
+            let mut sums = [[_mm512_setzero_si512(); PANELS]; ROWS];
+            for n in 0..PANELS {
+                let offset = _mm512_loadu_si512(p.offsets.add(n * PANEL).cast());
+                let start = _mm512_sub_epi32(_mm512_setzero_si512(), offset);
+                for r in 0..ROWS {
+                    sums[r][n] = start;
+                }
+            }
+            let (mut a, mut b) = (p.a.add(tile.from * p.quads * QUAD), p.b);
+            let mut prefetch = tile.prefetch;
+            for _ in 0..p.quads {
+                for n in 0..PANELS {
+                    _mm_prefetch::<_MM_HINT_T1>(prefetch.wrapping_add(n * STEP));
+                }
+                prefetch = prefetch.wrapping_add(tile.prefetch_step);
+                // The panels are kept in registers; the sums take up to 24 of the 32.
+                let mut w = [_mm512_setzero_si512(); PANELS];
+                for n in 0..PANELS {
+                    w[n] = _mm512_loadu_si512(b.add(n * p.panel_stride).cast());
+                }
+                for r in 0..ROWS {
+                    let x = _mm512_set1_epi32(a.add(r * QUAD).cast::<i32>().read_unaligned());
+                    for n in 0..PANELS {
+                        sums[r][n] = _mm512_dpbusd_epi32(sums[r][n], x, w[n]);
+                    }
+                }
+                a = a.add(ROWS * QUAD);
+                b = b.add(STEP);
+            }
+            for n in 0..PANELS {
+                let scale = _mm512_loadu_ps(p.column_scales.add(n * PANEL));
+                let bias = _mm512_loadu_ps(p.bias.add(n * PANEL));
+                for r in 0..ROWS {
+                    let row = tile.from + r;
+                    let value = _mm512_mul_ps(_mm512_cvtepi32_ps(sums[r][n]), scale);
+                    let value = _mm512_fmadd_ps(value, _mm512_set1_ps(*p.row_scales.add(row)), bias);
+                    _mm512_storeu_ps(p.c.wrapping_add(row * p.c_stride + n * PANEL), value);
+                }
+            }
+        }
+    }
+
+    /// The kernel for few rows: one panel, whose weights are read sequentially. The hardware
+    /// prefetcher follows this order faster than prefetch instructions would. `LINES` quads have
+    /// separate sums, so that their multiplications run independently of each other.
+    #[target_feature(enable = "avx512f,avx512vnni")]
+    unsafe fn stream_512<const ROWS: usize, const LINES: usize>(p: &Int8Gemm, tile: RowTile) {
+        debug_assert!(p.quads.is_multiple_of(LINES));
+        // SAFETY: indices stay within the bounds that `product` asks for.
+        unsafe {
+            let mut sums = [[_mm512_setzero_si512(); ROWS]; LINES];
+            let start = _mm512_sub_epi32(_mm512_setzero_si512(), _mm512_loadu_si512(p.offsets.cast()));
+            sums[0] = [start; ROWS];
+            let (mut a, mut b) = (p.a.add(tile.from * p.quads * QUAD), p.b);
+            for _ in 0..p.quads / LINES {
+                for line in 0..LINES {
+                    let w = _mm512_loadu_si512(b.add(line * STEP).cast());
+                    for r in 0..ROWS {
+                        let x = _mm512_set1_epi32(a.add((line * ROWS + r) * QUAD).cast::<i32>().read_unaligned());
+                        sums[line][r] = _mm512_dpbusd_epi32(sums[line][r], x, w);
+                    }
+                }
+                a = a.add(LINES * ROWS * QUAD);
+                b = b.add(LINES * STEP);
+            }
+            let (scale, bias) = (_mm512_loadu_ps(p.column_scales), _mm512_loadu_ps(p.bias));
+            for r in 0..ROWS {
+                let row = tile.from + r;
+                let mut sum = sums[0][r];
+                for line in 1..LINES {
+                    sum = _mm512_add_epi32(sum, sums[line][r]);
+                }
+                let value = _mm512_mul_ps(_mm512_cvtepi32_ps(sum), scale);
+                let value = _mm512_fmadd_ps(value, _mm512_set1_ps(*p.row_scales.add(row)), bias);
+                _mm512_storeu_ps(p.c.wrapping_add(row * p.c_stride), value);
+            }
+        }
+    }
+
+    /// # Safety
+    /// As [`super::product`], with one panel and at most [`super::MEMORY_BOUND_ROWS_MAX`] rows, on a processor with AVX-512 VNNI.
+    pub(crate) unsafe fn avx512_vnni_stream(p: &Int8Gemm, tile: RowTile) {
+        // SAFETY: the caller upholds the same contract.
+        unsafe {
+            match tile.rows {
+                1 => stream_512::<1, 4>(p, tile),
+                2 => stream_512::<2, 4>(p, tile),
+                3 => stream_512::<3, 2>(p, tile),
+                _ => stream_512::<4, 2>(p, tile),
+            }
+        }
+    }
+
+    /// # Safety
+    /// As [`super::product`], with 1, 2 or [`super::panels_at_once`] panels and more than
+    /// [`super::MEMORY_BOUND_ROWS_MAX`] rows, on a processor with AVX-512 VNNI.
+    pub(crate) unsafe fn avx512_vnni(p: &Int8Gemm, tile: RowTile) {
+        // SAFETY: the caller upholds the same contract.
+        unsafe {
+            match (tile.rows, p.panels) {
+                (5, 1) => vnni_512::<5, 1>(p, tile),
+                (6, 1) => vnni_512::<6, 1>(p, tile),
+                (7, 1) => vnni_512::<7, 1>(p, tile),
+                (8, 1) => vnni_512::<8, 1>(p, tile),
+                (9, 1) => vnni_512::<9, 1>(p, tile),
+                (10, 1) => vnni_512::<10, 1>(p, tile),
+                (11, 1) => vnni_512::<11, 1>(p, tile),
+                (12, 1) => vnni_512::<12, 1>(p, tile),
+                (5, 2) => vnni_512::<5, 2>(p, tile),
+                (6, 2) => vnni_512::<6, 2>(p, tile),
+                (5, _) => vnni_512::<5, 4>(p, tile),
+                (6, _) => vnni_512::<6, 4>(p, tile),
+                (7, _) => vnni_512::<7, 2>(p, tile),
+                (8, _) => vnni_512::<8, 2>(p, tile),
+                (9, _) => vnni_512::<9, 2>(p, tile),
+                (10, _) => vnni_512::<10, 2>(p, tile),
+                (11, _) => vnni_512::<11, 2>(p, tile),
+                _ => vnni_512::<12, 2>(p, tile),
+            }
+        }
+    }
+
+    /// Finishes one panel as two halves of 8 columns: scales, adds the bias and stores.
+    ///
+    /// # Safety
+    /// As [`super::product`], on a processor with AVX2.
+    #[target_feature(enable = "avx2,fma")]
+    unsafe fn finish_256(p: &Int8Gemm, row: usize, sums: [__m256i; 2]) {
+        // SAFETY: indices stay within the bounds that `product` asks for.
+        unsafe {
+            for (half, sum) in sums.into_iter().enumerate() {
+                let at = half * PANEL / 2;
+                let value = _mm256_mul_ps(_mm256_cvtepi32_ps(sum), _mm256_loadu_ps(p.column_scales.add(at)));
+                let (scale, bias) = (_mm256_set1_ps(*p.row_scales.add(row)), _mm256_loadu_ps(p.bias.add(at)));
+                _mm256_storeu_ps(
+                    p.c.wrapping_add(row * p.c_stride + at),
+                    _mm256_fmadd_ps(value, scale, bias),
+                );
+            }
+        }
+    }
+
+    #[target_feature(enable = "avx2,fma,avxvnni")]
+    unsafe fn vnni_256<const ROWS: usize>(p: &Int8Gemm, tile: RowTile) {
+        // SAFETY: indices stay within the bounds that `product` asks for.
+        unsafe {
+            let start = [0, PANEL / 2].map(|at| {
+                let offset = _mm256_loadu_si256(p.offsets.add(at).cast());
+                _mm256_sub_epi32(_mm256_setzero_si256(), offset)
+            });
+            let mut sums = [start; ROWS];
+            let (mut a, mut b) = (p.a.add(tile.from * p.quads * QUAD), p.b);
+            for _ in 0..p.quads {
+                let w = [_mm256_loadu_si256(b.cast()), _mm256_loadu_si256(b.add(STEP / 2).cast())];
+                for r in 0..ROWS {
+                    let x = _mm256_set1_epi32(a.add(r * QUAD).cast::<i32>().read_unaligned());
+                    for half in 0..2 {
+                        sums[r][half] = _mm256_dpbusd_avx_epi32(sums[r][half], x, w[half]);
+                    }
+                }
+                a = a.add(ROWS * QUAD);
+                b = b.add(STEP);
+            }
+            for (r, row) in sums.into_iter().enumerate() {
+                finish_256(p, tile.from + r, row);
+            }
+        }
+    }
+
+    /// # Safety
+    /// As [`super::product`] with one panel, on a processor with AVX-VNNI.
+    pub(crate) unsafe fn avx_vnni(p: &Int8Gemm, tile: RowTile) {
+        // SAFETY: the caller upholds the same contract.
+        unsafe {
+            match tile.rows {
+                1 => vnni_256::<1>(p, tile),
+                2 => vnni_256::<2>(p, tile),
+                3 => vnni_256::<3>(p, tile),
+                _ => vnni_256::<4>(p, tile),
+            }
+        }
+    }
+
+    /// Adds to each 32-bit sum four products `u * s` of bytes. `u` is at most 128 and `s` from -127
+    /// to 127, or `u` at most 127 and `s` from -128 to 127. Two products thus fit in 16 bits, where
+    /// `vpmaddubsw` would saturate.
+    #[target_feature(enable = "avx2")]
+    pub(crate) fn add_quads(sums: __m256i, u: __m256i, s: __m256i) -> __m256i {
+        let pairs = _mm256_maddubs_epi16(u, s);
+        _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)))
+    }
+
+    /// Uses signed activations, without their offset. The sign of each weight is moved to the
+    /// activation, and the weight's magnitude becomes the unsigned operand.
+    #[target_feature(enable = "avx2,fma")]
+    unsafe fn avx2_rows<const ROWS: usize>(p: &Int8Gemm, tile: RowTile) {
+        // SAFETY: indices stay within the bounds that `product` asks for.
+        unsafe {
+            let mut sums = [[_mm256_setzero_si256(); 2]; ROWS];
+            let (mut a, mut b) = (p.a.add(tile.from * p.quads * QUAD), p.b);
+            let offset = _mm256_set1_epi8(OFFSET as u8 as i8);
+            for _ in 0..p.quads {
+                let w = [_mm256_loadu_si256(b.cast()), _mm256_loadu_si256(b.add(STEP / 2).cast())];
+                let sizes = w.map(|w| _mm256_abs_epi8(w));
+                for r in 0..ROWS {
+                    let x = _mm256_set1_epi32(a.add(r * QUAD).cast::<i32>().read_unaligned());
+                    let x = _mm256_xor_si256(x, offset);
+                    for half in 0..2 {
+                        sums[r][half] = add_quads(sums[r][half], sizes[half], _mm256_sign_epi8(x, w[half]));
+                    }
+                }
+                a = a.add(ROWS * QUAD);
+                b = b.add(STEP);
+            }
+            for (r, row) in sums.into_iter().enumerate() {
+                finish_256(p, tile.from + r, row);
+            }
+        }
+    }
+
+    /// # Safety
+    /// As [`super::product`] with one panel, on a processor with AVX2.
+    pub(crate) unsafe fn avx2(p: &Int8Gemm, tile: RowTile) {
+        // SAFETY: the caller upholds the same contract.
+        unsafe {
+            match tile.rows {
+                1 => avx2_rows::<1>(p, tile),
+                2 => avx2_rows::<2>(p, tile),
+                3 => avx2_rows::<3>(p, tile),
+                _ => avx2_rows::<4>(p, tile),
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::cpu::testing::numbers;
+
+    fn bytes(seed: u64, n: usize) -> Vec<u8> {
+        numbers(seed, n)
+            .into_iter()
+            .map(|x| (x * 128.0 + 128.0) as u8)
+            .collect()
+    }
+
+    fn check(isa: Isa, rows: usize, panels: usize, quads: usize, extreme: bool) {
+        let k = quads * QUAD;
+        // Another tile, of 2 rows, precedes this one.
+        let from = 2;
+        let all = from + rows;
+        let mut a: Vec<u8> = bytes(1, all * k).into_iter().map(|x| x.max(1)).collect();
+        let b = bytes(2, panels * PANEL * k).into_iter().map(|x| (x as i8).max(-127));
+        let mut b: Vec<i8> = b.collect();
+        if extreme {
+            // Extreme values, at which 16-bit sums would saturate.
+            a.fill(255);
+            b.iter_mut()
+                .enumerate()
+                .for_each(|(i, w)| *w = if (i / QUAD).is_multiple_of(2) { 127 } else { -127 });
+        }
+        let columns = panels * PANEL;
+        let (row_scales, column_scales, bias) = (numbers(3, all), numbers(4, columns), numbers(5, columns));
+        let place = |n: usize, i: usize| n / PANEL * PANEL * k + i / QUAD * PANEL * QUAD + n % PANEL * QUAD + i % QUAD;
+        let sum_of = |n: usize| (0..k).map(|i| i32::from(b[place(n, i)])).sum::<i32>();
+        let offsets: Vec<i32> = (0..columns).map(|n| OFFSET * sum_of(n)).collect();
+        let mut c = vec![0.0f32; all * (columns + 3)];
+        let product_of = Int8Gemm {
+            quads,
+            a: a.as_ptr(),
+            b: b.as_ptr(),
+            panel_stride: PANEL * k,
+            panels,
+            row_scales: row_scales.as_ptr(),
+            column_scales: column_scales.as_ptr(),
+            offsets: offsets.as_ptr(),
+            bias: bias.as_ptr(),
+            c: c.as_mut_ptr(),
+            c_stride: columns + 3,
+        };
+        let tile = RowTile {
+            from,
+            rows,
+            prefetch: b.as_ptr(),
+            prefetch_step: 3,
+        };
+        // SAFETY: the vectors have the sizes that the product names.
+        unsafe { product(isa, &product_of, tile) };
+        assert!(c[..from * (columns + 3)].iter().all(|x| *x == 0.0));
+        for r in 0..rows {
+            for n in 0..columns {
+                let value = |i: usize| {
+                    let (quad, i) = (i / QUAD, i % QUAD);
+                    if is_packed(isa, rows) {
+                        a[from * k + (quad * rows + r) * QUAD + i]
+                    } else {
+                        a[(from + r) * k + quad * QUAD + i]
+                    }
+                };
+                let sum: i64 = (0..k).map(|i| i64::from(value(i)) * i64::from(b[place(n, i)])).sum();
+                let scaled = (sum - i64::from(offsets[n])) as i32 as f32 * column_scales[n];
+                let want = scaled.mul_add(row_scales[from + r], bias[n]);
+                let got = c[(from + r) * (columns + 3) + n];
+                assert_eq!(
+                    got.to_bits(),
+                    want.to_bits(),
+                    "{isa:?} rows {rows} panels {panels} quads {quads} at ({r}, {n}): {got} not {want}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn every_set_gives_the_integers_of_the_plain_sum() {
+        for isa in Isa::available() {
+            for rows in 1..=max_rows(isa) {
+                for panels in 1..=panels_at_once(isa, rows) {
+                    for quads in [0, 16, 32, 80] {
+                        check(isa, rows, panels, quads, false);
+                        check(isa, rows, panels, quads, true);
+                    }
+                }
+            }
+            // The longest supported sums.
+            check(isa, 1, 1, K_MAX / QUAD, true);
+        }
+    }
+}

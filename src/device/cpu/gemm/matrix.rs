@@ -1,0 +1,356 @@
+//! Weights in the layout that the kernels read: panels of 16 output features, which are the columns
+//! of a product: `[panel][in feature][16]`.
+//!
+//! Lanes past the last output feature are zero. There are three storage formats:
+//! - Weights keep their 16 or 32 bits and are widened in registers, which is exact.
+//! - BF16 weights are stored in pairs, `[panel][pair of in features][16][2]`, for dot products of
+//!   pairs.
+//! - INT8 weights are stored in quads, `[panel][quad of in features][16][4]`. Each output feature
+//!   is quantized by its largest magnitude.
+
+use rayon::prelude::*;
+
+use super::bf16;
+use super::int8::{K_MAX, K_STEP, OFFSET, QUAD};
+use super::tile::{Bf16, Element, F16, PANEL};
+use crate::device::cpu::aligned::Aligned;
+use crate::device::cpu::math::round_bf16;
+use crate::device::{Dtype, Precision, Tensor, TensorError};
+
+/// `1.5 * 2^52`: adding and subtracting it rounds to the nearest integer, ties to even.
+const ROUND: f64 = 6_755_399_441_055_744.0;
+
+/// A matrix of `rows` output features by `columns` input features, in panels.
+pub struct Matrix {
+    pub(crate) rows: usize,
+    pub(crate) columns: usize,
+    pub(crate) panels: Panels,
+}
+
+pub(crate) enum Panels {
+    F32(Aligned<f32>),
+    Bf16(Aligned<Bf16>),
+    F16(Aligned<F16>),
+    Pairs(Pairs),
+    Int8(Int8Panels),
+}
+
+/// BF16 weights in pairs of input features.
+pub(crate) struct Pairs {
+    /// Padded with zeros to whole tiles and panels.
+    pub data: Aligned<Bf16>,
+    /// `[rows]`, rounded up to whole panels: the bias of layers without one.
+    pub zeros: Vec<f32>,
+}
+
+/// Quantized weights: `w` is about `data * scales`. The vectors are as long as whole panels.
+pub(crate) struct Int8Panels {
+    /// Padded with zeros to whole tiles and panels.
+    pub data: Aligned<i8>,
+    /// `[rows]`.
+    pub scales: Vec<f32>,
+    /// `[rows]`: the amount that [`OFFSET`] adds to each sum.
+    pub offsets: Vec<i32>,
+    /// `[rows]`: the bias of layers without one.
+    pub zeros: Vec<f32>,
+}
+
+/// A vector of F32, rounded to BF16 values if packed in BF16.
+pub struct Vector(pub(crate) Vec<f32>);
+
+impl Matrix {
+    /// Stacks `parts` (of equal width) by rows. At F32 precision, the matrix keeps the format of
+    /// the parts if all parts have the same.
+    pub(crate) fn pack(parts: &[Tensor<'_>], precision: Precision) -> Result<Matrix, TensorError> {
+        let columns = parts.first().map_or(0, |p| p.columns);
+        assert!(
+            parts
+                .iter()
+                .all(|p| p.columns == columns && p.data.len() == p.rows * p.columns * p.dtype.bytes())
+        );
+        let rows = parts.iter().map(|p| p.rows).sum();
+        let first = parts.first().map_or(Dtype::F32, |p| p.dtype);
+        if precision == Precision::Int8 {
+            let row_of = |at: usize| (at < rows).then_some(at);
+            let panels = Panels::Int8(Int8Panels::pack(parts, rows.div_ceil(PANEL), columns, row_of)?);
+            return Ok(Matrix { rows, columns, panels });
+        }
+        let storage = match precision {
+            Precision::Bf16 => Dtype::Bf16,
+            _ if parts.iter().all(|p| p.dtype == first) => first,
+            _ => Dtype::F32,
+        };
+        let panels = match storage {
+            Dtype::F32 => Panels::F32(pack_as(parts, (rows, columns), 1, columns)?),
+            Dtype::Bf16 => Panels::Bf16(pack_as(parts, (rows, columns), 1, columns)?),
+            Dtype::F16 => Panels::F16(pack_as(parts, (rows, columns), 1, columns)?),
+        };
+        Ok(Matrix { rows, columns, panels })
+    }
+
+    /// As [`pack`](Self::pack), in BF16 for dot products of pairs.
+    pub(crate) fn pack_pairs(parts: &[Tensor<'_>]) -> Result<Matrix, TensorError> {
+        let columns = parts.first().map_or(0, |p| p.columns);
+        let rows: usize = parts.iter().map(|p| p.rows).sum();
+        let depth = columns.next_multiple_of(bf16::K_STEP);
+        let panels = Panels::Pairs(Pairs {
+            data: pack_as(parts, (rows, columns), bf16::PAIR, depth)?,
+            zeros: vec![0.0; rows.next_multiple_of(PANEL)],
+        });
+        Ok(Matrix { rows, columns, panels })
+    }
+
+    /// Stacks the rows of a gate projection and as many rows of an up projection, in INT8. Gate and
+    /// up panels alternate, so that the factors of a gated activation are computed side by side.
+    /// Such a matrix serves the gated operation only.
+    pub(crate) fn pack_gated(parts: &[Tensor<'_>]) -> Result<Matrix, TensorError> {
+        let columns = parts.first().map_or(0, |p| p.columns);
+        let rows: usize = parts.iter().map(|p| p.rows).sum();
+        let half = rows / 2;
+        let row_of = |at: usize| {
+            let (pair, lane) = (at / (2 * PANEL), at % PANEL);
+            let row = pair * PANEL + lane;
+            let is_up = at / PANEL % 2 == 1;
+            (row < half).then_some(if is_up { half + row } else { row })
+        };
+        let panels = Panels::Int8(Int8Panels::pack(parts, 2 * half.div_ceil(PANEL), columns, row_of)?);
+        Ok(Matrix { rows, columns, panels })
+    }
+
+    /// Writes row `row` to `out`, widened.
+    pub(crate) fn read_row(&self, row: usize, out: &mut [f32]) {
+        let at = (row / PANEL) * self.columns * PANEL + row % PANEL;
+        match &self.panels {
+            Panels::F32(p) => gather(&p[at..], 1, out),
+            Panels::Bf16(p) => gather(&p[at..], 1, out),
+            Panels::F16(p) => gather(&p[at..], 1, out),
+            Panels::Pairs(p) => {
+                let depth = self.columns.next_multiple_of(bf16::K_STEP);
+                let at = (row / PANEL) * depth * PANEL + row % PANEL * bf16::PAIR;
+                gather(&p.data[at..], bf16::PAIR, out);
+            }
+            Panels::Int8(p) => p.read_row(row, out),
+        }
+    }
+}
+
+impl Int8Panels {
+    /// `row_of(panel * 16 + lane)` is the row of the stack that is stored in this lane, or `None`
+    /// for zeros.
+    fn pack(
+        parts: &[Tensor<'_>],
+        count: usize,
+        columns: usize,
+        row_of: impl Fn(usize) -> Option<usize> + Sync,
+    ) -> Result<Int8Panels, TensorError> {
+        assert!(columns <= K_MAX, "sums over {columns} products do not fit in 32 bits");
+        let (depth, padded) = (columns.next_multiple_of(K_STEP), count * PANEL);
+        let mut panels = Int8Panels {
+            data: Aligned::new(padded * depth),
+            scales: vec![0.0; padded],
+            offsets: vec![0; padded],
+            zeros: vec![0.0; padded],
+        };
+        if panels.data.is_empty() {
+            return Ok(panels);
+        }
+        let data = panels.data.par_chunks_mut(PANEL * depth);
+        let scales = panels.scales.par_chunks_mut(PANEL);
+        let offsets = panels.offsets.par_chunks_mut(PANEL);
+        data.zip(scales).zip(offsets).enumerate().try_for_each_init(
+            || vec![0.0f32; columns],
+            |values, (panel, ((data, scales), offsets))| {
+                for lane in 0..PANEL {
+                    let Some(row) = row_of(panel * PANEL + lane) else {
+                        continue;
+                    };
+                    let (part, row) = locate(parts, row);
+                    parts[part].read_row(row, values);
+                    if !values.iter().all(|x| x.is_finite()) {
+                        return Err(TensorError::NotFinite { part, row });
+                    }
+                    let most = values.iter().fold(0.0f32, |most, x| most.max(x.abs()));
+                    let inverse = if most > 0.0 { 127.0 / f64::from(most) } else { 0.0 };
+                    let mut sum = 0;
+                    for (k, x) in values.iter().enumerate() {
+                        // Adding ROUND leaves no bits for a fraction: rounds to the nearest
+                        // integer, ties to even.
+                        let q = ((f64::from(*x) * inverse + ROUND) - ROUND) as i8;
+                        data[(k / QUAD * PANEL + lane) * QUAD + k % QUAD] = q;
+                        sum += i32::from(q);
+                    }
+                    scales[lane] = most / 127.0;
+                    offsets[lane] = sum * OFFSET;
+                }
+                Ok(())
+            },
+        )?;
+        Ok(panels)
+    }
+
+    fn read_row(&self, row: usize, out: &mut [f32]) {
+        let at = (row / PANEL) * out.len().next_multiple_of(K_STEP) * PANEL + row % PANEL * QUAD;
+        let scale = self.scales[row];
+        for (x, quad) in out.chunks_mut(QUAD).zip(self.data[at..].chunks(PANEL * QUAD)) {
+            for (x, q) in x.iter_mut().zip(quad) {
+                *x = f32::from(*q) * scale;
+            }
+        }
+    }
+}
+
+impl Vector {
+    pub(crate) fn pack(parts: &[Tensor<'_>], precision: Precision) -> Result<Vector, TensorError> {
+        let mut values = Vec::new();
+        for (part, tensor) in parts.iter().enumerate() {
+            for row in 0..tensor.rows {
+                let from = values.len();
+                values.resize(from + tensor.columns, 0.0);
+                tensor.read_row(row, &mut values[from..]);
+                if precision == Precision::Bf16 {
+                    values[from..].iter_mut().for_each(|x| *x = round_bf16(*x));
+                }
+                if !values[from..].iter().all(|x| x.is_finite()) {
+                    return Err(TensorError::NotFinite { part, row });
+                }
+            }
+        }
+        Ok(Vector(values))
+    }
+}
+
+/// Reads a row from its first value on. `interleave` consecutive values are adjacent in the panel.
+fn gather<E: Element>(panel: &[E], interleave: usize, out: &mut [f32]) {
+    for (x, w) in out.chunks_mut(interleave).zip(panel.chunks(interleave * PANEL)) {
+        for (x, w) in x.iter_mut().zip(w) {
+            *x = w.widen();
+        }
+    }
+}
+
+/// Packs `parts` into panels of `depth` values of k. `interleave` consecutive values are adjacent.
+fn pack_as<E: Element>(
+    parts: &[Tensor<'_>],
+    (rows, columns): (usize, usize),
+    interleave: usize,
+    depth: usize,
+) -> Result<Aligned<E>, TensorError> {
+    let mut packed = Aligned::new(rows.div_ceil(PANEL) * depth * PANEL);
+    if packed.is_empty() {
+        return Ok(packed);
+    }
+    packed.par_chunks_mut(depth * PANEL).enumerate().try_for_each_init(
+        || vec![0.0f32; columns],
+        |row_values, (panel, out)| {
+            for lane in 0..PANEL.min(rows - panel * PANEL) {
+                let (part, row) = locate(parts, panel * PANEL + lane);
+                parts[part].read_row(row, row_values);
+                let mut finite = true;
+                for (k, &x) in row_values.iter().enumerate() {
+                    let stored = E::narrow(x);
+                    finite &= stored.widen().is_finite();
+                    out[(k / interleave * PANEL + lane) * interleave + k % interleave] = stored;
+                }
+                if !finite {
+                    return Err(TensorError::NotFinite { part, row });
+                }
+            }
+            Ok(())
+        },
+    )?;
+    Ok(packed)
+}
+
+/// The index of the part that holds row `row` of the stack, and the row's index within this part.
+fn locate(parts: &[Tensor<'_>], mut row: usize) -> (usize, usize) {
+    for (i, part) in parts.iter().enumerate() {
+        if row < part.rows {
+            return (i, row);
+        }
+        row -= part.rows;
+    }
+    unreachable!("row lies within the stack")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::cpu::testing::{bytes_of, numbers};
+
+    #[test]
+    fn rows_come_back_from_a_stack_of_parts() {
+        let (a, b) = (numbers(1, 17 * 5), numbers(2, 3 * 5));
+        for dtype in [Dtype::F32, Dtype::Bf16, Dtype::F16] {
+            let (da, db) = (bytes_of(&a, dtype), bytes_of(&b, dtype));
+            let parts = [
+                Tensor {
+                    dtype,
+                    rows: 17,
+                    columns: 5,
+                    data: &da,
+                },
+                Tensor {
+                    dtype,
+                    rows: 3,
+                    columns: 5,
+                    data: &db,
+                },
+            ];
+            let matrix = Matrix::pack(&parts, Precision::F32).unwrap();
+            let pairs = Matrix::pack_pairs(&parts).unwrap();
+            let mut got = [0.0; 5];
+            let mut want = [0.0; 5];
+            for row in 0..20 {
+                matrix.read_row(row, &mut got);
+                let (part, r) = locate(&parts, row);
+                parts[part].read_row(r, &mut want);
+                assert_eq!(got, want, "{dtype:?} row {row}");
+                pairs.read_row(row, &mut got);
+                assert_eq!(got, want.map(round_bf16), "{dtype:?} row {row} in pairs");
+            }
+        }
+    }
+
+    #[test]
+    fn values_that_are_not_finite_are_named() {
+        let mut a = numbers(1, 4 * 3);
+        a[7] = f32::NAN;
+        let data = bytes_of(&a, Dtype::F32);
+        let good = bytes_of(&numbers(2, 6), Dtype::F32);
+        let parts = [
+            Tensor {
+                dtype: Dtype::F32,
+                rows: 2,
+                columns: 3,
+                data: &good,
+            },
+            Tensor {
+                dtype: Dtype::F32,
+                rows: 4,
+                columns: 3,
+                data: &data,
+            },
+        ];
+        assert_eq!(
+            Matrix::pack(&parts, Precision::F32).err(),
+            Some(TensorError::NotFinite { part: 1, row: 2 })
+        );
+        a[7] = f32::MAX; // finite in F32, infinite in BF16
+        let data = bytes_of(&a, Dtype::F32);
+        let parts = [Tensor {
+            dtype: Dtype::F32,
+            rows: 4,
+            columns: 3,
+            data: &data,
+        }];
+        assert!(Matrix::pack(&parts, Precision::F32).is_ok());
+        assert_eq!(
+            Matrix::pack(&parts, Precision::Bf16).err(),
+            Some(TensorError::NotFinite { part: 0, row: 2 })
+        );
+        assert_eq!(
+            Vector::pack(&parts, Precision::Bf16).err(),
+            Some(TensorError::NotFinite { part: 0, row: 2 })
+        );
+    }
+}

@@ -1,0 +1,10 @@
+//! Matrix products: packed weights, kernels for each number format and instruction set, and linear
+//! layers.
+
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod amx;
+pub(crate) mod bf16;
+pub(crate) mod int8;
+pub(crate) mod linear;
+pub(crate) mod matrix;
+pub(crate) mod tile;
