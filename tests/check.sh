@@ -54,6 +54,13 @@ cargo clippy --release --locked --all-targets --features faults --quiet -- -D wa
 # Tests run in the build with failpoints; the one for real work has none of them and must stand without.
 cargo clippy --release --locked --lib --bins --quiet -- -D warnings
 
+say "licences and sources"
+if command -v cargo-deny >/dev/null; then
+    cargo deny --locked --offline check licenses bans sources
+else
+    echo "cargo-deny is not installed, so deny.toml was not checked: cargo install cargo-deny"
+fi
+
 say "docs"
 RUSTDOCFLAGS="-D warnings" cargo doc --release --locked --no-deps --features faults --quiet
 
