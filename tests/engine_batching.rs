@@ -12,7 +12,7 @@ use gristmill::device::DeviceError;
 use gristmill::device::batch::{StepBatch, StepSequence};
 use gristmill::device::cpu::Threads;
 use gristmill::device::cpu::sample::{Scratch, sample};
-use gristmill::device::draw::{Draw, DrawError, Drawn};
+use gristmill::device::draw::{Draw, DrawError, Drawn, Sampling};
 use gristmill::engine::params::{GenerationParams, OutputConstraint};
 use gristmill::engine::request::{Completion, FinishReason, Finished, Request, UnitId};
 use gristmill::engine::scheduler::Policy;
@@ -417,10 +417,13 @@ fn to_request(i: usize, (head, tail, kind, _): Row) -> Request {
     }
     let shape = shapes()[kind % shapes().len()].clone();
     let params = GenerationParams {
+        sampling: Sampling {
+            temperature: if kind % 3 == 0 { 0.0 } else { 0.9 },
+            top_p: if kind % 4 == 1 { 0.8 } else { 1.0 },
+            repetition_penalty: if kind % 5 == 2 { 1.2 } else { 1.0 },
+            ..Sampling::default()
+        },
         max_tokens: 3 + (kind as u32 * 7) % 17,
-        temperature: if kind % 3 == 0 { 0.0 } else { 0.9 },
-        top_p: if kind % 4 == 1 { 0.8 } else { 1.0 },
-        repetition_penalty: if kind % 5 == 2 { 1.2 } else { 1.0 },
         logprobs: kind % 2 == 0,
         seed: 5,
         shape,
@@ -500,8 +503,11 @@ fn forced_tokens_cost_no_step() {
         "x-guidance": {"key_separator": ":", "item_separator": ","},
         "properties": {"billing": {"enum": [1, 2]}, "shipping": {"enum": ["defect", "other"]}}});
     let params = GenerationParams {
+        sampling: Sampling {
+            temperature: 0.9,
+            ..Sampling::default()
+        },
         max_tokens: 100,
-        temperature: 0.9,
         logprobs: true,
         shape: OutputConstraint::JsonSchema(schema),
         ..GenerationParams::default()
@@ -543,8 +549,11 @@ fn forced_tokens_cost_no_step() {
 #[test]
 fn a_tiny_pool_preempts_and_recomputes() {
     let params = GenerationParams {
+        sampling: Sampling {
+            temperature: 0.7,
+            ..Sampling::default()
+        },
         max_tokens: 40,
-        temperature: 0.7,
         ignore_eos: true,
         ..GenerationParams::default()
     };
@@ -591,7 +600,10 @@ fn a_shared_prefix_is_computed_once_even_when_rows_start_together() {
 #[test]
 fn equal_greedy_requests_are_computed_once() {
     let greedy = GenerationParams {
-        temperature: 0.0,
+        sampling: Sampling {
+            temperature: 0.0,
+            ..Sampling::default()
+        },
         max_tokens: 6,
         ..GenerationParams::default()
     };
@@ -600,7 +612,10 @@ fn equal_greedy_requests_are_computed_once() {
         ..greedy.clone()
     };
     let warm = GenerationParams {
-        temperature: 1.0,
+        sampling: Sampling {
+            temperature: 1.0,
+            ..greedy.sampling
+        },
         ..greedy.clone()
     };
     let prompt: Vec<u32> = (0..50).map(|t| 30 + t).collect();
@@ -647,7 +662,10 @@ fn equal_greedy_requests_are_computed_once() {
 #[test]
 fn a_cancelled_row_leaves_its_equals() {
     let params = GenerationParams {
-        temperature: 0.0,
+        sampling: Sampling {
+            temperature: 0.0,
+            ..Sampling::default()
+        },
         max_tokens: 6,
         ..GenerationParams::default()
     };
@@ -785,7 +803,10 @@ fn choice_probabilities_are_those_of_brute_force() {
     for row in 0..20u32 {
         let prompt: Vec<u32> = (0..6 + row / 4).map(|t| 40 + t + row).collect();
         let greedy = GenerationParams {
-            temperature: 0.0,
+            sampling: Sampling {
+                temperature: 0.0,
+                ..Sampling::default()
+            },
             shape: shape.clone(),
             logprobs: true,
             ..GenerationParams::default()
@@ -834,7 +855,10 @@ fn sampled_choices_follow_their_probabilities() {
     let setup = Setup { spread: 2.0, ..ROOMY };
     let requests = |probabilities| -> Vec<_> {
         let params = GenerationParams {
-            temperature: 1.0,
+            sampling: Sampling {
+                temperature: 1.0,
+                ..Sampling::default()
+            },
             shape: shape(probabilities),
             ..GenerationParams::default()
         };
@@ -866,8 +890,11 @@ fn sampled_choices_follow_their_probabilities() {
 #[test]
 fn max_tokens_and_context_cut() {
     let free = GenerationParams {
+        sampling: Sampling {
+            temperature: 0.0,
+            ..Sampling::default()
+        },
         max_tokens: 5,
-        temperature: 0.0,
         ignore_eos: true,
         logprobs: true,
         ..GenerationParams::default()
@@ -900,8 +927,11 @@ fn max_tokens_and_context_cut() {
     assert!(error.contains("12 prompt tokens") && !error.contains('\n'), "{error}");
     for shape in &shapes()[4..] {
         let params = GenerationParams {
+            sampling: Sampling {
+                temperature: 0.0,
+                ..Sampling::default()
+            },
             max_tokens: 2,
-            temperature: 0.0,
             shape: shape.clone(),
             ..GenerationParams::default()
         };
@@ -978,8 +1008,11 @@ fn what_does_not_fit_is_refused_and_the_rest_goes_on() {
 fn shapes_hold_whatever_the_model_says() {
     for row in 0..40u32 {
         let params = |shape: &OutputConstraint, temperature| GenerationParams {
+            sampling: Sampling {
+                temperature,
+                ..Sampling::default()
+            },
             max_tokens: 400,
-            temperature,
             shape: shape.clone(),
             ..GenerationParams::default()
         };
@@ -1037,8 +1070,11 @@ fn a_shape_that_takes_long_holds_up_no_other_row() {
 #[test]
 fn stop_texts_cut_across_tokens() {
     let params = GenerationParams {
+        sampling: Sampling {
+            temperature: 1.0,
+            ..Sampling::default()
+        },
         max_tokens: 200,
-        temperature: 1.0,
         ignore_eos: true,
         seed: 3,
         ..GenerationParams::default()
@@ -1121,8 +1157,11 @@ fn the_end_of_sequence_ends_unless_ignored() {
 #[test]
 fn seeds_samples_and_rows_draw_their_own() {
     let params = GenerationParams {
+        sampling: Sampling {
+            temperature: 1.0,
+            ..Sampling::default()
+        },
         max_tokens: 12,
-        temperature: 1.0,
         ignore_eos: true,
         ..GenerationParams::default()
     };
@@ -1164,8 +1203,11 @@ fn seeds_samples_and_rows_draw_their_own() {
 #[test]
 fn broken_rows_fail_alone() {
     let params = GenerationParams {
+        sampling: Sampling {
+            temperature: 0.8,
+            ..Sampling::default()
+        },
         max_tokens: 6,
-        temperature: 0.8,
         ignore_eos: true,
         ..GenerationParams::default()
     };

@@ -64,7 +64,12 @@ fn a_good_job_is_read() {
     assert_eq!(messages[1].parts, ["{{ subject }}\n\n{{ body }}"]);
     let params = job.generate.params(77, true);
     assert_eq!(
-        (params.max_tokens, params.temperature, params.seed, params.samples),
+        (
+            params.max_tokens,
+            params.sampling.temperature,
+            params.seed,
+            params.samples
+        ),
         (8, 0.0, 77, 1)
     );
     assert!(params.deterministic && !job.deterministic);

@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use serde::Deserialize;
 
+use crate::device::draw::Sampling;
 use crate::engine::params::{GenerationParams, OutputConstraint};
 use crate::engine::request::{Request, UnitId};
 use crate::tokenizer::Tokenizer;
@@ -130,11 +131,14 @@ fn request(text: &str, tokenizer: &Tokenizer) -> Result<(Vec<u32>, GenerationPar
         );
     }
     let params = GenerationParams {
+        sampling: Sampling {
+            temperature: line.temperature,
+            top_k: line.top_k,
+            top_p: line.top_p,
+            min_p: line.min_p,
+            ..Sampling::default()
+        },
         max_tokens: line.max_tokens,
-        temperature: line.temperature,
-        top_k: line.top_k,
-        top_p: line.top_p,
-        min_p: line.min_p,
         shape,
         ..GenerationParams::default()
     };
@@ -145,8 +149,11 @@ fn request(text: &str, tokenizer: &Tokenizer) -> Result<(Vec<u32>, GenerationPar
 /// tokens.
 pub fn random(count: u32, input: u32, output: u32, vocabulary: u32, seed: u64, eos: &Arc<[u32]>) -> Vec<Request> {
     let params = Arc::new(GenerationParams {
+        sampling: Sampling {
+            temperature: 0.0,
+            ..Sampling::default()
+        },
         max_tokens: output,
-        temperature: 0.0,
         ignore_eos: true,
         ..GenerationParams::default()
     });

@@ -79,19 +79,20 @@ fn warnings(generate: &Generate, defaults: &GenerationDefaults, file: &str) -> V
             defaults.unknown.join("`, `")
         ));
     }
-    if defaults.is_greedy && generate.source("temperature") != Some(Source::Job) && generate.temperature > 0.0 {
+    if defaults.is_greedy && generate.source("temperature") != Some(Source::Job) && generate.sampling.temperature > 0.0
+    {
         warnings.push(format!(
-            "`do_sample` in {file} is false and has no say: the temperature is {}; `generate.temperature: 0` is greedy",
-            generate.temperature
+            "`do_sample` in {file} is false and has no say: the temperature is {}; `generate.sampling.temperature: 0` is greedy",
+            generate.sampling.temperature
         ));
     }
     if generate.is_of_model("repetition_penalty")
-        && generate.repetition_penalty != 1.0
+        && generate.sampling.repetition_penalty != 1.0
         && matches!(generate.shape, ShapeSpec::Choice { .. })
     {
         warnings.push(format!(
             "the repetition penalty of {file} makes choices less likely whose tokens stand in the prompt; \
-             `generate.repetition_penalty: 1` turns it off"
+             `generate.sampling.repetition_penalty: 1` turns it off"
         ));
     }
     warnings

@@ -22,6 +22,8 @@
 //!
 //! See docs/decisions/078-drawing-is-an-operation-of-the-device.md.
 
+use serde::{Deserialize, Serialize};
+
 /// Which tokens may be drawn.
 #[derive(Debug, Clone, Copy)]
 pub enum Allowed<'a> {
@@ -33,20 +35,64 @@ pub enum Allowed<'a> {
     Ids(&'a [u32]),
 }
 
+/// Sampling parameters: temperature, filters and penalties.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct Sampling {
+    /// 0 means greedy: the largest logit wins. Finite, not negative.
+    pub temperature: f32,
+    /// Keep the k most likely tokens; 0 keeps all.
+    pub top_k: u32,
+    /// Keep the smallest set of tokens whose probability reaches this; in (0, 1], 1 keeps all.
+    pub top_p: f32,
+    /// Keep tokens whose probability is at least this fraction of the highest; in [0, 1], 0 keeps
+    /// all.
+    pub min_p: f32,
+    /// Divides positive logits, and multiplies negative ones, of tokens that occur in prompt or
+    /// completion; 1 is off.
+    pub repetition_penalty: f32,
+    /// Subtracted once from the logits of tokens that occur in the completion; 0 is off.
+    pub presence_penalty: f32,
+    /// Subtracted per occurrence from the logits of tokens that occur in the completion; 0 is off.
+    pub frequency_penalty: f32,
+}
+
+impl Sampling {
+    /// The most probable token, without penalties.
+    pub const GREEDY: Sampling = Sampling {
+        temperature: 0.0,
+        top_k: 0,
+        top_p: 1.0,
+        min_p: 0.0,
+        repetition_penalty: 1.0,
+        presence_penalty: 0.0,
+        frequency_penalty: 0.0,
+    };
+
+    /// Whether any penalty changes logits.
+    pub fn penalises(&self) -> bool {
+        self.repetition_penalty != 1.0 || self.presence_penalty != 0.0 || self.frequency_penalty != 0.0
+    }
+
+    /// The temperature's inverse, clamped to a finite value.
+    pub fn inverse_temperature(&self) -> f32 {
+        (1.0 / self.temperature).min(f32::MAX)
+    }
+}
+
+/// Draws in proportion to the model's own probabilities.
+impl Default for Sampling {
+    fn default() -> Sampling {
+        Sampling {
+            temperature: 1.0,
+            ..Sampling::GREEDY
+        }
+    }
+}
+
 /// How a token is to be drawn from its row of logits.
 #[derive(Debug, Clone, Copy)]
 pub struct Draw<'a> {
-    /// 0: the largest logit wins.
-    pub temperature: f32,
-    /// 0: all.
-    pub top_k: u32,
-    /// 1: all.
-    pub top_p: f32,
-    /// 0: all.
-    pub min_p: f32,
-    pub repetition_penalty: f32,
-    pub presence_penalty: f32,
-    pub frequency_penalty: f32,
+    pub sampling: Sampling,
     pub allowed: Allowed<'a>,
     /// The prompt's ids, ascending, each once; read only for the repetition penalty.
     pub prompt: &'a [u32],
@@ -62,13 +108,7 @@ pub struct Draw<'a> {
 impl Draw<'static> {
     /// The most probable token, without penalties.
     pub const GREEDY: Self = Draw {
-        temperature: 0.0,
-        top_k: 0,
-        top_p: 1.0,
-        min_p: 0.0,
-        repetition_penalty: 1.0,
-        presence_penalty: 0.0,
-        frequency_penalty: 0.0,
+        sampling: Sampling::GREEDY,
         allowed: Allowed::AllBut(&[]),
         prompt: &[],
         completion: &[],
@@ -76,18 +116,6 @@ impl Draw<'static> {
         log_sum: false,
         logits: false,
     };
-}
-
-impl Draw<'_> {
-    /// Whether any penalty changes logits.
-    pub fn penalises(&self) -> bool {
-        self.repetition_penalty != 1.0 || self.presence_penalty != 0.0 || self.frequency_penalty != 0.0
-    }
-
-    /// The temperature's inverse, clamped to a finite value.
-    pub fn inverse_temperature(&self) -> f32 {
-        (1.0 / self.temperature).min(f32::MAX)
-    }
 }
 
 /// A token that was drawn.

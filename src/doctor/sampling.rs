@@ -4,7 +4,7 @@ use super::inputs::{TestTensor, numbers};
 use super::operations::to_device_error;
 use super::tolerance::Tolerance;
 use super::{Comparison, Extent, Finding};
-use crate::device::draw::{Allowed, Draw, DrawError, Drawn};
+use crate::device::draw::{Allowed, Draw, DrawError, Drawn, Sampling};
 use crate::device::random::uniform;
 use crate::device::{Device, DeviceError, Head};
 
@@ -50,12 +50,18 @@ impl DrawInputs {
 
     fn named_draws(&self) -> Vec<NamedDraw<'_>> {
         let warm = Draw {
-            temperature: 0.8,
+            sampling: Sampling {
+                temperature: 0.8,
+                ..Sampling::GREEDY
+            },
             log_sum: true,
             ..Draw::GREEDY
         };
         let greedy = Draw {
-            temperature: 0.0,
+            sampling: Sampling {
+                temperature: 0.0,
+                ..warm.sampling
+            },
             ..warm
         };
         let masked = Draw {
@@ -65,34 +71,79 @@ impl DrawInputs {
         vec![
             ("greedy", greedy),
             ("temperature", warm),
-            ("top-k", Draw { top_k: 20, ..warm }),
-            ("top-p", Draw { top_p: 0.9, ..warm }),
-            ("min-p", Draw { min_p: 0.1, ..warm }),
+            (
+                "top-k",
+                Draw {
+                    sampling: Sampling {
+                        top_k: 20,
+                        ..warm.sampling
+                    },
+                    ..warm
+                },
+            ),
+            (
+                "top-p",
+                Draw {
+                    sampling: Sampling {
+                        top_p: 0.9,
+                        ..warm.sampling
+                    },
+                    ..warm
+                },
+            ),
+            (
+                "min-p",
+                Draw {
+                    sampling: Sampling {
+                        min_p: 0.1,
+                        ..warm.sampling
+                    },
+                    ..warm
+                },
+            ),
             (
                 "all three",
                 Draw {
-                    top_k: 50,
-                    top_p: 0.95,
-                    min_p: 0.02,
+                    sampling: Sampling {
+                        top_k: 50,
+                        top_p: 0.95,
+                        min_p: 0.02,
+                        ..warm.sampling
+                    },
                     ..warm
                 },
             ),
             (
                 "penalties",
                 Draw {
-                    repetition_penalty: 1.25,
-                    presence_penalty: 0.5,
-                    frequency_penalty: 0.125,
+                    sampling: Sampling {
+                        repetition_penalty: 1.25,
+                        presence_penalty: 0.5,
+                        frequency_penalty: 0.125,
+                        ..warm.sampling
+                    },
                     prompt: &self.prompt,
                     completion: &self.completion,
                     ..warm
                 },
             ),
-            ("masked", Draw { top_p: 0.9, ..masked }),
+            (
+                "masked",
+                Draw {
+                    sampling: Sampling {
+                        top_p: 0.9,
+                        ..masked.sampling
+                    },
+                    ..masked
+                },
+            ),
             (
                 "masked, greedy",
                 Draw {
-                    temperature: 0.0,
+                    sampling: Sampling {
+                        temperature: 0.0,
+                        ..masked.sampling
+                    },
                     ..masked
                 },
             ),
@@ -228,7 +279,7 @@ fn as_good<D: Device>(
     let (Ok(want), Ok(got)) = (want, got) else {
         return Ok(None);
     };
-    if want.token == got.token || draw.temperature == 0.0 {
+    if want.token == got.token || draw.sampling.temperature == 0.0 {
         return Ok(None);
     }
     let sides = [0.0, -NEAR, NEAR];
@@ -237,17 +288,20 @@ fn as_good<D: Device>(
         .flat_map(|uniform| sides.map(|bound| (uniform, bound)));
     let draws: Vec<Draw<'_>> = near
         .map(|(uniform, bound)| Draw {
+            sampling: Sampling {
+                top_p: if draw.sampling.top_p < 1.0 {
+                    draw.sampling.top_p + bound as f32
+                } else {
+                    draw.sampling.top_p
+                },
+                min_p: if draw.sampling.min_p > 0.0 {
+                    draw.sampling.min_p + bound as f32
+                } else {
+                    draw.sampling.min_p
+                },
+                ..*draw.sampling
+            },
             uniform: (draw.uniform + uniform).clamp(0.0, 1.0 - f64::EPSILON),
-            top_p: if draw.top_p < 1.0 {
-                draw.top_p + bound as f32
-            } else {
-                draw.top_p
-            },
-            min_p: if draw.min_p > 0.0 {
-                draw.min_p + bound as f32
-            } else {
-                draw.min_p
-            },
             ..*draw
         })
         .collect();

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use crate::device::draw::Sampling;
 use crate::engine::forbidden::Forbidden;
 use crate::engine::thinking::Thinking;
 
@@ -10,22 +11,7 @@ use crate::engine::thinking::Thinking;
 pub struct GenerationParams {
     /// Maximum tokens to generate per sample, thought and answer together; at least 1.
     pub max_tokens: u32,
-    /// 0 means greedy; finite, not negative.
-    pub temperature: f32,
-    /// Keep the k most likely tokens; 0 keeps all.
-    pub top_k: u32,
-    /// Keep the smallest set of tokens whose probability reaches this; in (0, 1], 1 keeps all.
-    pub top_p: f32,
-    /// Keep tokens whose probability is at least this fraction of the highest; in [0, 1], 0 keeps
-    /// all.
-    pub min_p: f32,
-    /// Divides positive logits, and multiplies negative ones, of tokens that occur in prompt or
-    /// completion; 1 is off.
-    pub repetition_penalty: f32,
-    /// Subtracted once from the logits of tokens that occur in the completion; 0 is off.
-    pub presence_penalty: f32,
-    /// Subtracted per occurrence from the logits of tokens that occur in the completion; 0 is off.
-    pub frequency_penalty: f32,
+    pub sampling: Sampling,
     /// Seed of the random streams; derived from the job id when the job gives none.
     pub seed: u64,
     /// Texts that end a completion; the text before them is kept.
@@ -68,14 +54,8 @@ pub enum OutputConstraint {
 impl Default for GenerationParams {
     fn default() -> Self {
         GenerationParams {
+            sampling: Sampling::default(),
             max_tokens: 256,
-            temperature: 1.0,
-            top_k: 0,
-            top_p: 1.0,
-            min_p: 0.0,
-            repetition_penalty: 1.0,
-            presence_penalty: 0.0,
-            frequency_penalty: 0.0,
             seed: 0,
             stop: Vec::new(),
             stop_token_ids: Vec::new(),

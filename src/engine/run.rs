@@ -167,7 +167,7 @@ impl Engine {
             self.sequences.insert(sequence, (key, node));
             sequences.push(sequence);
         }
-        if unit.params().temperature == 0.0 {
+        if unit.params().sampling.temperature == 0.0 {
             self.questions.insert((unit.id().job, unit.prompt().clone()), key);
         }
         let active = ActiveUnit {
@@ -182,7 +182,7 @@ impl Engine {
     /// Whether an equal request is waiting or running; if so, this request gets a copy of its
     /// result.
     fn is_copy(&mut self, request: &Request) -> bool {
-        if request.params.temperature != 0.0 {
+        if request.params.sampling.temperature != 0.0 {
             return false;
         }
         let question = (request.id.job, request.prompt.clone());

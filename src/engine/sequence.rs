@@ -28,7 +28,7 @@ use std::sync::Arc;
 
 use smallvec::{SmallVec, smallvec};
 
-use crate::device::draw::{Allowed, Draw, DrawError, Drawn};
+use crate::device::draw::{Allowed, Draw, DrawError, Drawn, Sampling};
 use crate::engine::choice::{ChoiceState, Chosen, NodeId};
 use crate::engine::constraint::{Constraint, GrammarState};
 use crate::engine::forbidden::BannedTokens;
@@ -186,8 +186,7 @@ impl SampleState {
     /// node's path.
     fn keep_history(&mut self, node: NodeId) {
         let params = &self.params;
-        let penalises =
-            params.repetition_penalty != 1.0 || params.presence_penalty != 0.0 || params.frequency_penalty != 0.0;
+        let penalises = params.sampling.penalises();
         if let (OutputState::Choice(state), true) = (&self.state, penalises && !self.completion.is_empty()) {
             let history = [self.completion.as_slice(), state.choices().path_to(node)].concat();
             self.histories.insert(node, history);
@@ -239,7 +238,7 @@ impl SampleState {
 
     /// Prepares the data for [`draw`](Self::draw); the grammar's mask must be prepared before.
     pub fn prepare(&mut self, tokenizer: &Tokenizer) {
-        if self.params.repetition_penalty != 1.0 && self.prompt_ids.is_empty() {
+        if self.params.sampling.repetition_penalty != 1.0 && self.prompt_ids.is_empty() {
             self.prompt_ids = self.prompt.to_vec();
             self.prompt_ids.sort_unstable();
             self.prompt_ids.dedup();
@@ -302,13 +301,7 @@ impl SampleState {
         let params = &*self.params;
         let forbids = !params.forbidden.is_empty();
         let draw = |generated: usize| Draw {
-            temperature: params.temperature,
-            top_k: params.top_k,
-            top_p: params.top_p,
-            min_p: params.min_p,
-            repetition_penalty: params.repetition_penalty,
-            presence_penalty: params.presence_penalty,
-            frequency_penalty: params.frequency_penalty,
+            sampling: params.sampling,
             allowed: Allowed::AllBut(if forbids {
                 self.banned.ids()
             } else {
@@ -459,7 +452,7 @@ impl SampleState {
     fn finish(&mut self, reason: FinishReason, tokenizer: &Tokenizer) -> Next {
         match &self.state {
             OutputState::Choice(state) if self.thought_state.answers() => {
-                let chosen = state.chosen(self.params.temperature == 0.0);
+                let chosen = state.chosen(self.params.sampling.temperature == 0.0);
                 self.finish_choice(chosen, reason, tokenizer)
             }
             _ => self.finish_at(reason, false, tokenizer),
@@ -564,9 +557,12 @@ mod tests {
     /// The completion of a shape where the model wants these tokens.
     fn complete(tokenizer: &Arc<Tokenizer>, shape: OutputConstraint, order: &[u32], max_tokens: u32) -> Completion {
         let params = GenerationParams {
+            sampling: Sampling {
+                temperature: 0.0,
+                repetition_penalty: 1.1,
+                ..Sampling::default()
+            },
             max_tokens,
-            temperature: 0.0,
-            repetition_penalty: 1.1,
             shape,
             ..GenerationParams::default()
         };
@@ -661,8 +657,11 @@ mod tests {
         );
         let stopped = |stop: &str, stop_token_ids: Vec<u32>| {
             let params = GenerationParams {
+                sampling: Sampling {
+                    temperature: 0.0,
+                    ..Sampling::default()
+                },
                 max_tokens: 9,
-                temperature: 0.0,
                 stop: vec![stop.into()],
                 stop_token_ids,
                 shape: shape(),

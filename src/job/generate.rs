@@ -8,6 +8,7 @@ use super::check::{FieldError, bad, check_length, integer_in, within};
 use super::file::{GenerateFile, OneOrMany};
 use super::sampling::{Defaults, Sources, sources};
 use super::thinking::ThinkingSpec;
+use crate::device::draw::Sampling;
 use crate::engine::constraint::misspelt::misspelt;
 use crate::engine::forbidden::Forbidden;
 use crate::engine::params::{GenerationParams, OutputConstraint};
@@ -28,13 +29,8 @@ const STOP_BYTES_MAX: usize = 4 << 10;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Generate {
     pub max_tokens: u32,
-    pub temperature: f32,
-    pub top_k: u32,
-    pub top_p: f32,
-    pub min_p: f32,
-    pub repetition_penalty: f32,
-    pub presence_penalty: f32,
-    pub frequency_penalty: f32,
+    #[serde(flatten)]
+    pub sampling: Sampling,
     pub seed: Option<u64>,
     pub stop: Vec<String>,
     pub stop_token_ids: Vec<u32>,
@@ -131,13 +127,15 @@ impl Generate {
         }
         Ok(Generate {
             max_tokens: integer_in("max_tokens", file.max_tokens, 256, 1, MAX_TOKENS_MAX)?,
-            temperature: within("temperature", file.temperature, 1.0, 0.0, 100.0)?,
-            top_k: integer_in("top_k", file.top_k, 0, 0, i32::MAX as u32)?,
-            top_p,
-            min_p: within("min_p", file.min_p, 0.0, 0.0, 1.0)?,
-            repetition_penalty: within("repetition_penalty", file.repetition_penalty, 1.0, 0.01, 100.0)?,
-            presence_penalty: within("presence_penalty", file.presence_penalty, 0.0, -100.0, 100.0)?,
-            frequency_penalty: within("frequency_penalty", file.frequency_penalty, 0.0, -100.0, 100.0)?,
+            sampling: Sampling {
+                temperature: within("temperature", file.temperature, 1.0, 0.0, 100.0)?,
+                top_k: integer_in("top_k", file.top_k, 0, 0, i32::MAX as u32)?,
+                top_p,
+                min_p: within("min_p", file.min_p, 0.0, 0.0, 1.0)?,
+                repetition_penalty: within("repetition_penalty", file.repetition_penalty, 1.0, 0.01, 100.0)?,
+                presence_penalty: within("presence_penalty", file.presence_penalty, 0.0, -100.0, 100.0)?,
+                frequency_penalty: within("frequency_penalty", file.frequency_penalty, 0.0, -100.0, 100.0)?,
+            },
             seed: file.seed,
             stop,
             stop_token_ids,
@@ -157,13 +155,7 @@ impl Generate {
     pub fn params(&self, seed: u64, deterministic: bool) -> GenerationParams {
         GenerationParams {
             max_tokens: self.max_tokens,
-            temperature: self.temperature,
-            top_k: self.top_k,
-            top_p: self.top_p,
-            min_p: self.min_p,
-            repetition_penalty: self.repetition_penalty,
-            presence_penalty: self.presence_penalty,
-            frequency_penalty: self.frequency_penalty,
+            sampling: self.sampling,
             seed: self.seed.unwrap_or(seed),
             stop: self.stop.clone(),
             stop_token_ids: self.stop_token_ids.clone(),
@@ -191,13 +183,13 @@ impl Generate {
     pub(super) fn as_file(&self) -> GenerateFile {
         let mut file = GenerateFile {
             max_tokens: Some(self.max_tokens.into()),
-            temperature: Some(exact(self.temperature)),
-            top_k: Some(self.top_k.into()),
-            top_p: Some(exact(self.top_p)),
-            min_p: Some(exact(self.min_p)),
-            repetition_penalty: Some(exact(self.repetition_penalty)),
-            presence_penalty: Some(exact(self.presence_penalty)),
-            frequency_penalty: Some(exact(self.frequency_penalty)),
+            temperature: Some(exact(self.sampling.temperature)),
+            top_k: Some(self.sampling.top_k.into()),
+            top_p: Some(exact(self.sampling.top_p)),
+            min_p: Some(exact(self.sampling.min_p)),
+            repetition_penalty: Some(exact(self.sampling.repetition_penalty)),
+            presence_penalty: Some(exact(self.sampling.presence_penalty)),
+            frequency_penalty: Some(exact(self.sampling.frequency_penalty)),
             seed: self.seed,
             stop: Some(OneOrMany::Many(self.stop.clone())),
             stop_token_ids: Some(self.stop_token_ids.clone()),

@@ -90,16 +90,22 @@ impl Generate {
         };
         let from = &mut self.from;
         take(from, source, "max_tokens", &mut self.max_tokens, model.max_new_tokens);
-        take(from, source, "temperature", &mut self.temperature, model.temperature);
-        take(from, source, "top_k", &mut self.top_k, model.top_k);
-        take(from, source, "top_p", &mut self.top_p, model.top_p);
-        take(from, source, "min_p", &mut self.min_p, model.min_p);
+        take(
+            from,
+            source,
+            "temperature",
+            &mut self.sampling.temperature,
+            model.temperature,
+        );
+        take(from, source, "top_k", &mut self.sampling.top_k, model.top_k);
+        take(from, source, "top_p", &mut self.sampling.top_p, model.top_p);
+        take(from, source, "min_p", &mut self.sampling.min_p, model.min_p);
         let penalty = model.repetition_penalty;
         take(
             from,
             source,
             "repetition_penalty",
-            &mut self.repetition_penalty,
+            &mut self.sampling.repetition_penalty,
             penalty,
         );
         // A choice ends by itself.
@@ -140,13 +146,13 @@ impl Generate {
     /// The values filled in here, by name.
     fn values(&self) -> [(&'static str, Value); 10] {
         [
-            ("temperature", number(self.temperature)),
-            ("top_p", number(self.top_p)),
-            ("top_k", json!(self.top_k)),
-            ("min_p", number(self.min_p)),
-            ("repetition_penalty", number(self.repetition_penalty)),
-            ("presence_penalty", number(self.presence_penalty)),
-            ("frequency_penalty", number(self.frequency_penalty)),
+            ("temperature", number(self.sampling.temperature)),
+            ("top_p", number(self.sampling.top_p)),
+            ("top_k", json!(self.sampling.top_k)),
+            ("min_p", number(self.sampling.min_p)),
+            ("repetition_penalty", number(self.sampling.repetition_penalty)),
+            ("presence_penalty", number(self.sampling.presence_penalty)),
+            ("frequency_penalty", number(self.sampling.frequency_penalty)),
             ("max_tokens", json!(self.max_tokens)),
             ("stop", json!(self.stop)),
             ("forbidden", json!(self.forbidden)),

@@ -4,6 +4,7 @@
 use std::sync::Arc;
 
 use gristmill::device::Precision;
+use gristmill::device::draw::Sampling;
 use gristmill::engine::params::GenerationParams;
 use gristmill::engine::request::{Request, UnitId};
 use gristmill::engine::{Engine, EngineOptions, Generator};
@@ -95,8 +96,11 @@ fn run(name: &str, reference: &Reference, schedule: &Schedule, rows: &[u64], tem
         },
     );
     let params = Arc::new(GenerationParams {
+        sampling: Sampling {
+            temperature,
+            ..Sampling::default()
+        },
         max_tokens: NEW_TOKENS,
-        temperature,
         logprobs: true,
         seed: 5,
         ..GenerationParams::default()

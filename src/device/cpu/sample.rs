@@ -7,7 +7,7 @@ use std::cmp::Ordering;
 
 use super::exp;
 use super::vocabulary::{self, STEPS, SUM_CHUNK, TokenWeights};
-use crate::device::draw::{Allowed, Draw, DrawError, Drawn};
+use crate::device::draw::{Allowed, Draw, DrawError, Drawn, Sampling};
 
 /// Number of the most probable tokens that top-p sorts first.
 const FIRST_SORTED: usize = 64;
@@ -81,7 +81,7 @@ fn token(logits: &[f32], draw: Draw, scratch: &mut Scratch) -> Result<u32, DrawE
         }
         _ => draw,
     };
-    let penalised = draw.penalises();
+    let penalised = draw.sampling.penalises();
     let banned = match draw.allowed {
         Allowed::AllBut(banned) => banned,
         Allowed::Mask(_) | Allowed::Ids(_) => &[],
@@ -113,7 +113,7 @@ fn token(logits: &[f32], draw: Draw, scratch: &mut Scratch) -> Result<u32, DrawE
     if let Allowed::Ids(allowed) = draw.allowed {
         candidates.clear();
         candidates.extend(allowed.iter().filter_map(|id| Candidate::of(logits, *id)));
-        if draw.temperature == 0.0 {
+        if draw.sampling.temperature == 0.0 {
             let best = candidates.iter().copied().min_by(larger_first);
             return best.map(|c| c.id).ok_or(DrawError::NothingAllowed);
         }
@@ -121,13 +121,13 @@ fn token(logits: &[f32], draw: Draw, scratch: &mut Scratch) -> Result<u32, DrawE
         if max == f32::NEG_INFINITY {
             return Err(DrawError::NothingAllowed);
         }
-        if draw.temperature == 0.0 {
+        if draw.sampling.temperature == 0.0 {
             // The lowest id among equal logits.
             let id = logits.iter().position(|l| *l == max);
             return id.map(|id| id as u32).ok_or(DrawError::NothingAllowed);
         }
-        if draw.top_k == 0 {
-            vocabulary::weigh(logits, max, draw.inverse_temperature(), all);
+        if draw.sampling.top_k == 0 {
+            vocabulary::weigh(logits, max, draw.sampling.inverse_temperature(), all);
             let total = total(all);
             let Some(least) = least(all, &draw, total) else {
                 return Ok(pick_of_all(all, total, draw.uniform));
@@ -172,14 +172,14 @@ fn total(all: &TokenWeights) -> f64 {
 /// `(1 - p) * total / count`. Tokens below `(1 - p) * total / count` weigh at most
 /// `(1 - p) * total` together, so the other tokens reach p; the half leaves room for rounding.
 fn least(all: &TokenWeights, draw: &Draw, total: f64) -> Option<f32> {
-    if draw.top_p >= 1.0 && draw.min_p <= 0.0 {
+    if draw.sampling.top_p >= 1.0 && draw.sampling.min_p <= 0.0 {
         return None;
     }
-    let enough = f64::from(draw.top_p) * total * 1.001;
+    let enough = f64::from(draw.sampling.top_p) * total * 1.001;
     let step = STEPS.iter().zip(all.over).find(|(_, over)| f64::from(*over) >= enough);
-    let tail = (1.0 - f64::from(draw.top_p)).max(0.0) * total / (2.0 * all.each.len() as f64);
+    let tail = (1.0 - f64::from(draw.sampling.top_p)).max(0.0) * total / (2.0 * all.each.len() as f64);
     let top_p = step.map_or(tail as f32, |(step, _)| *step);
-    Some(top_p.max(draw.min_p).max(f32::MIN_POSITIVE))
+    Some(top_p.max(draw.sampling.min_p).max(f32::MIN_POSITIVE))
 }
 
 /// Sets `candidates` to the tokens of weight `least` or more, by ascending id. `ids` is scratch.
@@ -226,13 +226,13 @@ fn log_sum(logits: &[f32]) -> f64 {
 fn penalise(row: &mut [f32], draw: Draw, ids: &mut Vec<u32>) {
     let repeated = |logit: f32| {
         if logit < 0.0 {
-            logit * draw.repetition_penalty
+            logit * draw.sampling.repetition_penalty
         } else {
             // A tiny penalty must not make a logit infinite.
-            (logit / draw.repetition_penalty).min(f32::MAX)
+            (logit / draw.sampling.repetition_penalty).min(f32::MAX)
         }
     };
-    let repetition = draw.repetition_penalty != 1.0;
+    let repetition = draw.sampling.repetition_penalty != 1.0;
     if repetition {
         for id in draw.prompt {
             if let Some(logit) = row.get_mut(*id as usize) {
@@ -250,8 +250,8 @@ fn penalise(row: &mut [f32], draw: Draw, ids: &mut Vec<u32>) {
         if repetition && draw.prompt.binary_search(&run[0]).is_err() {
             *logit = repeated(*logit);
         }
-        if draw.presence_penalty != 0.0 || draw.frequency_penalty != 0.0 {
-            let penalty = draw.presence_penalty + draw.frequency_penalty * run.len() as f32;
+        if draw.sampling.presence_penalty != 0.0 || draw.sampling.frequency_penalty != 0.0 {
+            let penalty = draw.sampling.presence_penalty + draw.sampling.frequency_penalty * run.len() as f32;
             *logit = (*logit - penalty).min(f32::MAX);
         }
     }
@@ -259,7 +259,7 @@ fn penalise(row: &mut [f32], draw: Draw, ids: &mut Vec<u32>) {
 
 /// Steps 5 to 8. Leaves at least one candidate, in order of ids.
 fn filter(candidates: &mut Vec<Candidate>, draw: &Draw) -> Result<(), DrawError> {
-    let top_k = draw.top_k as usize;
+    let top_k = draw.sampling.top_k as usize;
     if top_k > 0 && top_k < candidates.len() {
         candidates.select_nth_unstable_by(top_k - 1, larger_first);
         candidates.truncate(top_k);
@@ -269,7 +269,7 @@ fn filter(candidates: &mut Vec<Candidate>, draw: &Draw) -> Result<(), DrawError>
         return Err(DrawError::NothingAllowed);
     }
     for candidate in candidates.iter_mut() {
-        candidate.weight = exp((candidate.logit - max) * draw.inverse_temperature());
+        candidate.weight = exp((candidate.logit - max) * draw.sampling.inverse_temperature());
     }
     let total = candidates.iter().map(|c| f64::from(c.weight)).sum();
     cut(candidates, draw, total);
@@ -279,11 +279,11 @@ fn filter(candidates: &mut Vec<Candidate>, draw: &Draw) -> Result<(), DrawError>
 /// Steps 7 and 8. `candidates` must include all tokens that survive; `total` is the sum of the
 /// weights of the tokens that top-k kept.
 fn cut(candidates: &mut Vec<Candidate>, draw: &Draw, total: f64) {
-    if draw.top_p < 1.0 {
-        keep_top_p(candidates, f64::from(draw.top_p) * total);
+    if draw.sampling.top_p < 1.0 {
+        keep_top_p(candidates, f64::from(draw.sampling.top_p) * total);
     }
-    if draw.min_p > 0.0 {
-        candidates.retain(|c| c.weight >= draw.min_p);
+    if draw.sampling.min_p > 0.0 {
+        candidates.retain(|c| c.weight >= draw.sampling.min_p);
     }
     if !candidates.is_sorted_by_key(|c| c.id) {
         candidates.sort_unstable_by_key(|c| c.id);
@@ -347,7 +347,10 @@ mod tests {
         ..Draw::GREEDY
     };
     const WARM: Draw = Draw {
-        temperature: 1.0,
+        sampling: Sampling {
+            temperature: 1.0,
+            ..GREEDY.sampling
+        },
         ..GREEDY
     };
 
@@ -366,8 +369,11 @@ mod tests {
         for (temperature, repetition_penalty) in [(0.0, 1.0), (1.0, 1.0), (0.0, 1.5), (1.0, 1.5)] {
             for position in 0..50 {
                 let draw = Draw {
-                    temperature,
-                    repetition_penalty,
+                    sampling: Sampling {
+                        temperature,
+                        repetition_penalty,
+                        ..GREEDY.sampling
+                    },
                     allowed: Allowed::AllBut(&[1, 3, 900]),
                     prompt: &[1],
                     uniform: uniform(11, position),
@@ -395,7 +401,7 @@ mod tests {
         for (id, logit) in l.iter_mut().enumerate() {
             let count = draw.completion.iter().filter(|t| **t == id as u32).count();
             if count > 0 || draw.prompt.contains(&(id as u32)) {
-                let penalty = f64::from(p.repetition_penalty);
+                let penalty = f64::from(p.sampling.repetition_penalty);
                 *logit = if *logit < 0.0 {
                     *logit * penalty
                 } else {
@@ -403,20 +409,21 @@ mod tests {
                 };
             }
             if count > 0 {
-                *logit -= f64::from(p.presence_penalty) + f64::from(p.frequency_penalty) * count as f64;
+                *logit -=
+                    f64::from(p.sampling.presence_penalty) + f64::from(p.sampling.frequency_penalty) * count as f64;
             }
         }
         let mut order: Vec<usize> = (0..l.len()).collect();
         order.sort_by(|a, b| l[*b].total_cmp(&l[*a]).then(a.cmp(b)));
-        if p.top_k > 0 {
-            order.truncate(p.top_k as usize);
+        if p.sampling.top_k > 0 {
+            order.truncate(p.sampling.top_k as usize);
         }
-        let weight = |i: usize| ((l[i] - l[order[0]]) / f64::from(p.temperature)).exp();
+        let weight = |i: usize| ((l[i] - l[order[0]]) / f64::from(p.sampling.temperature)).exp();
         let total: f64 = order.iter().map(|i| weight(*i)).sum();
         let mut kept = vec![0.0; l.len()];
         let mut reached = 0.0;
         for i in &order {
-            if reached < f64::from(p.top_p) * total && weight(*i) >= f64::from(p.min_p) {
+            if reached < f64::from(p.sampling.top_p) * total && weight(*i) >= f64::from(p.sampling.min_p) {
                 kept[*i] = weight(*i);
             }
             reached += weight(*i);
@@ -455,26 +462,50 @@ mod tests {
     fn draws_follow_the_softmax() {
         check_distribution(WARM);
         check_distribution(Draw {
-            temperature: 0.6,
-            ..WARM
-        });
-        check_distribution(Draw { top_k: 7, ..WARM });
-        check_distribution(Draw { top_p: 0.8, ..WARM });
-        check_distribution(Draw {
-            min_p: 0.2,
-            temperature: 1.7,
+            sampling: Sampling {
+                temperature: 0.6,
+                ..WARM.sampling
+            },
             ..WARM
         });
         check_distribution(Draw {
-            top_k: 12,
-            top_p: 0.9,
-            min_p: 0.05,
+            sampling: Sampling {
+                top_k: 7,
+                ..WARM.sampling
+            },
             ..WARM
         });
         check_distribution(Draw {
-            repetition_penalty: 1.3,
-            presence_penalty: 0.4,
-            frequency_penalty: 0.3,
+            sampling: Sampling {
+                top_p: 0.8,
+                ..WARM.sampling
+            },
+            ..WARM
+        });
+        check_distribution(Draw {
+            sampling: Sampling {
+                min_p: 0.2,
+                temperature: 1.7,
+                ..WARM.sampling
+            },
+            ..WARM
+        });
+        check_distribution(Draw {
+            sampling: Sampling {
+                top_k: 12,
+                top_p: 0.9,
+                min_p: 0.05,
+                ..WARM.sampling
+            },
+            ..WARM
+        });
+        check_distribution(Draw {
+            sampling: Sampling {
+                repetition_penalty: 1.3,
+                presence_penalty: 0.4,
+                frequency_penalty: 0.3,
+                ..WARM.sampling
+            },
             prompt: &[1, 2, 3],
             completion: &[3, 4, 4, 4, 30],
             ..WARM
@@ -486,7 +517,19 @@ mod tests {
         assert_eq!(sampled(&[1.0, 5.0, 5.0, 2.0], GREEDY), Ok(1));
         let allowed = Allowed::Ids(&[2, 0]);
         assert_eq!(sampled(&[1.0, 5.0, 5.0], Draw { allowed, ..GREEDY }), Ok(2));
-        assert_eq!(sampled(&[1.0, 5.0, 5.0, 2.0], Draw { top_k: 1, ..WARM }), Ok(1));
+        assert_eq!(
+            sampled(
+                &[1.0, 5.0, 5.0, 2.0],
+                Draw {
+                    sampling: Sampling {
+                        top_k: 1,
+                        ..WARM.sampling
+                    },
+                    ..WARM
+                }
+            ),
+            Ok(1)
+        );
     }
 
     #[test]
@@ -497,7 +540,10 @@ mod tests {
             ..GREEDY
         };
         let repetition = Draw {
-            repetition_penalty: 2.0,
+            sampling: Sampling {
+                repetition_penalty: 2.0,
+                ..history.sampling
+            },
             ..history
         };
         assert_eq!(
@@ -507,13 +553,19 @@ mod tests {
         );
         assert_eq!(sampled(&[-1.0, -1.0, -1.5], repetition), Ok(2), "negative logits grow");
         let presence = Draw {
-            presence_penalty: 1.0,
+            sampling: Sampling {
+                presence_penalty: 1.0,
+                ..history.sampling
+            },
             ..history
         };
         assert_eq!(sampled(&[3.9, 4.0, 0.0], presence), Ok(0), "the prompt does not count");
         assert_eq!(sampled(&[2.9, 4.0, 0.0], presence), Ok(1), "once");
         let frequency = Draw {
-            frequency_penalty: 1.0,
+            sampling: Sampling {
+                frequency_penalty: 1.0,
+                ..history.sampling
+            },
             ..history
         };
         assert_eq!(sampled(&[2.1, 4.0, 0.0], frequency), Ok(0), "twice");
@@ -526,7 +578,10 @@ mod tests {
         logits[66] = 3.0;
         logits[1] = 2.0;
         let masked = Draw {
-            top_k: 1,
+            sampling: Sampling {
+                top_k: 1,
+                ..WARM.sampling
+            },
             allowed: Allowed::Mask(&mask),
             ..WARM
         };
@@ -572,41 +627,57 @@ mod tests {
     }
 
     proptest! {
-        /// Partial selection, used for large vocabularies, keeps the same tokens as a full sort.
-        #[test]
-        fn filters_keep_what_full_sorting_keeps(
-            seed in 0u64..1000, top_k in 0u32..300, top_p in 0.05f32..1.0, min_p in 0.0f32..0.3,
-        ) {
-            let logits: Vec<f32> = (0..700u32)
-                .map(|i| uniform(seed, i) as f32 * 4.0)
-                .collect();
-            let draw = Draw { top_k, top_p, min_p, temperature: 0.8, ..WARM };
-            let mut kept = Vec::new();
-            if top_k > 0 {
-                kept.extend((0..logits.len() as u32).filter_map(|id| Candidate::of(&logits, id)));
-                filter(&mut kept, &draw).unwrap();
-            } else {
-                let mut all = TokenWeights::default();
-                let max = vocabulary::largest(&logits).unwrap();
-                vocabulary::weigh(&logits, max, draw.inverse_temperature(), &mut all);
-                let least = least(&all, &draw, total(&all)).unwrap();
-                take_from(least, &all, &logits, &mut Vec::new(), &mut kept);
-                cut(&mut kept, &draw, total(&all));
+            /// Partial selection, used for large vocabularies, keeps the same tokens as a full sort.
+            #[test]
+            fn filters_keep_what_full_sorting_keeps(
+                seed in 0u64..1000, top_k in 0u32..300, top_p in 0.05f32..1.0, min_p in 0.0f32..0.3,
+            ) {
+                let logits: Vec<f32> = (0..700u32)
+                    .map(|i| uniform(seed, i) as f32 * 4.0)
+                    .collect();
+                let draw = Draw {
+    sampling: Sampling {
+    top_k,
+    top_p,
+    min_p,
+    temperature: 0.8,
+    ..WARM.sampling
+    },
+    ..WARM
+    };
+                let mut kept = Vec::new();
+                if top_k > 0 {
+                    kept.extend((0..logits.len() as u32).filter_map(|id| Candidate::of(&logits, id)));
+                    filter(&mut kept, &draw).unwrap();
+                } else {
+                    let mut all = TokenWeights::default();
+                    let max = vocabulary::largest(&logits).unwrap();
+                    vocabulary::weigh(&logits, max, draw.sampling.inverse_temperature(), &mut all);
+                    let least = least(&all, &draw, total(&all)).unwrap();
+                    take_from(least, &all, &logits, &mut Vec::new(), &mut kept);
+                    cut(&mut kept, &draw, total(&all));
+                }
+                let expected = expected(&logits, draw);
+                let support = expected.iter().filter(|p| **p > 0.0).count();
+                // A token at the very edge may fall on either side by rounding.
+                prop_assert!(kept.len().abs_diff(support) <= 1, "kept {} of {}", kept.len(), support);
+                prop_assert!(kept.is_sorted_by_key(|c| c.id));
+                let kept_mass: f64 = kept.iter().map(|c| expected[c.id as usize]).sum();
+                prop_assert!(kept_mass > 0.98);
             }
-            let expected = expected(&logits, draw);
-            let support = expected.iter().filter(|p| **p > 0.0).count();
-            // A token at the very edge may fall on either side by rounding.
-            prop_assert!(kept.len().abs_diff(support) <= 1, "kept {} of {}", kept.len(), support);
-            prop_assert!(kept.is_sorted_by_key(|c| c.id));
-            let kept_mass: f64 = kept.iter().map(|c| expected[c.id as usize]).sum();
-            prop_assert!(kept_mass > 0.98);
-        }
 
-        #[test]
-        fn an_extreme_temperature_breaks_nothing(temperature in prop::sample::select(vec![1e-30f32, 1e-6, 1e6, 1e30])) {
-            let draw = Draw { temperature, top_p: 0.9, ..WARM };
-            let token = sampled(&[-1e30, 0.0, 3.0, 1e30], draw).unwrap();
-            prop_assert!(temperature > 1.0 || token == 3);
+            #[test]
+            fn an_extreme_temperature_breaks_nothing(temperature in prop::sample::select(vec![1e-30f32, 1e-6, 1e6, 1e30])) {
+                let draw = Draw {
+    sampling: Sampling {
+    temperature,
+    top_p: 0.9,
+    ..WARM.sampling
+    },
+    ..WARM
+    };
+                let token = sampled(&[-1e30, 0.0, 3.0, 1e30], draw).unwrap();
+                prop_assert!(temperature > 1.0 || token == 3);
+            }
         }
-    }
 }

@@ -6,7 +6,7 @@ use super::driver::{Argument, Busy, Memory, Pinned};
 use super::memory::{Logits, address, pinned, staged, want};
 use super::{Cuda, plan};
 use crate::device::DeviceError;
-use crate::device::draw::{Allowed, Draw, DrawError, Drawn};
+use crate::device::draw::{Allowed, Draw, DrawError, Drawn, Sampling};
 
 /// No mask; the kernel's `NONE`.
 const NO_MASK: u32 = u32::MAX;
@@ -46,7 +46,7 @@ impl<'a> DrawArguments<'a> {
         for draw in draws {
             let mask = asked.mask(draw.allowed, &mut known);
             let first_penalty = asked.penalties.len();
-            if draw.penalises() {
+            if draw.sampling.penalises() {
                 counts.resize(ids, 0);
                 asked.add_penalties(draw, &mut counts);
             }
@@ -55,20 +55,20 @@ impl<'a> DrawArguments<'a> {
                 asked.wanted.extend(wanted.iter().filter(|id| (**id as usize) < ids));
             }
             let uniform = draw.uniform.to_bits();
-            let inverse = match draw.temperature {
+            let inverse = match draw.sampling.temperature {
                 0.0 => 0.0,
-                _ => draw.inverse_temperature(),
+                _ => draw.sampling.inverse_temperature(),
             };
             asked.draws.push([
                 uniform as u32,
                 (uniform >> 32) as u32,
                 inverse.to_bits(),
-                draw.top_k,
-                draw.top_p.to_bits(),
-                draw.min_p.to_bits(),
-                draw.repetition_penalty.to_bits(),
-                draw.presence_penalty.to_bits(),
-                draw.frequency_penalty.to_bits(),
+                draw.sampling.top_k,
+                draw.sampling.top_p.to_bits(),
+                draw.sampling.min_p.to_bits(),
+                draw.sampling.repetition_penalty.to_bits(),
+                draw.sampling.presence_penalty.to_bits(),
+                draw.sampling.frequency_penalty.to_bits(),
                 first_penalty as u32,
                 (asked.penalties.len() - first_penalty) as u32,
                 mask,
@@ -106,7 +106,7 @@ impl<'a> DrawArguments<'a> {
             }
         }
         let generated = self.penalties.len();
-        if draw.repetition_penalty != 1.0 {
+        if draw.sampling.repetition_penalty != 1.0 {
             let only_prompt = |id: &&u32| counts.get(**id as usize) == Some(&0);
             self.penalties
                 .extend(draw.prompt.iter().filter(only_prompt).map(|id| [*id, 0, 0]));
@@ -368,14 +368,20 @@ mod tests {
     #[test]
     fn penalties_name_each_token_once() {
         let draw = Draw {
-            repetition_penalty: 1.5,
+            sampling: Sampling {
+                repetition_penalty: 1.5,
+                ..Sampling::GREEDY
+            },
             prompt: &[2, 5, 70],
             completion: &[9, 5, 9, 71],
             ..Draw::GREEDY
         };
         let presence = Draw {
-            repetition_penalty: 1.0,
-            presence_penalty: 0.5,
+            sampling: Sampling {
+                repetition_penalty: 1.0,
+                presence_penalty: 0.5,
+                ..draw.sampling
+            },
             ..draw
         };
         let asked = DrawArguments::new(&[draw, presence], 64);

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::*;
 use crate::device::cpu::sample::{Scratch, sample};
-use crate::device::draw::Allowed;
+use crate::device::draw::{Allowed, Sampling};
 use crate::engine::constraint::{Constraint, GrammarState};
 use crate::engine::params::{GenerationParams, OutputConstraint};
 use crate::engine::request::{Completion, FinishReason, Request, UnitId};
@@ -74,8 +74,11 @@ fn harmony() -> Thinking {
 
 fn params(thinking: Thinking, shape: OutputConstraint) -> GenerationParams {
     GenerationParams {
+        sampling: Sampling {
+            temperature: 0.0,
+            ..Sampling::default()
+        },
         max_tokens: 60,
-        temperature: 0.0,
         logprobs: true,
         thinking: Some(Arc::new(thinking)),
         shape,
@@ -574,7 +577,7 @@ fn delimiters_may_be_several_tokens() {
 #[test]
 fn penalties_count_thought_and_answer() {
     let mut params = params(thinking(), labels(true));
-    params.presence_penalty = 100.0;
+    params.sampling.presence_penalty = 100.0;
     let plain = completes(OPENED, &params, "hm</think>billing");
     assert_eq!(
         plain.choice_probabilities.map(|p| p[1] > 0.9),
@@ -585,7 +588,7 @@ fn penalties_count_thought_and_answer() {
     assert_eq!(completes(OPENED, &params, "hm</think>billing").text, "billing");
     let (repeated, _) = complete(OPENED, &params, &ids("billing</think>billing"));
     assert_eq!(repeated.text, "shipping", "`billing` stands in the thought");
-    (params.presence_penalty, params.frequency_penalty) = (0.0, 100.0);
+    (params.sampling.presence_penalty, params.sampling.frequency_penalty) = (0.0, 100.0);
     let (repeated, _) = complete(OPENED, &params, &ids("billing</think>billing"));
     assert_eq!(repeated.text, "shipping", "as often as it stands there");
 }

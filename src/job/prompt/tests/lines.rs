@@ -24,7 +24,11 @@ fn openai_lines_bring_prompt_and_parameters() {
     assert_eq!(controls(&plain.tokens), [257, 258, 257, 258, 257]);
     assert!(Arc::ptr_eq(&plain.params, renderer.params()));
     assert_eq!(
-        (plain.params.max_tokens, plain.params.temperature, plain.params.seed),
+        (
+            plain.params.max_tokens,
+            plain.params.sampling.temperature,
+            plain.params.seed
+        ),
         (7, 0.5, 9)
     );
 
@@ -35,11 +39,21 @@ fn openai_lines_bring_prompt_and_parameters() {
     });
     let params = renderer.render(&line("/v1/chat/completions", body)).unwrap().params;
     assert_eq!(
-        (params.max_tokens, params.temperature, params.top_p, params.seed),
+        (
+            params.max_tokens,
+            params.sampling.temperature,
+            params.sampling.top_p,
+            params.seed
+        ),
         (3, 0.0, 0.9, 5)
     );
     assert_eq!(
-        (params.top_k, params.min_p, params.logprobs, params.presence_penalty),
+        (
+            params.sampling.top_k,
+            params.sampling.min_p,
+            params.logprobs,
+            params.sampling.presence_penalty
+        ),
         (0, 0.1, false, 0.5)
     );
     assert_eq!(params.stop, ["\n"]);
