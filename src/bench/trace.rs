@@ -210,7 +210,10 @@ mod tests {
         assert_eq!(found.iter().map(|r| r.id.row).collect::<Vec<_>>(), [0, 1, 2]);
         assert_eq!((&*found[0].prompt, &*found[1].prompt), (&[256][..], &[1, 2][..]));
         assert!(Arc::ptr_eq(&found[0].params, &found[1].params) && found[0].params.ignore_eos);
-        assert_eq!((found[2].params.temperature, found[2].params.top_p), (0.8, 0.95));
+        assert_eq!(
+            (found[2].params.sampling.temperature, found[2].params.sampling.top_p),
+            (0.8, 0.95)
+        );
         assert!(matches!(&found[2].params.shape, OutputConstraint::Choice { choices, .. } if choices.len() == 2));
     }
 

@@ -49,109 +49,53 @@ impl DrawInputs {
     }
 
     fn named_draws(&self) -> Vec<NamedDraw<'_>> {
-        let warm = Draw {
-            sampling: Sampling {
-                temperature: 0.8,
-                ..Sampling::GREEDY
-            },
+        let plain = Sampling {
+            temperature: 0.8,
+            ..Sampling::GREEDY
+        };
+        let with = |sampling| Draw {
+            sampling,
             log_sum: true,
             ..Draw::GREEDY
         };
-        let greedy = Draw {
-            sampling: Sampling {
-                temperature: 0.0,
-                ..warm.sampling
-            },
-            ..warm
-        };
-        let masked = Draw {
+        let masked = |sampling| Draw {
             allowed: Allowed::Mask(&self.mask),
-            ..warm
+            ..with(sampling)
+        };
+        let three = Sampling {
+            top_k: 50,
+            top_p: 0.95,
+            min_p: 0.02,
+            ..plain
+        };
+        let penalties = Sampling {
+            repetition_penalty: 1.25,
+            presence_penalty: 0.5,
+            frequency_penalty: 0.125,
+            ..plain
         };
         vec![
-            ("greedy", greedy),
-            ("temperature", warm),
-            (
-                "top-k",
-                Draw {
-                    sampling: Sampling {
-                        top_k: 20,
-                        ..warm.sampling
-                    },
-                    ..warm
-                },
-            ),
-            (
-                "top-p",
-                Draw {
-                    sampling: Sampling {
-                        top_p: 0.9,
-                        ..warm.sampling
-                    },
-                    ..warm
-                },
-            ),
-            (
-                "min-p",
-                Draw {
-                    sampling: Sampling {
-                        min_p: 0.1,
-                        ..warm.sampling
-                    },
-                    ..warm
-                },
-            ),
-            (
-                "all three",
-                Draw {
-                    sampling: Sampling {
-                        top_k: 50,
-                        top_p: 0.95,
-                        min_p: 0.02,
-                        ..warm.sampling
-                    },
-                    ..warm
-                },
-            ),
+            ("greedy", with(Sampling::GREEDY)),
+            ("temperature", with(plain)),
+            ("top-k", with(Sampling { top_k: 20, ..plain })),
+            ("top-p", with(Sampling { top_p: 0.9, ..plain })),
+            ("min-p", with(Sampling { min_p: 0.1, ..plain })),
+            ("all three", with(three)),
             (
                 "penalties",
                 Draw {
-                    sampling: Sampling {
-                        repetition_penalty: 1.25,
-                        presence_penalty: 0.5,
-                        frequency_penalty: 0.125,
-                        ..warm.sampling
-                    },
                     prompt: &self.prompt,
                     completion: &self.completion,
-                    ..warm
+                    ..with(penalties)
                 },
             ),
-            (
-                "masked",
-                Draw {
-                    sampling: Sampling {
-                        top_p: 0.9,
-                        ..masked.sampling
-                    },
-                    ..masked
-                },
-            ),
-            (
-                "masked, greedy",
-                Draw {
-                    sampling: Sampling {
-                        temperature: 0.0,
-                        ..masked.sampling
-                    },
-                    ..masked
-                },
-            ),
+            ("masked", masked(Sampling { top_p: 0.9, ..plain })),
+            ("masked, greedy", masked(Sampling::GREEDY)),
             (
                 "holes",
                 Draw {
                     allowed: Allowed::AllBut(&self.unused_ids),
-                    ..warm
+                    ..with(plain)
                 },
             ),
             (
@@ -159,7 +103,7 @@ impl DrawInputs {
                 Draw {
                     allowed: Allowed::Ids(&self.few),
                     logits: true,
-                    ..warm
+                    ..with(plain)
                 },
             ),
         ]
@@ -299,7 +243,7 @@ fn as_good<D: Device>(
                 } else {
                     draw.sampling.min_p
                 },
-                ..*draw.sampling
+                ..draw.sampling
             },
             uniform: (draw.uniform + uniform).clamp(0.0, 1.0 - f64::EPSILON),
             ..*draw

@@ -28,7 +28,7 @@ use std::sync::Arc;
 
 use smallvec::{SmallVec, smallvec};
 
-use crate::device::draw::{Allowed, Draw, DrawError, Drawn, Sampling};
+use crate::device::draw::{Allowed, Draw, DrawError, Drawn};
 use crate::engine::choice::{ChoiceState, Chosen, NodeId};
 use crate::engine::constraint::{Constraint, GrammarState};
 use crate::engine::forbidden::BannedTokens;
@@ -551,6 +551,7 @@ fn find_stop(bytes: &[u8], known: usize, stops: &[String]) -> Option<usize> {
 mod tests {
     use super::*;
     use crate::device::cpu::sample::{Scratch, sample};
+    use crate::device::draw::Sampling;
     use crate::engine::params::OutputConstraint;
     use proptest::prelude::*;
 

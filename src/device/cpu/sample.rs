@@ -7,7 +7,7 @@ use std::cmp::Ordering;
 
 use super::exp;
 use super::vocabulary::{self, STEPS, SUM_CHUNK, TokenWeights};
-use crate::device::draw::{Allowed, Draw, DrawError, Drawn, Sampling};
+use crate::device::draw::{Allowed, Draw, DrawError, Drawn};
 
 /// Number of the most probable tokens that top-p sorts first.
 const FIRST_SORTED: usize = 64;
@@ -340,6 +340,7 @@ fn larger_first(a: &Candidate, b: &Candidate) -> Ordering {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::device::draw::Sampling;
     use proptest::prelude::*;
 
     const GREEDY: Draw = Draw {

@@ -6,7 +6,7 @@ use super::driver::{Argument, Busy, Memory, Pinned};
 use super::memory::{Logits, address, pinned, staged, want};
 use super::{Cuda, plan};
 use crate::device::DeviceError;
-use crate::device::draw::{Allowed, Draw, DrawError, Drawn, Sampling};
+use crate::device::draw::{Allowed, Draw, DrawError, Drawn};
 
 /// No mask; the kernel's `NONE`.
 const NO_MASK: u32 = u32::MAX;
@@ -325,6 +325,7 @@ impl Cuda {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::device::draw::Sampling;
 
     #[test]
     fn what_is_shared_is_sent_once() {
