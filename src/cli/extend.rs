@@ -77,8 +77,8 @@ pub(super) async fn extend(args: ExtendArgs) -> Result<Exit, Failure> {
     Ok(Exit::Done)
 }
 
-/// Warns if the new limits still stop the workers at once: each worker holds back what the others
-/// may spend before they read a stop.
+/// Warns if the new limits still stop the workers at once: each worker reserves what the others may
+/// spend before they learn of a stop.
 async fn lacking(ledger: &Ledger, terms: &JobLimits, used: &Used) -> Result<Vec<String>, Failure> {
     let mut at_it = OtherSpendings::default();
     ledger.list_spends("", &mut at_it).await?;
@@ -146,7 +146,7 @@ mod tests {
 
     #[test]
     fn what_workers_hold_back_for_each_other_is_told() {
-        // At a dollar a second, two of three workers hold back a minute each.
+        // At a dollar a second, each of three workers reserves a minute for each of the two others.
         let (terms, at) = (limits(Some(125.0), None), used(5.0, 30));
         let line = said_lacking(&terms, &at, 3).unwrap();
         for words in ["3 workers", "holds $120.00 back", "more than $125.00"] {

@@ -141,7 +141,8 @@ async fn next(ledger: &Ledger, max_tokens: Option<u32>) -> Result<Option<Generat
     }))
 }
 
-/// Stops of the earlier generation do not apply, but a reached limit stops the workers again.
+/// Warns if the budget or the deadline is already reached, since the retry's workers would stop at
+/// once. Stop records of earlier generations do not apply.
 async fn warn_of_limits(ledger: &Ledger) -> Result<(), Failure> {
     let terms = ledger.limits(&ledger.control().await?);
     if Used::of(ledger).await?.reached(&terms).is_some() {

@@ -157,8 +157,9 @@ impl OutputSchema {
     }
 
     /// The schema in a job's record, checked against the columns that the job requests and its
-    /// names for carried columns. `carried`: whether the job may carry a column. (The record alone
-    /// tells whether thoughts and sample statuses are written, since older records have none.)
+    /// names for carried columns. `carried`: whether the job may carry a column. Whether
+    /// thoughts and sample statuses are written is taken from the record, since older records have
+    /// neither.
     ///
     /// # Errors
     /// One line that says what is wrong.
@@ -242,8 +243,8 @@ impl OutputSchema {
         &self.columns
     }
 
-    /// Whether a gristmill that knows no typed answers, renamed columns or sample statuses would
-    /// write other columns.
+    /// Whether the columns need a feature that older versions of gristmill do not know: typed answers,
+    /// renamed columns or sample statuses.
     pub fn is_newer(&self) -> bool {
         self.columns.parsed.is_some() || self.columns.sample_status || !self.renamed.is_empty()
     }

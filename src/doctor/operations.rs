@@ -52,7 +52,8 @@ fn uploaded<D: Device>(
     Ok(step)
 }
 
-/// Row widths: one vector, sizes around one thread block's vectors, and sizes of models.
+/// Row widths: one vector, widths just below and above what one thread block loads at once, and
+/// hidden sizes of models.
 fn widths(extent: Extent) -> &'static [usize] {
     match extent {
         Extent::Quick => &[16, 1008, 1024, 1040, 4096],

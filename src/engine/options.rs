@@ -16,7 +16,7 @@ pub struct EngineOptions {
     /// root of prefix keys.
     pub prefix_root: String,
     pub policy: Policy,
-    /// Threads that compute masks and take tokens: the model's own threads where a step runs on the
+    /// Threads that compute masks and process sampled tokens: the model's own threads where a step runs on the
     /// CPU.
     pub threads: Arc<Threads>,
 }

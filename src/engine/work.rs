@@ -14,7 +14,8 @@ use crate::engine::sequence::{Next, SampleState};
 /// A unit and the sequences that work for it.
 pub(super) struct ActiveUnit {
     pub unit: SampleState,
-    /// Requests that get the result: the unit's own and equal ones, without those cancelled since.
+    /// Ids of the requests that get this result: the first one and identical ones. Cancelled ones are
+    /// removed.
     pub ids: Vec<UnitId>,
     pub sequences: SmallVec<[SequenceId; 2]>,
     pub computed_tokens: u64,

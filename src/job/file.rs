@@ -14,7 +14,7 @@ use super::sampling::Defaults;
 use super::thinking::ThinkingFile;
 use crate::dataset::writing::Codec;
 
-/// What a field that names a number format may hold, for editors.
+/// Allowed values of a field that names a number format, for the JSON Schema.
 fn precisions() -> Vec<Option<&'static str>> {
     RequestedPrecision::words().map(Some).chain([None]).collect()
 }
@@ -118,7 +118,7 @@ pub enum Truncate {
     Right,
 }
 
-/// For the schema: what may stand in a file beside the job file (`included` puts it here before anything is typed).
+/// For the schema: a value that may come from a file beside the job file. `included` inserts the content before deserialization.
 #[derive(JsonSchema)]
 #[serde(untagged)]
 #[expect(dead_code, reason = "it has no values, only a schema")]

@@ -24,12 +24,12 @@ pub enum RequestedPrecision {
 }
 
 impl RequestedPrecision {
-    /// All words of job files, records and options.
+    /// All names that job files, records and options may use.
     pub fn words() -> impl Iterator<Item = &'static str> {
         std::iter::once(AUTO).chain(Precision::ALL.map(Precision::word))
     }
 
-    /// The format, where `auto` is `default`.
+    /// The requested format, or `default` for `auto`.
     pub fn or(self, default: Precision) -> Precision {
         match self {
             RequestedPrecision::Auto => default,

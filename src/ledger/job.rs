@@ -85,7 +85,8 @@ pub struct JobDraft {
     pub shards: Vec<Shard>,
     /// The columns of the output; opaque to the ledger.
     pub columns: Value,
-    /// Whether a gristmill that reads up to version [`VERSION_MORE`] would write different parts.
+    /// Whether workers that know records only up to version [`VERSION_MORE`] would write different
+    /// parts.
     pub is_newer: bool,
     /// `parquet` or `jsonl`.
     pub part_extension: String,
@@ -108,7 +109,7 @@ pub struct JobRecord {
     pub version: String,
     pub part_extension: String,
     pub usd_per_hour: Option<f64>,
-    /// But for the price: see [`JobRecord::terms`].
+    /// All limits but the price; see [`JobRecord::limits`].
     #[serde(default)]
     pub terms: JobLimits,
     pub columns: Value,

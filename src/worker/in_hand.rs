@@ -32,14 +32,14 @@ impl InHand {
         }
     }
 
-    /// Ends the work on the shard and returns the deliveries to answer.
+    /// Ends the work on the shard and returns the deliveries to acknowledge or give back.
     pub(super) fn answer(mut self) -> Vec<Arc<Delivery>> {
         self.kept = false;
         self.worker.in_flight.leave(self.key)
     }
 
-    /// Keeps the shard in hand for a while and then gives it back to the queue, so that it does not
-    /// spin. These rows of it may be running elsewhere.
+    /// Keeps the shard in hand for a while and then gives it back to the queue, so that its message
+    /// is not redelivered in a tight loop. `rows` may be running on another worker.
     pub(super) fn give_back_later(mut self, job: &OpenJob, rows: &RowSet) {
         self.kept = false;
         tracing::info!(
@@ -65,7 +65,7 @@ impl InHand {
         tokio::spawn(waiting.in_current_span());
     }
 
-    /// Releases the shard's memory: it is set aside, and its columns are dropped.
+    /// Releases the memory reserved for the shard, whose carried columns have been dropped.
     pub(super) fn holds_no_rows(&self) {
         self.worker.jobs.room().leave(self.key);
     }

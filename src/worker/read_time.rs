@@ -90,7 +90,7 @@ mod tests {
     async fn only_time_in_which_the_inputs_are_asked_counts() {
         let mut time = short();
         for _ in 0..3 {
-            // For example the wait for room.
+            // For example the wait for memory of carried columns.
             tokio::time::sleep(SHORT).await;
             assert_eq!(time.count(answer_after(20), || 0).await.unwrap(), 20);
         }

@@ -1,4 +1,4 @@
-//! Planning of files that state their columns: cuts the rows that their footers state into shards.
+//! Planning of Parquet and Arrow files: cuts their rows into shards, and reads only the footers.
 //!
 //! Files may differ in their columns. If a file lacks a column that the job needs, the job is
 //! refused, or the column is null in that file if the job allows it. A column has one type in all

@@ -1,6 +1,6 @@
 //! Matrix products by cuBLASLt: those that it computes faster than gristmill's kernels, or all of
-//! them, which `gristmill doctor` uses as a reference. The library chooses a kernel by the number
-//! of rows, and the order of sums with it, so deterministic steps use gristmill's kernels alone.
+//! them, which `gristmill doctor` uses as a reference. The library chooses a kernel, and thereby
+//! the order of sums, by the number of rows, so deterministic steps use gristmill's kernels alone.
 //!
 //! See docs/decisions/080-cublaslt-serves-and-is-a-yardstick.md.
 
@@ -26,7 +26,7 @@ pub enum Products {
     Library,
 }
 
-/// INT8 sums need memory that grows with rows and columns. With [`Products::Fastest`] this memory
+/// The INT32 accumulators of INT8 products need memory that grows with rows and columns. With [`Products::Fastest`] this memory
 /// is allocated before the weights: at most `SUMS_BYTES`, and at most 1 / `SUMS_PART` of the card's
 /// memory. Larger products go to gristmill's kernels.
 const SUMS_BYTES: usize = 256 << 20;
@@ -40,7 +40,7 @@ pub(super) struct ByLibrary {
     /// With `all`: the fastest algorithm for each shape, with or without a bias; `None`:
     /// unsupported.
     fastest: Mutex<HashMap<(LinearShape, bool), Option<Algorithm>>>,
-    /// INT8 sums before they are scaled.
+    /// INT32 accumulators of an INT8 product before they are scaled.
     sums: Mutex<Option<Memory>>,
 }
 
@@ -69,7 +69,7 @@ impl ByLibrary {
                 Ok(library) => library,
                 Err(why) => {
                     match &why {
-                        // A card whose memory is full of weights reports that itself.
+                        // If the card's memory is full, loading the weights reports it.
                         DeviceError::Missing(_) | DeviceError::OutOfMemory(_) => tracing::debug!("{why}"),
                         _ => tracing::warn!("products by gristmill's own kernels alone: {why}"),
                     }
@@ -91,7 +91,7 @@ impl ByLibrary {
 }
 
 impl Cuda {
-    /// Path of the library, where one computes products here.
+    /// Path of cuBLASLt, if it is in use.
     pub fn library_path(&self) -> Option<String> {
         let by = self.by_library.as_ref()?;
         Some(by.library.path().display().to_string())
@@ -180,7 +180,8 @@ impl Cuda {
     }
 }
 
-/// The product in the library's terms: for INT8, a later launch scales the sums and adds the bias.
+/// The matrices of a product without its epilogue: for INT8, a later launch scales the accumulators
+/// and adds the bias.
 fn by_itself(of: &Matrices, sums: u64) -> Matrices {
     match of.shape.format {
         KernelFormat::Int8 => Matrices {

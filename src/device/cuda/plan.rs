@@ -159,7 +159,8 @@ pub struct LinearShape {
     pub wide: bool,
 }
 
-/// Launch over INT8 sums, `rows` rows of `columns`: 512 sums per block.
+/// Launch that scales the INT32 accumulators of an INT8 product, `rows` rows of `columns`: 512 per
+/// block.
 pub fn scale_sums(rows: usize, columns: usize) -> Launch {
     Launch {
         kernel: Kernel::new("scale_sums", &[]),
@@ -189,7 +190,7 @@ pub fn linear(shape: &LinearShape) -> Launch {
     }
 }
 
-/// Output tile of one block of a product's kernel; on Hopper there are several to choose from.
+/// Output tile of one thread block of a matrix product; on Hopper there are several sizes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Tile {
     pub columns: u32,
@@ -247,8 +248,8 @@ impl Tile {
 
     /// Estimated cycles of a product; see `kernels/linear_sm90.cu`.
     fn cycles(self, shape: &LinearShape, multiprocessors: u32) -> f64 {
-        // Bytes per cycle into one multiprocessor, and out of the L2 cache to all of them. To be
-        // fitted on a card.
+        // Bytes per cycle into one multiprocessor, and out of the L2 cache to all of them:
+        // estimates that no card has confirmed yet.
         const BYTES_IN: f64 = 56.0;
         const BYTES_IN_ALL: f64 = 4400.0;
         // Cycles to start a tile and to write its results.
@@ -341,7 +342,7 @@ pub fn window(spec: KvSpec) -> u32 {
     }
 }
 
-/// Heads, as the kernels take them.
+/// Shape of attention and format of keys and values, as the kernels' macros take them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Heads {
     pub heads: u32,
@@ -364,16 +365,16 @@ impl Heads {
         self.heads / self.kv_heads
     }
 
-    /// Whether attention multiplies by warpgroups.
+    /// Whether attention uses warpgroup instructions (wgmma).
     fn by_warpgroups(&self) -> bool {
         self.hopper && self.dim <= 128
     }
 
-    /// Warps per wide block of attention, 16 rows each.
+    /// Warps per thread block for many queries (prefill), 16 rows each.
     pub fn wide_warps(&self) -> u32 {
         match self.by_warpgroups() {
             false => 4,
-            // Registers hold only eight warps' rows of such heads.
+            // With BF16 and such heads, registers suffice for eight warps only.
             true if self.store == KernelFormat::Bf16 && self.dim > 112 => 8,
             true => 12,
         }
@@ -384,7 +385,7 @@ impl Heads {
         if self.by_warpgroups() { 4 } else { 1 }
     }
 
-    /// Maximum queries per item for a block of `warps` warps.
+    /// Maximum queries per work item (one thread block's share) with `warps` warps.
     pub fn queries(&self, warps: u32) -> u32 {
         warps * 16 / self.group()
     }
@@ -454,7 +455,7 @@ impl Heads {
         2 * self.tile_bytes() + self.scale_bytes()
     }
 
-    /// Queries of heads above 128 are kept in shared memory, too.
+    /// With heads of more than 128 dimensions, queries are kept in shared memory, too.
     fn query_bytes(&self, warps: u32) -> u32 {
         if self.dim > 128 {
             warps * 16 * self.dim * self.store.bytes() as u32

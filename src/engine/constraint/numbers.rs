@@ -12,7 +12,7 @@ const ABOVE_INT64: f64 = 9_223_372_036_854_775_808.0;
 /// Checks the numbers of one schema's own keywords.
 ///
 /// # Errors
-/// A number would be another in the answers. The error names the number and says what to do.
+/// A number would come out changed in the answers. The error names the number and says what to do.
 pub(super) fn check_numbers(members: &Map<String, Value>) -> Result<(), String> {
     let values = [members.get("const"), members.get("enum")];
     let mut stack: Vec<&Value> = values.into_iter().flatten().collect();
@@ -62,7 +62,7 @@ fn check_bounds(
         if leaves_none(float) {
             return Err("its bounds allow only numbers that have no 64-bit floating-point form".into());
         }
-        // The compiler's own computation, bit for bit. The compiler handles fractions correctly.
+        // Repeats the compiler's computation bit for bit. Bounds with a fraction need no check.
         let reckoned = (float + step) as i64;
         if bound
             .as_i64()

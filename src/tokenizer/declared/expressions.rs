@@ -47,7 +47,7 @@ fn collect<'a>(part: &'a Value, expressions: &mut Vec<&'a str>) {
 
 fn check_expression(expression: &str) -> Result<(), String> {
     check_max("bytes in an expression", expression.len(), EXPRESSION_BYTES_MAX)?;
-    // The library reports an invalid expression in its own words.
+    // An invalid expression is refused later, by the tokenizers library.
     let Ok(regex) = Regex::new(expression) else {
         return Ok(());
     };
