@@ -222,17 +222,19 @@ mod tests {
         assert_eq!(said.lines().count(), 1, "{said}");
         let line: Value = serde_json::from_str(&printable(&said)).unwrap();
         let fields = line.as_object().unwrap();
-        let names: Vec<&str> = fields.keys().map(String::as_str).collect();
+        let mut names: Vec<&str> = fields.keys().map(String::as_str).collect();
+        assert_eq!(names[..4], ["timestamp", "level", "message", "target"]);
+        names.sort_unstable();
         let expected = [
-            "timestamp",
+            "job",
             "level",
             "message",
-            "target",
-            "worker",
-            "shard",
-            "job",
             "output",
+            "shard",
+            "target",
+            "timestamp",
             "tries",
+            "worker",
         ];
         assert_eq!(names, expected);
         assert_eq!(line["message"], "shard 7 waits\u{1b}[31m");
