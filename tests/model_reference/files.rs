@@ -30,7 +30,7 @@ fn unfit_batches_and_options_are_refused() {
     refused(&|b| b.positions[2] = 5, "positions");
     refused(&|b| b.block_tables[0] = KV_BLOCKS, "KV block 64");
     refused(&|b| b.block_tables.clear(), "block table is too short");
-    refused(&|b| b.logits_at = vec![3], "no token 3");
+    refused(&|b| b.logits_at = vec![3], "`logits_at` has 3");
     refused(&|b| b.logits_at = vec![1, 1], "ascend");
     refused(&|b| b.sequences.clear(), "belong to no sequence");
     refused(&|b| b.sequences[0].kv_len = 129, "more than 128");
