@@ -529,7 +529,7 @@ fn a_line_cannot_limit_thoughts_that_there_are_none_of() {
     let rows = rows_of(&output);
     let why = rows[0]["error"].as_str().unwrap();
     assert!(
-        why.contains("`thinking_token_budget` is for a model that thinks"),
+        why.contains("`thinking_token_budget` needs a thinking model"),
         "{why}"
     );
     assert_eq!(rows[1]["status"], "succeeded");

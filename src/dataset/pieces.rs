@@ -17,16 +17,14 @@ use serde_json::{Map, Value};
 
 use super::carried::{blank_from, fitting_rows, memory};
 use super::cells::{Cells, Columns};
-use super::error::DatasetError;
 use super::lines;
 use super::lines::reader::{LineReader, LineRows, LinesFrom};
 use super::parquet::reader::{Read, Wanted};
 use super::plan::{Format, Segment, Shard};
-use super::row::{InputRow, ShardRows};
 use super::row_memory::{CARRY_BYTES_MAX, PIECE_BYTES_MAX, ROW_BYTES_MAX, carries_too_much, too_large};
-use super::shard::ShardReader;
 use super::store::pinned::{PinnedFile, display_name};
 use super::table::TableFile;
+use super::{DatasetError, InputRow, ShardReader, ShardRows};
 
 /// Maximum rows between a sample's drawn rows that are read in one span.
 const SPAN_ROWS_MAX: u64 = 1 << 16;

@@ -15,10 +15,9 @@ use super::tile::{Element, F32Gemm, PANEL, max_rows, panels_at_once, product};
 use super::{bf16, int8};
 use crate::device::Activation;
 use crate::device::cpu::gated::{GatedTile, gated_tile_on};
-use crate::device::cpu::isa::Isa;
 use crate::device::cpu::math::round_bf16;
 use crate::device::cpu::quantize::{Quantized, int8_tiles, quantize};
-use crate::device::cpu::{Buffer, ExecContext, SharedMut, Threads};
+use crate::device::cpu::{Buffer, ExecContext, Isa, SharedMut, Threads};
 
 /// Maximum values of k per call of the F32 kernel, so that the panels stay in the L2 cache.
 const K_BLOCK: usize = 2048;
