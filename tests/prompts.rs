@@ -528,9 +528,6 @@ fn a_line_cannot_limit_thoughts_that_there_are_none_of() {
     run(&["run", arg(&path), "--quiet"]).expect(3);
     let rows = rows_of(&output);
     let why = rows[0]["error"].as_str().unwrap();
-    assert!(
-        why.contains("`thinking_token_budget` needs a thinking model"),
-        "{why}"
-    );
+    assert!(why.contains("`thinking_token_budget` needs a thinking model"), "{why}");
     assert_eq!(rows[1]["status"], "succeeded");
 }
