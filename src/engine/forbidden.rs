@@ -5,7 +5,7 @@
 //! `min_new_tokens` and `min_length`. They are masked out before any other processing of the
 //! logits. Two kinds stay allowed under a grammar: tokens that end the text, since the grammar
 //! decides where it may end, and forced tokens. A choice is never masked; one that would need a
-//! forbidden token is refused ([`Forbidden::clash`]).
+//! forbidden token is refused ([`Forbidden::check_choices`]).
 //!
 //! See docs/decisions/053-forbidden-tokens-are-a-mask.md.
 
