@@ -341,7 +341,7 @@ fn memory_that_is_short_makes_steps_smaller() {
         .env("EMULATOR_MEMORY", (1u64 << 30).to_string())
         .env("EMULATOR_FAIL", "cuMemAlloc_v2:100:2");
     let run = Run::of(&mut command).expect(0);
-    run.one_line(&["a step's memory does not fit", "steps have 128 tokens at most"]);
+    run.one_line(&["a step does not fit in memory", "steps now have at most 128 tokens"]);
     assert_eq!(run.json()["rows"]["succeeded"], 2);
 }
 
