@@ -108,8 +108,7 @@ fn examine(args: &DoctorArgs) -> Result<Report, Failure> {
         say_warnings(subject.warnings());
         subjects.push(subject);
     }
-    let formats = [Precision::Bf16, Precision::Int8, Precision::Fp8];
-    let formats = formats.into_iter().filter(|precision| {
+    let formats = Precision::ON_GPU.into_iter().filter(|precision| {
         (*precision != Precision::Fp8 || card.capability >= 89)
             && (args.formats.is_empty() || args.formats.contains(precision))
     });

@@ -5,7 +5,6 @@
 //! workspace and its buffers, so two micro-batches may be interleaved.
 
 use half::{bf16, f16};
-use serde::{Deserialize, Serialize};
 
 use crate::device::batch::StepBatch;
 use crate::device::draw::{Draw, DrawError, Drawn};
@@ -21,8 +20,7 @@ pub mod random;
 pub use error::{DeviceError, TensorError};
 
 /// Precision of a device's computations.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Precision {
     /// Activations, keys and values in F32; weights as stored (widening F16 and BF16 to F32 is exact).
     F32,
@@ -71,6 +69,8 @@ impl KvFormat {
 
 impl Precision {
     pub const ALL: [Precision; 4] = [Precision::F32, Precision::Bf16, Precision::Int8, Precision::Fp8];
+    /// The precisions that a GPU computes in.
+    pub const ON_GPU: [Precision; 3] = [Precision::Bf16, Precision::Int8, Precision::Fp8];
 
     /// The name in job files and records.
     pub fn word(self) -> &'static str {

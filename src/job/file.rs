@@ -10,13 +10,25 @@ use super::carry::CarryFile;
 use super::input::InputFile;
 pub use super::one_or_many::OneOrMany;
 use super::precision::RequestedPrecision;
+use super::recheck::Recheck;
 use super::sampling::Defaults;
 use super::thinking::ThinkingFile;
 use crate::dataset::writing::Codec;
+use crate::device::Precision;
 
 /// Allowed values of a field that names a number format, for the JSON Schema.
 fn precisions() -> Vec<Option<&'static str>> {
     RequestedPrecision::words().map(Some).chain([None]).collect()
+}
+
+/// The same for a recheck.
+fn recheck_precisions() -> Vec<Option<&'static str>> {
+    Recheck::PRECISIONS
+        .map(Precision::word)
+        .map(Some)
+        .into_iter()
+        .chain([None])
+        .collect()
 }
 
 /// One job: a dataset, a prompt for each of its rows, and where the answers go.
@@ -427,7 +439,7 @@ pub struct RecheckFile {
     pub rows: Option<i64>,
     /// Number format to compute in, higher than the job's own (f32).
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schemars(extend("enum" = ["f32", "bf16", null]))]
+    #[schemars(extend("enum" = recheck_precisions()))]
     pub precision: Option<String>,
 }
 

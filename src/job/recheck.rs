@@ -10,7 +10,7 @@ use crate::device::Precision;
 pub struct Recheck {
     /// At least 1; a job with fewer rows is rechecked completely.
     pub rows: u64,
-    /// `F32` or `Bf16`.
+    /// One of [`Recheck::PRECISIONS`].
     pub precision: Precision,
 }
 
@@ -25,6 +25,9 @@ impl Default for Recheck {
 }
 
 impl Recheck {
+    /// The precisions that a recheck computes in.
+    pub const PRECISIONS: [Precision; 2] = [Precision::F32, Precision::Bf16];
+
     pub(super) fn check(raw: RecheckFile) -> Result<Recheck, FieldError> {
         let default = Recheck::default();
         let rows = match raw.rows.map(u64::try_from) {
@@ -37,20 +40,21 @@ impl Recheck {
         };
         let precision = match raw.precision.as_deref() {
             None => default.precision,
-            Some("f32") => Precision::F32,
-            Some("bf16") => Precision::Bf16,
             Some(known @ ("auto" | "int8")) => {
                 return bad(
                     "report.recheck.precision",
                     format!("is `{known}`; it must be `f32` or `bf16`, higher than the job's own"),
                 );
             }
-            Some(other) => {
-                return bad(
-                    "report.recheck.precision",
-                    format!("is `{other}`{}", suggest(other, ["f32", "bf16"])),
-                );
-            }
+            Some(word) => match Recheck::PRECISIONS.into_iter().find(|known| known.word() == word) {
+                Some(precision) => precision,
+                None => {
+                    return bad(
+                        "report.recheck.precision",
+                        format!("is `{word}`{}", suggest(word, Recheck::PRECISIONS.map(Precision::word))),
+                    );
+                }
+            },
         };
         Ok(Recheck { rows, precision })
     }

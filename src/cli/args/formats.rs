@@ -4,6 +4,7 @@ use clap::builder::{PossibleValuesParser, TypedValueParser};
 
 use crate::device::Precision;
 use crate::job::precision::RequestedPrecision;
+use crate::job::recheck::Recheck;
 
 /// Any format, or `auto`.
 pub(super) fn requested_precision() -> impl TypedValueParser<Value = RequestedPrecision> {
@@ -12,12 +13,12 @@ pub(super) fn requested_precision() -> impl TypedValueParser<Value = RequestedPr
 
 /// The formats that a recheck computes in.
 pub(super) fn recheck_precision() -> impl TypedValueParser<Value = Precision> {
-    one_of(&[Precision::F32, Precision::Bf16])
+    one_of(&Recheck::PRECISIONS)
 }
 
 /// The formats that a GPU computes in.
 pub(super) fn gpu_precision() -> impl TypedValueParser<Value = Precision> {
-    one_of(&[Precision::Bf16, Precision::Int8, Precision::Fp8])
+    one_of(&Precision::ON_GPU)
 }
 
 fn one_of(formats: &[Precision]) -> impl TypedValueParser<Value = Precision> + use<> {
