@@ -9,9 +9,9 @@ use std::sync::Arc;
 
 use gristmill::device::batch::StepBatch;
 use gristmill::device::cpu::Threads;
-use gristmill::device::draw::{Allowed, Draw, DrawError, Drawn};
+use gristmill::device::draw::{Allowed, Draw, DrawError, DrawnToken};
 use gristmill::engine::params::{GenerationParams, OutputConstraint};
-use gristmill::engine::request::{Request, UnitId};
+use gristmill::engine::request::{Request, SampleId};
 use gristmill::engine::{Engine, EngineOptions, Forward, ForwardError, Generator};
 use gristmill::job::{Job, Parameters};
 use gristmill::tokenizer::Tokenizer;
@@ -25,7 +25,7 @@ struct Nothing {
     vocabulary: usize,
     blocks: u32,
     random: u64,
-    drawn: Vec<Result<Drawn, DrawError>>,
+    drawn: Vec<Result<DrawnToken, DrawError>>,
 }
 
 impl Nothing {
@@ -69,14 +69,14 @@ impl Forward for Nothing {
             .iter()
             .map(|draw| {
                 let logits = match draw.allowed {
-                    Allowed::Ids(ids) if draw.logits => vec![0.0; ids.len()],
+                    Allowed::Ids(ids) if draw.wants_logits => vec![0.0; ids.len()],
                     _ => Vec::new(),
                 };
                 let token = self.token(ids, draw.allowed);
-                Ok(Drawn {
+                Ok(DrawnToken {
                     token,
                     logit: 0.0,
-                    log_sum: 1.0,
+                    log_sum_exp: 1.0,
                     logits,
                 })
             })
@@ -84,7 +84,7 @@ impl Forward for Nothing {
         Ok(())
     }
 
-    fn drawn(&mut self) -> Result<Vec<Result<Drawn, DrawError>>, ForwardError> {
+    fn take_drawn(&mut self) -> Result<Vec<Result<DrawnToken, DrawError>>, ForwardError> {
         Ok(std::mem::take(&mut self.drawn))
     }
 
@@ -185,7 +185,7 @@ fn main() {
             let rows = 4 * sequences as u64;
             while next < rows || !engine.is_idle() {
                 while next < rows && engine.wants_more() {
-                    let id = UnitId {
+                    let id = SampleId {
                         job: 0,
                         row: next,
                         sample: 0,

@@ -1,24 +1,26 @@
-// residual += delta; out = residual / sqrt(mean(residual^2) + eps) * weight, a block a row. (Zhang and Sennrich 2019.)
+// residual += delta; out = residual / sqrt(mean(residual^2) + eps) * weight; one thread block per
+// row. (Zhang and Sennrich 2019.)
 //
-// WIDTH, THREADS, OUTPUT: see rows.cuh. DELTA_NORM: 0, or 1 where delta goes through a norm of its own first (Gemma 2, 2024).
-// residual, delta: [rows][WIDTH] BF16, delta may be null where it has no norm; weight, delta_weight (read where delta has one):
-// [WIDTH] F32. picked: null, or the rows of residual and delta that rows of out come from; then residual stays as it is.
+// WIDTH, THREADS, OUTPUT: see rows.cuh. DELTA_NORM: 1 if delta is normalised first (Gemma 2, 2024),
+// else 0. residual, delta: [rows][WIDTH] BF16; without DELTA_NORM, delta may be null. weight,
+// delta_weight (read with DELTA_NORM): [WIDTH] F32. picked: null, or for each row of out the row of
+// residual and delta that it comes from; residual is then not written.
 #include "ptx.cuh"
 #include "rows.cuh"
 
-// Left alone the compiler saves registers for two blocks of 1024 threads, and spills some.
+// Without this bound, the compiler saves registers for two blocks of 1024 threads, and spills some.
 #if THREADS == 1024
 #define BOUNDS THREADS, 1
 #else
 #define BOUNDS THREADS
 #endif
 
-// What a row is scaled by, from this thread's part of the sum of its squares.
+// The factor of a row, from this thread's part of the sum of squares.
 __device__ inline float norm_scale(float squares, float* scratch, float eps) {
     return 1.0f / sqrtf(reduce(squares, scratch, [](float a, float b) { return a + b; }) / WIDTH + eps);
 }
 
-// Eight numbers, not rounded yet.
+// Normalises eight values, without rounding the results.
 __device__ inline void normalise(float* x, float scale, const float* weight) {
     float w[8];
     load(weight, w);
@@ -33,7 +35,8 @@ extern "C" __global__ void __launch_bounds__(BOUNDS)
     u64 from = u64(picked ? picked[blockIdx.x] : blockIdx.x) * WIDTH;
     Row row;
 #if DELTA_NORM
-    // Registers have no room for two of the widest rows. So delta is read again, from the cache, and the residual is kept.
+    // The registers do not hold two of the widest rows. So delta is read again, from the cache, and
+    // the residual stays in registers.
     float delta_squares = 0;
 #pragma unroll
     for (int v = 0; v < VECTORS; v++) {

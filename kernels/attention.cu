@@ -1,43 +1,52 @@
-// Attention over paged keys and values by `mma.sync`, for every card from sm_80 on: prefill, chunks of it, decode and prefixes that
-// several sequences share, as the items of a plan say.
+// Attention over paged keys and values with `mma.sync`, for every card from sm_80 on: prefill and
+// its chunks, decode, and prefixes that several sequences share, by the items of a plan
+// (src/device/cuda/items.rs).
 //
-// HEADS, KV_HEADS (divides HEADS), HEAD_DIM (a multiple of 16 up to 128, of 32 up to 256), BLOCK: tokens of a block (a multiple of
-// 32); STORE: 0 INT8, 1 FP8 (E4M3), 2 BF16, as in rope_store.cu; ROW_WARPS: warps of a block, each with 16 rows; WINDOW: 0, or how many
-// positions a query sees; SOFT_CAP: where defined, the bits of a float cap: scores become cap tanh(score / cap) (Gemma 2, 2024);
-// STAGES: blocks on their way at once, 2, or 1 where two are more shared memory than a card has.
+// HEADS, KV_HEADS (divides HEADS), HEAD_DIM (a multiple of 16 up to 128, of 32 up to 256). BLOCK:
+// tokens per KV block (a multiple of 32). STORE: 0 INT8, 1 FP8 (E4M3), 2 BF16, as in rope_store.cu.
+// ROW_WARPS: warps per thread block, each with 16 rows. WINDOW: number of positions that a query
+// attends to, 0: all. SOFT_CAP: if defined, the bits of a float cap: scores become cap tanh(score /
+// cap) (Gemma 2, 2024). STAGES: KV blocks in flight, 2, or 1 if two need more shared memory than a
+// card has.
 // Shared memory: STAGES * STAGE_BYTES + QUERY_BYTES.
 //
-// A block takes an item with one key-value head. Its rows are queries times the GROUP heads that share the head: row r is query
-// r / GROUP, head r % GROUP of the group; rows left over are idle. It walks the item's positions, blocks in spans of SPAN, with an
-// online softmax (Milakov and Gimelshein 2018). In eight bits a query's head has a scale of its own, and weights, times the scales of
-// the values, are quantized row by row of a span; sums move to F32 after each span.
+// A thread block computes an item for one key-value head. Its rows are queries times the GROUP
+// heads that share the head: row r is query r / GROUP, head r % GROUP of the group; surplus rows
+// are idle. It walks the item's positions, KV blocks in spans of SPAN, with an online softmax
+// (Milakov and Gimelshein 2018). In eight bits, each query head has its own scale; the softmax
+// weights, times the scales of the values, are quantized per row and span; sums move to F32 after
+// each span.
 //
-// Places that nobody has written since their block was handed out may hold anything, NaN as well. Those are the places from the
-// sequence's end on, in its last block, which count as zero. There are no others: an item starts at the first block that one of its
-// queries sees, a pool takes whole blocks back, none that a query of the step sees, and a sequence writes its positions in order; so
-// with a window, too, places before the first that is seen hold what this sequence or its prefix wrote.
+// A position that has not been written since its block was allocated may hold anything, NaN
+// included. The only such positions that an item reads are those beyond the sequence's end in its
+// last block; they count as zero. There are no others: an item starts at the first block that one
+// of its queries attends to, the pool takes back only whole blocks that no query of the step
+// attends to, and a sequence writes its positions in order. So with a window, too, positions before
+// the first visible one hold what this sequence or its prefix wrote.
 #include "ptx.cuh"
 #include "attention.cuh"
 
 #define THREADS (ROW_WARPS * 32)
 #define STAGE_BYTES (KEY_BYTES + VALUE_BYTES + SCALE_BYTES)
-// Sums of large heads fill the registers. So their queries wait in shared memory, in rows like those of keys, and `unroll` and
-// `__syncwarp` keep the compiler from beginning more products at once than there are registers for.
+// The sums of large heads fill the registers. So their queries are kept in shared memory, laid out
+// like keys, and `unroll` and `__syncwarp` keep the compiler from starting more products at once
+// than the registers hold.
 #define LARGE (HEAD_DIM > 128)
 #define QUERY_BYTES (LARGE ? ROW_WARPS * 16 * KEY_ROW : 0)
-// Where shared memory or sums leave room for few blocks, the compiler need not save registers for more of them.
+// If shared memory or the sums allow only few thread blocks per multiprocessor, the compiler need
+// not save registers for more.
 #if LARGE || ROW_WARPS < 4
 #define BOUNDS THREADS, 1
 #elif HEAD_DIM <= 64
-// Left alone it aims at five blocks of 96 registers, and spills two of them.
+// Without this bound, the compiler aims at five blocks of 96 registers, and spills two registers.
 #define BOUNDS THREADS, 4
 #elif GROUP & (GROUP - 1)
-// Divisions by what is no power of two take registers of their own.
+// Divisions by a GROUP that is not a power of two need registers of their own.
 #define BOUNDS THREADS, 2
 #else
 #define BOUNDS THREADS
 #endif
-// Tokens of a step of the softmax: what a warp's scores and weights have registers for.
+// Tokens per step of the softmax: a warp has registers for the scores and weights of this number.
 #define SPAN 32
 #ifndef STAGES
 #define STAGES 2
@@ -113,7 +122,8 @@ extern "C" __global__ void __launch_bounds__(BOUNDS)
         fetch(block + STAGES - 1);
         copy_wait<STAGES - 1>();
 #if STORE != 0
-        // No weight makes zero of what is not a number; a byte of INT8 always is one.
+        // A weight of zero times NaN is NaN, so values beyond the end must be zeroed. A byte of
+        // INT8 always is a number.
         int end = to - block * BLOCK;
         if (end < BLOCK) {
             u8* values_at = shared + block % STAGES * STAGE_BYTES + KEY_BYTES;
@@ -138,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(BOUNDS)
 #pragma unroll KEY_UNROLL
                 for (int k = 0; k < KEY_STEPS; k++) {
                     u32 b[4];
-                    // Zeros in the queries take any part of the keys.
+                    // In the half step, the queries are zero, so any keys may be read.
                     bool half_step = KEY_ROW / 16 % 2 == 1 && k == KEY_STEPS - 1;
                     int part = k * 2 + (half_step ? 0 : lane / 8 % 2);
                     load_matrices(b, key_stage + (span + pair * 16) * KEY_ROW + place<KEY_ROW, STORE != 2>(token_of(lane / 16, lane % 8), part));
@@ -168,14 +178,14 @@ extern "C" __global__ void __launch_bounds__(BOUNDS)
 #if WINDOW > 0
                         seen = seen && limits[half] - position < WINDOW;
 #endif
-                        // A score that is not a number shows in the result.
+                        // A NaN score makes the result NaN, too.
                         weights[pair * 2 + t][i] = seen ? score : LOWEST;
                         most[half] = fmaxf(most[half], weights[pair * 2 + t][i]);
                     }
             }
             float shrink[2];
 #if STORE != 2
-            // Weights are quantized by `inverse`, and their sums scaled `back`.
+            // Weights are multiplied by `inverse` before rounding, and their sums by `back`.
             float inverse[2] = {0, 0}, back[2];
 #endif
 #pragma unroll
@@ -195,7 +205,7 @@ extern "C" __global__ void __launch_bounds__(BOUNDS)
                     totals[half] += weight;
 #if STORE != 2
                     weight *= block_scales[BLOCK + span + token_of(t, lane % 4 * 2 + i % 2)];
-                    // The scale of what nobody wrote may be anything.
+                    // The scale of a position that was never written may be anything.
                     weight = x == LOWEST ? 0.0f : weight;
                     inverse[half] = larger_or_nan(inverse[half], weight);
 #endif
@@ -254,7 +264,7 @@ extern "C" __global__ void __launch_bounds__(BOUNDS)
 #endif
             }
         }
-        // All have read the stage that is filled next.
+        // After the barrier, all threads have read the stage that is filled next.
         __syncthreads();
     }
 #pragma unroll

@@ -1,59 +1,73 @@
-// Attention over paged keys and values on Hopper (sm_90a): what attention.cu says, by products of warpgroups.
+// Attention over paged keys and values on Hopper (sm_90a): the function of attention.cu, with
+// `wgmma`.
 //
-// HEADS, KV_HEADS, HEAD_DIM (a multiple of 16 up to 128), BLOCK (64), STORE, WINDOW, SOFT_CAP: as in attention.cu, and so are the
-// parameters, items and parts. ROW_WARPS: warps of a block, each with 16 rows: 4, 8 or 12, but 8 at most for heads of 128 in BF16. Shared
-// memory: SHARED_BYTES.
+// HEADS, KV_HEADS, HEAD_DIM (a multiple of 16 up to 128), BLOCK (64), STORE, WINDOW, SOFT_CAP: as
+// in attention.cu, as are the parameters, items and parts. ROW_WARPS: warps per thread block, each
+// with 16 rows: 4, 8 or 12, but at most 8 for heads of 128 in BF16. Shared memory: SHARED_BYTES.
 //
-// A block takes an item with one key-value head, as attention.cu's does. A warpgroup's product has 64 rows: a prompt's item fills
-// them; one of a single token has GROUP of them, and where a warp, or eight rows of it, has none, it takes part in copies and products
-// and leaves out the rest. Three blocks of four warps, or one of twelve, share a multiprocessor: while one multiplies, others make
-// weights, and no warp has to do both at once. Twelve warps read keys and values once for 192 rows.
+// As in attention.cu, a thread block computes an item for one key-value head. A warpgroup's product
+// has 64 rows. An item of prefill fills them; an item of a single token has GROUP rows. A warp
+// without rows, or eight rows of a warp that are idle, take part only in copies and products. Three
+// blocks of four warps, or one of twelve, share a multiprocessor: while one warpgroup multiplies,
+// others compute weights, and no warp has to do both at once. With twelve warps, keys and values
+// are read once for 192 rows.
 //
-// A span of the softmax is a block of 64 tokens, at its place in the sequence; spans follow in order, and nothing that a row computes
-// depends on other rows, on ROW_WARPS or on STAGES: so a token's result has the same bits in a prompt's item as in one of its own.
-// FP8's accumulator keeps about 14 bits: a score is summed in it over HEAD_DIM, which puts it off by some 2^-12 of what it is summed
-// from, where rounding queries and keys to three bits puts it off by more; weights times values over 64 tokens, then sums move to F32.
+// A span of the softmax is a KV block of 64 tokens, at fixed positions of the sequence. Spans
+// follow in order, and nothing that a row computes depends on other rows, on ROW_WARPS or on
+// STAGES. So a token's result has the same bits in an item of prefill as in an item of its own.
+// FP8's accumulator keeps about 14 bits. A score is summed in it over HEAD_DIM, with an error of
+// some 2^-12 of the summands; rounding queries and keys to three bits has a larger error. Weights
+// times values are summed in it over 64 tokens; then sums move to F32.
 //
-// What a block of 64 tokens in FP8 with heads of 128 costs a multiprocessor, in cycles. Memory: 16.5 KiB at 21 bytes a cycle are 800.
-// Products: 4 of 64 x 64 x 32 and 2 of 64 x 128 x 32 are 256, whether rows are idle or not. Instructions: each warp issues some 140 for
-// copies and products, and 245 for each eight rows, one a cycle and scheduler; so prompts are bound by the 630 of a warp with 16 rows,
-// and decode, of which the busiest scheduler issues 385 or 630 for up to 8 or 16 heads of a group, by memory. Exponentials: 4 a cycle
-// and scheduler, 256 for 16 rows. Shared memory, 128 bytes a cycle: written once and read once by products, 260, and scales. Under way
-// are STAGES - 1 of 16.5 KiB for each of three blocks, where some 40 KiB keep memory busy.
+// Costs of a KV block of 64 tokens in FP8 with heads of 128, in cycles of a multiprocessor. Memory:
+// 16.5 KiB at 21 bytes per cycle are 800. Products: 4 of 64 x 64 x 32 and 2 of 64 x 128 x 32 are
+// 256, whether rows are idle or not. Instructions: each warp issues some 140 for copies and
+// products, and 245 for each eight rows, at one per cycle and scheduler. So prefill is bound by the
+// 630 of a warp with 16 rows; decode, in which the busiest scheduler issues 385 or 630 for up to 8
+// or 16 heads of a group, is bound by memory. Exponentials: 4 per cycle and scheduler, 256 for 16
+// rows. Shared memory, 128 bytes per cycle: written once and read once by products, 260, and the
+// scales. In flight are STAGES - 1 times 16.5 KiB for each of three thread blocks; some 40 KiB keep
+// memory busy.
 //
-// Keys and values are brought by `cp.async`, whose 16 bytes lie wherever their thread says: rows of keys in the order that `token_of`
-// deals them, both swizzled as products read them. Idle warps bring their share. The tensor memory accelerator would need maps of five
-// dimensions to deal rows, and the launch a map for each store; and a thread's instructions for copies are few beside the rest.
+// Keys and values are copied by `cp.async`, because each thread can choose where its 16 bytes go:
+// rows of keys in the order of `token_of`, both swizzled as products read them. Idle warps copy
+// their share. The tensor memory accelerator would need maps of five dimensions for this order, and
+// each launch a map for each store; and the instructions for copies are few beside the rest.
 #include "hopper.cuh"
 #include "attention.cuh"
 
 #define THREADS (ROW_WARPS * 32)
-// Keys lie in panels, the widest swizzle that a row is whole ones of; where its last 32 bytes are half a row's, the other half is zero.
+// Keys are stored in panels as wide as the widest swizzle whose multiple a row is; if the last 32
+// bytes are half a panel row, the other half is zero.
 #define KEY_PADDED (KEY_STEPS * 32)
 #define PANEL (KEY_PADDED % 128 == 0 ? 128 : KEY_PADDED % 64 == 0 ? 64 : 32)
 #define PANEL_BYTES (BLOCK * PANEL)
 #define TILE_BYTES (BLOCK * KEY_PADDED + VALUE_BYTES)
-// Blocks of four warps that share a multiprocessor's registers: sums and queries of BF16 in heads of 128 are too many for three.
+// Thread blocks of four warps per multiprocessor: with BF16 and heads of 128, the registers do not
+// suffice for the sums and queries of three.
 #define SHARING (ROW_WARPS > 4 ? 1 : STORE == 2 && HEAD_DIM > 112 ? 2 : 3)
-// Blocks of keys and values on their way at once and the one at work: as many as fit, but no more than 6. A multiprocessor has 228 KiB,
-// of which each block takes one more than it asks for, and one to start on 1024 bytes.
+// KV blocks in flight and the one in use: as many as fit, but at most 6. A multiprocessor has 228
+// KiB, of which each thread block takes 1 KiB more than requested, and 1 KiB for its alignment to
+// 1024 bytes.
 #ifndef STAGES
 #define FITTING (((228 / SHARING - 2) << 10) / (TILE_BYTES + SCALE_BYTES))
 #define STAGES (FITTING < 6 ? FITTING : 6)
 #endif
-// Threads that copy a row of keys, of which those that find none of it left do nothing, and of values; and rows copied at once.
+// Threads that copy a row of keys (those beyond its end do nothing) and a row of values, and rows
+// that are copied at once.
 #define KEY_LANES (KEY_PADDED <= 32 ? 2 : KEY_PADDED <= 64 ? 4 : KEY_PADDED <= 128 ? 8 : 16)
 #define KEY_ROWS (THREADS / KEY_LANES)
 #define VALUE_LANES (VALUE_ROW / 16)
 #define VALUE_ROWS (THREADS / VALUE_LANES)
-// Tiles start on 1024 bytes.
+// Tiles are aligned to 1024 bytes.
 #define SHARED_BYTES (STAGES * (TILE_BYTES + SCALE_BYTES) + 1024)
-// Steps of the product of weights and values, 32 bytes of tokens each.
+// Steps of the product of weights and values; each has 32 bytes of tokens.
 #define VALUE_STEPS (VALUE_ROW / 32)
-// Tokens of a step of the softmax, and how many of them a lane has in a row.
+// Tokens per step of the softmax, and how many of them a lane has in a row.
 #define SPAN BLOCK
 #define OWN (SPAN / 4)
-// Dimensions of the first of two products with the values in eight bits: registers hold no second set of more than 96.
+// In eight bits, the product with the values is split in two, because the registers do not hold a
+// second set of more than 96 sums: dimensions of the first part.
 #define FIRST_COLUMNS (HEAD_DIM > 96 ? 64 : HEAD_DIM)
 #define LOG2_E 1.4426950408889634f
 #define LN_2 0.6931471805599453f
@@ -75,7 +89,7 @@ template <int N> __device__ inline void multiply_add(Sum (&d)[N], const u32 (&a)
 #endif
 }
 
-// The row of a tile of keys that token `token` of a block has: where `token_of` finds it.
+// The row of token `token` in a tile of keys; the inverse of `token_of`.
 __device__ inline u32 row_of(u32 token) {
 #if STORE == 2
     return token;
@@ -84,7 +98,7 @@ __device__ inline u32 row_of(u32 token) {
 #endif
 }
 
-// One of a lane's numbers of a row: four at a time, then these.
+// Reduces a lane's values of a row to one: four at a time, then these four.
 template <class Op> __device__ inline float fold(const float (&x)[OWN], Op op) {
     float y[4] = {x[0], x[1], x[2], x[3]};
 #pragma unroll
@@ -93,7 +107,7 @@ template <class Op> __device__ inline float fold(const float (&x)[OWN], Op op) {
 }
 
 #if STORE != 2
-// A lane's numbers of a row times the scales of their tokens, of which four lie side by side.
+// Multiplies a lane's values of a row by the scales of their tokens, of which four are neighbours.
 __device__ inline void scale_own(float (&x)[OWN], const u8* scales, int lane) {
 #pragma unroll
     for (int i = 0; i < OWN; i += 4) {
@@ -103,7 +117,7 @@ __device__ inline void scale_own(float (&x)[OWN], const u8* scales, int lane) {
     }
 }
 
-// Adds to sums what weights times values are, of COLUMNS dimensions from COLUMN on.
+// Adds weights times values to the sums of COLUMNS dimensions from COLUMN on.
 template <int COLUMN, int COLUMNS>
 __device__ inline void add_values(float (&sums)[HEAD_DIM / 2], u32 (&weights)[VALUE_STEPS][4], const u8* value_tile,
                                   const bool (&busy)[2], const float (&shrink)[2], const float (&back)[2]) {
@@ -141,19 +155,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, SHARING)
 #endif
     const Item& item = items[blockIdx.x];
     int to = int(item.to), head = int(blockIdx.y), lane = int(threadIdx.x % 32);
-    // An item of few rows keeps one warp of four busy: not the same one in all blocks, since a scheduler has every fourth warp.
+    // An item with few rows keeps only one warp of four busy. Blocks choose different warps,
+    // because a scheduler has every fourth warp.
     u32 turn = (blockIdx.x + blockIdx.y * gridDim.x) * 0x9e3779b9u >> 30;
     int first_row = int(threadIdx.x / 128 * 64 + (threadIdx.x / 32 + turn) % 4 * 16);
     const u32* table = tables + item.table;
     int first_block = int(item.from) / BLOCK, blocks = (to + BLOCK - 1) / BLOCK;
 
-    // What this thread copies: a part of 16 bytes of every so many rows, which lie the same way each time.
+    // This thread copies one 16-byte part of every so many rows, at the same swizzled offset each
+    // time.
     u32 key_row = threadIdx.x / KEY_LANES, key_part = threadIdx.x % KEY_LANES, value_row = threadIdx.x / VALUE_LANES;
     bool has_key = key_part < KEY_ROW / 16;
     u32 key_from = key_row * KEY_ROW + (has_key ? key_part : 0) * 16;
     u32 key_to = key_part / (PANEL / 16) * PANEL_BYTES + place<PANEL>(row_of(key_row), key_part % (PANEL / 16));
     u32 value_to = BLOCK * KEY_PADDED + place<VALUE_ROW>(value_row, threadIdx.x % VALUE_LANES);
-    // Begins to copy a block to a stage.
+    // Begins to copy a KV block to a stage.
     auto fetch = [&](int block, int at) {
         if (block < blocks) {
             u64 from = u64(table[block]) * KV_HEADS + head;
@@ -185,8 +201,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, SHARING)
     u32 q[KEY_STEPS][4];
     load_queries<true>(item, qkv, queries, positions, scale, head, first_row, lane, limits, row_scales,
                  [&](int k, int side, int half, u32 word) { q[k][side * 2 + half] = word; });
-    // A row that is idle among busy ones sees all, since what it computes goes nowhere. `first`: the first position that each sees.
-    // `busy`: of eight rows that a warp has side by side, that there is one.
+    // `first`: the first position that each row attends to. An idle row among busy ones attends to
+    // all positions, because its result is discarded. `busy`: whether any of the warp's eight
+    // neighbouring rows is in use.
     int first[2];
     bool busy[2];
 #pragma unroll
@@ -195,7 +212,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, SHARING)
         first[half] = limits[half] - WINDOW + 1;
         if (limits[half] < 0 || limits[half] >= to) limits[half] = to - 1;
 #ifndef SOFT_CAP
-        // Weights are powers of two. A query of zeros has no scale, but what it does not see is infinitely far all the same.
+        // Weights are computed as powers of two. A query of zeros has a scale of 0, which is raised
+        // a little: masked positions must still be infinitely far.
         row_scales[half] *= LOG2_E;
         row_scales[half] = row_scales[half] < 1e-30f ? 1e-30f : row_scales[half];
 #endif
@@ -208,12 +226,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, SHARING)
         u8* key_tile = shared + at * TILE_BYTES;
         u8* value_tile = key_tile + BLOCK * KEY_PADDED;
 #if STORE != 0
-        // No weight makes zero of what is not a number; a byte of INT8 always is one.
+        // A weight of zero times NaN is NaN, so values beyond the end must be zeroed. A byte of
+        // INT8 always is a number.
         int end = to - block * BLOCK;
         if (end < BLOCK) clear_values<THREADS>(end, [&](u32 row, u32 part) { return value_tile + place<VALUE_ROW>(row, part); });
 #endif
         stores_before_products();
-        // All have brought their share of this block, and are done with the one before, whose stage is filled next.
+        // After the barrier, all threads have copied their share of this block and no longer read
+        // the previous block, whose stage is filled next.
         __syncthreads();
         Sum scores[BLOCK / 2];
         products_begin(scores, q);
@@ -223,12 +243,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, SHARING)
             multiply_add(scores, q[k], tile_descriptor<PANEL>(panel) + k * 32 % PANEL / 16, k > 0);
         }
         products_end();
-        // While they are computed.
+        // Meanwhile, the products are computed.
         fetch(block + STAGES - 1, at > 0 ? at - 1 : STAGES - 1);
         products_done(scores, q);
 
-        // Weights, as the product with the values takes them; sums of the spans before shrink. In eight bits weights times the scales of
-        // the values are quantized, and products are scaled `back`.
+        // Weights in the layout of the product with the values; sums of the previous spans shrink.
+        // In eight bits, weights times the scales of the values are quantized, and products are
+        // multiplied by `back`.
         u32 weights[VALUE_STEPS][4];
         float shrink[2] = {1, 1};
 #if STORE != 2
@@ -239,7 +260,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, SHARING)
 #pragma unroll
             for (int k = 0; k < VALUE_STEPS; k++) weights[k][half] = weights[k][2 + half] = 0;
             if (!busy[half]) continue;
-            // Number i of a lane's is of tile i / 2.
+            // A lane's value i is in tile i / 2.
             float x[OWN];
 #pragma unroll
             for (int i = 0; i < OWN; i++) x[i] = float(scores[i / 2 * 4 + half * 2 + i % 2]);
@@ -262,7 +283,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, SHARING)
             if (!whole)
 #pragma unroll
                 for (int i = 0; i < OWN; i++) x[i] = seen(i) ? x[i] : bits_to_float(0xff800000);
-            // A score that is not a number shows in the result.
+            // A NaN score makes the result NaN, too.
             auto larger = [](float a, float b) { return fmaxf(a, b); };
             float most = fmaxf(largest[half], over_row(fold(x, larger), larger) * unit);
             shrink[half] = power_of_two(largest[half] - most);
@@ -280,7 +301,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, SHARING)
             for (int i = 0; i < HEAD_DIM / 4; i++) sums[i / 2 * 4 + half * 2 + i % 2] *= shrink[half];
 #else
             scale_own(x, shared_scales + at * SCALE_BYTES + BLOCK * 4, lane);
-            // The scale of what nobody wrote may be anything.
+            // The scale of a position that was never written may be anything.
             if (!whole)
 #pragma unroll
                 for (int i = 0; i < OWN; i++) x[i] = seen(i) ? x[i] : 0.0f;
@@ -312,7 +333,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, SHARING)
     for (int half = 0; half < 2; half++) totals[half] = over_row(totals[half], [](float a, float b) { return a + b; });
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        // Anew: what divisions by GROUP made of it at the beginning would have to wait in registers.
+        // Computed again: the results of the divisions by GROUP at the beginning would have to be
+        // kept in registers.
         int row = anew(first_row + half * 8 + lane / 4);
         if (row >= int(item.queries) * GROUP) continue;
         auto sum = [&](int t, int i) { return sums[t * 4 + half * 2 + i]; };

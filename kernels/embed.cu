@@ -1,7 +1,7 @@
-// Rows of a table times `scale`, a warp a row.
+// Copies rows of a table, multiplied by `scale`; one warp per row.
 //
-// WIDTH: of a row, a multiple of 8. table: [ids][WIDTH] BF16; tokens: [rows], each an id, or IS_DRAWN and a row of `drawn`; out:
-// [rows][WIDTH].
+// WIDTH: values per row, a multiple of 8. table: [ids][WIDTH] BF16. tokens: [rows], each an id, or
+// IS_DRAWN and an index in `drawn`. out: [rows][WIDTH].
 #include "ptx.cuh"
 #include "types.cuh"
 #include "drawn.cuh"

@@ -1,4 +1,5 @@
-// silu(gate) * up, or gelu(gate) * up (Shazeer 2020, SwiGLU and GEGLU), in BF16 or quantized by row, a block a row.
+// silu(gate) * up, or gelu(gate) * up (Shazeer 2020, SwiGLU and GEGLU), in BF16 or quantized by
+// row; one thread block per row.
 //
 // WIDTH, THREADS, OUTPUT: see rows.cuh. GELU: 0 SiLU, 1 GELU as approximated by tanh (Hendrycks and Gimpel 2016).
 // gate_up: [rows][gate: WIDTH, up: WIDTH] BF16.
@@ -7,7 +8,8 @@
 
 __device__ inline float activation(float x) {
 #if GELU
-    // x (1 + tanh u) / 2, but with all digits where tanh u is near -1. A finite x is divided by infinity at most, which is no NaN.
+    // Equal to x (1 + tanh u) / 2, but accurate where tanh u is near -1. A finite x is at worst
+    // divided by infinity, which gives no NaN.
     float u = 0.7978845608f * (x + 0.044715f * x * x * x);
     return x / (1.0f + expf(-2.0f * u));
 #else

@@ -1,12 +1,16 @@
-// y = x W^T, scaled by row and column, plus bias: `mma.sync`, for every card from sm_80 on.
+// y = x W^T, scaled by row and column, plus bias, with `mma.sync`; for every card from sm_80 on.
 //
-// FORMAT, WIDE: see linear.cuh. x: [rows][K], W: [columns][K] in the format, a row's bytes (`bytes`) a multiple of 16. y: [rows][stride],
-// BF16 or F32, of which `columns` count; stride is a multiple of 16, and what lies past the columns may be overwritten.
-// In INT8 and FP8 x and W are scaled by row: y[r][n] = sum * row_scales[r] * column_scales[n] + bias[n]. bias: [columns] or null.
+// FORMAT, WIDE: see linear.cuh. x: [rows][K] and W: [columns][K] in the format; the bytes of a row
+// (`bytes`) are a multiple of 16. y: [rows][stride], BF16 or F32, of which the first `columns`
+// values are the result; stride is a multiple of 16, and the values beyond the columns may be
+// overwritten. In INT8 and FP8, x and W are scaled by row: y[r][n] = sum * row_scales[r] *
+// column_scales[n] + bias[n]. bias: [columns] or null.
 //
-// A block of 8 warps takes TILE x TILE of y, a warp 64 x 32. Stages of 128 bytes of each row are copied ahead; a row's 16-byte parts
-// are swizzled by the row's number, so that reading 8 rows meets every bank once. FP8's accumulator keeps about 14 bits of what it
-// adds up (DeepSeek-V3 technical report, 2024, section 3.3.2), so its sums move to F32 registers after each stage.
+// A thread block of 8 warps computes TILE x TILE values of y, a warp 64 x 32. Stages of 128 bytes
+// of each row are copied ahead. The 16-byte parts of a row are swizzled by the row's number, so
+// that reading 8 rows uses every bank once. FP8's accumulator keeps about 14 bits of a sum
+// (DeepSeek-V3 technical report, 2024, section 3.3.2), so sums move to F32 registers after each
+// stage.
 #include "ptx.cuh"
 #include "linear.cuh"
 
@@ -27,12 +31,13 @@ __device__ inline void multiply_add(Sum (&c)[4], const u32 (&a)[4], const u32* b
 #endif
 }
 
-// Where part `part` (of 16 bytes) of row `row` of a stage lies.
+// Offset of part `part` (16 bytes) of row `row` in a stage.
 __device__ inline int place(int row, int part) {
     return row * STAGE + ((part ^ row) & 7) * 16;
 }
 
-// Begins to copy a stage of rows `first` on, `rows` of which exist, from byte `at` on.
+// Begins to copy a stage: byte `at` and the following bytes of rows from `first` on, of which only
+// rows below `rows` exist.
 __device__ inline void copy_stage(u8* to, const u8* from, int first, int rows, int at, int bytes) {
 #pragma unroll
     for (int i = 0; i < TILE * STAGE / 16 / THREADS; i++) {
@@ -65,7 +70,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) linear(const u8* x, const 
     }
     for (int s = 0; s < stages; s++) {
         copy_wait<STAGES - 2>();
-        // This stage is there for all, and all have read the one that is overwritten next.
+        // After the barrier, all threads can read this stage, and all have read the stage that is
+        // overwritten next.
         __syncthreads();
         int ahead = s + STAGES - 1;
         if (ahead < stages) {

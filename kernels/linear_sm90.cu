@@ -1,19 +1,26 @@
-// y = x W^T, scaled by row and column, plus bias, on Hopper (sm_90a): what linear.cu says, by products of warpgroups.
+// y = x W^T, scaled by row and column, plus bias, on Hopper (sm_90a): the function of linear.cu,
+// with `wgmma`.
 //
-// FORMAT, WIDE: see linear.cuh. COLUMNS: 32, 64, 128 or 256. CONSUMERS: warpgroups that multiply, 1 or 2, each 64 rows x COLUMNS
-// columns of y. x, w: maps of the matrices, boxes of 128 bytes of ROWS and COLUMNS of their rows, swizzled over 128 bytes. The other
-// parameters are linear.cu's.
+// FORMAT, WIDE: see linear.cuh. COLUMNS: 32, 64, 128 or 256. CONSUMERS: warpgroups that multiply, 1
+// or 2, each 64 rows x COLUMNS columns of y. x, w: tensor maps of the matrices, with boxes of 128
+// bytes of ROWS rows of x and of COLUMNS rows of W, swizzled over 128 bytes. The other parameters
+// are linear.cu's.
 //
-// A warpgroup of its own has the tensor memory accelerator fill stages of 128 bytes of each row, as fast as they become free. Blocks
-// stay and take tile after tile; those of the same columns of W follow each other, so that W is read once.
+// A separate warpgroup lets the tensor memory accelerator fill stages of 128 bytes of each row, as
+// soon as they become free. Thread blocks are persistent and compute one tile after another; tiles
+// with the same columns of W follow each other, so that W is read once.
 //
-// Which tile is best, by counting (of a multiprocessor's cycles). A stage's products take ROWS * COLUMNS / 32. Its shared memory, 128
-// bytes a cycle, is written once and read by products, which takes (ROWS + COLUMNS) + CONSUMERS * (64 + COLUMNS): as long as products
-// for 128 x 256, longer for all others. What it brings in is 128 * (COLUMNS + rows of A that exist) bytes, of which no more than some
-// 50 come in a cycle, and fewer the more multiprocessors ask. So many rows want wide tiles, few rows as many tiles as there are
-// multiprocessors: a tile costs its stages times the longest of these, and 1,000 to 2,000 to begin and end.
+// How the best tile is estimated, in cycles of a multiprocessor: the products of a stage take ROWS
+// * COLUMNS / 32. The stage is written to shared memory once and read by the products, at 128 bytes
+// per cycle, which takes (ROWS + COLUMNS) + CONSUMERS * (64 + COLUMNS): as long as the products for
+// 128 x 256, longer for all other tiles. The loads are 128 * (COLUMNS + existing rows of x) bytes,
+// at no more than some 50 bytes per cycle, and at fewer the more multiprocessors load. So large
+// tiles are best for many rows, and as many tiles as multiprocessors for few rows. A tile costs its
+// number of stages times the longest of these three times, plus 1,000 to 2,000 cycles to begin and
+// end.
 //
-// Stages are added up in the same order whatever COLUMNS and CONSUMERS are, so these may follow the number of rows.
+// Stages are summed in the same order for all COLUMNS and CONSUMERS, so the tile may depend on the
+// number of rows.
 #include "hopper.cuh"
 #include "linear.cuh"
 
@@ -22,8 +29,9 @@
 #define A_BYTES (ROWS * STAGE)
 #define B_BYTES (COLUMNS * STAGE)
 #define STAGE_BYTES (A_BYTES + B_BYTES)
-// As many as fit into a block's 227 KiB, less 2 KiB for barriers and what is lost before the first: 4 of 128 x 256 to 14 of 64 x 64. No
-// more than 16, which are 64 KiB of W in the narrowest tile: to keep memory busy, a multiprocessor needs some 40 KiB under way.
+// As many stages as fit into a block's 227 KiB, less 2 KiB for barriers and alignment: 4 of 128 x
+// 256 to 14 of 64 x 64. At most 16, which hold 64 KiB of W with the narrowest tile: to keep memory
+// busy, a multiprocessor needs some 40 KiB of loads in flight.
 #define FITTING ((225 << 10) / STAGE_BYTES)
 #define STAGES (FITTING < 16 ? FITTING : 16)
 #define THREADS (128 + CONSUMERS * 128)
@@ -47,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     linear_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, const float* row_scales,
                 const float* column_scales, const Bf16* bias, Result* y, int rows, int columns, int bytes, int stride) {
     DYNAMIC_SHARED(dynamic);
-    // Tiles start on 1024 bytes.
+    // Tiles are aligned to 1024 bytes.
     u8* shared = dynamic + (1024 - shared_address(dynamic) % 1024) % 1024;
     __shared__ Barrier full[STAGES], empty[STAGES];
     int row_tiles = (rows + ROWS - 1) / ROWS, tiles = row_tiles * ((columns + COLUMNS - 1) / COLUMNS);
@@ -70,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 int row = tile % row_tiles * ROWS, column = tile / row_tiles * COLUMNS;
                 for (int s = 0; s < stages; s++, turn++) {
                     int at = turn % STAGES;
-                    // The first time round nobody has to leave.
+                    // In the first round, the stages are empty: there is nobody to wait for.
                     barrier_wait(&empty[at], (turn / STAGES + 1) % 2);
                     barrier_expect(&full[at], STAGE_BYTES);
                     u8* to = shared + at * STAGE_BYTES;
@@ -97,8 +105,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             const u8* a = shared + at * STAGE_BYTES + part * STAGE;
             const u8* b = shared + at * STAGE_BYTES + A_BYTES;
 #if FORMAT == 1
-            // FP8's accumulator keeps about 14 bits: sums of a stage move to F32 (see linear.cu), of 128 columns at a time, since
-            // registers hold no second set of 256. While one warpgroup adds, another multiplies.
+            // FP8's accumulator keeps about 14 bits, so the sums of a stage move to F32 (see
+            // linear.cu). They move 128 columns at a time, because the registers do not hold a
+            // second set of 256. While one warpgroup adds, the other multiplies.
             const int most = COLUMNS < 128 ? COLUMNS : 128;
 #pragma unroll
             for (int column = 0; column < COLUMNS; column += most) {
@@ -115,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             products_begin(sums);
             multiply_stage(sums, a, b, s > 0);
             products_end();
-            // The stage before has been read once its products are done.
+            // When its products are done, the previous stage is no longer read.
             products_wait<1>();
             if (s > 0 && lane == 0) barrier_arrive(&empty[(turn + STAGES - 1) % STAGES]);
 #endif
@@ -138,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                            column_scales, bias);
             }
         }
-        // Products of the next tile take whole warps.
+        // All lanes of a warp must take part in the products of the next tile.
         __syncwarp();
     }
 }

@@ -1,7 +1,9 @@
-// Parts of attention's results to whole ones: sums weigh by exp(their largest score - the largest of all), in the order of the list.
+// Merges partial attention results: a part's sums are weighted by exp(its largest score - the
+// largest score of all parts), and added in the order of the list.
 //
-// HEADS, KV_HEADS, HEAD_DIM: as in attention.cu, whose parts these are, of items of any number of warps. A block takes a token: its
-// parts are `parts[first[i]]` to before `parts[first[i + 1]]`.
+// HEADS, KV_HEADS, HEAD_DIM: as in attention.cu and attention_sm90.cu, which write the parts, with
+// any number of warps. A thread block merges one token: the i-th token's parts are
+// `parts[first[i]]` to before `parts[first[i + 1]]`.
 #include "ptx.cuh"
 #include "types.cuh"
 
@@ -9,7 +11,8 @@
 #define THREADS 128
 
 struct Part {
-    // The item's first row, which of its queries the token is, and its rows: queries times the heads of a group.
+    // The first row of the item's partial result; the token's index among the item's queries; the
+    // item's rows: queries times query heads per key-value head.
     u32 part, query, rows;
 };
 
@@ -30,7 +33,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             sum = fmaf(weight, part_sums[row(i) * HEAD_DIM + dim], sum);
             total = fmaf(weight, part_states[row(i) * 2 + 1], total);
         }
-        // As a whole result is made of its sum, so that a part with nothing of a row in it changes no bit.
+        // The same operation as for a complete result, so that a part without any visible position
+        // changes no bit.
         to[at] = to_bf16(sum * (1.0f / total));
     }
 }

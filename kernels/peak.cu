@@ -1,9 +1,10 @@
-// As many products as a card can do, of numbers that never leave the multiprocessor: the ceiling that linear.cu and linear_sm90.cu are
-// measured against.
+// As many matmul instructions as a card can execute, on operands that never leave the
+// multiprocessor: the ceiling with which linear.cu and linear_sm90.cu are compared.
 //
-// FORMAT: 0 INT8, 1 FP8 (E4M3), 2 BF16. WARPGROUPS: 0 for `mma.sync`, 1 for Hopper's `wgmma` (sm_90a). A warp of a block of 8 does
-// `rounds` times eight products of 16 x 8 sums; a warpgroup of a block of 2 `rounds` times eight of 64 x 128; over 32 bytes each.
-// out: [blocks][256], so that nothing is left out as useless.
+// FORMAT: 0 INT8, 1 FP8 (E4M3), 2 BF16. WARPGROUPS: 0 for `mma.sync`, 1 for Hopper's `wgmma`
+// (sm_90a). Per round, each of the 8 warps of a block issues eight products of 16 x 8 values; with
+// WARPGROUPS, each of the 2 warpgroups issues eight of 64 x 128. Every product sums over 32 bytes.
+// out: [blocks][256], written so that the compiler does not remove the products.
 #if WARPGROUPS
 #include "hopper.cuh"
 #else
@@ -20,7 +21,7 @@ typedef int Sum;
 typedef float Sum;
 #endif
 
-// Bits that look random, of finite numbers.
+// Pseudorandom bits that are finite numbers in every format.
 __device__ inline u32 number(u32 i) {
     return i * 2654435761u & (FORMAT == 1 ? 0xbfbfbfbfu : FORMAT == 2 ? 0xbf7fbf7fu : ~0u);
 }
@@ -30,7 +31,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) peak(u32* out, int roun
     Sum total = 0;
 #if WARPGROUPS
     u8* shared = dynamic + (1024 - shared_address(dynamic) % 1024) % 1024;
-    // 64 rows of 128 bytes, then 128, of numbers: zeros take less power, and are multiplied faster than any model's.
+    // Operands: 64 rows of 128 bytes, then 128 rows. Not zeros: these take less power, and would be
+    // multiplied faster than any model's numbers.
     for (int i = int(threadIdx.x); i < 192 * 128 / 4; i += THREADS) ((u32*)shared)[i] = number(u32(i));
     stores_before_products();
     __syncthreads();

@@ -1,4 +1,5 @@
-// Rows in eight bits with a scale each, a block a row: what attention leaves, for the output projection, and weights.
+// Quantizes rows to eight bits, with one scale per row; one thread block per row. For attention's
+// results, which the output projection reads, and for weights.
 //
 // WIDTH, THREADS, OUTPUT: see rows.cuh. x: [rows][WIDTH] BF16.
 #include "ptx.cuh"

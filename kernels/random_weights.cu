@@ -1,6 +1,8 @@
-// Random weights, for benchmarks: numbers `first` to `first + count - 1` of a stream, in BF16, eight to a thread.
+// Random weights, for benchmarks: numbers `first` to `first + count - 1` of a stream, in BF16,
+// eight per thread.
 //
-// Number `at` is `scale` times what `uniform` of src/device/random.rs gives (SplitMix64), rounded: bit for bit what the host makes.
+// Number `at` is `scale` times `uniform` of src/device/random.rs (SplitMix64), rounded:
+// bit-identical to the host's numbers.
 // count: a multiple of 8.
 #include "ptx.cuh"
 #include "types.cuh"
@@ -13,7 +15,7 @@ __device__ inline float uniform(u64 seed, u64 at) {
     z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
     z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
     z ^= z >> 31;
-    // 24 bits: both steps are exact.
+    // The value has 24 bits, so both steps are exact.
     return float(u32(z >> 40)) / 8388608.0f - 1.0f;
 }
 

@@ -1,14 +1,16 @@
-// Rotary embedding (Su et al. 2021) of query and key heads after their normalisation where asked for, and keys and values into
-// their blocks: a warp a head of a token.
+// Normalises (if there is a norm) and rotates query and key heads (rotary embedding, Su et al.
+// 2021), and stores keys and values in their KV blocks; one warp per head of a token.
 //
 // HEADS, KV_HEADS, HEAD_DIM (even), BLOCK: tokens of a block. STORE: 0 INT8, 1 FP8 (E4M3), 2 BF16.
-// qkv: [tokens][HEADS q, KV_HEADS k, KV_HEADS v][HEAD_DIM] BF16, queries are rotated in place. rotations: [positions][cosines,
-// sines: HEAD_DIM]. slots: [tokens], block * BLOCK + place in it. q_norm, k_norm: [HEAD_DIM] F32, or null.
-// keys: [block][kv head][place][HEAD_DIM]; values: [block][kv head][HEAD_DIM][place], since eight-bit products want both operands
-// with what is summed over side by side, and values are summed over tokens. scales: [block][kv head][place].
+// qkv: [tokens][HEADS q, KV_HEADS k, KV_HEADS v][HEAD_DIM] BF16; queries are rotated in place.
+// rotations: [positions][cosines, sines: HEAD_DIM]. slots: [tokens], block * BLOCK + offset in the
+// block. q_norm, k_norm: [HEAD_DIM] F32, or null.
+// keys: [block][kv head][offset][HEAD_DIM]. values: [block][kv head][HEAD_DIM][offset], because
+// eight-bit products need the dimension that is summed over contiguous in both operands, and values
+// are summed over tokens. scales: [block][kv head][offset].
 //
-// The grid is one block a token and four heads. Values of tokens that fill 16 bytes of each dimension are written by the warp of the
-// first of them; others number by number.
+// The grid is tokens x groups of four heads. If tokens fill 16 bytes of each dimension, the warp of
+// the first token writes all their values; values of other tokens are written one by one.
 //
 // Dimension d is paired with d + HEAD_DIM / 2: (a, b) -> (a cos - b sin, b cos + a sin).
 #include "ptx.cuh"
@@ -25,7 +27,7 @@ template <class Op> __device__ inline float reduce(float x, Op op) {
     return x;
 }
 
-// A head in the registers of a warp: pairs of dimensions.
+// A head in the registers of a warp, as pairs of dimensions.
 struct Head {
     float low[PAIRS], high[PAIRS];
 };
@@ -68,7 +70,7 @@ __device__ inline Stored stored(float x) {
 }
 #endif
 
-// Tokens whose values are 16 bytes of a dimension.
+// Number of tokens whose values fill 16 bytes of one dimension.
 #define RUN (16 / int(sizeof(Stored)))
 
 __device__ inline Head load(const Bf16* from) {
@@ -81,7 +83,7 @@ __device__ inline Head load(const Bf16* from) {
     return head;
 }
 
-// A head as it is stored; in eight bits times what its scale divides by.
+// Values of a head as they are stored; in eight bits, after division by the scale.
 __device__ inline void scale_down(Head& head, float* scale) {
 #if STORE != 2
     const float top = STORE == 0 ? 127.0f : 448.0f;
@@ -97,15 +99,15 @@ __device__ inline void scale_down(Head& head, float* scale) {
     if (threadIdx.x % 32 == 0) *scale = !finite ? bits_to_float(0x7fc00000) : most < LEAST ? 0.0f : most / top;
 #pragma unroll
     FOR_PAIRS(p, d) {
-        // Of a head that is not finite the scale alone tells: a byte that is not a number would outlive the block's use.
+        // Only the scale shows that a head is not finite: a NaN byte would outlive the block's use.
         head.low[p] = finite ? head.low[p] * inverse : 0.0f;
         head.high[p] = finite ? head.high[p] * inverse : 0.0f;
     }
 #endif
 }
 
-// Whether the warp's token is one of RUN that lie side by side in a block and in the step, the first of them on 16 bytes: each of their
-// warps finds the same.
+// Whether the warp's token is one of RUN tokens that are neighbours in the block and in the step,
+// the first of them at a multiple of 16 bytes. The warps of all these tokens get the same answer.
 __device__ inline bool in_a_run(const u32* slots, int token, int tokens) {
     int lane = int(threadIdx.x) % 32;
     u32 slot = slots[token];
@@ -114,7 +116,7 @@ __device__ inline bool in_a_run(const u32* slots, int token, int tokens) {
     return reduce(follows ? 1.0f : 0.0f, [](float a, float b) { return fminf(a, b); }) > 0;
 }
 
-// Writes the values of RUN tokens from `from` on, 16 bytes of each dimension at once.
+// Writes the values of RUN tokens from `from` on, 16 bytes per dimension at once.
 __device__ inline void store_run(const Bf16* from, Stored* to, float* scales) {
     Vec16 low[PAIRS] = {}, high[PAIRS] = {};
 #pragma unroll

@@ -1,29 +1,32 @@
-// One token a row from its logits, a block a row: what src/device/draw.rs says, in its order.
+// Draws one token per row of logits, one thread block per row: the algorithm of src/device/draw.rs,
+// in the same order.
 //
-// logits: [rows][stride] F32, of which `vocabulary` count; penalties change them. Rows begin at multiples of 16 bytes: stride is a
-// multiple of 4. draws, drawn: [rows]. penalties, masks, wanted: as the draws say; values: the raw logits of `wanted`.
+// logits: [rows][stride] F32, of which the first `vocabulary` are used; penalties change them. Rows
+// are aligned to 16 bytes: stride is a multiple of 4. draws, drawn: [rows]. penalties, masks,
+// wanted: arrays that the draws index; values: the raw logits of `wanted`.
+// A token's weight is exp((logit - largest) / temperature) in units of 2^-40, summed in integers.
+// So neither the filters nor the drawn token depend on the order in which threads add. Tokens are
+// ordered by logit, then by id. Top-k, top-p and min-p each keep the first tokens of this order;
+// where they end is found digit by digit of a token's position in the order (a radix selection).
 //
-// A token's weight is exp((logit - largest) / temperature) in units of 2^-40, summed in whole numbers: so what is filtered, and which
-// token is drawn, does not depend on the order in which threads add. Tokens are ordered by logit, then by id; top-k, top-p and
-// min-p each keep the first of them, found digit by digit of a token's place in that order (a radix selection).
-//
-// Reading the row is what takes time. It is read once for the raw distribution and the largest logit, once more where penalties may
-// have changed that, and once for what all weigh. The last time, the largest logits are put on a list, too. Where the list surely
-// holds all that the filters keep, nothing else is looked at from there on; else the row is read for each digit.
+// Most time is spent reading the row. It is read once for the raw distribution and the largest
+// logit, once more if penalties may have changed the largest, and once for the total weight. In the
+// last pass, the largest logits are also put on a list. If the list is certain to hold all tokens
+// that the filters keep, only the list is read from then on; else the row is read for each digit.
 #include "ptx.cuh"
 #include "types.cuh"
 #include "drawn.cuh"
 
 #define THREADS 1024
 #define WARPS (THREADS / 32)
-// A bin a thread.
+// One bin per thread.
 #define BINS THREADS
 #define BIN_BITS 10
 static_assert(BINS == 1 << BIN_BITS, "a place's digit says its bin");
 #define LIST 3072
 // Vectors of a row that a thread loads at once.
 #define AHEAD 2
-// So many threads are to have something on the list.
+// Number of threads that are to have at least one token on the list.
 #define MANY (THREADS / 4 * 3)
 #define LOWEST bits_to_float(0xff800000)
 #define HIGHEST bits_to_float(0x7f800000)
@@ -53,24 +56,27 @@ struct Draw {
 
 #define NONE 0xffffffffu
 
-// A token that occurs in the prompt or the completion, and how often in the completion. Each token of a row once.
+// A token that occurs in the prompt or the completion, and its count in the completion. Each token
+// of a row is listed once.
 struct Penalty {
     u32 id, count;
-    // Written by the kernel: its logit before.
+    // Written by the kernel: the token's raw logit.
     float raw;
 };
 
 struct Shared {
     float floats[WARPS];
     u64 sums[WARPS];
-    // Of the tokens in a bin: how many, and what they weigh.
+    // For each bin: the number of its tokens, and their total weight.
     u32 counts[BINS];
     u64 masses[BINS];
-    // The bin in which a search ends, what it wants of that bin, and whether that is all of it.
+    // The bin in which a search ends, the amount that it needs from this bin, and whether that is
+    // the whole bin.
     u32 bin;
     u64 left;
     bool whole;
-    // A list of tokens, in no order; where there were more than it takes, `listed` says how many.
+    // A list of tokens, unordered; `listed` counts all tokens that were to be added, even beyond
+    // its capacity.
     u32 listed;
     float logits[LIST];
     u32 ids[LIST];
@@ -79,7 +85,7 @@ struct Shared {
 };
 __shared__ Shared s;
 
-// Larger for larger numbers; zeros are equal.
+// A key that is larger for larger numbers; both zeros have the same key.
 __device__ inline u32 key_of(float x) {
     u32 bits = float_to_bits(x + 0.0f);
     return bits ^ (bits >> 31 ? 0xffffffffu : 0x80000000u);
@@ -89,21 +95,23 @@ __device__ inline float logit_of(u32 key) {
     return bits_to_float(key ^ (key >> 31 ? 0x80000000u : 0xffffffffu));
 }
 
-// A token's place in the order of logits, then ids: the first token has the largest. The lower half is the place by id alone.
+// A token's position in the order of logits, then ids, as a key: the first token has the largest.
+// The lower half orders by id only.
 __device__ inline u64 place_of(float x, u32 id) {
     return u64(key_of(x)) << 32 | ~id;
 }
 
-// Below the places of all tokens but those that are out.
+// Below the keys of all tokens that are not excluded.
 __device__ inline u64 everything() {
     return u64(key_of(LOWEST) + 1) << 32;
 }
 
-// A sum of weights in units of 2^-40, each rounded down: so many of 2^-20, and what is left in units of 2^-40. 4095 weights fit.
+// A sum of weights in units of 2^-40, each rounded down: the number of units of 2^-20, and the rest
+// in units of 2^-40. Up to 4095 weights fit.
 struct Mass {
     u32 high, low;
 
-    // (Adding 2^23 leaves a whole number in the lowest bits. Cards have no fast way to convert to 64 bits.)
+    // Adding 2^23 leaves the integer in the lowest bits. Cards have no fast conversion to 64 bits.
     __device__ inline void add(float weight) {
         const float one = 8388608.0f;
         float whole = add_toward_zero(weight * 1048576.0f, one);
@@ -124,7 +132,7 @@ struct Scale {
         return mass.units();
     }
 };
-// (What many functions need lies in shared memory, which leaves registers to what they do.)
+// Variables that many functions need are in shared memory, which saves registers.
 __shared__ Scale row_scale;
 
 template <class T, class Op> __device__ inline T reduce_warp(T x, Op op) {
@@ -133,7 +141,8 @@ template <class T, class Op> __device__ inline T reduce_warp(T x, Op op) {
     return x;
 }
 
-// Over the block, by way of `scratch`, where each warp leaves what it has: s.floats or s.sums.
+// Reduces over the block through `scratch`, in which each warp leaves its result: s.floats or
+// s.sums.
 template <class T, class Op> __device__ inline T reduce(T x, T* scratch, Op op) {
     x = reduce_warp(x, op);
     __syncthreads();
@@ -150,7 +159,7 @@ struct Larger {
     __device__ inline u64 operator()(u64 a, u64 b) const { return a > b ? a : b; }
 };
 
-// What the threads before this one have together.
+// The sum over all threads before this one.
 __device__ inline u64 sum_before(u64 mine) {
     u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     u64 sum = mine;
@@ -168,7 +177,7 @@ __device__ inline float largest_of(const float (&x)[4]) {
     return fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]));
 }
 
-// Tokens whose bits are not set are out.
+// Tokens whose bits are not set are excluded.
 __device__ inline void strike(float (&x)[4], u32 bits) {
     if (bits == 15) return;
 #pragma unroll
@@ -176,17 +185,19 @@ __device__ inline void strike(float (&x)[4], u32 bits) {
         if (!(bits >> i & 1)) x[i] = LOWEST;
 }
 
-// The tokens on the list; or those of the row with ids in `from` to `to`: vectors of four, of which each warp has a stretch.
+// The tokens on the list; or those of the row with ids in `from` to `to`, as vectors of four, of
+// which each warp reads a contiguous range.
 struct Tokens {
     const float* logits;
-    // Null where all are allowed.
+    // Null: all tokens are allowed.
     const u32* mask;
     u32 vocabulary, from, to;
     bool listed;
 
     __device__ inline u32 stretch() const { return (to - from + 4 * THREADS - 1) / (4 * THREADS) * 128; }
 
-    // Of the vector at `at`, a bit a token: those that are not beyond the end, and those that are allowed, too.
+    // One bit per token of the vector at `at`: whether the token is before the end, and whether it
+    // is also allowed.
     __device__ inline u32 present(u32 at) const { return at + 4 <= vocabulary ? 15 : 15 >> (at + 4 - vocabulary); }
     __device__ inline u32 allowed(u32 at) const { return mask ? present(at) & mask[at / 32] >> at % 32 : present(at); }
 
@@ -196,8 +207,9 @@ struct Tokens {
         for (int i = 0; i < 4; i++) x[i] = bits_to_float(vector.words[i]);
     }
 
-    // Of each vector of the row its first id, its logits, and which are allowed; what is out is minus infinity. Vectors of which
-    // nothing is allowed are passed over. RAW: all vectors, and what is not allowed as it is.
+    // Calls with each vector of the row: its first id, its logits, and which are allowed; logits of
+    // excluded tokens are minus infinity. Vectors without allowed tokens are skipped. RAW: all
+    // vectors, with the logits of excluded tokens unchanged.
     template <bool RAW, class Use> __device__ inline void vectors(Use use) const {
         u32 begin = from + threadIdx.x / 32 * stretch(), end = begin + stretch() < to ? begin + stretch() : to;
         for (u32 first = begin + threadIdx.x % 32 * 4; first < end; first += AHEAD * 128) {
@@ -237,10 +249,11 @@ struct Tokens {
         });
     }
 };
-// Those that are looked at.
+// The tokens that are read.
 __shared__ Tokens looked_at;
 
-// What those tokens weigh that are kept: whose place is not below `kept`. Leaves what each warp's tokens weigh in s.sums.
+// The total weight of the kept tokens, those whose key is at least `kept`. Leaves the weight of
+// each warp's tokens in s.sums.
 __device__ NOINLINE u64 add_up(u64 kept) {
     const Tokens tokens = looked_at;
     const Scale scale = row_scale;
@@ -251,13 +264,13 @@ __device__ NOINLINE u64 add_up(u64 kept) {
     return reduce(mine.units(), s.sums, Sum());
 }
 
-// Ways to go through tokens: in the order of places, where each counts as one, or as what it weighs; or in that of ids, by weight.
+// Ways to count tokens in order: by key, each token as one or by its weight; or by id, by weight.
 #define BY_COUNT 0
 #define BY_MASS 1
 #define BY_ID 2
 
-// Goes through the tokens that are kept, from the first on, until there is as much as is wanted. Returns the place down to which
-// that is: the least there is, where there is not as much.
+// Goes through the kept tokens from the first on, until the wanted amount is reached. Returns the
+// key down to which the amount is reached, or the lowest key if there is less.
 __device__ NOINLINE u64 cut(int by, u64 kept, u64 wanted) {
     __syncthreads();
     const Tokens tokens = looked_at;
@@ -274,7 +287,7 @@ __device__ NOINLINE u64 cut(int by, u64 kept, u64 wanted) {
             u64 place = place_of(x, id);
             if (place < kept) return;
             u64 up = (by == BY_ID ? u32(place) : place) - lowest;
-            // (Below the lowest it is larger, too.)
+            // For a key below the lowest one, `up` wraps around and is larger, too.
             if (up > span) return;
             u32 bin = u32(up >> shift);
             add_shared(&s.counts[bin], 1u);
@@ -293,20 +306,20 @@ __device__ NOINLINE u64 cut(int by, u64 kept, u64 wanted) {
         if (s.bin == NONE) return lowest;
         wanted = s.left;
         lowest += u64(s.bin) << shift;
-        // Where all of a bin is wanted, so is its lowest place; which id it is must be known.
+        // If a whole bin is wanted, so is its lowest key; which id that is must still be found.
         if (shift == 0 || (s.whole && by != BY_ID)) return lowest;
         span = (u64(1) << shift) - 1;
         shift = shift > BIN_BITS ? shift - BIN_BITS : 0;
     }
 }
 
-// What top-p keeps of tokens that weigh `total`.
+// The weight that top-p keeps of tokens with total weight `total`.
 __device__ inline u64 share(u64 total, float top_p) {
     u64 mass = u64(double(total) * double(top_p));
     return mass > 0 ? mass : 1;
 }
 
-// The least logit of those tokens whose weight is not below `min_p`.
+// The smallest logit of the tokens whose weight is at least `min_p`.
 __device__ NOINLINE float least_of(float min_p) {
     const Tokens tokens = looked_at;
     const Scale scale = row_scale;
@@ -317,8 +330,8 @@ __device__ NOINLINE float least_of(float min_p) {
     return reduce(least, s.floats, [](float a, float b) { return fminf(a, b); });
 }
 
-// The place down to which top-k, top-p and min-p keep tokens of those down to `kept`. `total`: what all tokens weigh, where top-p
-// needs it, which it does where there is no top-k.
+// The key down to which top-k, top-p and min-p keep tokens, of those down to `kept`. `total`: the
+// weight of all tokens, which top-p needs if there is no top-k.
 __device__ inline u64 filter(const Draw& draw, u32 top_k, u64 kept, u64 total) {
     if (top_k > 0) kept = cut(BY_COUNT, kept, top_k);
     if (draw.top_p < 1) {
@@ -332,7 +345,7 @@ __device__ inline u64 filter(const Draw& draw, u32 top_k, u64 kept, u64 total) {
     return kept;
 }
 
-// Puts those of a vector that are not below `least` on the list.
+// Puts the tokens of a vector whose logit is at least `least` on the list.
 __device__ inline void append(const float (&x)[4], u32 at, float least) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -344,7 +357,7 @@ __device__ inline void append(const float (&x)[4], u32 at, float least) {
     }
 }
 
-// The largest of a thread's logits, and where the first vector that has it begins.
+// The largest of a thread's logits, and the start of the first vector that contains it.
 struct Best {
     float logit;
     u32 at;
@@ -357,7 +370,7 @@ struct Best {
     }
 };
 
-// (One block: the compiler saves no registers for a second.)
+// The bound of one block per multiprocessor: the compiler need not save registers for a second.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     sample(float* logits, u32 vocabulary, const Draw* draws, Penalty* penalties, const u32* masks, const u32* wanted, Drawn* drawn,
            float* values, u32 stride) {
@@ -366,8 +379,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     float* raw = logits + u64(blockIdx.x) * stride;
     Tokens row{raw, draw.mask == NONE ? nullptr : masks + draw.mask, vocabulary, 0, vocabulary, false};
 
-    // The raw distribution, and the largest logit that is allowed. Exponentials are relative to a base that may lie a little below a
-    // thread's largest logit, so that it seldom moves.
+    // The raw distribution, and the largest allowed logit. Exponentials are relative to a base
+    // slightly below a thread's largest logit, so that the base seldom moves.
     float top = LOWEST, base = -FLOAT_MAX, exps = 0;
     Best best{LOWEST, 0};
     row.vectors<true>([&](u32 at, float (&x)[4], u32 bits) {
@@ -383,9 +396,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         best.consider(largest_of(x), at);
     });
     float raw_top = reduce(top, s.floats, Larger());
-    // (Minus infinity is no base: its difference to itself is NaN.)
+    // Minus infinity cannot be the base: its difference to itself is NaN.
     float raw_total = reduce(exps * expf(base - fmaxf(raw_top, -FLOAT_MAX)), s.floats, Sum());
-    // NaN and infinity have made it NaN, each by its difference to the base.
+    // NaN and infinite logits have made the sum NaN, by their difference to the base.
     if (raw_total != raw_total) {
         if (threadIdx.x == 0) out = Drawn{0, NOT_FINITE, 0, 0, 0};
         return;
@@ -402,7 +415,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             Penalty& p = penalties[draw.first_penalty + i];
             float x = raw[p.id];
             p.raw = x;
-            // A tiny penalty must not make a logit infinite.
+            // A very small penalty must not make a logit infinite.
             x = x > 0 ? fminf(x / draw.repetition, FLOAT_MAX) : x * draw.repetition;
             if (p.count > 0) x = fminf(x - (draw.presence + draw.frequency * float(p.count)), FLOAT_MAX);
             raw[p.id] = x;
@@ -445,7 +458,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             if (threadIdx.x == 0) s.listed = 0;
             __syncthreads();
         }
-        // Below it, nothing weighs anything: exp(-28) < 2^-40.
+        // Logits below it have weight 0: exp(-28) < 2^-40.
         float light = scale.largest - 28 / scale.inverse;
         bool weigh = top_k == 0 && (draw.top_p < 1 || !filtered);
         Mass mine{0, 0};
@@ -466,7 +479,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             else if (top_k > 0)
                 enough |= s.listed >= top_k;
             else {
-                // (Rounded, a lower logit might weigh a little more.)
+                // With rounding, a lower logit might get a slightly larger weight.
                 enough |= scale.weight(least) * 1.001f < draw.min_p;
                 if (!enough && weigh) enough = add_up(lowest) >= share(total, draw.top_p);
             }
@@ -479,7 +492,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
         u64 target = u64(draw.uniform * double(total));
         if (!looked_at.listed) {
-            // In the row it is enough to look at the warp's stretch in which the sum exceeds it.
+            // In the row, only the warp's range in which the sum exceeds the target must be read.
             u32 warp = 0;
             for (; warp < WARPS - 1 && s.sums[warp] <= target; warp++) target -= s.sums[warp];
             u32 begin = warp * row.stretch(), end = begin + row.stretch();

@@ -1,6 +1,8 @@
-// Sums of INT8 products to results, as linear.cu makes them: for products that a library computed, which knows no scales.
+// Scales the INT32 accumulators of an INT8 matmul that cuBLASLt computed, and adds the bias, as
+// linear.cu does with its own.
 //
-// sums: `columns` a row. The other parameters are linear.cu's. A block takes 512 columns of a row, two a thread.
+// sums: [rows][columns]. The other parameters are linear.cu's. A thread block computes 512 columns
+// of a row, two per thread.
 #define FORMAT 0
 #define WIDE 0
 #include "ptx.cuh"

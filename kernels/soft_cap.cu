@@ -1,7 +1,8 @@
-// Logits become cap tanh(logit / cap), in place (Gemma 2, 2024).
+// Replaces logits by cap tanh(logit / cap), in place (Gemma 2, 2024).
 //
-// logits: [rows][stride] F32, of which the first `ids` of a row count. stride: a multiple of 16. A block takes 1024 numbers of a
-// row, a thread four side by side, the last of which may be none that count.
+// logits: [rows][stride] F32, of which the first `ids` of a row are used. stride: a multiple of 16.
+// A thread block computes 1024 values of a row, four neighbours per thread; the last of them may
+// lie beyond `ids`.
 #include "ptx.cuh"
 #include "types.cuh"
 
@@ -13,7 +14,7 @@ extern "C" __global__ void __launch_bounds__(256) soft_cap(float* logits, float 
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         float x = bits_to_float(four.words[i]);
-        // What is not finite stays, infinity too: sampling must see it.
+        // Infinite values stay, too, so that sampling finds them.
         if (fabsf(x) < bits_to_float(0x7f800000)) four.words[i] = float_to_bits(cap * tanhf(x / cap));
     }
     *place = four;

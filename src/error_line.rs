@@ -20,7 +20,7 @@ const CHARS_MAX: usize = 400;
 
 /// A parser's message on one line, shortened and without control characters. The message may quote
 /// foreign bytes.
-pub(crate) fn in_short(text: &str) -> String {
+pub(crate) fn short_line(text: &str) -> String {
     let words = text.split_whitespace().flat_map(|word| [" ", word]).skip(1);
     let mut chars = words.flat_map(str::chars).filter(|c| !c.is_control());
     let mut line: String = chars.by_ref().take(CHARS_MAX).collect();
@@ -35,11 +35,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_quotes_foreign_bytes_is_short() {
-        assert_eq!(in_short("no\n \t`a\u{1b}[2J`"), "no `a[2J`");
-        let long = in_short(&"x".repeat(1 << 20));
+    fn parser_messages_are_cut_and_lose_control_characters() {
+        assert_eq!(short_line("no\n \t`a\u{1b}[2J`"), "no `a[2J`");
+        let long = short_line(&"x".repeat(1 << 20));
         assert_eq!((long.chars().count(), long.ends_with("x…")), (CHARS_MAX + 1, true));
-        assert_eq!(in_short(&"x".repeat(CHARS_MAX)), "x".repeat(CHARS_MAX));
+        assert_eq!(short_line(&"x".repeat(CHARS_MAX)), "x".repeat(CHARS_MAX));
     }
 
     #[test]

@@ -4,7 +4,8 @@
 /// process may abort or pause there, or return an error through `?`. In other builds this expands
 /// to nothing.
 ///
-/// `failpoint!("keeper.before-log")` in async code, `failpoint!(blocking "device.before-step")` elsewhere.
+/// `failpoint!("keeper.before-log")` in async code, `failpoint!(blocking "device.before-step")`
+/// elsewhere.
 #[cfg(feature = "faults")]
 #[doc(hidden)]
 #[macro_export]

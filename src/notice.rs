@@ -12,22 +12,22 @@ use base64::prelude::BASE64_STANDARD;
 use serde_json::{Value, json};
 use url::Url;
 
-use crate::dataset::store::clients::shown;
+use crate::dataset::store::clients::redacted;
 use crate::dataset::store::error::cause;
-use crate::dataset::store::hosts::names_link_local;
-use crate::dataset::store::web::{poster, refusal};
+use crate::dataset::store::hosts::is_link_local_url;
+use crate::dataset::store::web::{post_client, refusal};
 use crate::ledger::{self, Ledger};
 use crate::report::summary::Summary;
 use crate::signing::Signing;
 
-/// Maximum number of attempts.
-const TRIES: u32 = 4;
-/// Timeout of one attempt.
-const TRY_MAX: Duration = Duration::from_secs(5);
-/// Pause before the second attempt; it doubles with each further one.
+/// Maximum number of tries.
+const TRIES_MAX: u32 = 4;
+/// Timeout of one try.
+const TRY_TIMEOUT: Duration = Duration::from_secs(5);
+/// Pause before the second try; it doubles with each further one.
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
-/// Timeout of all attempts together: a worker that is told to stop must leave within 30 s.
-const ALL_MAX: Duration = Duration::from_secs(20);
+/// Timeout of all tries and pauses together: a worker that is told to stop must leave within 30 s.
+const TOTAL_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// The notice that a job is done.
 #[derive(Debug, Clone)]
@@ -38,12 +38,12 @@ pub(crate) struct Notice {
     pub body: Value,
 }
 
-/// Why an attempt failed.
+/// Why a try failed.
 #[derive(Debug)]
-struct Failed {
+struct PostError {
     why: String,
-    /// Whether another attempt would fail the same way.
-    lasting: bool,
+    /// Whether another try would fail the same way.
+    is_permanent: bool,
 }
 
 impl Notice {
@@ -68,29 +68,32 @@ impl Notice {
     /// # Errors
     /// The notice was not accepted; the error is one line.
     pub(crate) async fn post(&self, url: &Url, keys: &Signing) -> Result<(), String> {
-        if names_link_local(url) {
+        if is_link_local_url(url) {
             return Err("it is a link-local address or a metadata service; nothing is posted there".into());
         }
-        let client = poster(url, TRY_MAX).map_err(|error| cause(&error))?;
+        let client = post_client(url, TRY_TIMEOUT).map_err(|error| cause(&error))?;
         let mut last = String::new();
         let tries = async {
-            for round in 0..TRIES {
+            for round in 0..TRIES_MAX {
                 if round > 0 {
                     tokio::time::sleep(FIRST_PAUSE * (1 << (round - 1))).await;
                 }
                 match self.try_post(&client, url, keys).await {
                     Ok(()) => return Ok(()),
-                    Err(Failed { why, lasting: true }) => return Err(why),
-                    Err(Failed { why, .. }) => last = why,
+                    Err(PostError {
+                        why,
+                        is_permanent: true,
+                    }) => return Err(why),
+                    Err(PostError { why, .. }) => last = why,
                 }
             }
-            Err(format!("after {TRIES} tries: {last}"))
+            Err(format!("after {TRIES_MAX} tries: {last}"))
         };
-        let told = tokio::time::timeout(ALL_MAX, tries).await;
-        told.unwrap_or_else(|_| Err(format!("no answer within {} s", ALL_MAX.as_secs())))
+        let posted = tokio::time::timeout(TOTAL_TIMEOUT, tries).await;
+        posted.unwrap_or_else(|_| Err(format!("no answer within {} s", TOTAL_TIMEOUT.as_secs())))
     }
 
-    async fn try_post(&self, client: &reqwest::Client, url: &Url, keys: &Signing) -> Result<(), Failed> {
+    async fn try_post(&self, client: &reqwest::Client, url: &Url, keys: &Signing) -> Result<(), PostError> {
         let now = SystemTime::now()
             .duration_since(UNIX_EPOCH)
             .unwrap_or_default()
@@ -104,26 +107,26 @@ impl Notice {
         if keys.is_on() {
             request = request.header("webhook-signature", signatures(keys, &self.id, now, &body));
         }
-        let answer = request.body(body).send().await.map_err(|error| match refusal(&error) {
-            Some(refusal) => Failed {
+        let response = request.body(body).send().await.map_err(|error| match refusal(&error) {
+            Some(refusal) => PostError {
                 why: refusal.to_string(),
-                lasting: true,
+                is_permanent: true,
             },
-            None => Failed {
+            None => PostError {
                 why: cause(&error),
-                lasting: false,
+                is_permanent: false,
             },
         })?;
-        let status = answer.status();
+        let status = response.status();
         match status.as_u16() {
             200..=299 => Ok(()),
-            300..=399 => Err(Failed {
+            300..=399 => Err(PostError {
                 why: format!("it answered {status}: redirects are not followed, so name the address itself"),
-                lasting: true,
+                is_permanent: true,
             }),
-            code => Err(Failed {
+            code => Err(PostError {
                 why: format!("it answered {status}"),
-                lasting: code < 500 && !matches!(code, 408 | 425 | 429),
+                is_permanent: code < 500 && !matches!(code, 408 | 425 | 429),
             }),
         }
     }
@@ -140,10 +143,10 @@ fn signatures(keys: &Signing, id: &str, seconds: u64, body: &str) -> String {
 }
 
 /// The message for a notice that was not accepted.
-pub(crate) fn webhook_failed(url: &Url, why: &str) -> String {
+pub(crate) fn webhook_error(url: &Url, why: &str) -> String {
     format!(
         "could not notify `on_finish.url` `{}`: {why}; the job's result is unaffected",
-        shown(url)
+        redacted(url)
     )
 }
 
@@ -161,13 +164,13 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let url = format!("http://127.0.0.1:{}/done", listener.local_addr().unwrap().port());
         let seen = Arc::new(Mutex::new(Vec::new()));
-        let heard = seen.clone();
+        let recorded = seen.clone();
         std::thread::spawn(move || {
             for (stream, answer) in listener.incoming().zip(answers) {
                 let mut stream = stream.unwrap();
                 let mut bytes = vec![0; 64 << 10];
                 let length = stream.read(&mut bytes).unwrap();
-                heard
+                recorded
                     .lock()
                     .unwrap()
                     .push(String::from_utf8_lossy(&bytes[..length]).into_owned());
@@ -188,7 +191,7 @@ mod tests {
     /// The expected signatures were made with Python's `hmac`, `hashlib` and `base64`.
     #[test]
     fn a_signature_is_that_of_standard_webhooks() {
-        let keys = Signing::with("0123456789abcdef0123456789abcdef\nanother key, of thirty-two bytes").unwrap();
+        let keys = Signing::parse("0123456789abcdef0123456789abcdef\nanother key, of thirty-two bytes").unwrap();
         assert_eq!(
             signatures(&keys, "0123456789abcdef0123-0", 1_700_000_000, "{\"job\":\"j\"}"),
             "v1,Yoo/9ObbsAVucHSkT1KNCikHkAlMuBH0p1S4LuNFf3A= v1,Fm/NCBOe7DUSgjxgc3VB26+WGz3pxff25fFJwcF1/Qk="
@@ -196,7 +199,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_server_that_fails_is_asked_again() {
+    async fn server_errors_are_retried() {
         let (url, seen) = server(&["503 Busy", "204 Taken"]);
         notice().post(&url, &Signing::default()).await.unwrap();
         let seen = seen.lock().unwrap();
@@ -209,8 +212,8 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_will_not_change_is_not_tried_again() {
-        for (answer, says) in [
+    async fn permanent_errors_are_not_retried() {
+        for (answer, expected) in [
             (&["404 Not Found", "200 OK"], "it answered 404"),
             (
                 &["301 Moved\r\nLocation: http://127.0.0.1:1/", "200 OK"],
@@ -219,7 +222,7 @@ mod tests {
         ] {
             let (url, seen) = server(answer);
             let why = notice().post(&url, &Signing::default()).await.unwrap_err();
-            assert!(why.contains(says), "{why}");
+            assert!(why.contains(expected), "{why}");
             assert_eq!(seen.lock().unwrap().len(), 1, "{why}");
         }
     }

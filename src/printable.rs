@@ -62,7 +62,7 @@ impl io::Write for Log {
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
         let text = String::from_utf8_lossy(line);
         let escaped = if self.colours {
-            with_colours(&text)
+            escape_except_colours(&text)
         } else {
             printable(text)
         };
@@ -76,7 +76,7 @@ impl io::Write for Log {
 }
 
 /// Escapes everything except colour sequences (`ESC [ … m`), which only change colours.
-fn with_colours(text: &str) -> String {
+fn escape_except_colours(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     let mut rest = text;
     while let Some(at) = rest.find('\u{1b}') {
@@ -105,7 +105,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_acts_on_a_terminal_is_written_out() {
+    fn control_characters_are_escaped() {
         let cases = [
             ("plain, ä, 日本, 🙂, “quoted”", "plain, ä, 日本, 🙂, “quoted”"),
             ("line\n\tnext", "line\n\tnext"),
@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn json_means_what_it_meant() {
+    fn escaped_json_parses_to_the_same_value() {
         let value = serde_json::json!({"text": "\u{1b}[2J\u{9b}\u{202e}\r\u{7f}"});
         let shown = printable(&value);
         assert!(!shown.contains(is_control), "{shown}");
@@ -130,10 +130,13 @@ mod tests {
     }
 
     #[test]
-    fn colours_stay_and_nothing_else() {
-        assert_eq!(with_colours("\u{1b}[33m WARN\u{1b}[0m x"), "\u{1b}[33m WARN\u{1b}[0m x");
+    fn only_colour_sequences_are_kept() {
         assert_eq!(
-            with_colours("\u{1b}[2J\u{1b}]0;t\u{7}\u{1b}[1;31"),
+            escape_except_colours("\u{1b}[33m WARN\u{1b}[0m x"),
+            "\u{1b}[33m WARN\u{1b}[0m x"
+        );
+        assert_eq!(
+            escape_except_colours("\u{1b}[2J\u{1b}]0;t\u{7}\u{1b}[1;31"),
             "\\u001b[2J\\u001b]0;t\\u0007\\u001b[1;31"
         );
     }

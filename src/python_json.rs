@@ -3,9 +3,9 @@
 
 use serde::de::DeserializeOwned;
 
-/// Number words of Python that become strings. A field that must be a number then refuses the
-/// string by its type.
-const WORDS: [&str; 3] = ["NaN", "Infinity", "-Infinity"];
+/// Numbers that JSON cannot hold. [`from_slice`] makes strings of them, so that a field that must
+/// be a number refuses them by their type.
+const NON_FINITE_NUMBERS: [&str; 3] = ["NaN", "Infinity", "-Infinity"];
 
 /// Parses the JSON of a checkpoint's file. `NaN` and infinities become strings: `Infinity` is
 /// `"Infinity"`.
@@ -14,7 +14,7 @@ const WORDS: [&str; 3] = ["NaN", "Infinity", "-Infinity"];
 /// The bytes are not JSON, or the JSON has another type than `T`.
 pub(crate) fn from_slice<T: DeserializeOwned>(bytes: &[u8]) -> serde_json::Result<T> {
     match serde_json::from_slice(bytes) {
-        Err(error) if error.is_syntax() => match quoted(bytes) {
+        Err(error) if error.is_syntax() => match quote_non_finite_numbers(bytes) {
             Some(text) => serde_json::from_slice(&text),
             None => Err(error),
         },
@@ -22,33 +22,36 @@ pub(crate) fn from_slice<T: DeserializeOwned>(bytes: &[u8]) -> serde_json::Resul
     }
 }
 
-/// `bytes` with quotes around each of [`WORDS`] outside strings. `None`: there is no such word.
-fn quoted(bytes: &[u8]) -> Option<Vec<u8>> {
+/// `bytes` with quotes around each of [`NON_FINITE_NUMBERS`] outside strings; `None` if there
+/// are none.
+fn quote_non_finite_numbers(bytes: &[u8]) -> Option<Vec<u8>> {
     let mut out = Vec::with_capacity(bytes.len() + 16);
-    let (mut at, mut in_text, mut found) = (0, false, false);
-    while let Some(&byte) = bytes.get(at) {
-        let rest = &bytes[at..];
-        let word = WORDS.iter().find(|word| !in_text && rest.starts_with(word.as_bytes()));
-        let taken = match (word, byte) {
-            (Some(word), _) => {
+    let (mut offset, mut in_string, mut found) = (0, false, false);
+    while let Some(&byte) = bytes.get(offset) {
+        let rest = &bytes[offset..];
+        let number = NON_FINITE_NUMBERS
+            .iter()
+            .find(|number| !in_string && rest.starts_with(number.as_bytes()));
+        let length = match (number, byte) {
+            (Some(number), _) => {
                 found = true;
                 out.push(b'"');
-                out.extend(word.as_bytes());
+                out.extend(number.as_bytes());
                 out.push(b'"');
-                at += word.len();
+                offset += number.len();
                 continue;
             }
             (None, b'"') => {
-                in_text = !in_text;
+                in_string = !in_string;
                 1
             }
             // A character after a backslash is escaped and does not end the string.
-            (None, b'\\') if in_text => 2,
+            (None, b'\\') if in_string => 2,
             _ => 1,
         };
-        let end = (at + taken).min(bytes.len());
-        out.extend(&bytes[at..end]);
-        at = end;
+        let end = (offset + length).min(bytes.len());
+        out.extend(&bytes[offset..end]);
+        offset = end;
     }
     found.then_some(out)
 }
@@ -60,7 +63,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_that_are_none_are_texts() {
+    fn nan_and_infinities_become_strings() {
         let text = br#"{"a": [0.0, Infinity, -Infinity], "NaN": NaN, "b": "\"Infinity\\", "c": -1}"#;
         let parsed: Value = from_slice(text).unwrap();
         let expected = json!({"a": [0.0, "Infinity", "-Infinity"], "NaN": "NaN", "b": "\"Infinity\\", "c": -1});
@@ -68,7 +71,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_json_stays_none() {
+    fn other_invalid_json_is_refused() {
         for text in [
             "",
             "{",

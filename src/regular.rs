@@ -7,10 +7,10 @@ use std::io::{Error, ErrorKind, Read, Result};
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::Path;
 
-/// Maximum number of names read from a folder.
-const NAMES_MAX: usize = 10_000;
-/// Length of a file's beginning.
-const BEGINNING_BYTES: u64 = 256;
+/// Maximum number of entries read from a folder.
+const ENTRIES_MAX: usize = 10_000;
+/// Number of bytes that [`first_bytes`] reads.
+const FIRST_BYTES: u64 = 256;
 
 /// Opens a regular file, or a link to one. Returns the file and its size.
 ///
@@ -18,14 +18,14 @@ const BEGINNING_BYTES: u64 = 256;
 /// The path leads to something else, or cannot be opened.
 pub(crate) fn open(path: &Path) -> Result<(File, u64)> {
     // Checked before opening, because opening a device may already have an effect.
-    check(std::fs::metadata(path)?.file_type())?;
+    check_is_regular(std::fs::metadata(path)?.file_type())?;
     let file = File::options()
         .read(true)
         // Opening must not wait for a writer if a pipe has replaced the file since the check.
         .custom_flags(libc::O_NONBLOCK)
         .open(path)?;
     let meta = file.metadata()?;
-    check(meta.file_type())?;
+    check_is_regular(meta.file_type())?;
     Ok((file, meta.len()))
 }
 
@@ -35,7 +35,7 @@ pub(crate) fn open(path: &Path) -> Result<(File, u64)> {
 /// # Errors
 /// As for [`open`], or the file is larger than `max`.
 pub(crate) fn read(path: &Path, max: u64) -> Result<Vec<u8>> {
-    let (file, size) = if is_given(path) {
+    let (file, size) = if is_inherited_descriptor(path) {
         (File::open(path)?, 0)
     } else {
         open(path)?
@@ -65,22 +65,22 @@ pub(crate) fn read_text(path: &Path, max: u64) -> Result<String> {
     String::from_utf8(read(path, max)?).map_err(|_| Error::new(ErrorKind::InvalidData, "it is not UTF-8 text"))
 }
 
-/// The first bytes of a file, by which formats are told. Empty where the file cannot be read.
-pub(crate) fn beginning(path: &Path) -> Vec<u8> {
+/// The first bytes of a file, from which its format is detected. Empty if the file cannot be read.
+pub(crate) fn first_bytes(path: &Path) -> Vec<u8> {
     let mut bytes = Vec::new();
     if let Ok((file, _)) = open(path) {
         // After an error, the bytes read so far are used as they are.
-        let _ = file.take(BEGINNING_BYTES).read_to_end(&mut bytes);
+        let _ = file.take(FIRST_BYTES).read_to_end(&mut bytes);
     }
     bytes
 }
 
-/// The names in a folder, at most [`NAMES_MAX`].
+/// The names of a folder's entries, at most [`ENTRIES_MAX`].
 ///
 /// # Errors
 /// The folder cannot be listed.
-pub(crate) fn names(folder: &Path) -> Result<BTreeSet<String>> {
-    let entries = std::fs::read_dir(folder)?.take(NAMES_MAX);
+pub(crate) fn entry_names(folder: &Path) -> Result<BTreeSet<String>> {
+    let entries = std::fs::read_dir(folder)?.take(ENTRIES_MAX);
     entries
         .map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned()))
         .collect()
@@ -93,22 +93,22 @@ fn too_large(what: String, max: u64) -> Error {
     )
 }
 
-fn is_given(path: &Path) -> bool {
+fn is_inherited_descriptor(path: &Path) -> bool {
     ["/dev/stdin", "/dev/fd", "/proc/self/fd"]
         .iter()
-        .any(|given| path.starts_with(given))
+        .any(|prefix| path.starts_with(prefix))
 }
 
 /// Refuses a file that is not regular, and names its type.
 ///
 /// # Errors
 /// The file is of another type.
-pub(crate) fn check(kind: FileType) -> Result<()> {
-    let what = match kind {
-        kind if kind.is_file() => return Ok(()),
-        kind if kind.is_dir() => "a folder",
-        kind if kind.is_fifo() => "a pipe",
-        kind if kind.is_socket() => "a socket",
+pub(crate) fn check_is_regular(file_type: FileType) -> Result<()> {
+    let what = match file_type {
+        file_type if file_type.is_file() => return Ok(()),
+        file_type if file_type.is_dir() => "a folder",
+        file_type if file_type.is_fifo() => "a pipe",
+        file_type if file_type.is_socket() => "a socket",
         _ => "a device",
     };
     Err(Error::new(
@@ -120,8 +120,8 @@ pub(crate) fn check(kind: FileType) -> Result<()> {
 /// Creates a pipe without a writer: opening it for reading blocks.
 #[cfg(test)]
 pub(crate) fn make_pipe(path: &Path) {
-    let made = std::process::Command::new("mkfifo").arg(path).status();
-    assert!(made.is_ok_and(|status| status.success()), "{}", path.display());
+    let status = std::process::Command::new("mkfifo").arg(path).status();
+    assert!(status.is_ok_and(|status| status.success()), "{}", path.display());
 }
 
 #[cfg(test)]
@@ -159,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_no_size_is_read_up_to_its_limit() {
+    fn files_without_a_size_are_read_up_to_the_limit() {
         let error = read_at_most(File::open("/dev/zero").unwrap(), 1000).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::FileTooLarge);
     }

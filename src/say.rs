@@ -1,8 +1,8 @@
-//! Writes lines to stdout and stderr. This crate defines its own `println!` and `eprintln!`, because
-//! the standard macros panic once the reader has closed the pipe, as in
-//! `gristmill status … | head -1`. Here unread output is dropped, the command finishes its work, and
-//! then it reports how its output ended ([`closed`]). Rows, names and errors are escaped
-//! ([`printable`]). Where the log is JSON, lines for stderr are events of the log.
+//! Writes lines to stdout and stderr. This crate defines its own `println!` and `eprintln!`,
+//! because the standard macros panic once the reader has closed the pipe, as in `gristmill status …
+//! | head -1`. Here unread output is dropped, the command finishes its work, and then it reports
+//! how its output ended ([`stdout_error`]). Rows, names and errors are escaped ([`printable`]). If
+//! the log is JSON, lines for stderr become events of the log.
 //!
 //! See docs/decisions/031-a-closed-stdout-ends-quietly.md.
 
@@ -14,13 +14,13 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use crate::printable::printable;
 
 /// The error that closed stdout.
-static STDOUT: OnceLock<ErrorKind> = OnceLock::new();
+static STDOUT_ERROR: OnceLock<ErrorKind> = OnceLock::new();
 
-/// Whether lines for stderr are events of the log.
-static AS_EVENTS: AtomicBool = AtomicBool::new(false);
+/// Whether lines for stderr become events of the log.
+static STDERR_IS_LOGGED: AtomicBool = AtomicBool::new(false);
 
-/// The target of such events.
-pub(crate) const TARGET: &str = module_path!();
+/// The target of these events.
+pub(crate) const LOG_TARGET: &str = module_path!();
 
 macro_rules! println {
     ($($arg:tt)*) => { $crate::say::to_stdout(format_args!($($arg)*)) };
@@ -31,17 +31,17 @@ macro_rules! eprintln {
 }
 
 pub(crate) fn to_stdout(line: Arguments<'_>) {
-    if STDOUT.get().is_some() {
+    if STDOUT_ERROR.get().is_some() {
         return;
     }
     if let Err(error) = writeln!(std::io::stdout().lock(), "{}", printable(line)) {
-        STDOUT.get_or_init(|| error.kind());
+        STDOUT_ERROR.get_or_init(|| error.kind());
     }
 }
 
 pub(crate) fn to_stderr(line: Arguments<'_>) {
-    if are_events() {
-        return to_log(&line.to_string());
+    if stderr_is_logged() {
+        return log_line(&line.to_string());
     }
     // A failure is ignored, because stderr is the last place to report one.
     let _ = writeln!(std::io::stderr().lock(), "{}", printable(line));
@@ -49,15 +49,16 @@ pub(crate) fn to_stderr(line: Arguments<'_>) {
 
 /// Prints the error that ends a command, or its work on one job.
 pub(crate) fn error(line: Arguments<'_>) {
-    if are_events() {
+    if stderr_is_logged() {
         tracing::error!("{line}");
     } else {
         to_stderr(format_args!("gristmill: {line}"));
     }
 }
 
-/// The prefixes of a line for people are what an event has as its target and level.
-fn to_log(line: &str) {
+/// Logs a line for stderr without its prefixes `gristmill: ` and `warning: `, because an event has
+/// a target and a level.
+fn log_line(line: &str) {
     let line = line.strip_prefix("gristmill: ").unwrap_or(line);
     match line.strip_prefix("warning: ") {
         Some(warning) => tracing::warn!("{warning}"),
@@ -65,17 +66,17 @@ fn to_log(line: &str) {
     }
 }
 
-/// From now on, lines for stderr are events of the log.
-pub(crate) fn as_events() {
-    AS_EVENTS.store(true, Relaxed);
+/// From now on, lines for stderr become events of the log.
+pub(crate) fn log_stderr() {
+    STDERR_IS_LOGGED.store(true, Relaxed);
 }
 
-/// Whether lines for stderr are events of the log.
-pub(crate) fn are_events() -> bool {
-    AS_EVENTS.load(Relaxed)
+/// Whether lines for stderr become events of the log.
+pub(crate) fn stderr_is_logged() -> bool {
+    STDERR_IS_LOGGED.load(Relaxed)
 }
 
 /// The error that closed stdout, if any: `BrokenPipe` if its reader has left.
-pub(crate) fn closed() -> Option<ErrorKind> {
-    STDOUT.get().copied()
+pub(crate) fn stdout_error() -> Option<ErrorKind> {
+    STDOUT_ERROR.get().copied()
 }

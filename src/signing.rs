@@ -3,8 +3,8 @@
 //!
 //! A signature is the last field of a record or message, inserted into the finished JSON. It covers
 //! every byte before that field, so checking it needs no re-serialization. A reader without a key
-//! ignores the field as unknown. The signature also covers the place (which object of which
-//! output), although the bytes do not contain it: a copy at another place fails the check.
+//! ignores the field as unknown. The signature also covers the object's address, although the bytes
+//! do not contain it: a copy at another address fails the check.
 
 use std::ffi::OsString;
 use std::fmt;
@@ -18,49 +18,50 @@ use schemars::Schema;
 use serde_json::json;
 use sha2::{Digest, Sha256};
 
-/// Variable with the keys, one per line.
-const KEY: &str = "GRISTMILL_SIGNING_KEY";
-/// Variable with the path of a file of keys.
-const KEY_FILE: &str = "GRISTMILL_SIGNING_KEY_FILE";
+/// Environment variable with the keys, one per line.
+const KEY_VARIABLE: &str = "GRISTMILL_SIGNING_KEY";
+/// Environment variable with the path of a file of keys.
+const KEY_FILE_VARIABLE: &str = "GRISTMILL_SIGNING_KEY_FILE";
 /// Minimum length of a key: the output length of HMAC-SHA-256. Shorter keys can be guessed.
 const KEY_BYTES_MIN: usize = 32;
 /// Maximum number of keys: a rotation needs few, and each key costs one try.
 const KEYS_MAX: usize = 16;
 /// Maximum size of all keys together.
-const BYTES_MAX: u64 = 16 << 10;
+const KEYS_BYTES_MAX: u64 = 16 << 10;
 
-/// Keys for posts at the end of a job. The recipient has these keys too, and must not be able to
-/// sign records with them.
-const ON_FINISH_KEY: &str = "GRISTMILL_ON_FINISH_KEY";
-const ON_FINISH_KEY_FILE: &str = "GRISTMILL_ON_FINISH_KEY_FILE";
+/// Environment variables with the keys that sign `on_finish` posts. The recipient has these keys
+/// too, and must not be able to sign records with them.
+const ON_FINISH_KEY_VARIABLE: &str = "GRISTMILL_ON_FINISH_KEY";
+const ON_FINISH_KEY_FILE_VARIABLE: &str = "GRISTMILL_ON_FINISH_KEY_FILE";
 
-const FIELD: &str = ",\"signature\":\"";
-const END: &str = "\"}";
+const FIELD_START: &str = ",\"signature\":\"";
+const FIELD_END: &str = "\"}";
 /// Number of hex digits of a signature.
-const DIGITS: usize = 64;
+const SIGNATURE_DIGITS: usize = 64;
 
 /// The kind of signed data: a signature of a message is invalid for a record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Purpose {
     /// A record in the ledger.
     Record,
-    /// A message of any queue: its meaning does not depend on the queue.
+    /// A message of any queue. Its address is empty, since its meaning does not depend on the
+    /// queue.
     Message,
 }
 
 /// Why the signature of some bytes is not accepted. Its text follows the name of the record or
 /// message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Unsigned {
+pub(crate) enum SignatureError {
     Missing,
     Wrong,
 }
 
-impl fmt::Display for Unsigned {
+impl fmt::Display for SignatureError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Unsigned::Missing => "is not signed, and a signing key is set here",
-            Unsigned::Wrong => {
+            SignatureError::Missing => "is not signed, and a signing key is set here",
+            SignatureError::Wrong => {
                 "has a signature that matches no signing key set here: it was changed, copied from another place, or signed with another key"
             }
         })
@@ -86,32 +87,38 @@ impl Signing {
     /// # Errors
     /// The keys cannot be read or used. The error is one line without the keys.
     pub(crate) fn of_process() -> Result<Signing, String> {
-        static OF_PROCESS: OnceLock<Result<Signing, String>> = OnceLock::new();
-        let found = OF_PROCESS.get_or_init(|| Signing::of(std::env::var_os(KEY), std::env::var_os(KEY_FILE)));
+        static RESULT: OnceLock<Result<Signing, String>> = OnceLock::new();
+        let found = RESULT.get_or_init(|| {
+            Signing::from_key_variables(std::env::var_os(KEY_VARIABLE), std::env::var_os(KEY_FILE_VARIABLE))
+        });
         found.clone()
     }
 
-    /// Reads the keys for posts at the end of a job, as [`Signing::of_process`] reads its keys.
+    /// Reads the keys that sign `on_finish` posts, as [`Signing::of_process`] reads its keys.
     ///
     /// # Errors
     /// As for [`Signing::of_process`].
     pub(crate) fn for_webhooks() -> Result<Signing, String> {
-        let [keys, file] = [ON_FINISH_KEY, ON_FINISH_KEY_FILE].map(std::env::var_os);
-        Signing::of_named([ON_FINISH_KEY, ON_FINISH_KEY_FILE], keys, file)
+        let [keys, file] = [ON_FINISH_KEY_VARIABLE, ON_FINISH_KEY_FILE_VARIABLE].map(std::env::var_os);
+        Signing::from_variables([ON_FINISH_KEY_VARIABLE, ON_FINISH_KEY_FILE_VARIABLE], keys, file)
     }
 
-    fn of(keys: Option<OsString>, file: Option<OsString>) -> Result<Signing, String> {
-        Signing::of_named([KEY, KEY_FILE], keys, file)
+    fn from_key_variables(keys: Option<OsString>, file: Option<OsString>) -> Result<Signing, String> {
+        Signing::from_variables([KEY_VARIABLE, KEY_FILE_VARIABLE], keys, file)
     }
 
-    /// Reads the keys from the values of the two variables. A variable that is set but empty is an
-    /// error: a secret that failed to arrive must not turn signing off.
-    fn of_named([key, key_file]: [&str; 2], keys: Option<OsString>, file: Option<OsString>) -> Result<Signing, String> {
+    /// Reads the keys from the values of two variables with these names. A variable that is set but
+    /// empty is an error: a secret that failed to arrive must not turn signing off.
+    fn from_variables(
+        [key, key_file]: [&str; 2],
+        keys: Option<OsString>,
+        file: Option<OsString>,
+    ) -> Result<Signing, String> {
         match (keys, file) {
             (None, None) => Ok(Signing::default()),
             (Some(_), Some(_)) => Err(format!("`{key}` and `{key_file}` are both set: unset one of them")),
             (Some(keys), None) => match keys.into_string() {
-                Ok(text) => Signing::with(&text).map_err(|why| format!("`{key}`: {why}")),
+                Ok(text) => Signing::parse(&text).map_err(|why| format!("`{key}`: {why}")),
                 Err(_) => Err(format!("`{key}`: it is not UTF-8 text")),
             },
             (None, Some(path)) if path.is_empty() => {
@@ -119,10 +126,10 @@ impl Signing {
             }
             (None, Some(path)) => {
                 let path = Path::new(&path);
-                let place = || format!("`{}`, which `{key_file}` names", path.display());
-                let text = crate::regular::read_text(path, BYTES_MAX)
-                    .map_err(|error| format!("cannot read {}: {error}", place()))?;
-                Signing::with(&text).map_err(|why| format!("{}: {why}", place()))
+                let source = || format!("`{}`, which `{key_file}` names", path.display());
+                let text = crate::regular::read_text(path, KEYS_BYTES_MAX)
+                    .map_err(|error| format!("cannot read {}: {error}", source()))?;
+                Signing::parse(&text).map_err(|why| format!("{}: {why}", source()))
             }
         }
     }
@@ -131,7 +138,7 @@ impl Signing {
     ///
     /// # Errors
     /// A line is not a valid key. The error names the line, not the key.
-    pub(crate) fn with(text: &str) -> Result<Signing, String> {
+    pub(crate) fn parse(text: &str) -> Result<Signing, String> {
         let lines: Vec<&str> = text.trim_end_matches(['\r', '\n']).lines().collect();
         if lines.len() > KEYS_MAX {
             return Err(format!(
@@ -139,8 +146,8 @@ impl Signing {
                 lines.len()
             ));
         }
-        let key = |(at, line): (usize, &&str)| {
-            let (number, length) = (at + 1, line.len());
+        let key = |(index, line): (usize, &&str)| {
+            let (number, length) = (index + 1, line.len());
             if length < KEY_BYTES_MIN {
                 return Err(format!(
                     "the key in line {number} has {length} bytes, and needs {KEY_BYTES_MIN} at least: `openssl rand -hex 32` makes one"
@@ -172,7 +179,7 @@ impl Signing {
     }
 
     /// The line about signing to print at the start; `None` if no key is set.
-    pub(crate) fn line(&self) -> Option<String> {
+    pub(crate) fn startup_line(&self) -> Option<String> {
         match self.keys.len() {
             0 => None,
             1 => Some("signing is on: unsigned records and messages are refused".into()),
@@ -182,21 +189,23 @@ impl Signing {
         }
     }
 
-    /// Adds a signature as the last field of `json`, a non-empty object in compact JSON that may
-    /// end in a line end. Returns `json` unchanged if no key is set.
-    pub(crate) fn sign(&self, what: Purpose, place: &str, json: Bytes) -> Bytes {
+    /// Adds a signature for `address` as the last field of `json`, a non-empty object in compact
+    /// JSON that may end in a line end. Returns `json` unchanged if no key is set.
+    pub(crate) fn sign(&self, purpose: Purpose, address: &str, json: Bytes) -> Bytes {
         let Some(key) = self.keys.first() else { return json };
         let (body, end) = match json.strip_suffix(b"}\n") {
             Some(body) => (body, "\n"),
             None => (json.strip_suffix(b"}").unwrap_or(&json), ""),
         };
-        let tag = mac(key, what, place, &Sha256::digest(body)).finalize().into_bytes();
+        let tag = mac(key, purpose, address, &Sha256::digest(body))
+            .finalize()
+            .into_bytes();
         let signature = HEXLOWER.encode(&tag);
         [
             body,
-            FIELD.as_bytes(),
+            FIELD_START.as_bytes(),
             signature.as_bytes(),
-            END.as_bytes(),
+            FIELD_END.as_bytes(),
             end.as_bytes(),
         ]
         .concat()
@@ -204,41 +213,41 @@ impl Signing {
     }
 
     /// HMAC-SHA-256 of `bytes` with each key.
-    pub(crate) fn tags(&self, bytes: &[u8]) -> Vec<[u8; DIGITS / 2]> {
+    pub(crate) fn tags(&self, bytes: &[u8]) -> Vec<[u8; SIGNATURE_DIGITS / 2]> {
         let tag = |key: &Hmac<Sha256>| key.clone().chain_update(bytes).finalize().into_bytes().into();
         self.keys.iter().map(tag).collect()
     }
 
-    /// Checks that one of the keys signed `bytes` for this kind and place. Without a key,
+    /// Checks that one of the keys signed `bytes` for this purpose and address. Without a key,
     /// everything passes.
     ///
     /// # Errors
     /// The signature is missing or wrong.
-    pub(crate) fn check(&self, what: Purpose, place: &str, bytes: &[u8]) -> Result<(), Unsigned> {
+    pub(crate) fn check(&self, purpose: Purpose, address: &str, bytes: &[u8]) -> Result<(), SignatureError> {
         if !self.is_on() {
             return Ok(());
         }
-        let (body, tag) = parts(bytes).ok_or(Unsigned::Missing)?;
+        let (body, tag) = split_signature(bytes).ok_or(SignatureError::Missing)?;
         let digest = Sha256::digest(body);
         // `verify_slice` takes constant time, whichever byte differs.
-        let signed = |key| mac(key, what, place, &digest).verify_slice(&tag).is_ok();
+        let signed = |key| mac(key, purpose, address, &digest).verify_slice(&tag).is_ok();
         if self.keys.iter().any(signed) {
             Ok(())
         } else {
-            Err(Unsigned::Wrong)
+            Err(SignatureError::Wrong)
         }
     }
 }
 
-/// Authenticates kind, place, and the hash of the bytes. The length of kind and place precedes
-/// each.
-fn mac(key: &Hmac<Sha256>, what: Purpose, place: &str, digest: &[u8]) -> Hmac<Sha256> {
+/// Authenticates purpose, address, and the hash of the bytes. The lengths of purpose and address
+/// precede them.
+fn mac(key: &Hmac<Sha256>, purpose: Purpose, address: &str, digest: &[u8]) -> Hmac<Sha256> {
     let mut mac = key.clone();
-    let kind = match what {
+    let kind = match purpose {
         Purpose::Record => "gristmill record 1",
         Purpose::Message => "gristmill message 1",
     };
-    for text in [kind, place] {
+    for text in [kind, address] {
         mac.update(&(text.len() as u64).to_be_bytes());
         mac.update(text.as_bytes());
     }
@@ -247,12 +256,12 @@ fn mac(key: &Hmac<Sha256>, what: Purpose, place: &str, digest: &[u8]) -> Hmac<Sh
 }
 
 /// Splits bytes that end in a signature into the signed bytes and the signature.
-fn parts(bytes: &[u8]) -> Option<(&[u8], [u8; DIGITS / 2])> {
+fn split_signature(bytes: &[u8]) -> Option<(&[u8], [u8; SIGNATURE_DIGITS / 2])> {
     let bytes = bytes.strip_suffix(b"\n").unwrap_or(bytes);
-    let rest = bytes.strip_suffix(END.as_bytes())?;
-    let (rest, digits) = rest.split_at_checked(rest.len().checked_sub(DIGITS)?)?;
-    let body = rest.strip_suffix(FIELD.as_bytes())?;
-    let mut tag = [0; DIGITS / 2];
+    let rest = bytes.strip_suffix(FIELD_END.as_bytes())?;
+    let (rest, digits) = rest.split_at_checked(rest.len().checked_sub(SIGNATURE_DIGITS)?)?;
+    let body = rest.strip_suffix(FIELD_START.as_bytes())?;
+    let mut tag = [0; SIGNATURE_DIGITS / 2];
     for (byte, pair) in tag.iter_mut().zip(digits.chunks_exact(2)) {
         let pair = std::str::from_utf8(pair).ok().filter(|pair| !pair.contains('+'))?;
         *byte = u8::from_str_radix(pair, 16).ok()?;
@@ -262,11 +271,11 @@ fn parts(bytes: &[u8]) -> Option<(&[u8], [u8; DIGITS / 2])> {
 
 /// Whether `bytes` end in a signature, valid or not.
 pub(crate) fn is_signed(bytes: &[u8]) -> bool {
-    parts(bytes).is_some()
+    split_signature(bytes).is_some()
 }
 
 /// Adds the field `signature` to the JSON Schema of a record or message.
-pub(crate) fn describe(schema: &mut Schema) {
+pub(crate) fn add_signature_field(schema: &mut Schema) {
     let properties = schema.ensure_object().entry("properties").or_insert_with(|| json!({}));
     if let Some(properties) = properties.as_object_mut() {
         properties.insert(
@@ -289,12 +298,12 @@ mod tests {
     const RECORD: &[u8] = b"{\"v\":1,\"name\":\"n\"}\n";
 
     fn with(text: &str) -> Signing {
-        Signing::with(text).unwrap()
+        Signing::parse(text).unwrap()
     }
 
     /// Source: RFC 4231, test cases 1, 2 and 6.
     #[test]
-    fn the_function_is_hmac_sha_256() {
+    fn tags_are_hmac_sha_256() {
         let cases: [(&[u8], &[u8], &str); 3] = [
             (
                 &[0x0b; 20],
@@ -322,7 +331,7 @@ mod tests {
     /// The expected values were made with Python's `hmac` and `hashlib`. The signed bytes must
     /// never change without a new `gristmill record N`.
     #[test]
-    fn a_signature_stays_what_it_was() {
+    fn signed_bytes_do_not_change_between_versions() {
         let signed = with(ONE).sign(
             Purpose::Record,
             "s3://b/out/_gristmill/job.json",
@@ -342,15 +351,15 @@ mod tests {
     }
 
     #[test]
-    fn what_is_signed_passes_in_its_place_and_nothing_else_does() {
-        let (signing, place) = (with(ONE), "s3://b/out/_gristmill/job.json");
-        let signed = signing.sign(Purpose::Record, place, Bytes::from_static(RECORD));
-        assert_eq!(signing.check(Purpose::Record, place, &signed), Ok(()));
+    fn a_signature_is_valid_for_its_address_and_bytes_only() {
+        let (signing, address) = (with(ONE), "s3://b/out/_gristmill/job.json");
+        let signed = signing.sign(Purpose::Record, address, Bytes::from_static(RECORD));
+        assert_eq!(signing.check(Purpose::Record, address, &signed), Ok(()));
         let read: serde_json::Value = serde_json::from_slice(&signed).unwrap();
         assert_eq!(read["name"], "n");
-        let wrong = Err(Unsigned::Wrong);
+        let wrong = Err(SignatureError::Wrong);
         assert_eq!(
-            signing.check(Purpose::Message, place, &signed),
+            signing.check(Purpose::Message, address, &signed),
             wrong,
             "another purpose"
         );
@@ -358,28 +367,31 @@ mod tests {
             signing.check(Purpose::Record, "s3://b/other/_gristmill/job.json", &signed),
             wrong
         );
-        assert_eq!(with(TWO).check(Purpose::Record, place, &signed), wrong, "another key");
-        assert_eq!(signing.check(Purpose::Record, place, RECORD), Err(Unsigned::Missing));
+        assert_eq!(with(TWO).check(Purpose::Record, address, &signed), wrong, "another key");
+        assert_eq!(
+            signing.check(Purpose::Record, address, RECORD),
+            Err(SignatureError::Missing)
+        );
         // Changing any byte invalidates the signature.
         for at in 0..signed.len() {
             let mut changed = signed.to_vec();
             changed[at] ^= 1;
-            assert!(signing.check(Purpose::Record, place, &changed).is_err(), "byte {at}");
+            assert!(signing.check(Purpose::Record, address, &changed).is_err(), "byte {at}");
         }
         for cut in 0..signed.len() - 1 {
             assert!(
-                signing.check(Purpose::Record, place, &signed[..cut]).is_err(),
+                signing.check(Purpose::Record, address, &signed[..cut]).is_err(),
                 "{cut} bytes"
             );
         }
-        let more = [&signed[..signed.len() - 2], b",\"name\":\"other\"}\n"].concat();
-        assert!(signing.check(Purpose::Record, place, &more).is_err());
+        let extended = [&signed[..signed.len() - 2], b",\"name\":\"other\"}\n"].concat();
+        assert!(signing.check(Purpose::Record, address, &extended).is_err());
     }
 
     #[test]
-    fn where_the_place_ends_is_signed_too() {
+    fn the_length_of_the_address_is_signed() {
         let key = &with(ONE).keys[0];
-        let tag = |place: &str, digest: &[u8]| mac(key, Purpose::Record, place, digest).finalize().into_bytes();
+        let tag = |address: &str, digest: &[u8]| mac(key, Purpose::Record, address, digest).finalize().into_bytes();
         assert_ne!(tag("a", b"b"), tag("ab", b""));
     }
 
@@ -390,14 +402,17 @@ mod tests {
         let new = both.sign(Purpose::Record, "p", Bytes::from_static(RECORD));
         assert_eq!(both.check(Purpose::Record, "p", &old), Ok(()));
         assert_eq!(with(TWO).check(Purpose::Record, "p", &new), Ok(()));
-        assert_eq!(with(ONE).check(Purpose::Record, "p", &new), Err(Unsigned::Wrong));
+        assert_eq!(with(ONE).check(Purpose::Record, "p", &new), Err(SignatureError::Wrong));
     }
 
     #[test]
     fn without_a_key_nothing_changes() {
-        let off = Signing::of(None, None).unwrap();
+        let off = Signing::from_key_variables(None, None).unwrap();
         assert_eq!(
-            (off.sign(Purpose::Record, "p", Bytes::from_static(RECORD)), off.line()),
+            (
+                off.sign(Purpose::Record, "p", Bytes::from_static(RECORD)),
+                off.startup_line()
+            ),
             (Bytes::from_static(RECORD), None)
         );
         assert_eq!(off.check(Purpose::Record, "p", RECORD), Ok(()));
@@ -423,7 +438,7 @@ mod tests {
         );
         let key = |text: &str| Some(OsString::from(text));
         let many = format!("{ONE}\n").repeat(KEYS_MAX + 1);
-        for (keys, path, says) in [
+        for (keys, path, expected) in [
             (key(ONE), file("a", ONE.as_bytes()), "both set"),
             (key(&ONE[1..]), None, "line 1 has 31 bytes"),
             (key(""), None, "no key"),
@@ -436,7 +451,7 @@ mod tests {
             (None, file("short", &ONE.as_bytes()[1..]), "31 bytes"),
             (
                 None,
-                file("large", &[b'k'; 1 + BYTES_MAX as usize]),
+                file("large", &[b'k'; 1 + KEYS_BYTES_MAX as usize]),
                 "at most 16384 bytes",
             ),
             (None, file("bytes", &[0xff; 64]), "not UTF-8"),
@@ -444,11 +459,14 @@ mod tests {
             (None, Some(folder.path().into()), "a folder"),
             (None, key("/nowhere/key"), "/nowhere/key"),
         ] {
-            let why = Signing::of(keys, path).unwrap_err();
-            assert!(why.contains(says) && why.contains(KEY), "{says}: {why}");
+            let why = Signing::from_key_variables(keys, path).unwrap_err();
+            assert!(
+                why.contains(expected) && why.contains(KEY_VARIABLE),
+                "{expected}: {why}"
+            );
             assert!(!why.contains(&ONE[1..]) && !why.contains('\n'), "{why}");
         }
-        let good = Signing::of(None, file("good", format!("{ONE}\r\n{TWO}\n").as_bytes())).unwrap();
+        let good = Signing::from_key_variables(None, file("good", format!("{ONE}\r\n{TWO}\n").as_bytes())).unwrap();
         assert_eq!((format!("{good:?}"), good.keys.len()), ("Signing(2 keys)".into(), 2));
         let signed = with(ONE).sign(Purpose::Record, "p", Bytes::from_static(RECORD));
         assert_eq!(

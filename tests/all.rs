@@ -22,6 +22,7 @@ mod dataset_memory;
 mod dataset_parquet;
 mod dataset_reads;
 mod dataset_rows;
+mod deploy;
 mod end_to_end;
 mod engine_batching;
 mod first_slips;

@@ -52,14 +52,14 @@ fn variables_are_those_that_jinja_finds() {
         let read = names(read);
         for name in &all {
             let kwargs = json!({name: 1});
-            let refused = chat.refuses(kwargs.as_object().unwrap());
+            let refused = chat.kwargs_error(kwargs.as_object().unwrap());
             let sets = read.contains(name) && chat.source().contains(&format!("set {name} = "));
             assert!(
                 refused.is_none() == read.contains(name) || sets && refused.is_some(),
                 "{template_name}, {name}: {refused:?}"
             );
         }
-        assert_eq!(chat.unknown(), Vec::<String>::new(), "{template_name}");
+        assert_eq!(chat.unknown_name_messages(), Vec::<String>::new(), "{template_name}");
     }
     // What a template gives a value of its own only where it has none.
     for (template_name, name) in [
@@ -69,7 +69,7 @@ fn variables_are_those_that_jinja_finds() {
     ] {
         let kwargs = json!({name: 1});
         let chat = template(&fixture, template_name, false).unwrap();
-        assert_eq!(chat.refuses(kwargs.as_object().unwrap()), None);
+        assert_eq!(chat.kwargs_error(kwargs.as_object().unwrap()), None);
     }
 }
 
@@ -85,7 +85,7 @@ fn templates_render_as_in_transformers() {
         let kwargs = case["kwargs"].as_object().unwrap();
         let messages = case["messages"].as_array().unwrap().clone();
         let ours = template(&fixture, name, kwargs.contains_key("tools")).and_then(|chat| {
-            let turn = Turn::of([None; 2], kwargs)?.unwrap_or(Turn::Generate);
+            let turn = Turn::from_switches([None; 2], kwargs)?.unwrap_or(Turn::Generate);
             chat.render(messages, kwargs, turn)
         });
         let agree = match (&ours, case["text"].as_str()) {

@@ -561,7 +561,7 @@ fn lines_of_somebody_else_stay_what_they_are_and_are_not_counted() {
 fn carried_columns_are_those_of_the_inputs() {
     use arrow::array::{ArrayRef, Int64Array, RecordBatch};
     use gristmill::dataset::part::{part_parquet, read_parquet};
-    use gristmill::dataset::writing::Writing;
+    use gristmill::dataset::writing::WriteOptions;
 
     let folder = tempfile::tempdir().unwrap();
     let (job, output) = small_job(folder.path(), &[5, 6]);
@@ -586,7 +586,7 @@ fn carried_columns_are_those_of_the_inputs() {
     let swapped = RecordBatch::try_new(batch.schema(), columns).unwrap();
     fs::write(
         &path,
-        part_parquet(&part.schema, &[swapped], &part.metadata, Writing::default()).unwrap(),
+        part_parquet(&part.schema, &[swapped], &part.metadata, WriteOptions::default()).unwrap(),
     )
     .unwrap();
     let said = run(&["verify", arg(&output), "--inputs"]).expect(1).stderr;

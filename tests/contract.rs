@@ -269,7 +269,7 @@ async fn receiving_waits_as_long_as_asked(queue: &dyn Queue) {
 
 async fn nobody_recalls_without_a_reason(queue: &dyn Queue) {
     let delivery = receive(queue).await;
-    let recalled = tokio::time::timeout(Duration::from_millis(300), queue.recalled()).await;
+    let recalled = tokio::time::timeout(Duration::from_millis(300), queue.next_recall()).await;
     assert!(recalled.is_err(), "nothing is to be recalled: {recalled:?}");
     queue.acknowledge(&delivery).await.expect("acknowledge works");
 }

@@ -9,7 +9,7 @@ use std::process::Command;
 
 use gristmill::device::cuda::compile::{self, CompileTarget, Kernel, KernelCompiler};
 use gristmill::device::cuda::nvrtc::Nvrtc;
-use gristmill::device::cuda::plan::{self, Heads, KernelFormat, Launch, LinearShape, Tile};
+use gristmill::device::cuda::plan::{self, AttentionShape, KernelFormat, Launch, LinearShape, Tile};
 use gristmill::model::config::Config;
 use gristmill::model::shapes;
 use rayon::prelude::*;
@@ -42,14 +42,14 @@ fn shape(name: &str) -> Config {
 /// What a step of `rows` tokens launches in a layer and after the last one, `attended` items of attention aside.
 fn launches(config: &Config, format: KernelFormat, capability: u32, rows: usize) -> Vec<Launch> {
     let (hidden, mlp) = (config.hidden_size, config.intermediate_size);
-    let heads = heads(config, format, capability);
-    let linear = |columns: usize, width: usize, format: KernelFormat, wide: bool| {
+    let shape = attention_shape(config, format, capability);
+    let linear = |columns: usize, width: usize, format: KernelFormat, f32_output: bool| {
         let shape = LinearShape {
             format,
             rows,
             columns,
-            bytes: width * format.bytes(),
-            wide,
+            row_bytes: width * format.bytes(),
+            f32_output,
         };
         match capability {
             90 => plan::linear_sm90(&shape, Tile::of(&shape, 132), 132),
@@ -61,18 +61,18 @@ fn launches(config: &Config, format: KernelFormat, capability: u32, rows: usize)
         plan::embed(hidden, rows),
         plan::add_norm(hidden, format, config.post_norms, rows),
         linear(config.heads.qkv_width(), hidden, format, false),
-        heads.rope_store(rows),
+        shape.rope_store(rows),
     ];
     let windows: BTreeSet<u32> = config.layers.iter().copied().map(plan::window).collect();
     for window in windows {
         let bounds = (window, config.attention_soft_cap);
-        let wide = heads.wide_warps();
+        let warps = shape.wide_block_warps();
         all.extend([
-            heads.attention(wide, bounds, rows.div_ceil(heads.queries(wide) as usize)),
-            heads.attention(heads.narrow_warps(), bounds, rows),
+            shape.attention(warps, bounds, rows.div_ceil(shape.queries_max(warps) as usize)),
+            shape.attention(shape.narrow_block_warps(), bounds, rows),
         ]);
     }
-    all.push(heads.merge(rows));
+    all.push(shape.merge_partial_attention(rows));
     if format != KernelFormat::Bf16 {
         all.push(plan::quantize(attended, format, rows));
     }
@@ -88,13 +88,13 @@ fn launches(config: &Config, format: KernelFormat, capability: u32, rows: usize)
     all
 }
 
-fn heads(config: &Config, store: KernelFormat, capability: u32) -> Heads {
-    Heads {
+fn attention_shape(config: &Config, kv_format: KernelFormat, capability: u32) -> AttentionShape {
+    AttentionShape {
         heads: config.heads.heads as u32,
         kv_heads: config.heads.kv_heads as u32,
-        dim: config.heads.head_dim as u32,
-        store,
-        hopper: capability == 90,
+        head_dim: config.heads.head_dim as u32,
+        kv_format,
+        is_hopper: capability == 90,
     }
 }
 
@@ -188,9 +188,9 @@ fn every_kernel_compiles_for_every_card_without_spills() {
                         all.extend(launches(&shape(name), format, card, rows).into_iter().map(|l| l.kernel));
                     }
                     if name == "llama-3.1-8b" {
-                        let heads = heads(&shape(name), format, card);
-                        let warps = [heads.wide_warps(), heads.narrow_warps()];
-                        all.extend(warps.map(|warps| heads.attention(warps, (4096, None), 1).kernel));
+                        let attention = attention_shape(&shape(name), format, card);
+                        let warps = [attention.wide_block_warps(), attention.narrow_block_warps()];
+                        all.extend(warps.map(|warps| attention.attention(warps, (4096, None), 1).kernel));
                         // Hopper runs these, too, where it is asked to.
                         all.insert(Kernel::new("linear", &[("FORMAT", format as u32), ("WIDE", 0)]));
                     }
@@ -200,18 +200,18 @@ fn every_kernel_compiles_for_every_card_without_spills() {
                 .into_iter()
                 .filter(|format| *format != KernelFormat::E4m3 || card >= 89)
             {
-                all.extend([false, card == 90].map(|hopper| plan::peak(format, hopper, 132, 1).0.kernel));
+                all.extend([false, card == 90].map(|is_hopper| plan::peak(format, is_hopper, 132, 1).0.kernel));
                 // Which tile is best is measured.
                 for tile in Tile::ALL.into_iter().filter(|_| card == 90) {
-                    let shape = |wide| LinearShape {
+                    let shape = |f32_output| LinearShape {
                         format,
                         rows: 1,
                         columns: 1,
-                        bytes: 16,
-                        wide,
+                        row_bytes: 16,
+                        f32_output,
                     };
-                    let wides = [false, format == KernelFormat::Bf16];
-                    all.extend(wides.map(|wide| plan::linear_sm90(&shape(wide), tile, 132).kernel));
+                    let f32_outputs = [false, format == KernelFormat::Bf16];
+                    all.extend(f32_outputs.map(|f32_output| plan::linear_sm90(&shape(f32_output), tile, 132).kernel));
                 }
             }
             all.extend([plan::sample(1), plan::random_weights(8), plan::scale_sums(1, 8)].map(|launch| launch.kernel));

@@ -202,7 +202,7 @@ async fn what_cannot_be_planned_is_one_clear_line() {
     check(b"\na,b\n", none(), "line 1: the header: an empty line").await;
     check(b"a,\xff\n", none(), "line 1: the header: cell 2: not UTF-8").await;
     check(b"a,\0\n", none(), "line 1: the header: cell 2: a zero byte").await;
-    check(b"a;b\n1;2\n", none(), "as in `input.delimiter: \";\"`").await;
+    check(b"a;b\n1;2\n", none(), "for example `input.delimiter: \";\"`").await;
     check(b"\xff\xfea\0", none(), "it is UTF-16 text; convert it to UTF-8").await;
     check(
         &[vec![b'a'; 17 << 20], b"\n".to_vec()].concat(),

@@ -10,7 +10,7 @@ use arrow::datatypes::*;
 use gristmill::dataset::parquet::reader::ParquetFile;
 use gristmill::dataset::plan::{Segment, Shard};
 use gristmill::dataset::row_memory::{PIECE_BYTES_MAX, ROW_BYTES_MAX};
-use gristmill::dataset::store::pinned::PinnedFile;
+use gristmill::dataset::store::pinned_file::PinnedFile;
 use gristmill::dataset::{InputPlan, InputRow, PlanRequest, ShardReader, plan_inputs};
 use parquet::arrow::ArrowWriter;
 use parquet::basic::{Compression, Encoding};
@@ -35,7 +35,7 @@ async fn plan(dir: &Path, carry: &[&str]) -> InputPlan {
         format: None,
         csv: Default::default(),
         options: Default::default(),
-        used: None,
+        used_columns: None,
         columns: None,
         carry: carry.iter().map(|name| name.to_string()).collect(),
         reserved: Vec::new(),
@@ -69,7 +69,7 @@ async fn read(
         rows.extend(piece.rows);
         carries.push(piece.carry);
     }
-    let carry = reader.joined(&carries, rows.len()).unwrap();
+    let carry = reader.concat_carry(&carries, rows.len()).unwrap();
     (rows, carry, carries.len())
 }
 

@@ -10,7 +10,7 @@ use async_trait::async_trait;
 use futures::stream::BoxStream;
 use gristmill::dataset::parquet::reader::ParquetFile;
 use gristmill::dataset::store::location::Location;
-use gristmill::dataset::store::pinned::PinnedFile;
+use gristmill::dataset::store::pinned_file::PinnedFile;
 use object_store::path::Path;
 use object_store::{
     CopyOptions, GetOptions, GetResult, ListResult, MultipartUpload, ObjectMeta, ObjectStore, ObjectStoreExt,

@@ -12,7 +12,7 @@ pub(crate) fn request(uris: &[&str], carry: &[&str]) -> PlanRequest {
         format: None,
         csv: Default::default(),
         options: Default::default(),
-        used: None,
+        used_columns: None,
         columns: None,
         carry: carry.iter().map(|s| s.to_string()).collect(),
         reserved: vec!["row".into()],
@@ -30,7 +30,7 @@ pub(crate) async fn read_shards(
 ) -> Result<(Vec<InputRow>, Vec<RecordBatch>), DatasetError> {
     let plan: InputPlan = serde_json::from_str(&serde_json::to_string(plan).unwrap()).unwrap();
     let reader =
-        ShardReader::new(plan.files.clone(), plan.carry_schema.clone(), columns).of_layout(plan.layout.clone());
+        ShardReader::new(plan.files.clone(), plan.carry_schema.clone(), columns).with_layout(plan.layout.clone());
     let (mut rows, mut carry) = (Vec::new(), Vec::new());
     for shard in &plan.shards {
         let read = reader.read(shard).await?;

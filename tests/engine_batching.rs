@@ -12,12 +12,12 @@ use gristmill::device::DeviceError;
 use gristmill::device::batch::{StepBatch, StepSequence};
 use gristmill::device::cpu::Threads;
 use gristmill::device::cpu::sample::{Scratch, sample};
-use gristmill::device::draw::{Draw, DrawError, Drawn, Sampling};
+use gristmill::device::draw::{Draw, DrawError, DrawnToken, Sampling};
 use gristmill::engine::params::{GenerationParams, OutputConstraint};
-use gristmill::engine::request::{Completion, FinishReason, Finished, Request, UnitId};
+use gristmill::engine::request::{Completion, FinishReason, FinishedSample, Request, SampleId};
 use gristmill::engine::scheduler::Policy;
 use gristmill::engine::thinking::Thinking;
-use gristmill::engine::totals::StepShape;
+use gristmill::engine::totals::StepSize;
 use gristmill::engine::{Engine, EngineError, EngineOptions, Forward, ForwardError, Generator};
 use gristmill::tokenizer::Tokenizer;
 use proptest::prelude::*;
@@ -43,7 +43,7 @@ struct FakeModel {
     vocabulary: usize,
     context: u32,
     logits: Vec<f32>,
-    drawn: Vec<Result<Drawn, DrawError>>,
+    drawn: Vec<Result<DrawnToken, DrawError>>,
     /// Tokens of the last draw, which the next step may hold before anybody has seen them.
     tokens: Vec<u32>,
     ahead: bool,
@@ -99,7 +99,7 @@ fn logits_after(history: &[u32], vocabulary: usize, spread: f32) -> Vec<f32> {
 impl Forward for FakeModel {
     fn begin(&mut self, batch: &StepBatch) -> Result<(), ForwardError> {
         let mut batch = batch.clone();
-        for (token, row) in batch.drawn.drain(..) {
+        for (token, row) in batch.pending_tokens.drain(..) {
             batch.tokens[token as usize] = self.tokens[row as usize];
         }
         let mut seen = self.seen.lock().unwrap();
@@ -124,9 +124,9 @@ impl Forward for FakeModel {
         let size = self.block_tokens;
         let blocks = self.kv.len() / size;
         // In reverse, because copies of one step may run in any order.
-        for (from, to) in batch.block_copies.iter().rev() {
-            let from = *from as usize * size;
-            self.kv.copy_within(from..from + size, *to as usize * size);
+        for copy in batch.block_copies.iter().rev() {
+            let from = copy.from as usize * size;
+            self.kv.copy_within(from..from + size, copy.to as usize * size);
         }
         let mut written = std::collections::BTreeSet::new();
         for s in &batch.sequences {
@@ -178,11 +178,11 @@ impl Forward for FakeModel {
         let rows = self.logits.chunks_exact(self.vocabulary).zip(draws);
         let mut scratch = Scratch::default();
         self.drawn = rows.map(|(row, draw)| sample(row, *draw, &mut scratch)).collect();
-        let token = |drawn: &Result<Drawn, DrawError>| drawn.as_ref().map_or(0, |drawn| drawn.token);
+        let token = |drawn: &Result<DrawnToken, DrawError>| drawn.as_ref().map_or(0, |drawn| drawn.token);
         self.tokens = self.drawn.iter().map(token).collect();
         Ok(())
     }
-    fn drawn(&mut self) -> Result<Vec<Result<Drawn, DrawError>>, ForwardError> {
+    fn take_drawn(&mut self) -> Result<Vec<Result<DrawnToken, DrawError>>, ForwardError> {
         Ok(std::mem::take(&mut self.drawn))
     }
     fn runs_ahead(&self) -> bool {
@@ -235,9 +235,9 @@ pub(crate) const ROOMY: Setup = Setup {
     full_at: Vec::new(),
     ahead: false,
     policy: Policy {
-        sort: true,
-        share: true,
-        mix: true,
+        sort_window: true,
+        share_prefixes: true,
+        mix_phases: true,
         refill: true,
     },
 };
@@ -281,7 +281,7 @@ fn engine(setup: &Setup) -> (Engine, Arc<Mutex<Seen>>) {
 
 fn request(row: u64, prompt: &[u32], params: &GenerationParams) -> Request {
     Request {
-        id: UnitId {
+        id: SampleId {
             job: 0,
             row,
             sample: 0,
@@ -307,7 +307,7 @@ pub(crate) fn run(setup: &Setup, requests: &[(usize, Request)]) -> (BTreeMap<u64
             }
         }
         for unit in engine.step().unwrap() {
-            let Finished {
+            let FinishedSample {
                 id,
                 result,
                 computed_tokens,
@@ -399,9 +399,9 @@ fn thinking(max_tokens: u32) -> Thinking {
         header: Vec::new(),
         gap: vec![10],
         max_tokens: Some(max_tokens),
-        end: vec![33, 120, 121],
-        end_gap: vec![10, 10],
-        control: Vec::new(),
+        forced_close: vec![33, 120, 121],
+        forced_gap: vec![10, 10],
+        control_ids: Vec::new(),
     }
 }
 
@@ -444,13 +444,13 @@ proptest! {
         blocks in 20usize..50,
         budget in 1usize..70,
         max_sequences in 1usize..9,
-        (sort, share, mix, refill) in any::<(bool, bool, bool, bool)>(),
+        (sort_window, share_prefixes, mix_phases, refill) in any::<(bool, bool, bool, bool)>(),
         ahead in any::<bool>(),
         full_at in prop::collection::vec(1usize..40, 0..3),
     ) {
         let requests: Vec<(usize, Request)> =
             rows.iter().enumerate().map(|(i, row)| (row.3, to_request(i, *row))).collect();
-        let policy = Policy { sort, share, mix, refill };
+        let policy = Policy { sort_window, share_prefixes, mix_phases, refill };
         // Each time steps become half as large, and those of one token do not.
         let full_at = if budget < 4 { vec![] } else { full_at };
         let setup = Setup { blocks, block_tokens: 4, budget, max_sequences, policy, ahead, full_at, ..ROOMY };
@@ -716,22 +716,38 @@ fn a_policy_leaves_out_what_it_says() {
         let (mut steps, mut finished) = (Vec::new(), Vec::new());
         while !engine.is_idle() {
             finished.extend(engine.step().unwrap().into_iter().map(|f| f.id.row));
-            steps.push(engine.totals().last);
+            steps.push(engine.totals().last_step);
         }
         (steps, finished)
     };
-    let prefill = |steps: &[StepShape]| steps.iter().map(|s| s.prefill_tokens).sum::<usize>();
-    let mixed = |steps: &[StepShape]| steps.iter().any(|s| s.prefill_tokens > 0 && s.decode_tokens > 0);
+    let prefill = |steps: &[StepSize]| steps.iter().map(|s| s.prefill_tokens).sum::<usize>();
+    let mixed = |steps: &[StepSize]| steps.iter().any(|s| s.prefill_tokens > 0 && s.decode_tokens > 0);
     let all = Policy::default();
     let (with_all, order) = steps(all);
     // Of a prompt that is known but for its last token, that one counts as decode.
     assert_eq!(prefill(&with_all), 65);
     assert_eq!(order[0], 4, "the longest two run first");
-    let apart = Policy { share: false, ..all };
+    let apart = Policy {
+        share_prefixes: false,
+        ..all
+    };
     assert_eq!(prefill(&steps(apart).0), 6 * 65);
     assert!(mixed(&steps(apart).0));
-    assert!(!mixed(&steps(Policy { mix: false, ..apart }).0));
-    assert_eq!(steps(Policy { sort: false, ..all }).1[0], 0);
+    assert!(!mixed(
+        &steps(Policy {
+            mix_phases: false,
+            ..apart
+        })
+        .0
+    ));
+    assert_eq!(
+        steps(Policy {
+            sort_window: false,
+            ..all
+        })
+        .1[0],
+        0
+    );
     // Two by two, sorted: 11, 7 and 3 steps.
     assert_eq!(steps(Policy { refill: false, ..all }).0.len(), 11 + 7 + 3);
     assert!(with_all.len() < 21);
@@ -1165,7 +1181,7 @@ fn seeds_samples_and_rows_draw_their_own() {
         ignore_eos: true,
         ..GenerationParams::default()
     };
-    let ask = |id: UnitId, params: &GenerationParams| {
+    let ask = |id: SampleId, params: &GenerationParams| {
         let request = Request {
             id,
             ..request(id.row, &[20, 21], params)
@@ -1177,7 +1193,7 @@ fn seeds_samples_and_rows_draw_their_own() {
             .unwrap()
             .token_ids
     };
-    let id = UnitId {
+    let id = SampleId {
         job: 0,
         row: 1,
         sample: 0,
@@ -1185,9 +1201,9 @@ fn seeds_samples_and_rows_draw_their_own() {
     };
     let base = ask(id, &params);
     assert_eq!(base, ask(id, &params));
-    assert_ne!(base, ask(UnitId { sample: 1, ..id }, &params));
-    assert_ne!(base, ask(UnitId { row: 2, ..id }, &params));
-    assert_ne!(base, ask(UnitId { attempt: 1, ..id }, &params));
+    assert_ne!(base, ask(SampleId { sample: 1, ..id }, &params));
+    assert_ne!(base, ask(SampleId { row: 2, ..id }, &params));
+    assert_ne!(base, ask(SampleId { attempt: 1, ..id }, &params));
     assert_ne!(
         base,
         ask(

@@ -329,5 +329,5 @@ fn an_output_below_its_inputs_in_a_bucket_is_none_of_them() {
     let path = job(folder.path(), &rest);
     there(&["run", arg(&path)])
         .expect(2)
-        .one_line(&["is an input and lies in `output.uri`"]);
+        .one_line(&["is in the job's own output (`output.uri`)"]);
 }

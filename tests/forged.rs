@@ -181,7 +181,7 @@ fn check_bounds(job: &Job, at: &str) {
         generate.stop.len() <= 4096 && generate.stop_token_ids.len() <= 64,
         "{at}"
     );
-    let again = Job::of_record(&job.resolved(), "again").unwrap();
+    let again = Job::from_record(&job.resolved(), "again").unwrap();
     // Its folder is made absolute where it is not.
     let again = Job {
         base_dir: job.base_dir.clone(),
@@ -195,8 +195,8 @@ fn a_recorded_job_is_what_a_job_file_can_say_or_refused() {
     let (mut refused, mut count) = (0, 0);
     for job in jobs() {
         let good = job.resolved();
-        check_bounds(&Job::of_record(&good, "good").unwrap(), "good");
-        count += changed(&good, |at, record| match Job::of_record(&record, "s3://b/job.json") {
+        check_bounds(&Job::from_record(&good, "good").unwrap(), "good");
+        count += changed(&good, |at, record| match Job::from_record(&record, "s3://b/job.json") {
             Ok(job) => check_bounds(&job, at),
             Err(error) => {
                 let error = error.to_string();
@@ -254,7 +254,7 @@ fn the_refusal_names_the_field() {
     ] {
         let mut record = job.resolved();
         *record.pointer_mut(at).unwrap() = new;
-        let error = Job::of_record(&record, "job.json").unwrap_err().to_string();
+        let error = Job::from_record(&record, "job.json").unwrap_err().to_string();
         assert!(error.contains(words), "{at}: {error}");
     }
 }

@@ -6,9 +6,9 @@ use std::process::Command;
 use std::sync::Arc;
 
 use gristmill::device::cpu::sample::{Scratch, sample};
-use gristmill::device::draw::{Draw, Drawn};
+use gristmill::device::draw::{Draw, DrawnToken};
 use gristmill::engine::constraint::Constraint;
-use gristmill::engine::request::{Request, UnitId};
+use gristmill::engine::request::{Request, SampleId};
 use gristmill::engine::sequence::SampleState;
 use gristmill::job::{Job, JobFile};
 use gristmill::model::config::generation::GenerationFile;
@@ -280,7 +280,7 @@ fn what_is_not_done_is_refused_and_neutral_goes_on() {
     }
     assert!(!output.exists());
     let (path, output) = job(folder, "neutral", "max_tokens: 4, defaults: neutral");
-    let line = "neutral (job); generation_config.json says temperature 0.7, num_beams 4, which have no say";
+    let line = "neutral (job); generation_config.json sets temperature 0.7, num_beams 4, which has no effect";
     let ran = run(&["run", arg(&path)]).expect(0);
     assert!(ran.stderr.contains(&format!("sampling: {line}")), "{}", ran.stderr);
     assert_eq!(record(&output)["resolved"]["generate"]["temperature"], 1.0);
@@ -445,7 +445,7 @@ fn a_lines_value_wins_over_the_jobs_and_that_over_the_checkpoints() {
 
 /// Draws as a job would, from the logits of a case of `tests/fixtures/make_generation.py`.
 struct Reference {
-    unit: SampleState,
+    state: SampleState,
     tokenizer: Arc<Tokenizer>,
     logits: Vec<f32>,
 }
@@ -466,7 +466,7 @@ impl Reference {
         job.generate.take_defaults(&file.check().unwrap());
         let ids = |name: &str| -> Vec<u32> { serde_json::from_value(case[name].clone()).unwrap() };
         let request = Request {
-            id: UnitId {
+            id: SampleId {
                 job: 0,
                 row: 0,
                 sample: 0,
@@ -477,20 +477,20 @@ impl Reference {
             eos: vec![2, 5].into(),
             cache_salt: Arc::default(),
         };
-        let (mut unit, _) = SampleState::new(request, Constraint::Free, 256, tokenizer);
+        let (mut state, _) = SampleState::new(request, Constraint::Free, 256, tokenizer);
         for token in ids("completion") {
-            let drawn = Drawn {
+            let drawn = DrawnToken {
                 token,
                 logit: 0.0,
-                log_sum: 0.0,
+                log_sum_exp: 0.0,
                 logits: Vec::new(),
             };
-            unit.take(0, Ok(drawn), tokenizer);
+            state.consume(0, Ok(drawn), tokenizer);
         }
-        unit.prepare(tokenizer);
+        state.prepare(tokenizer);
         let logits = serde_json::from_value(case["logits"].clone()).unwrap();
         Reference {
-            unit,
+            state,
             tokenizer: tokenizer.clone(),
             logits,
         }
@@ -499,7 +499,7 @@ impl Reference {
     fn token(&self, uniform: f64, scratch: &mut Scratch) -> u32 {
         let draw = Draw {
             uniform,
-            ..self.unit.draw(0, &self.tokenizer)
+            ..self.state.draw(0, &self.tokenizer)
         };
         sample(&self.logits, draw, scratch).unwrap().token
     }

@@ -204,17 +204,14 @@ fn folders_of_lines_and_csv_are_columns_and_clashes_are_refused() {
     for (uri, says) in [
         (
             "clash/day=1",
-            "a.jsonl` has a column `day`, and its folder `day=…` gives another",
+            "a.jsonl` has a column `day`, and so has its folder `day=…`",
         ),
-        (
-            "clash/id=1",
-            "a.csv` has a column `id`, and its folder `id=…` gives another",
-        ),
+        ("clash/id=1", "a.csv` has a column `id`, and so has its folder `id=…`"),
         (
             "clash/text=1",
-            "a.txt` has a column `text`, and its folder `text=…` gives another",
+            "a.txt` has a column `text`, and so has its folder `text=…`",
         ),
-        ("odd", "lies in no folder `"),
+        ("odd", "is in no folder `"),
         ("odd/_day=2", "column `nothing`"),
         ("twice", "two of its folders give column `day`"),
     ] {
@@ -358,7 +355,7 @@ fn columns_of_lines_whose_types_mix_are_named() {
         arguments.extend(&command[1..]);
         let said = run(&arguments).expect(0).stderr;
         assert_eq!(
-            said.matches("column `n` holds whole numbers and texts: it is carried as texts of JSON")
+            said.matches("column `n` holds whole numbers and texts: it is carried as JSON text")
                 .count(),
             1,
             "{said}"
@@ -401,7 +398,9 @@ open("tables/notes.md", "w"), open("tables/b.txt", "w"), open("tables/_SUCCESS",
         plan.stderr
     );
     assert!(
-        plan.stderr.contains("files that are none by their names: `") && plan.stderr.contains("notes.md"),
+        plan.stderr
+            .contains("files that are not read because of their names: `")
+            && plan.stderr.contains("notes.md"),
         "{}",
         plan.stderr
     );

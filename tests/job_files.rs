@@ -88,7 +88,7 @@ fn a_good_job_is_read() {
 /// The job as a worker on another machine reads it from the ledger, its folder made relative again.
 fn read_back(job: &Job) -> Job {
     let here = std::env::current_dir().unwrap();
-    let read = Job::of_record(&job.resolved(), "job.json").unwrap();
+    let read = Job::from_record(&job.resolved(), "job.json").unwrap();
     assert!(read.base_dir.is_absolute());
     assert_eq!(read.queue, None, "the queue is no part of the record");
     Job {
@@ -113,7 +113,7 @@ fn minimal_jobs_get_defaults() {
     assert_eq!(resolved["generate"]["temperature"], 1.0);
     assert_eq!(read_back(&job), job);
     assert!(
-        Job::of_record(&serde_json::json!({"name": 7}), "s3://b/_gristmill/job.json")
+        Job::from_record(&serde_json::json!({"name": 7}), "s3://b/_gristmill/job.json")
             .unwrap_err()
             .to_string()
             .starts_with("s3://b/_gristmill/job.json: the job in this record cannot be read")
@@ -137,7 +137,7 @@ fn keys_and_values_go_with_the_precision_unless_the_job_says_otherwise() {
     let mut record = job.resolved();
     record.as_object_mut().unwrap().shift_remove("kv_cache").unwrap();
     assert_eq!(
-        Job::of_record(&record, "job.json").unwrap().kv_cache,
+        Job::from_record(&record, "job.json").unwrap().kv_cache,
         RequestedPrecision::Auto
     );
 }
@@ -149,7 +149,7 @@ fn a_job_is_deterministic_where_it_says_so() {
     assert_eq!(read_back(&job), job);
     let mut record = job.resolved();
     record.as_object_mut().unwrap().shift_remove("deterministic").unwrap();
-    assert!(!Job::of_record(&record, "job.json").unwrap().deterministic);
+    assert!(!Job::from_record(&record, "job.json").unwrap().deterministic);
     let error = check(&GOOD.replace("model:", "deterministic: 1\nmodel:"), "x.yaml").unwrap_err();
     assert!(
         error.contains("x.yaml:2: `deterministic` is `1`, not `true` or `false`"),
@@ -191,7 +191,7 @@ fn a_queue_is_read_and_takes_no_secrets() {
         ),
         (
             "{url: 'kafka://h/t', kafka: {plugin.library.paths: /hunter2.so}}",
-            "`queue.kafka.plugin.library.paths` loads native code, which a job file may not: whoever runs gristmill may set it, by \
+            "`queue.kafka.plugin.library.paths` loads native code, which a job file may not do: whoever runs gristmill may set it, by \
              `GRISTMILL_KAFKA_PLUGIN_LIBRARY_PATHS` in the environment or `--kafka plugin.library.paths=…`",
         ),
         (
@@ -348,8 +348,8 @@ fn the_hash_knows_content_not_form() {
             .iter()
             .map(|byte| format!("{byte:02x}"))
             .collect();
-        assert!(job.hashes_to(&earlier, price), "{content}");
-        assert!(!job.hashes_to(&earlier.replace('a', "b"), price));
+        assert!(job.has_hash(&earlier, price), "{content}");
+        assert!(!job.has_hash(&earlier.replace('a', "b"), price));
     }
     assert_eq!(
         hash(yaml, "a.yaml"),

@@ -89,7 +89,7 @@ fn names_that_say_gzip_of_what_is_none() {
     planned(folder, "a.jsonl.gz", b"{\"text\": \"x\"}\n", Ok((1, 0)));
     planned(folder, "a.txt.zst", "größer\n".as_bytes(), Ok((1, 0)));
     planned(folder, "a.csv.gz", b"", Ok((0, 0)));
-    let neither = "its name ends in `.gz`, and it is neither compressed so nor text";
+    let neither = "its name ends in `.gz`, but it is neither compressed in that format nor text";
     planned(folder, "a.csv.gz", &packed[1..], Err(neither));
     planned(folder, "a.jsonl.gz", &packed[2..], Err(neither));
     planned(
@@ -98,7 +98,7 @@ fn names_that_say_gzip_of_what_is_none() {
         &packed[..packed.len() - 3],
         Err("it ends in the middle of its gzip data"),
     );
-    planned(folder, "a.csv.gz", &gzip(&packed), Err("in another way or twice"));
+    planned(folder, "a.csv.gz", &gzip(&packed), Err("twice, or by a method"));
 }
 
 #[test]

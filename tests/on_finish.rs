@@ -195,7 +195,11 @@ fn what_it_says_makes_no_other_job() {
     fs::write(&job, text.replace("1/a", "1/b")).unwrap();
     let again = run(&["submit", arg(&job), "--no-enqueue", "--json"]).expect(0);
     assert_eq!(again.json()["id"], first["id"]);
-    again.one_line(&["workers tell what the job began with", "1/a", "1/b"]);
+    again.one_line(&[
+        "workers post to the `on_finish.url` that the job began with",
+        "1/a",
+        "1/b",
+    ]);
     let none = text.split("on_finish").next().unwrap();
     fs::write(&job, format!("{none}on_finish: {{command: ['true']}}\n")).unwrap();
     let command = run(&["submit", arg(&job), "--no-enqueue", "--json"]).expect(0);

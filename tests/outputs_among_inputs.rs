@@ -60,13 +60,13 @@ fn an_output_below_its_inputs_is_none_of_them() {
         let again = run(&["run", arg(&path)]).expect(0);
         assert!(again.stderr.contains("already done"), "{input}: {}", again.stderr);
         let plan = run(&["plan", arg(&path), "--json"]).expect(0);
-        plan.one_line(&["what they hold is no input", output]);
+        plan.one_line(&["their files are not read", output]);
         assert_eq!(plan.json()["rows"], 3, "{input}");
         // So it is for the next job over the folder.
         let (path, _) = job(folder, input, &format!("{output}2"));
         run(&["run", arg(&path), "--quiet"])
             .expect(0)
-            .one_line(&["what they hold is no input", output]);
+            .one_line(&["their files are not read", output]);
         assert_eq!(ids(folder, &format!("{output}2")), "[0, 1, 2]\n", "{input}");
         // What comes besides is seen.
         let more = folder.join(if input.contains("hive") {
@@ -102,7 +102,7 @@ fn no_input_lies_in_the_jobs_own_output() {
         ] {
             let arguments = [&command[..1], &[arg(&path)], &command[1..]].concat();
             run(&arguments).expect(2).one_line(&[
-                "rows.parquet` is an input and lies in `output.uri`",
+                "rows.parquet` is in the job's own output (`output.uri`)",
                 "a folder without inputs",
             ]);
         }
@@ -149,19 +149,14 @@ fn answers_are_inputs_where_an_address_means_them() {
     for input in ["answers", "\"answers/**\"", "\"answers/**/*.parquet\""] {
         let (path, _) = job(folder, input, "next");
         run(&["plan", arg(&path)]).expect(2).one_line(&[
-            "all that fits lies in outputs of jobs, such as `",
-            "name such an output itself",
+            "all files that match are in outputs of jobs, such as `",
+            "give the address of such an output",
         ]);
     }
     // Beside other files they are left out.
     fs::rename(folder.join("data/mon"), folder.join("answers/raw")).unwrap();
     let (path, _) = job(folder, "\"answers/*/*.parquet\"", "next");
     let plan = run(&["plan", arg(&path), "--json"]).expect(0);
-    plan.one_line(&[
-        "what they hold is no input",
-        "answers/all",
-        "answers/mon",
-        "answers/tue",
-    ]);
+    plan.one_line(&["their files are not read", "answers/all", "answers/mon", "answers/tue"]);
     assert_eq!(plan.json()["rows"], 2);
 }

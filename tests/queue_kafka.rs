@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use gristmill::queue::{HOPS_MAX, Prepared, Publisher, Queue, QueueError, QueueUrl, Settings, connect};
+use gristmill::queue::{HOPS_MAX, PreparedQueue, Publisher, Queue, QueueError, QueueUrl, Settings, connect};
 use rdkafka::admin::{AdminClient, AdminOptions};
 use rdkafka::client::DefaultClientContext;
 use rdkafka::consumer::{BaseConsumer, Consumer};
@@ -93,7 +93,10 @@ async fn kafka_topics_are_made_once_and_left_alone() {
         let publisher = Publisher::open(url, &settings()).await.unwrap();
         for created in [true, false] {
             let partitions = Some(partitions);
-            assert_eq!(publisher.prepare(1000).await.unwrap(), Prepared { created, partitions });
+            assert_eq!(
+                publisher.prepare(1000).await.unwrap(),
+                PreparedQueue { created, partitions }
+            );
         }
     }
 }
@@ -123,7 +126,10 @@ async fn kafka_topics_are_made_by_nobody_but_the_publisher() {
     expect_nothing(&*queue, Duration::from_secs(3)).await;
     let publisher = Publisher::open(&url, &settings()).await.unwrap();
     let (created, partitions) = (true, Some(3));
-    assert_eq!(publisher.prepare(6).await.unwrap(), Prepared { created, partitions });
+    assert_eq!(
+        publisher.prepare(6).await.unwrap(),
+        PreparedQueue { created, partitions }
+    );
     publisher.send(&messages(0..6)).await.unwrap();
     drain(&*queue, &(0..6).collect()).await;
 }
@@ -202,7 +208,7 @@ async fn kafka_rebalances_lose_and_repeat_nothing() {
     let out: BTreeSet<u32> = held.iter().map(|delivery| delivery.message.shard).collect();
 
     let second = connect(&url, &few).await.unwrap();
-    let recall = tokio::time::timeout(SOON, first.recalled()).await.unwrap();
+    let recall = tokio::time::timeout(SOON, first.next_recall()).await.unwrap();
     assert!(recall.why.contains("to another worker"), "{}", recall.why);
     let (mut going, mut kept): (Vec<_>, Vec<_>) = held
         .into_iter()
@@ -293,7 +299,7 @@ async fn kafka_a_stuck_worker_lets_go() {
     let held = receive(&*stuck).await;
     let recall = tokio::time::timeout(SOON, async {
         loop {
-            let recall = stuck.recalled().await;
+            let recall = stuck.next_recall().await;
             if recall.why.contains("progress") {
                 return recall;
             }

@@ -5,7 +5,7 @@ use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use gristmill::queue::{HOPS_MAX, Prepared, Publisher, QueueUrl, Settings, connect};
+use gristmill::queue::{HOPS_MAX, PreparedQueue, Publisher, QueueUrl, Settings, connect};
 use lapin::options::{BasicPublishOptions, QueueDeclareOptions, QueueDeleteOptions};
 use lapin::types::{AMQPValue, FieldTable};
 use lapin::{BasicProperties, Connection, ConnectionProperties};
@@ -53,7 +53,10 @@ async fn rabbitmq_queues_are_made_once_and_left_alone() {
     let publisher = Publisher::open(&url, &settings()).await.unwrap();
     for created in [true, false] {
         let partitions = None;
-        assert_eq!(publisher.prepare(10).await.unwrap(), Prepared { created, partitions });
+        assert_eq!(
+            publisher.prepare(10).await.unwrap(),
+            PreparedQueue { created, partitions }
+        );
     }
     // A classic queue that somebody made is used as it is.
     let url = rabbit_url(&address, "classic", "");
@@ -230,7 +233,7 @@ async fn rabbitmq_long_work_is_recalled_before_the_broker_loses_patience() {
     let start = Instant::now();
     let held = receive(&*queue).await;
     queue.extend(&held, Duration::from_secs(100)).await.unwrap();
-    let recall = tokio::time::timeout(SOON, queue.recalled()).await.unwrap();
+    let recall = tokio::time::timeout(SOON, queue.next_recall()).await.unwrap();
     let after = start.elapsed();
     assert!(
         after > Duration::from_secs(3) && after < Duration::from_secs(5),
@@ -259,7 +262,7 @@ async fn rabbitmq_an_answer_after_a_recall_counts_while_there_is_time() {
     let queue = filled(&url, &messages(0..1)).await;
     let held = receive(&*queue).await;
     queue.extend(&held, Duration::from_secs(100)).await.unwrap();
-    let recall = tokio::time::timeout(SOON, queue.recalled()).await.unwrap();
+    let recall = tokio::time::timeout(SOON, queue.next_recall()).await.unwrap();
     assert_eq!(recall.receipts, [held.receipt]);
     drop(recall);
     tokio::time::sleep(Duration::from_millis(500)).await;
@@ -329,7 +332,7 @@ async fn rabbitmq_a_stuck_worker_lets_go() {
     let stuck = connect(&url, &impatient).await.unwrap();
     let held = receive(&*stuck).await;
     let second = connect(&url, &settings()).await.unwrap();
-    let recall = tokio::time::timeout(SOON, stuck.recalled()).await.unwrap();
+    let recall = tokio::time::timeout(SOON, stuck.next_recall()).await.unwrap();
     assert_eq!(recall.receipts, [held.receipt]);
     drain(&*second, &(0..5).collect()).await;
     assert!(!stuck.is_attached(), "it consumes no more");

@@ -13,12 +13,12 @@ use gristmill::job::precision::RequestedPrecision;
 use gristmill::ledger::Ledger;
 use gristmill::model::{KvBudget, LoadOptions, Transformer};
 use gristmill::report::meter::Meter;
-use gristmill::report::recheck::Recheck;
+use gristmill::report::recheck::RecheckReport;
 use gristmill::report::sample::sample;
 use gristmill::worker::jobs::OpenJob;
 use gristmill::worker::model::{Formats, Model, ModelFiles};
 use gristmill::worker::recheck::{self, RecheckConfig};
-use gristmill::worker::stop::{Stop, Why};
+use gristmill::worker::stop::{Stop, StopCause};
 use serde_json::Value;
 
 use crate::commands::{run, small_job};
@@ -362,12 +362,12 @@ async fn in_its_own_precision_a_job_says_the_same_again() {
     assert_eq!((found.leading_tokens, found.logprob_difference), (Some(1.0), Some(0.0)));
     assert_eq!(found.interval.map(|[_, high]| high), Some(1.0));
     let stop = Stop::default();
-    stop.set(Why::Interrupted);
+    stop.set(StopCause::Interrupted);
     assert_eq!(again(&output, &model, 24, &stop).await, None, "told to stop");
 }
 
 /// Rows of a job in F32, run again in F32.
-async fn again(output: &Path, model: &Path, rows: u64, stop: &Stop) -> Option<Recheck> {
+async fn again(output: &Path, model: &Path, rows: u64, stop: &Stop) -> Option<RecheckReport> {
     let ledger = Ledger::open(&Location::parse(arg(output), Path::new("/")).unwrap())
         .await
         .unwrap()

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use gristmill::device::{Precision, cpu};
 use gristmill::engine::philox::StreamKey;
-use gristmill::engine::request::UnitId;
+use gristmill::engine::request::SampleId;
 use gristmill::model::{KvBudget, LoadOptions, Transformer};
 use gristmill::tokenizer::Tokenizer;
 use serde_json::{Value, json};
@@ -261,7 +261,7 @@ fn replay(
     let unused_ids: BTreeSet<u32> = model.tokenizer.unused_ids().iter().copied().collect();
     let (mut draws, mut differ) = (0, 0);
     for (sample, logits) in samples.iter().zip(logits) {
-        let id = UnitId {
+        let id = SampleId {
             job: 0,
             row: sample.row,
             sample: sample.sample,

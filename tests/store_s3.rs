@@ -11,7 +11,7 @@ use futures::future::join_all;
 use futures::{StreamExt, TryStreamExt, stream};
 use gristmill::dataset::store::clients::Stores;
 use gristmill::dataset::store::location::Location;
-use gristmill::ledger::store::{Created, Store};
+use gristmill::ledger::store::{CreateOutcome, Store};
 use object_store::{Error, ObjectStore, ObjectStoreExt, PutMode, PutOptions, UpdateVersion};
 
 use crate::proxy::{Fault, Plan, Proxy, Rule};
@@ -39,7 +39,7 @@ async fn race(stores: &[Store], keys: usize) -> Vec<(usize, Bytes)> {
                     // An error means that nobody knows: the same bytes again, as the ledger does.
                     for _ in 0..5 {
                         if let Ok(created) = store.create(key, bytes.clone()).await {
-                            return created == Created::Ours;
+                            return created == CreateOutcome::Ours;
                         }
                     }
                     panic!("`{key}` cannot be created")

@@ -1,4 +1,4 @@
-//! What the end-to-end tests share: the binary, job files in temporary folders, the checker.
+//! Shared by the end-to-end tests: the binary, job files in temporary folders, the checker.
 
 use std::fs::OpenOptions;
 use std::io::Write;
@@ -13,14 +13,14 @@ pub(crate) fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
 
-/// The built binary with `arguments`.
+/// A command of the built binary with `arguments`.
 pub(crate) fn gristmill(arguments: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_gristmill"));
     command.args(arguments).env_remove("RUST_LOG");
     command
 }
 
-/// A finished process, its output as text.
+/// A finished process, with its output as text.
 #[derive(Debug)]
 pub(crate) struct Run {
     pub code: Option<i32>,
@@ -38,7 +38,7 @@ impl Run {
         }
     }
 
-    /// Fails the test, showing everything that was printed, unless the exit code is `code`.
+    /// Fails the test unless the exit code is `code`, and then shows the whole output.
     #[track_caller]
     pub(crate) fn expect(self, code: i32) -> Run {
         assert_eq!(
@@ -51,7 +51,7 @@ impl Run {
         self
     }
 
-    /// Fails unless stderr is one line that holds all of `words`.
+    /// Fails the test unless stderr is one line that contains all of `words`.
     #[track_caller]
     pub(crate) fn one_line(&self, words: &[&str]) {
         let lines = self.stderr.trim_end().lines().count();
@@ -83,7 +83,7 @@ pub(crate) fn python() -> PathBuf {
     python
 }
 
-/// Runs Python with pyarrow, pandas and DuckDB in `folder`; answers what it prints.
+/// Runs Python with pyarrow, pandas and DuckDB in `folder`; returns its output.
 #[track_caller]
 pub(crate) fn py(folder: &Path, script: &str) -> String {
     Run::of(Command::new(python()).current_dir(folder).args(["-c", script]))
@@ -91,7 +91,7 @@ pub(crate) fn py(folder: &Path, script: &str) -> String {
         .stdout
 }
 
-/// Writes a job of the demo model, whose output is `folder/out`; `rest`: the other fields.
+/// Writes a job file for the demo model with the output `folder/out`; `rest`: the other fields.
 pub(crate) fn demo_job(folder: &Path, name: &str, rest: &str) -> (PathBuf, PathBuf) {
     let model = root().join("jobs/demo/model");
     let path = folder.join("job.yaml");
@@ -100,7 +100,7 @@ pub(crate) fn demo_job(folder: &Path, name: &str, rest: &str) -> (PathBuf, PathB
     (path, folder.join("out"))
 }
 
-/// Writes so many rows of an `id` and a short `text`, as lines.
+/// Writes a JSON Lines file of this many rows with an `id` and a short `text`.
 pub(crate) fn write_tickets(folder: &Path, count: u32) {
     let line = |n: u32| format!("{{\"id\": {n}, \"text\": \"ticket {n}\"}}\n");
     std::fs::write(folder.join("rows.jsonl"), (0..count).map(line).collect::<String>()).expect("the rows are written");
@@ -137,7 +137,7 @@ pub(crate) fn record(output: &Path) -> Value {
     serde_json::from_slice(&std::fs::read(output.join("_gristmill/job.json")).unwrap()).unwrap()
 }
 
-/// Whether this is the full run; else the part for every CI.
+/// Whether to run all tests in full; otherwise the shorter part that every CI run does.
 pub(crate) fn is_full() -> bool {
     match std::env::var("GRISTMILL_FAULTS").as_deref() {
         Ok("full") => true,

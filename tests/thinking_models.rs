@@ -10,9 +10,9 @@ use gristmill::dataset::row::InputRow;
 use gristmill::device::cpu::sample::{Scratch, sample};
 use gristmill::engine::constraint::{Constraint, GrammarState};
 use gristmill::engine::params::{GenerationParams, OutputConstraint};
-use gristmill::engine::request::{Completion, FinishReason, Request, UnitId};
-use gristmill::engine::sequence::{Next, SampleState};
-use gristmill::engine::thinking::Begin;
+use gristmill::engine::request::{Completion, FinishReason, Request, SampleId};
+use gristmill::engine::sequence::{SampleState, TokenOutcome};
+use gristmill::engine::thinking::CompletionStart;
 use gristmill::job::{Job, JobFile, RenderSetup, Renderer};
 use gristmill::tokenizer::Tokenizer;
 use serde_json::{Value, json};
@@ -29,7 +29,7 @@ struct Style {
     before: &'static str,
     gap: &'static str,
     /// How prompts begin completions, by the fixture's names of conversations: plain ones, `thinking off`, `no thinking asked for`.
-    begins: [Begin; 3],
+    begins: [CompletionStart; 3],
 }
 
 /// As published: Qwen's delimiters are added tokens that are not special, Mistral's and OpenAI's are control tokens.
@@ -63,7 +63,7 @@ const HARMONY: &[(&str, bool)] = &[
 ];
 const FINAL: &str = "<|end|><|start|>assistant<|channel|>final<|message|>";
 
-const fn chatml(name: &'static str, opens: &'static str, gap: &'static str, begins: [Begin; 3]) -> Style {
+const fn chatml(name: &'static str, opens: &'static str, gap: &'static str, begins: [CompletionStart; 3]) -> Style {
     Style {
         name,
         added: CHATML,
@@ -78,21 +78,29 @@ const fn chatml(name: &'static str, opens: &'static str, gap: &'static str, begi
 const STYLES: [Style; 7] = [
     Style {
         added: DEEPSEEK,
-        ..chatml("r1_distill", "", "\n\n", [Begin::Thought; 3])
+        ..chatml("r1_distill", "", "\n\n", [CompletionStart::Thought; 3])
     },
-    chatml("qwq", "", "\n\n", [Begin::Thought; 3]),
+    chatml("qwq", "", "\n\n", [CompletionStart::Thought; 3]),
     chatml(
         "qwen3",
         "<think>",
         "\n\n",
-        [Begin::Either, Begin::Answer, Begin::Either],
+        [
+            CompletionStart::Either,
+            CompletionStart::Answer,
+            CompletionStart::Either,
+        ],
     ),
-    chatml("qwen3_thinking", "", "\n\n", [Begin::Thought; 3]),
+    chatml("qwen3_thinking", "", "\n\n", [CompletionStart::Thought; 3]),
     chatml(
         "smollm3",
         "<think>",
         "\n",
-        [Begin::Either, Begin::Either, Begin::Answer],
+        [
+            CompletionStart::Either,
+            CompletionStart::Either,
+            CompletionStart::Answer,
+        ],
     ),
     Style {
         name: "magistral",
@@ -101,7 +109,7 @@ const STYLES: [Style; 7] = [
         closes: "[/THINK]",
         before: "",
         gap: "",
-        begins: [Begin::Either; 3],
+        begins: [CompletionStart::Either; 3],
     },
     Style {
         name: "harmony",
@@ -110,7 +118,7 @@ const STYLES: [Style; 7] = [
         closes: FINAL,
         before: "",
         gap: "",
-        begins: [Begin::Either; 3],
+        begins: [CompletionStart::Either; 3],
     },
 ];
 
@@ -166,7 +174,7 @@ fn try_renderer(style: &Style, messages: &Value, kwargs: &Value, generate: Value
         context_tokens: 4096,
         seed: 9,
         now: chrono::DateTime::UNIX_EPOCH.naive_utc(),
-        max_tokens: None,
+        retry_max_tokens: None,
     };
     Renderer::new(&job, setup).map_err(|e| e.to_string())
 }
@@ -183,7 +191,7 @@ fn complete(tokenizer: &Arc<Tokenizer>, prompt: &[u32], params: &Arc<GenerationP
     let eos = tokenizer.eos_id().unwrap();
     let constraint = Constraint::compile(&params.shape, tokenizer, &[eos]).unwrap();
     let request = Request {
-        id: UnitId {
+        id: SampleId {
             job: 0,
             row: 0,
             sample: 0,
@@ -194,24 +202,24 @@ fn complete(tokenizer: &Arc<Tokenizer>, prompt: &[u32], params: &Arc<GenerationP
         eos: [eos].into(),
         cache_salt: Arc::default(),
     };
-    let (mut unit, mut next) = SampleState::new(request, constraint, params.max_tokens as usize, tokenizer);
+    let (mut state, mut next) = SampleState::new(request, constraint, params.max_tokens as usize, tokenizer);
     let mut nodes = VecDeque::new();
     for asked in 0.. {
         match next {
-            Next::Finished(result) => {
+            TokenOutcome::Finished(result) => {
                 assert_eq!(asked, wants.len(), "{:?}", tokenizer.decode(wants));
                 return result.unwrap();
             }
-            Next::Go(at) => nodes.extend(at.into_iter().map(|at| at.node)),
+            TokenOutcome::Continue(at) => nodes.extend(at.into_iter().map(|at| at.node)),
         }
         let mut logits = vec![0.0; tokenizer.vocab_size()];
         // Certain at a temperature of 1.
         logits[wants[asked] as usize] = 100.0;
         let node = nodes.pop_front().unwrap();
-        unit.grammar().into_iter().for_each(GrammarState::prepare);
-        unit.prepare(tokenizer);
-        let drawn = sample(&logits, unit.draw(node, tokenizer), &mut Scratch::default());
-        next = unit.take(node, drawn, tokenizer);
+        state.grammar().into_iter().for_each(GrammarState::prepare);
+        state.prepare(tokenizer);
+        let drawn = sample(&logits, state.draw(node, tokenizer), &mut Scratch::default());
+        next = state.consume(node, drawn, tokenizer);
     }
     unreachable!()
 }
@@ -246,13 +254,23 @@ fn prompts_are_those_of_transformers_and_say_how_completions_begin() {
                 assert_eq!(rendered.text, case["text"].as_str().unwrap(), "{}, {name}", style.name);
             }
             let thinking = rendered.params.thinking.clone().expect("it thinks");
-            assert_eq!(thinking.begin(&rendered.tokens), begin, "{}, {name}", style.name);
-            assert_eq!(renderer.thinks().unwrap().begin, Some(begin), "{}, {name}", style.name);
+            assert_eq!(
+                thinking.completion_start(&rendered.tokens),
+                begin,
+                "{}, {name}",
+                style.name
+            );
+            assert_eq!(
+                renderer.thinking().unwrap().begin,
+                Some(begin),
+                "{}, {name}",
+                style.name
+            );
             let ids = |text: &str| tokenizer(style).encode(text, false).unwrap();
             assert_eq!(thinking.close, ids(style.closes), "{}", style.name);
             assert_eq!(thinking.gap, ids(style.gap), "{}", style.name);
             assert_eq!(
-                thinking.end,
+                thinking.forced_close,
                 ids(&format!("{}{}", style.before, style.closes)),
                 "{}",
                 style.name
@@ -314,7 +332,7 @@ fn completions_have_the_form_of_the_template() {
                 style.name
             );
             let found = completion.thought.unwrap();
-            assert_eq!((found.text.as_str(), found.closed), (thought, true));
+            assert_eq!((found.text.as_str(), found.is_closed), (thought, true));
             assert_eq!(found.tokens as usize, ids(&format!("{line}{thought}{before}")).len());
             let conversation = [prompt.tokens.as_slice(), &completion.token_ids].concat();
             let answered = ids(case("answered")["text"].as_str().unwrap());
@@ -391,11 +409,11 @@ fn what_cannot_be_told_by_ids_is_refused() {
     // Its template writes the delimiter, and its vocabulary cuts it up.
     let plain = Style {
         added: &CHATML[..2],
-        ..chatml("qwen3_thinking", "", "\n\n", [Begin::Thought; 3])
+        ..chatml("qwen3_thinking", "", "\n\n", [CompletionStart::Thought; 3])
     };
     let why = refused(&plain, json!({"choice": ["a", "b"]}));
     assert!(
-        why.contains("prompts hold `<think>`") && why.contains("`generate.thinking: false`"),
+        why.contains("prompts contain `<think>`") && why.contains("`generate.thinking: false`"),
         "{why}"
     );
     assert!(
@@ -407,7 +425,7 @@ fn what_cannot_be_told_by_ids_is_refused() {
         )
         .is_ok()
     );
-    assert!(renderer(&plain, &messages, &json!({}), json!({})).thinks().is_none());
+    assert!(renderer(&plain, &messages, &json!({}), json!({})).thinking().is_none());
     for (generate, words) in [
         (
             json!({"thinking": {"open": "<a>", "close": "</think>"}}),
@@ -459,20 +477,20 @@ fn what_cannot_be_told_by_ids_is_refused() {
     assert!(try_renderer(qwen, &messages, &json!({}), fits).is_ok());
     // The job may name what it knows better, and say that there is nothing to know.
     let own = json!({"thinking": {"open": "<think>", "close": "</think>"}});
-    assert!(renderer(qwen, &messages, &json!({}), own).thinks().is_some());
+    assert!(renderer(qwen, &messages, &json!({}), own).thinking().is_some());
     assert!(
         renderer(qwen, &messages, &json!({}), json!({"thinking": false}))
-            .thinks()
+            .thinking()
             .is_none()
     );
     assert!(
         renderer(qwen, &messages, &json!({}), json!({"thinking": true}))
-            .thinks()
+            .thinking()
             .is_some()
     );
     let no_thoughts = Style {
         added: &CHATML[..2],
-        ..chatml("qwen3", "", "", [Begin::Either; 3])
+        ..chatml("qwen3", "", "", [CompletionStart::Either; 3])
     };
     let why = refused(&no_thoughts, json!({"thinking": true}));
     assert!(
@@ -505,7 +523,7 @@ fn the_default_of_max_tokens_leaves_room() {
     let messages = json!([{"role": "user", "content": "x"}]);
     let most = |style: &Style, kwargs: Value, generate: Value| {
         let renderer = renderer(style, &messages, &kwargs, generate);
-        renderer.thinks().unwrap().max_tokens(40_960)
+        renderer.thinking().unwrap().default_max_tokens(40_960)
     };
     assert_eq!(most(&STYLES[2], json!({}), json!({})), Some(8192));
     assert_eq!(most(&STYLES[2], json!({"enable_thinking": false}), json!({})), None);
@@ -515,7 +533,7 @@ fn the_default_of_max_tokens_leaves_room() {
         Some(1000 + 4 + 256)
     );
     let small = renderer(&STYLES[2], &messages, &json!({}), json!({}));
-    assert_eq!(small.thinks().unwrap().max_tokens(1024), Some(512));
+    assert_eq!(small.thinking().unwrap().default_max_tokens(1024), Some(512));
 }
 
 /// DeepSeek's tokens between turns are added ones and not special: what stands before them is of another turn all the same.
@@ -528,14 +546,18 @@ fn turns_may_be_parted_by_tokens_that_are_not_special() {
             ("<think>", false),
             ("</think>", false),
         ],
-        ..chatml("qwen3", "<think>", "\n\n", [Begin::Either; 3])
+        ..chatml("qwen3", "<think>", "\n\n", [CompletionStart::Either; 3])
     };
     for asked in ["what does </think> mean?", "write <think> first"] {
         let messages = json!([{"role": "user", "content": asked}]);
         let renderer = renderer(&style, &messages, &json!({}), json!({}));
         let prompt = renderer.render(&row()).unwrap();
         let thinking = prompt.params.thinking.clone().expect("it thinks");
-        assert_eq!(thinking.begin(&prompt.tokens), Begin::Either, "{asked}");
+        assert_eq!(
+            thinking.completion_start(&prompt.tokens),
+            CompletionStart::Either,
+            "{asked}"
+        );
     }
 }
 
@@ -559,6 +581,6 @@ fn a_thought_may_begin_where_tokens_are_forbidden() {
             &ids(&format!("<think>hm</think>a{end}")),
         );
         assert_eq!(completion.text, "ab", "{shape}");
-        assert!(completion.thought.is_some_and(|thought| thought.closed), "{shape}");
+        assert!(completion.thought.is_some_and(|thought| thought.is_closed), "{shape}");
     }
 }

@@ -166,7 +166,7 @@ fn cut_off_answers_are_counted_everywhere_and_retried_with_more() {
     assert_eq!((&again["generation"], &again["resumed"]), (&1.into(), &true.into()));
     run(&["retry", arg(&output), "--truncated", "--max-tokens", "70"])
         .expect(2)
-        .one_line(&["retry 1 is under way"]);
+        .one_line(&["retry 1 has not finished"]);
 
     let ran = run(&["run", arg(&job), "--json", "--quiet"]).expect(3).json();
     let after = seen(&output);

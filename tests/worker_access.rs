@@ -12,7 +12,7 @@ use gristmill::dataset::plan::discover::discover;
 use gristmill::dataset::store::clients::Stores;
 use gristmill::dataset::store::location::Location;
 use gristmill::queue::Message;
-use gristmill::worker::access::{Access, Asked};
+use gristmill::worker::access::{Access, AccessOptions};
 use gristmill::worker::jobs::{JobLookup, Jobs};
 use object_store::ObjectStoreExt;
 use serde_json::Value;
@@ -167,12 +167,12 @@ async fn a_record_that_others_could_have_written_is_not_opened() {
     let message = Message::new(id.as_str().unwrap(), arg(&output), 0, 0);
     let hear = async |accept: &[&str]| {
         let accept: Vec<String> = accept.iter().map(|prefix| prefix.to_string()).collect();
-        let asked = Asked {
+        let options = AccessOptions {
             accept: &accept,
-            ..Asked::default()
+            ..AccessOptions::default()
         };
-        let access = Access::new(&asked, Path::new("/")).unwrap();
-        let jobs = Jobs::confined(model(&root().join("jobs/demo/model"), 128), access);
+        let access = Access::new(&options, Path::new("/")).unwrap();
+        let jobs = Jobs::with_access(model(&root().join("jobs/demo/model"), 128), access);
         match jobs.resolve(&message).await.unwrap() {
             JobLookup::Job(_) => Ok(()),
             JobLookup::NotOurs(why) | JobLookup::Stale(why) => Err(why.to_string()),
@@ -270,13 +270,13 @@ async fn redirects_of_queued_jobs_lead_to_what_is_listed_alone() {
     });
     let read = async |listed: &[&str], path: &str| {
         let listed: Vec<String> = listed.iter().map(|prefix| prefix.to_string()).collect();
-        let asked = Asked {
+        let options = AccessOptions {
             accept_inputs: &listed,
-            ..Asked::default()
+            ..AccessOptions::default()
         };
-        let access = Access::new(&asked, Path::new("/")).unwrap();
+        let access = Access::new(&options, Path::new("/")).unwrap();
         let stores = Stores::new([]);
-        stores.confine(Arc::new(move |url| access.may_follow(url)));
+        stores.restrict_redirects(Arc::new(move |url| access.may_follow(url)));
         let place = Location::parse_with(&format!("{url}{path}"), Path::new("/"), &stores).unwrap();
         place.store.head(&place.path).await
     };

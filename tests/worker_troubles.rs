@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
-use gristmill::engine::request::{Finished, Request};
+use gristmill::engine::request::{FinishedSample, Request};
 use gristmill::engine::{EngineError, Generator, RequestError};
 use gristmill::queue::{Delivery, LocalQueue, Message, Queue, QueueError, QueueUrl, Recall, connect};
 use gristmill::report::meter::Meter;
@@ -18,9 +18,9 @@ use gristmill::worker::jobs::Jobs;
 use gristmill::worker::retry_policy::RetryPolicy;
 use gristmill::worker::step_watchdog::StepWatchdog;
 use gristmill::worker::stop::Stop;
-use gristmill::worker::troubles::Where;
-use gristmill::worker::watched::Watched;
-use gristmill::worker::{self, Options, Until, Worker, WorkerConfig};
+use gristmill::worker::troubles::JobStore;
+use gristmill::worker::watched::WatchedJobs;
+use gristmill::worker::{self, Until, Worker, WorkerConfig, WorkerOptions};
 use tempfile::NamedTempFile;
 
 use crate::commands::{queues, run};
@@ -382,8 +382,8 @@ async fn a_message_that_may_have_ended_workers_is_passed_on_first() {
             let worker = TheWorker::start(&url, &[&options[..], &["--job", arg(&output)]].concat(), &[]);
             wait_for(&output, 1, Duration::from_secs(60), &worker);
             let said = worker.said();
-            assert_eq!(said.matches("was in workers' hands").count(), 1, "{said}");
-            assert!(said.contains("(at hop 1): it was in workers' hands "), "{said}");
+            assert_eq!(said.matches("was delivered").count(), 1, "{said}");
+            assert!(said.contains("(at hop 1): it was delivered "), "{said}");
         })
         .await
         .unwrap();
@@ -422,7 +422,7 @@ impl Queue for NoQueue {
     async fn requeue_last(&self, _: &Delivery) -> Result<(), QueueError> {
         Ok(())
     }
-    async fn recalled(&self) -> Recall {
+    async fn next_recall(&self) -> Recall {
         std::future::pending().await
     }
     fn is_attached(&self) -> bool {
@@ -443,7 +443,7 @@ impl Generator for Unused {
     fn submit(&mut self, _: Request) -> Result<(), RequestError> {
         unreachable!("nothing comes")
     }
-    fn step(&mut self) -> Result<Vec<Finished>, EngineError> {
+    fn step(&mut self) -> Result<Vec<FinishedSample>, EngineError> {
         Ok(Vec::new())
     }
     fn step_tokens(&self) -> &[(u32, u64)] {
@@ -471,14 +471,14 @@ fn once(queue: Arc<dyn Queue>) -> Arc<Worker> {
     Arc::new(Worker::new(WorkerConfig {
         name: "once".into(),
         queue,
-        own_queue: None,
+        embedded_queue: None,
         jobs: Jobs::new(model(&root().join("jobs/demo/model"), 128)),
-        watched: Watched::default(),
+        watched: WatchedJobs::default(),
         meter: Arc::new(Meter::default()),
-        retry_policy: RetryPolicy::within(Duration::from_secs(2)),
+        retry_policy: RetryPolicy::with_wait_max(Duration::from_secs(2)),
         watchdog: Arc::new(StepWatchdog::new(Duration::from_secs(60))),
         render_threads: rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap(),
-        options: Options {
+        options: WorkerOptions {
             log_interval: Duration::from_secs(1),
             shards_in_flight: 4,
             until: Until::Once,
@@ -493,11 +493,11 @@ fn once(queue: Arc<dyn Queue>) -> Arc<Worker> {
 async fn a_worker_is_not_idle_while_a_store_fails() {
     let worker = once(Arc::new(LocalQueue::default()));
     let away = anyhow::anyhow!("refused");
-    worker.troubles.note(Where::Output, "s3://a/out", &away);
+    worker.troubles.note_failure(JobStore::Output, "s3://a/out", &away);
     let running = tokio::spawn(worker::run(worker.clone(), Box::new(Unused), Stop::default()));
     tokio::time::sleep(Duration::from_secs(3)).await;
     assert!(!running.is_finished());
-    worker.troubles.end(Where::Output, "s3://a/out");
+    worker.troubles.note_recovery(JobStore::Output, "s3://a/out");
     let ended = tokio::time::timeout(Duration::from_secs(20), running).await;
     assert_eq!(ended.unwrap().unwrap().unwrap(), None);
 }

@@ -189,7 +189,7 @@ fn new_group(criterion: &mut Criterion, name: String) -> BenchmarkGroup<'_, Wall
 fn linears(criterion: &mut Criterion) {
     for precision in [Precision::Int8, Precision::Bf16, Precision::F32] {
         let isa = Isa::detect();
-        let mut group = new_group(criterion, format!("{}, {isa}", precision.word()));
+        let mut group = new_group(criterion, format!("{}, {isa}", precision.name()));
         for shape in LAYERS {
             linear(&mut group, precision, isa, shape, &[FEW_ROWS, MANY_ROWS].concat());
         }
@@ -206,7 +206,7 @@ fn instructions(criterion: &mut Criterion) {
     let sets = Isa::available().into_iter().rev().skip(1);
     for isa in sets.filter(|isa| *isa != Isa::Portable) {
         for precision in [Precision::Int8, Precision::Bf16] {
-            let mut group = new_group(criterion, format!("{}, {isa}", precision.word()));
+            let mut group = new_group(criterion, format!("{}, {isa}", precision.name()));
             linear(&mut group, precision, isa, LAYERS[0], &[1, 256]);
         }
     }

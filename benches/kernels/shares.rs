@@ -85,7 +85,7 @@ fn compute(threads: &Threads, precision: Precision, operations: usize) {
             Precision::F32 => 32,
         };
     let rounds = operations / PARTS / per_round;
-    threads.share(PARTS, |_, parts| {
+    threads.parallel_for(PARTS, |_, parts| {
         for _ in parts {
             // SAFETY: `print` has asked for these instructions.
             unsafe {
@@ -134,7 +134,7 @@ fn cell(device: &Cpu, precision: Precision, (inputs, outputs): (usize, usize), r
         }));
         let parts: Vec<_> = memory[from..][..words].chunks(words.div_ceil(PARTS)).collect();
         times[1].push(seconds(|| {
-            threads.share(parts.len(), |_, mine| {
+            threads.parallel_for(parts.len(), |_, mine| {
                 // SAFETY: `print` has asked for the instructions.
                 mine.for_each(|i| unsafe { read(parts[i]) });
             });
@@ -189,7 +189,7 @@ pub(crate) fn print() {
                     }
                 })
                 .collect();
-            println!("| {} | {}x{} |{cells}", precision.word(), shape.0, shape.1);
+            println!("| {} | {}x{} |{cells}", precision.name(), shape.0, shape.1);
         }
     }
 }

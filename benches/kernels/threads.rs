@@ -42,7 +42,7 @@ pub(crate) fn print() {
         for _ in 0..SAMPLES {
             rayon.push(pool.install(|| sample(between, || (0..PARTS).into_par_iter().for_each(|_| work(part)))));
             own.push(sample(between, || {
-                threads.share(PARTS, |_, parts| parts.for_each(|_| work(part)));
+                threads.parallel_for(PARTS, |_, parts| parts.for_each(|_| work(part)));
             }));
         }
         let over = |mut times: Vec<f64>| {

@@ -1,35 +1,37 @@
-// What attention.cu and attention_sm90.cu share: items, how tokens lie among columns, queries as products take them, and how sums
-// become results.
+// Shared by attention.cu and attention_sm90.cu: items, the order of tokens among columns, the
+// layout of queries for products, and how sums become results.
 //
-// HEADS, KV_HEADS, HEAD_DIM, BLOCK, STORE: as in those. The fragments of a warp's 16 rows are those of `multiply` in ptx.cuh, and of
-// `products` in hopper.cuh, where each warp of a warpgroup has 16 rows of the same layout.
+// HEADS, KV_HEADS, HEAD_DIM, BLOCK, STORE: as in those. The fragments of a warp's 16 rows are those
+// of `multiply` in ptx.cuh, and of `products` in hopper.cuh, in which each warp of a warpgroup has
+// 16 rows of the same layout.
 #pragma once
 #include "types.cuh"
 
 #define GROUP (HEADS / KV_HEADS)
 #define NONE 0xffffffffu
 #define SIZE (STORE == 2 ? 2 : 1)
-// Bytes of a key's row, and of a row of values: one dimension of all the block's tokens.
+// Bytes of a key's row, and of a row of values (one dimension of all tokens of the block).
 #define KEY_ROW (HEAD_DIM * SIZE)
 #define VALUE_ROW (BLOCK * SIZE)
 #define KEY_BYTES (BLOCK * KEY_ROW)
 #define VALUE_BYTES (HEAD_DIM * VALUE_ROW)
 // Scales of the keys, then of the values.
 #define SCALE_BYTES (STORE == 2 ? 0 : 2 * BLOCK * 4)
-// Steps of a product over a key's row, 32 bytes each. Where the parts of 16 bytes are an odd number, the last step has half of the
-// queries zero.
+// Steps of a product over a key's row, 32 bytes each. If the row has an odd number of 16-byte
+// parts, half of the queries of the last step are zero.
 #define KEY_STEPS ((KEY_ROW + 31) / 32)
 #define LOWEST (-1e30f)
 
-// Queries that walk the same blocks.
+// Queries that walk the same blocks; `AttentionItem` of src/device/cuda/items.rs.
 struct Item {
-    // Into `queries`: tokens of the step.
+    // An index in `queries`, the tokens of the step; and the number of queries.
     u32 first_query, queries;
-    // Into `tables`: the block of position 0.
+    // An index in `tables`: of the block with position 0.
     u32 table;
-    // Positions: from the first of a block to before `to`.
+    // Positions `from` to before `to`; `from` is the first of a block.
     u32 from, to;
-    // The first row of its part of the result, of all key-value heads of one, or NONE where it is all of it.
+    // The first row of the item's partial result, counted for one key-value head; NONE if the
+    // item's result is complete.
     u32 part;
 };
 
@@ -39,18 +41,20 @@ typedef int Sum;
 typedef float Sum;
 #endif
 
-// Where part `part` (of 16 bytes) of row `row` lies, so that the same part of 8 rows meets every bank once: rows that begin at the same
-// bank, 8 / turns apart, differ in how parts are swapped within groups of `turns`. Rows 16 apart have parts at the same places. DEALT:
-// the 8 rows that are read at once are two of every four, as `token_of` deals them. Rows of 32, 64 and 128 bytes that are not dealt lie
-// as Hopper's swizzles of so many bytes have them.
+// Offset of the 16-byte part `part` of row `row`, so that reading the same part of 8 rows uses
+// every bank once. Rows that begin at the same bank, 8 / turns apart, differ in how parts are
+// permuted within groups of `turns`. Rows 16 apart have the same order of parts. DEALT: the 8 rows
+// that are read at once are two of every four, in the order of `token_of`. Without DEALT, rows of
+// 32, 64 and 128 bytes have the layout of Hopper's swizzles of that many bytes.
 template <int BYTES, bool DEALT = false> __device__ inline int place(u32 row, u32 part) {
     const u32 parts = BYTES / 16, turns = parts % 8 == 0 ? 8 : parts % 4 == 0 ? 4 : parts % 2 == 0 ? 2 : 1;
     u32 order = DEALT ? row / 4 * 2 + row % 2 : row;
     return int(row * BYTES + part / turns * turns * 16 + (part % turns ^ order / (8 / turns) % turns) * 16);
 }
 
-// The token of a block that column `column` of a warp's scores, tile `tile` of 8 columns, stands for. In eight bits they are dealt so
-// that the scores a lane has of two tiles are the four tokens side by side that it must bring to the product with the values.
+// The token of a KV block whose score is in column `column` of tile `tile` (8 columns) of a warp's
+// scores. In eight bits, tokens are dealt to columns so that a lane's scores of two tiles belong to
+// the four neighbouring tokens that the lane must provide for the product with the values.
 __device__ inline int token_of(int tile, int column) {
 #if STORE == 2
     return tile * 8 + column;
@@ -59,8 +63,9 @@ __device__ inline int token_of(int tile, int column) {
 #endif
 }
 
-// Zeros in a block's values for tokens from `end` on, where THREADS copied parts in turns: a thread clears what it has copied, before
-// others see it. `at`: where part `part` of row `row` lies.
+// Zeroes the values of tokens from `end` on, if THREADS threads copied the parts in turn: each
+// thread clears the parts that it copied, before a barrier shows them to others. `at`: address of
+// part `part` of row `row`.
 template <int THREADS, class At> __device__ inline void clear_values(int end, const At& at) {
 #pragma unroll 1
     for (u32 task = threadIdx.x; task < VALUE_BYTES / 16; task += THREADS) {
@@ -74,7 +79,8 @@ template <int THREADS, class At> __device__ inline void clear_values(int end, co
     }
 }
 
-// Two rows of a warp's product belong to a lane: `lane / 4` and 8 further. Reduces each over the four lanes that share them.
+// A lane has values of two rows of a warp's product: `lane / 4` and `lane / 4` + 8. Reduces one of
+// them over the four lanes that share it.
 template <class Op> __device__ inline float over_row(float x, Op op) {
     x = op(x, shuffle_xor(x, 1));
     return op(x, shuffle_xor(x, 2));
@@ -98,9 +104,11 @@ __device__ inline float larger_or_nan(float a, float b) {
 }
 #endif
 
-// The lane's two rows of an item, from `first_row` on: the last position each sees, -1 where it is idle, what its scores are scaled by,
-// and its query, by `set(k, side, half, word)`: of row `half`, the word that step `k` of the product takes for bytes `side` * 16 on.
-// AT_ONCE: in eight bits, four numbers are loaded at once, and stay in registers until their scale is known.
+// Loads the lane's two rows of an item, from `first_row` on: in `limits` the last position that
+// each attends to (-1: idle row), in `row_scales` the factor of its scores, and the query itself by
+// `set(k, side, half, word)`: for row `half`, the word that step `k` of the product reads for bytes
+// `side` * 16 on. AT_ONCE: in eight bits, four numbers are loaded at once, and stay in registers
+// until their scale is known.
 template <bool AT_ONCE, class Set>
 __device__ inline void load_queries(const Item& item, const Bf16* qkv, const u32* queries, const u32* positions, float scale, int head,
                                     int first_row, int lane, int (&limits)[2], float (&row_scales)[2], const Set& set) {
@@ -121,7 +129,7 @@ __device__ inline void load_queries(const Item& item, const Bf16* qkv, const u32
                 set(k, side, half, exists ? pair : 0);
             }
 #else
-        // Of each 16 numbers, the lane brings four side by side.
+        // The lane provides four neighbours of each 16 numbers.
         u64 fours[AT_ONCE ? KEY_ROW / 16 : 1];
         if (AT_ONCE)
 #pragma unroll
@@ -136,7 +144,7 @@ __device__ inline void load_queries(const Item& item, const Bf16* qkv, const u32
             for (int i = 0; i < 4; i++) most = larger_or_nan(most, fabsf(number(part, i)));
         most = over_row(most, larger_or_nan);
         float inverse = most > 1e-30f && exists ? TOP / most : 0.0f;
-        // Bytes may lose what is not a number; the scale keeps it.
+        // Rounding to bytes may lose NaN; the scale keeps it.
         row_scales[half] = most / TOP * scale;
 #pragma unroll
         for (int k = 0; k < KEY_STEPS; k++)
@@ -153,8 +161,9 @@ __device__ inline void load_queries(const Item& item, const Bf16* qkv, const u32
     }
 }
 
-// Writes row `row` of an item: its result, or where the item is a part, sums, the largest score and the total. `sum(t, i)`: of dimension
-// 8 t + 2 (lane % 4) + i, which the lane has. A part's rows are those of its first key-value head, then of the next.
+// Writes row `row` of an item: its result, or, if it is partial, its sums, largest score and total.
+// `sum(t, i)`: the lane's sum of dimension 8 t + 2 (lane % 4) + i. The rows of a partial result are
+// those of its first key-value head, then of the next.
 template <class SumOf>
 __device__ inline void write_row(const Item& item, const u32* queries, int head, int row, int lane, const SumOf& sum,
                                  float largest, float total, Bf16* out, float* part_sums, float* part_states) {

@@ -1,28 +1,32 @@
-// Instructions of Hopper alone (sm_90a): products of a warpgroup, copies of the tensor memory accelerator and their barriers. Tests
-// bring a version of this file that a CPU runs.
+// Instructions that only Hopper has (sm_90a): products of a warpgroup, copies of the tensor memory
+// accelerator, and their barriers. Tests replace this file by a version that a CPU runs.
 //
-// A warpgroup's product is 64 rows x 16 to 256 columns, a thread's sums half as many: warp w of it holds rows 16 w to 16 w + 15, laid
-// out in tiles of 8 columns as `multiply` in ptx.cuh says: d[4 t + i] of tile t. Where the left matrix comes from registers, warp w
-// brings its 16 rows, laid out as `multiply` says of a. (PTX ISA, "Register Fragments for wgmma.mma_async.m64nNk32".)
+// A warpgroup's product has 64 rows x 16 to 256 columns; each thread holds half as many sums as
+// there are columns. Warp w of the warpgroup holds rows 16 w to 16 w + 15, in tiles of 8 columns
+// with the layout of `multiply` in ptx.cuh: d[4 t + i] of tile t. If the left matrix comes from
+// registers, warp w provides its 16 rows, in the layout of a in `multiply`. (PTX ISA, "Register
+// Fragments for wgmma.mma_async.m64nNk32".)
 #pragma once
 #include "ptx.cuh"
 
-// Before a barrier: what this thread has stored in shared memory is there for products, which read it by another way than loads do.
+// To be called before a barrier: makes this thread's stores to shared memory visible to products,
+// which read through another proxy than loads.
 __device__ inline void stores_before_products() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// A tile in shared memory, rows of WIDTH bytes (32, 64 or 128), swizzled over as many, its start on 8 WIDTH bytes. 32 bytes further in a
-// row is +2.
+// Descriptor of a tile in shared memory, with rows of WIDTH bytes (32, 64 or 128), swizzled over
+// WIDTH bytes and aligned to 8 WIDTH bytes. A step of 32 bytes along a row adds 2.
 template <int WIDTH = 128> __device__ inline unsigned long long tile_descriptor(const void* tile) {
     const unsigned long long swizzle = WIDTH == 128 ? 1 : WIDTH == 64 ? 2 : 3;
     unsigned long long address = (shared_address(tile) & 0x3ffff) >> 4;
-    // Eight rows are 8 WIDTH bytes from the next eight.
+    // Groups of eight rows are 8 WIDTH bytes apart.
     return address | 1ull << 16 | (unsigned long long)(WIDTH / 2) << 32 | swizzle << 62;
 }
 
-// Registers that products read or write by themselves: nothing that computes with them may move to the other side. A `volatile` asm keeps
-// its place among others alone; to the compiler, arithmetic on registers that it does not name has nothing to do with it.
+// Keeps the compiler from moving computations with registers that asynchronous products read or
+// write across this point. A `volatile` asm keeps its order only relative to other `volatile` asm;
+// for the compiler, arithmetic on registers that the asm does not name is unrelated to it.
 template <int N> __device__ inline void pin(float (&d)[N]) {
 #pragma unroll
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
@@ -40,7 +44,7 @@ template <int N> __device__ inline void pin(unsigned int (&a)[N][4]) {
         for (int j = 0; j < 4; j++) asm volatile("" : "+r"(a[i][j])::"memory");
 }
 
-// Before products with sums `d`, and where the left matrix is in registers, of `a`.
+// To be called before products with sums `d` and, if the left matrix is in registers, `a`.
 template <class Sum, int N> __device__ inline void products_begin(Sum (&d)[N]) {
     pin(d);
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -55,12 +59,12 @@ __device__ inline void products_end() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Until at most `LEFT` groups are not done: whoever wants their sums waits for all.
+// Waits until at most `LEFT` groups are unfinished. To read their sums, wait for all groups.
 template <int LEFT> __device__ inline void products_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }
 
-// Until all are done: then sums are there, and the left matrix's registers are free.
+// Waits for all groups: then the sums are complete, and the left matrix's registers may be reused.
 template <class Sum, int N> __device__ inline void products_done(Sum (&d)[N]) {
     products_wait<0>();
     pin(d);
@@ -71,7 +75,7 @@ template <class Sum, int N, int M> __device__ inline void products_done(Sum (&d)
     pin(a);
 }
 
-// The sums of a product of so many columns, by name and as operands with constraint `c`.
+// The sums of a product with this number of columns, by name and as operands with constraint `c`.
 #define NAMES_16 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define NAMES_32 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define NAMES_48 NAMES_32 ", %16, %17, %18, %19, %20, %21, %22, %23"
@@ -96,8 +100,8 @@ template <class Sum, int N, int M> __device__ inline void products_done(Sum (&d)
 #define SUMS_128(c, i) SUMS_64(c, i), SUMS_64(c, i + 32)
 #define SUMS_256(c, i) SUMS_128(c, i), SUMS_128(c, i + 64)
 
-// One instruction. `from`, `with`, `keep`: the numbers of a, b and add, which are the operands after the sums; `signs`: what the format
-// has to say of signs and of which way its matrices lie.
+// One instruction. `from`, `with`, `keep`: operand numbers of a, b and add, which follow the sums.
+// `signs`: the format's modifiers for signs and for the layout of its matrices.
 #define PRODUCT(columns, kind, signs, from, with, keep, sums) \
     asm volatile( \
         "{ .reg .pred p; setp.ne.b32 p, %" #keep ", 0;\n" \
@@ -150,7 +154,8 @@ PRODUCTS_OF_REGISTERS(96, "%48, %49, %50, %51", 52, 53)
 PRODUCTS_OF_REGISTERS(112, "%56, %57, %58, %59", 60, 61)
 PRODUCTS_OF_REGISTERS(128, "%64, %65, %66, %67", 68, 69)
 
-// A barrier in shared memory, of phases: a phase ends when `count` have arrived and all bytes that were announced are there.
+// A barrier in shared memory, with phases: a phase ends when `count` threads have arrived and all
+// announced bytes have been copied.
 struct alignas(8) Barrier {
     unsigned long long state;
 };
@@ -159,7 +164,7 @@ __device__ inline void barrier_init(Barrier* barrier, int count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
 }
 
-// After `barrier_init`, for the copies that will arrive at it.
+// To be called after `barrier_init`, before copies arrive at the barrier.
 __device__ inline void barriers_made() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -168,7 +173,7 @@ __device__ inline void barrier_arrive(Barrier* barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
-// Arrives, and announces bytes that copies will bring.
+// Arrives, and announces the bytes that copies will write.
 __device__ inline void barrier_expect(Barrier* barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
 }
@@ -182,12 +187,14 @@ __device__ inline void barrier_wait(Barrier* barrier, int parity) {
         : "memory");
 }
 
-// What the driver's cuTensorMapEncodeTiled makes, passed by value; CUDA 13's headers align it to 128 bytes, those before to 64.
+// The result of the driver's cuTensorMapEncodeTiled, passed by value. CUDA 13's headers align it to
+// 128 bytes, earlier headers to 64.
 struct alignas(128) TensorMap {
     unsigned long long words[16];
 };
 
-// Begins to copy a box to shared memory, from column (bytes or BF16) `x` and row `y` on; zeros where there is nothing.
+// Begins to copy a box to shared memory, from column `x` (in bytes or BF16) and row `y` on; zeros
+// beyond the matrix.
 __device__ inline void copy_box(void* to, const TensorMap* map, int x, int y, Barrier* barrier) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
                      shared_address(to)),
@@ -195,7 +202,7 @@ __device__ inline void copy_box(void* to, const TensorMap* map, int x, int y, Ba
                  : "memory");
 }
 
-// Hands registers of a warpgroup's threads back, or takes more.
+// Gives registers of a warpgroup's threads back, or requests more.
 template <int REGISTERS> __device__ inline void registers_fewer() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }

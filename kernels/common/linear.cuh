@@ -1,4 +1,5 @@
-// What linear.cu and linear_sm90.cu share: sums of products, and how they become results.
+// Shared by linear.cu and linear_sm90.cu: types of accumulators and results, and how accumulators
+// become results.
 //
 // FORMAT: 0 INT8, 1 FP8 (E4M3), 2 BF16. WIDE: 0 for results in BF16, 1 for F32.
 #pragma once
@@ -16,7 +17,8 @@ typedef float Result;
 typedef Bf16 Result;
 #endif
 
-// Writes results `column` (even, below `columns`) and the next of a row of y, at once: a row has room for an even number.
+// Writes results `column` (even, below `columns`) and `column` + 1 of a row of y at once; a row has
+// memory for an even number of values.
 __device__ inline void write_pair(Result* y_row, int column, int columns, Sum low, Sum high, float row_scale,
                                   const float* column_scales, const Bf16* bias) {
     float values[2] = {float(low), float(high)};

@@ -1,7 +1,8 @@
-// Instructions that C++ has no words for, a function each. Tests bring a version of this file that a CPU runs.
+// Instructions that C++ cannot express, one function each. Tests replace this file by a version
+// that a CPU runs.
 #pragma once
 
-// Shared memory whose size the launch says.
+// Shared memory whose size is set by the launch.
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(128) unsigned char name[]
 
 __device__ inline float bits_to_float(unsigned int bits) {
@@ -19,7 +20,7 @@ __device__ inline unsigned short float_to_bf16(float x) {
 }
 
 #if __CUDA_ARCH__ >= 890
-// To two E4M3, `low` in the lower byte; what is beyond 448 becomes 448.
+// Converts to two E4M3, `low` in the lower byte; values beyond 448 become 448.
 __device__ inline unsigned short floats_to_e4m3(float low, float high) {
     unsigned short bits;
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(bits) : "f"(high), "f"(low));
@@ -35,7 +36,7 @@ __device__ inline unsigned long long shuffle_xor(unsigned long long x, int lanes
     return __shfl_xor_sync(0xffffffffu, x, lanes);
 }
 
-// Of the lane that is so many before; the lane's own where there is none.
+// The value of the lane that is this many lanes before; the lane's own value if there is none.
 __device__ inline unsigned long long shuffle_up(unsigned long long x, int lanes) {
     return __shfl_up_sync(0xffffffffu, x, lanes);
 }
@@ -44,31 +45,32 @@ __device__ inline float add_toward_zero(float a, float b) {
     return __fadd_rz(a, b);
 }
 
-// 2^x, off by 2^-22 of it at most; less than 2^-126 is 0.
+// 2^x, with a relative error of at most 2^-22; results below 2^-126 are 0.
 __device__ inline float power_of_two(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
-// The same number, of which the compiler does not know that it has computed with it before.
+// The same number, which the compiler must treat as a new one: it cannot reuse earlier results
+// computed from it.
 __device__ inline int anew(int x) {
     asm volatile("" : "+r"(x));
     return x;
 }
 
-// Bits up to the highest one that is set.
+// Number of bits up to the highest one that is set.
 __device__ inline int bit_length(unsigned long long x) {
     return 64 - __clzll((long long)x);
 }
 
-// Returns what was there.
+// Returns the previous value.
 __device__ inline unsigned int add_shared(unsigned int* to, unsigned int x) {
     return atomicAdd(to, x);
 }
 
-// Nobody may read before a barrier: cards add 64 bits in shared memory by trying again and again, but 32 bits at once, so each half
-// is added alone.
+// The sum may be read only after a barrier. Cards add 64 bits in shared memory by a retry loop, but
+// 32 bits in one instruction, so each half is added separately.
 __device__ inline void add_shared(unsigned long long* to, unsigned long long x) {
     unsigned int low = (unsigned int)x, high = (unsigned int)(x >> 32);
     unsigned int* halves = (unsigned int*)to;
@@ -76,22 +78,22 @@ __device__ inline void add_shared(unsigned long long* to, unsigned long long x) 
     if (high > 0) atomicAdd(halves + 1, high);
 }
 
-// Where a pointer points in shared memory.
+// The shared memory address of a pointer.
 __device__ inline unsigned int shared_address(const void* pointer) {
     return (unsigned int)__cvta_generic_to_shared(pointer);
 }
 
-// Begins to copy 16 bytes to shared memory; zeros where `bytes` is 0 instead of 16.
+// Begins to copy 16 bytes to shared memory; writes zeros if `bytes` is 0 instead of 16.
 __device__ inline void copy_async(void* to, const void* from, int bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes) : "memory");
 }
 
-// What this thread has begun to copy since the last call is a group.
+// Makes a group of all copies that this thread has begun since the last call.
 __device__ inline void copy_group() {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// Waits until at most `LEFT` of this thread's groups are not done.
+// Waits until at most `LEFT` of this thread's groups are unfinished.
 template <int LEFT> __device__ inline void copy_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
 }
@@ -105,9 +107,11 @@ __device__ inline void load_matrices(unsigned int (&out)[4], const void* row) {
                  : "memory");
 }
 
-// c += a b of a warp: 16 x 32 times 32 x 8 bytes, or 16 x 16 times 16 x 8 BF16. With g = lane / 4 and t = lane % 4: a[0] and a[2]
-// are row g, a[1] and a[3] row g + 8; a[0], a[1] and b[0] bytes 4 t on of the row (of b's column g), the others 16 bytes further;
-// c[0], c[1] are row g, columns 2 t and 2 t + 1, and c[2], c[3] row g + 8. (PTX ISA, "Matrix Fragments for mma.m16n8k32".)
+// c += a b of a warp: 16 x 32 times 32 x 8 bytes, or 16 x 16 times 16 x 8 BF16. With g = lane / 4
+// and t = lane % 4: a[0] and a[2] belong to row g, a[1] and a[3] to row g + 8. a[0], a[1] and b[0]
+// are the row's (for b, column g's) bytes from 4 t on, the others the bytes 16 further. c[0], c[1]
+// are row g, columns 2 t and 2 t + 1; c[2], c[3] are the same of row g + 8. (PTX ISA, "Matrix
+// Fragments for mma.m16n8k32".)
 __device__ inline void multiply(int (&c)[4], const unsigned int (&a)[4], const unsigned int* b) {
     asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
                  : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])

@@ -1,14 +1,16 @@
-// A row of BF16 in the registers of a block: a thread holds vectors of eight, THREADS vectors apart.
+// A row of BF16 in the registers of a thread block: a thread holds vectors of eight values, THREADS
+// vectors apart.
 //
-// WIDTH: of a row, a multiple of 8 up to 65536. THREADS: of a block, max(128, min(1024, the least power of two >= WIDTH / 32)).
-// OUTPUT: 0 INT8, 1 FP8 (E4M3), 2 BF16: how the row is written.
+// WIDTH: values per row, a multiple of 8 up to 65536. THREADS: threads per block, max(128,
+// min(1024, the least power of two >= WIDTH / 32)). OUTPUT: 0 INT8, 1 FP8 (E4M3), 2 BF16: the
+// format in which the row is written.
 #pragma once
 #include "types.cuh"
 
 #define WARPS (THREADS / 32)
 #define VECTORS ((WIDTH / 8 + THREADS - 1) / THREADS)
 
-// Rows whose largest magnitude is below it are zero: its inverse would overflow.
+// A row whose maximum magnitude is below this is written as zeros: the inverse would overflow.
 #define LEAST 1e-30f
 
 static_assert(WIDTH % 8 == 0 && THREADS % 32 == 0 && VECTORS <= 8, "a row of whole vectors, of which a thread's registers hold its own");
@@ -17,12 +19,12 @@ struct Row {
     Vec16 vectors[VECTORS];
 };
 
-// First column of a thread's vector `v`; beyond the row where it has none.
+// First column of a thread's vector `v`; at least WIDTH if the thread has no such vector.
 __device__ inline int column_of(int v) {
     return (v * THREADS + int(threadIdx.x)) * 8;
 }
 
-// Eight F32 that lie on 16 bytes.
+// Loads eight F32 that are aligned to 16 bytes.
 __device__ inline void load(const float* from, float* to) {
 #pragma unroll
     for (int i = 0; i < 8; i += 4) {
@@ -32,7 +34,8 @@ __device__ inline void load(const float* from, float* to) {
     }
 }
 
-// Reduces over the block by `op`, which takes numbers in any order. `scratch`: [WARPS], for this call alone.
+// Reduces over the block by `op`, whose operands may come in any order. `scratch`: [WARPS], not
+// used by other calls.
 template <class Op> __device__ inline float reduce(float x, float* scratch, Op op) {
 #pragma unroll
     for (int lanes = 16; lanes > 0; lanes /= 2) x = op(x, shuffle_xor(x, lanes));
@@ -65,7 +68,7 @@ __device__ inline void write_row(const Row& row, void* out, float* scales, float
             not_finite = fmaf(x[i], 0.0f, not_finite);
         }
     }
-    // NaN is passed on by no maximum.
+    // A maximum ignores NaN, so NaN is tracked separately.
     most = reduce(not_finite == 0 ? most : bits_to_float(0x7f800000), scratch, [](float a, float b) { return fmaxf(a, b); });
     bool finite = most < bits_to_float(0x7f800000);
     float inverse = most < LEAST || !finite ? 0.0f : top / most;

@@ -1,7 +1,8 @@
-// Numbers as they lie in memory, and arithmetic on them. No header of CUDA's is needed: NVRTC brings none.
+// Number formats in memory, and arithmetic on them. No header of CUDA is needed, because NVRTC
+// brings none.
 #pragma once
 
-// A function of which a kernel has one copy.
+// A function that is not inlined: the kernel has one copy of it.
 #ifdef __CUDACC__
 #define NOINLINE __noinline__
 #else
@@ -37,12 +38,12 @@ __device__ inline float round_bf16(float x) {
     return widen(to_bf16(x));
 }
 
-// Two in a word, `low` in its lower half.
+// Two BF16 in a word, `low` in its lower half.
 __device__ inline u32 to_bf16_pair(float low, float high) {
     return u32(to_bf16(low).bits) | u32(to_bf16(high).bits) << 16;
 }
 
-// Eight BF16 of a vector, by value: of a reference the compiler makes four loads of 32 bits.
+// Eight BF16 of a vector. By value: for a reference, the compiler makes four loads of 32 bits.
 __device__ inline void unpack(Vec16 from, float* to) {
 #pragma unroll
     for (int i = 0; i < 8; i++) to[i] = widen(Bf16{u16(from.words[i / 2] >> i % 2 * 16)});

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use serde::Serialize;
 
-use crate::engine::totals::StepShape;
+use crate::engine::totals::StepSize;
 use crate::report::summary::{number, percent};
 
 /// A benchmark's result. Rates are over `seconds`, which last from the first request's submission
@@ -58,13 +58,13 @@ pub struct Batches {
     pub budget_used: f64,
     /// Mean share of the maximum number of running sequences.
     pub slots_used: f64,
-    /// Number of times that a sequence lost its KV blocks.
+    /// Number of preemptions: a sequence lost its KV blocks.
     pub preempted: u64,
     /// Tokens computed again after preemptions.
     pub recomputed_tokens: u64,
     /// Always 0, because batches are packed without padding.
     pub padding_tokens: u64,
-    /// Share of the time in which no step ran.
+    /// Share of the time during which no step ran.
     pub idle: f64,
 }
 
@@ -72,21 +72,27 @@ pub struct Batches {
 #[derive(Debug, Clone, Copy)]
 pub struct StepRecord {
     /// Time since the first request.
-    pub began: Duration,
-    pub took: Duration,
-    pub shape: StepShape,
+    pub start: Duration,
+    pub duration: Duration,
+    pub size: StepSize,
 }
 
 impl Batches {
-    /// Sums up the steps. `needed` is the minimum number of tokens to compute, without
-    /// recomputation.
-    pub fn of(steps: &[StepRecord], seconds: f64, needed: u64, budget: usize, slots: usize) -> Batches {
-        let sum = |of: fn(&StepShape) -> usize| steps.iter().map(|step| of(&step.shape) as u64).sum::<u64>();
-        let count = |of: fn(&StepShape) -> bool| steps.iter().filter(|step| of(&step.shape)).count() as u64;
+    /// Sums up the steps. `needed_tokens`: the number of tokens to compute if none is computed
+    /// twice.
+    pub fn of(
+        steps: &[StepRecord],
+        seconds: f64,
+        needed_tokens: u64,
+        step_token_limit: usize,
+        sequence_limit: usize,
+    ) -> Batches {
+        let sum = |of: fn(&StepSize) -> usize| steps.iter().map(|step| of(&step.size) as u64).sum::<u64>();
+        let count = |of: fn(&StepSize) -> bool| steps.iter().filter(|step| of(&step.size)).count() as u64;
         let (prefill_tokens, decode_tokens) = (sum(|s| s.prefill_tokens), sum(|s| s.decode_tokens));
-        let each = |sum: u64| sum as f64 / (steps.len() as f64).max(1.0);
-        let (sequences, tokens) = (each(sum(|s| s.sequences)), each(prefill_tokens + decode_tokens));
-        let worked: f64 = steps.iter().map(|step| step.took.as_secs_f64()).sum();
+        let per_step = |sum: u64| sum as f64 / (steps.len() as f64).max(1.0);
+        let (sequences, tokens) = (per_step(sum(|s| s.sequences)), per_step(prefill_tokens + decode_tokens));
+        let step_seconds: f64 = steps.iter().map(|step| step.duration.as_secs_f64()).sum();
         Batches {
             steps: steps.len() as u64,
             prefill_tokens,
@@ -96,16 +102,16 @@ impl Batches {
             decode_steps: count(|s| s.prefill_tokens == 0 && s.decode_tokens > 0),
             sequences_a_step: sequences,
             tokens_a_step: tokens,
-            budget_used: tokens / budget as f64,
-            slots_used: sequences / slots as f64,
+            budget_used: tokens / step_token_limit as f64,
+            slots_used: sequences / sequence_limit as f64,
             preempted: sum(|s| s.preempted),
-            recomputed_tokens: (prefill_tokens + decode_tokens).saturating_sub(needed),
+            recomputed_tokens: (prefill_tokens + decode_tokens).saturating_sub(needed_tokens),
             padding_tokens: 0,
-            idle: (1.0 - worked / seconds.max(f64::MIN_POSITIVE)).max(0.0),
+            idle: (1.0 - step_seconds / seconds.max(f64::MIN_POSITIVE)).max(0.0),
         }
     }
 
-    fn explain(&self) -> Vec<(&'static str, String)> {
+    fn explanation(&self) -> Vec<(&'static str, String)> {
         let all = self.prefill_tokens + self.decode_tokens;
         let share = |part: f64| format!("{:.1} %", part * 100.0);
         vec![
@@ -210,7 +216,7 @@ impl Figures {
             rows.push(("failed requests", number(self.failed)));
         }
         if explain {
-            rows.extend(self.batches.explain());
+            rows.extend(self.batches.explanation());
         }
         let mut text = table(rows.iter().map(|(name, value)| (*name, value.clone())));
         text.push_str("seconds by operation\n");
@@ -230,11 +236,11 @@ fn table<'a>(rows: impl Iterator<Item = (&'a str, String)>) -> String {
 mod tests {
     use super::*;
 
-    fn step(began: u64, took: u64, prefill: usize, decode: usize) -> StepRecord {
+    fn step(start: u64, duration: u64, prefill: usize, decode: usize) -> StepRecord {
         StepRecord {
-            began: Duration::from_millis(began),
-            took: Duration::from_millis(took),
-            shape: StepShape {
+            start: Duration::from_millis(start),
+            duration: Duration::from_millis(duration),
+            size: StepSize {
                 prefill_tokens: prefill,
                 decode_tokens: decode,
                 sequences: decode + usize::from(prefill > 0),

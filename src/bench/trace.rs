@@ -9,7 +9,7 @@ use serde::Deserialize;
 
 use crate::device::draw::Sampling;
 use crate::engine::params::{GenerationParams, OutputConstraint};
-use crate::engine::request::{Request, UnitId};
+use crate::engine::request::{Request, SampleId};
 use crate::tokenizer::Tokenizer;
 
 /// Upper bound on the length of a line.
@@ -75,25 +75,25 @@ pub fn read(
         if bytes == 0 {
             break;
         }
-        let wrong = |what: String| TraceError::Line {
+        let line_error = |what: String| TraceError::Line {
             path: name.clone(),
             line,
             what,
         };
         if bytes as u64 == LINE_BYTES_MAX {
-            return Err(wrong(format!("longer than {LINE_BYTES_MAX} bytes")));
+            return Err(line_error(format!("longer than {LINE_BYTES_MAX} bytes")));
         }
         if text.trim().is_empty() {
             continue;
         }
-        let (prompt, mut params) = request(&text, tokenizer).map_err(wrong)?;
+        let (prompt, mut params) = parse_line(&text, tokenizer).map_err(line_error)?;
         params.ignore_eos = ignore_eos;
         // Requests with equal parameters share them, as rows of a job do.
         let params = match requests.last() {
             Some(last) if *last.params == params => last.params.clone(),
             _ => Arc::new(params),
         };
-        requests.push(unit(requests.len(), prompt, params, eos));
+        requests.push(request_of_row(requests.len(), prompt, params, eos));
     }
     if requests.is_empty() {
         return Err(TraceError::Empty { path: name });
@@ -101,7 +101,7 @@ pub fn read(
     Ok(requests)
 }
 
-fn request(text: &str, tokenizer: &Tokenizer) -> Result<(Vec<u32>, GenerationParams), String> {
+fn parse_line(text: &str, tokenizer: &Tokenizer) -> Result<(Vec<u32>, GenerationParams), String> {
     let line: TraceLine = serde_json::from_str(text).map_err(|error| format!("not a request: {error}"))?;
     let prompt = match (line.prompt, line.prompt_token_ids) {
         (Some(text), None) => tokenizer.encode(&text, true)?,
@@ -119,13 +119,13 @@ fn request(text: &str, tokenizer: &Tokenizer) -> Result<(Vec<u32>, GenerationPar
         (None, None, Some(regex)) => OutputConstraint::Regex(regex),
         _ => return Err("has more than one of `choice`, `json_schema` and `regex`".into()),
     };
-    let sound = line.max_tokens > 0
+    let is_valid = line.max_tokens > 0
         && line.temperature.is_finite()
         && line.temperature >= 0.0
         && line.top_p > 0.0
         && line.top_p <= 1.0
         && (0.0..=1.0).contains(&line.min_p);
-    if !sound {
+    if !is_valid {
         return Err(
             "`max_tokens` is to be at least 1, `temperature` not negative, `top_p` in (0, 1], `min_p` in [0, 1]".into(),
         );
@@ -145,32 +145,39 @@ fn request(text: &str, tokenizer: &Tokenizer) -> Result<(Vec<u32>, GenerationPar
     Ok((prompt, params))
 }
 
-/// Generates `count` greedy requests, each with `input` random prompt tokens and `output` generated
-/// tokens.
-pub fn random(count: u32, input: u32, output: u32, vocabulary: u32, seed: u64, eos: &Arc<[u32]>) -> Vec<Request> {
+/// Generates `count` greedy requests, each with `input_tokens` random prompt tokens and
+/// `output_tokens` generated tokens.
+pub fn random_requests(
+    count: u32,
+    input_tokens: u32,
+    output_tokens: u32,
+    vocab_size: u32,
+    seed: u64,
+    eos: &Arc<[u32]>,
+) -> Vec<Request> {
     let params = Arc::new(GenerationParams {
         sampling: Sampling {
             temperature: 0.0,
             ..Sampling::default()
         },
-        max_tokens: output,
+        max_tokens: output_tokens,
         ignore_eos: true,
         ..GenerationParams::default()
     });
-    let draw = |row: u32, at: u32| {
-        let drawn = crate::engine::philox::philox4x32([seed as u32, (seed >> 32) as u32], [row, at, 0, 0]);
-        drawn[0] % vocabulary
+    let draw = |row: u32, index: u32| {
+        let drawn = crate::engine::philox::philox4x32([seed as u32, (seed >> 32) as u32], [row, index, 0, 0]);
+        drawn[0] % vocab_size
     };
     (0..count)
         .map(|row| {
-            let prompt = (0..input).map(|at| draw(row, at)).collect();
-            unit(row as usize, prompt, params.clone(), eos)
+            let prompt = (0..input_tokens).map(|index| draw(row, index)).collect();
+            request_of_row(row as usize, prompt, params.clone(), eos)
         })
         .collect()
 }
 
-fn unit(row: usize, prompt: Vec<u32>, params: Arc<GenerationParams>, eos: &Arc<[u32]>) -> Request {
-    let id = UnitId {
+fn request_of_row(row: usize, prompt: Vec<u32>, params: Arc<GenerationParams>, eos: &Arc<[u32]>) -> Request {
+    let id = SampleId {
         job: 0,
         row: row as u64,
         sample: 0,
@@ -218,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_said_with_its_line() {
+    fn errors_name_their_line() {
         let good = "{\"prompt\": \"ab\", \"max_tokens\": 3}\n";
         for (bad, what) in [
             (
@@ -254,7 +261,7 @@ mod tests {
     fn random_prompts_follow_from_the_seed() {
         let eos = Arc::from([0u32]);
         let prompts = |seed| {
-            random(3, 5, 7, 100, seed, &eos)
+            random_requests(3, 5, 7, 100, seed, &eos)
                 .into_iter()
                 .map(|r| r.prompt)
                 .collect::<Vec<_>>()

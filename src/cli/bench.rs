@@ -8,11 +8,11 @@ use anyhow::{Context, anyhow};
 
 use crate::bench::figures::{Batches, Figures, StepRecord};
 use crate::bench::{picture, trace};
-use crate::cli::args::{BenchArgs, LoadFormat, Part};
+use crate::cli::args::{BatchingFeature, BenchArgs, LoadFormat};
 use crate::cli::device_choice::ResolvedDevice;
 use crate::cli::exit::{Exit, Failure};
-use crate::cli::prepare::say_warnings;
-use crate::cli::setup::{engine_options, load_model, load_options, on_device};
+use crate::cli::prepare::print_warnings;
+use crate::cli::setup::{engine_options, load_model, load_on_device, load_options};
 use crate::device::Dtype;
 use crate::device::cpu::Isa;
 use crate::device::cuda::Cuda;
@@ -34,31 +34,31 @@ pub(super) async fn bench(args: BenchArgs) -> Result<Exit, Failure> {
 }
 
 /// A model to measure: a checkpoint, or a shape with random weights.
-struct Subject {
+struct BenchModel {
     config: Config,
     tokenizer: Arc<Tokenizer>,
     /// Whether it has weights; otherwise they are random.
-    checkpoint: bool,
+    has_weights: bool,
 }
 
-impl Subject {
-    fn open(model: &str, format: LoadFormat) -> Result<Subject, Failure> {
+impl BenchModel {
+    fn open(model: &str, format: LoadFormat) -> Result<BenchModel, Failure> {
         let dir = Path::new(model);
         if dir.exists() {
             folder::check(dir).map_err(Failure::bad_job)?;
             let config = Config::load(dir).map_err(Failure::bad_job)?;
             let tokenizer = match (Tokenizer::load(dir), format) {
-                (Err(error), LoadFormat::Dummy) if error.is_absence() => Tokenizer::numbered(config.vocab_size)?,
+                (Err(error), LoadFormat::Dummy) if error.is_missing() => Tokenizer::with_vocab_size(config.vocab_size)?,
                 (tokenizer, _) => tokenizer.map_err(Failure::bad_job)?,
             };
             let config = match format {
                 LoadFormat::Auto => Checkpoint::check(dir, config).map_err(Failure::bad_job)?,
                 LoadFormat::Dummy => config,
             };
-            return Ok(Subject {
+            return Ok(BenchModel {
                 config,
                 tokenizer: Arc::new(tokenizer),
-                checkpoint: format == LoadFormat::Auto,
+                has_weights: format == LoadFormat::Auto,
             });
         }
         let Some(config) = shapes::named(model)? else {
@@ -68,36 +68,36 @@ impl Subject {
                 known.join(", ")
             )));
         };
-        Ok(Subject {
-            tokenizer: Arc::new(Tokenizer::numbered(config.vocab_size)?),
+        Ok(BenchModel {
+            tokenizer: Arc::new(Tokenizer::with_vocab_size(config.vocab_size)?),
             config,
-            checkpoint: false,
+            has_weights: false,
         })
     }
 }
 
 fn run(args: &BenchArgs) -> Result<Exit, Failure> {
-    let subject = Subject::open(&args.model, args.load_format)?;
-    say_warnings(&subject.config.warnings);
-    let eos: Arc<[u32]> = subject.config.eos_token_ids.clone().into();
-    let vocabulary = subject.config.vocab_size.min(subject.tokenizer.vocab_size());
+    let bench_model = BenchModel::open(&args.model, args.load_format)?;
+    print_warnings(&bench_model.config.warnings);
+    let eos: Arc<[u32]> = bench_model.config.eos_token_ids.clone().into();
+    let vocab_size = bench_model.config.vocab_size.min(bench_model.tokenizer.vocab_size());
     let requests = match &args.trace {
-        Some(path) => trace::read(path, &subject.tokenizer, args.ignore_eos, &eos).map_err(Failure::bad_job)?,
-        None => trace::random(
+        Some(path) => trace::read(path, &bench_model.tokenizer, args.ignore_eos, &eos).map_err(Failure::bad_job)?,
+        None => trace::random_requests(
             args.requests,
             args.input_len,
             args.output_len,
-            vocabulary as u32,
+            vocab_size as u32,
             args.seed,
             &eos,
         ),
     };
-    let place = args.engine.device.resolve()?;
-    let formats = Formats::of(args.precision, args.kv_cache, place.precision());
-    let mut engine = engine(args, &subject, (place, formats), vocabulary, &requests)?;
-    let first: Vec<Request> = requests.iter().take(args.warm_up).cloned().collect();
-    serve(&mut engine, first)?;
-    let (figures, steps) = measure(args, &mut engine, requests, (place, formats))?;
+    let device = args.engine.device.resolve()?;
+    let formats = Formats::of(args.precision, args.kv_cache, device.precision());
+    let mut engine = engine(args, &bench_model, (device, formats), vocab_size, &requests)?;
+    let warm_up_requests: Vec<Request> = requests.iter().take(args.warm_up).cloned().collect();
+    run_requests(&mut engine, warm_up_requests)?;
+    let (figures, steps) = measure(args, &mut engine, requests, (device, formats))?;
     if let Some(path) = &args.svg {
         let title = format!(
             "{}, {}: {:.0} tokens/s",
@@ -120,69 +120,70 @@ fn run(args: &BenchArgs) -> Result<Exit, Failure> {
 
 fn engine(
     args: &BenchArgs,
-    subject: &Subject,
-    (place, formats): (ResolvedDevice, Formats),
-    vocabulary: usize,
+    bench_model: &BenchModel,
+    (device, formats): (ResolvedDevice, Formats),
+    vocab_size: usize,
     requests: &[Request],
 ) -> Result<Engine, Failure> {
-    // RoPE tables are allocated for the whole context, so the context is cut to the longest
+    // RoPE tables are allocated for the whole context, so the context is limited to the longest
     // request.
     let longest = requests
         .iter()
         .map(|r| r.prompt.len() as u64 + u64::from(r.params.max_tokens))
         .max();
-    let needed = longest.unwrap_or(0).min(u64::from(subject.config.context_limit())) as u32;
+    let needed = longest.unwrap_or(0).min(u64::from(bench_model.config.context_limit())) as u32;
     let mut options = load_options(
         formats,
         Some(args.context.unwrap_or(needed.max(2))),
-        vocabulary,
-        place,
+        vocab_size,
+        device,
         &args.engine,
     )?;
-    if subject.checkpoint {
-        let channels = ActivationMaxima::of_model(Path::new(&args.model), &subject.config, formats.precision);
+    if bench_model.has_weights {
+        let channels = ActivationMaxima::of_model(Path::new(&args.model), &bench_model.config, formats.precision);
         options.channels = channels.map_err(Failure::bad_job)?.map(Arc::new);
     }
-    let mut model: Box<dyn Forward + Send> = if subject.checkpoint {
+    let mut model: Box<dyn Forward + Send> = if bench_model.has_weights {
         let dir = Path::new(&args.model);
-        load_model(dir, subject.config.clone(), place, &options, &args.engine)?
+        load_model(dir, bench_model.config.clone(), device, &options, &args.engine)?
     } else {
         let weights = RandomWeights {
             seed: args.seed,
             dtype: Dtype::Bf16,
         };
-        on_device(subject.config.clone(), &weights, place, &options, &args.engine)?
+        load_on_device(bench_model.config.clone(), &weights, device, &options, &args.engine)?
     };
     if args.explain {
         model.time_operations();
     }
-    let mut options = engine_options(formats, &options, args.engine.step_limits(place));
+    let mut options = engine_options(formats, &options, args.engine.step_limits(device));
     options.policy = Policy {
-        sort: !args.without.contains(&Part::Sorting),
-        share: !args.without.contains(&Part::Sharing),
-        mix: !args.without.contains(&Part::Mixing),
-        refill: !args.without.contains(&Part::Refilling),
+        sort_window: !args.without.contains(&BatchingFeature::Sorting),
+        share_prefixes: !args.without.contains(&BatchingFeature::Sharing),
+        mix_phases: !args.without.contains(&BatchingFeature::Mixing),
+        refill: !args.without.contains(&BatchingFeature::Refilling),
     };
-    Ok(Engine::new(model, subject.tokenizer.clone(), options))
+    Ok(Engine::new(model, bench_model.tokenizer.clone(), options))
 }
 
-/// Results of serving the requests.
+/// The result of running requests.
 #[derive(Default)]
-struct Served {
+struct BenchRun {
     seconds: f64,
     steps: Vec<StepRecord>,
-    prompt: u64,
-    cached: u64,
-    generated: u64,
+    prompt_tokens: u64,
+    cached_tokens: u64,
+    generated_tokens: u64,
+    /// Requests that were refused or ended with an error.
     failed: u64,
-    /// Tokens that had to be computed: the last token of each sequence is sampled, but never
-    /// computed.
-    needed: u64,
+    /// Tokens that had to go through the model: uncached prompt tokens and generated tokens, except
+    /// the last token of each sequence.
+    needed_tokens: u64,
 }
 
-/// Runs all requests, feeding the engine like a worker.
-fn serve(engine: &mut Engine, requests: Vec<Request>) -> Result<Served, Failure> {
-    let mut served = Served::default();
+/// Runs all requests, and submits them as a worker does: whenever the engine wants more.
+fn run_requests(engine: &mut Engine, requests: Vec<Request>) -> Result<BenchRun, Failure> {
+    let mut run_result = BenchRun::default();
     let mut waiting = requests.into_iter().peekable();
     let start = Instant::now();
     while waiting.peek().is_some() || !engine.is_idle() {
@@ -191,85 +192,90 @@ fn serve(engine: &mut Engine, requests: Vec<Request>) -> Result<Served, Failure>
             let row = request.id.row;
             if let Err(refused) = engine.submit(request) {
                 eprintln!("gristmill: request {row}: {refused}");
-                served.failed += 1;
+                run_result.failed += 1;
             }
         }
-        let began = start.elapsed();
+        let step_start = start.elapsed();
         let finished = engine.step()?;
-        let (took, shape) = (start.elapsed() - began, engine.totals().last);
-        match served.steps.last_mut() {
+        let (duration, size) = (start.elapsed() - step_start, engine.totals().last_step);
+        match run_result.steps.last_mut() {
             // A model that runs ahead returns its last tokens after its last step.
-            Some(last) if shape.tokens() == 0 => last.took += took,
-            _ => served.steps.push(StepRecord { began, took, shape }),
+            Some(last) if size.tokens() == 0 => last.duration += duration,
+            _ => run_result.steps.push(StepRecord {
+                start: step_start,
+                duration,
+                size,
+            }),
         }
-        for unit in finished {
-            match unit.result {
+        for request in finished {
+            match request.result {
                 Ok(completion) => {
                     let tokens = completion.token_ids.len() as u64;
-                    served.prompt += u64::from(completion.prompt_tokens);
-                    served.cached += u64::from(completion.cached_tokens);
-                    served.generated += tokens;
-                    served.needed += u64::from(completion.prompt_tokens.saturating_sub(completion.cached_tokens));
-                    served.needed += tokens.saturating_sub(1);
+                    run_result.prompt_tokens += u64::from(completion.prompt_tokens);
+                    run_result.cached_tokens += u64::from(completion.cached_tokens);
+                    run_result.generated_tokens += tokens;
+                    run_result.needed_tokens +=
+                        u64::from(completion.prompt_tokens.saturating_sub(completion.cached_tokens));
+                    run_result.needed_tokens += tokens.saturating_sub(1);
                 }
                 Err(error) => {
-                    eprintln!("gristmill: request {}: {error}", unit.id.row);
-                    served.failed += 1;
+                    eprintln!("gristmill: request {}: {error}", request.id.row);
+                    run_result.failed += 1;
                 }
             }
         }
     }
-    served.seconds = start.elapsed().as_secs_f64();
-    Ok(served)
+    run_result.seconds = start.elapsed().as_secs_f64();
+    Ok(run_result)
 }
 
 fn measure(
     args: &BenchArgs,
     engine: &mut Engine,
     requests: Vec<Request>,
-    (place, formats): (ResolvedDevice, Formats),
+    (device, formats): (ResolvedDevice, Formats),
 ) -> Result<(Figures, Vec<StepRecord>), Failure> {
     let count = requests.len() as u64;
-    let before = operations(engine);
-    let served = serve(engine, requests)?;
-    let seconds = served.seconds;
-    let most = args.engine.step_limits(place);
+    let before = seconds_by_operation(engine);
+    let run_result = run_requests(engine, requests)?;
+    let seconds = run_result.seconds;
+    let limits = args.engine.step_limits(device);
     let batches = Batches::of(
-        &served.steps,
+        &run_result.steps,
         seconds,
-        served.needed,
-        most.step_tokens as usize,
-        most.sequences as usize,
+        run_result.needed_tokens,
+        limits.step_tokens as usize,
+        limits.sequences as usize,
     );
     let figures = Figures {
         model: args.model.clone(),
-        precision: formats.precision_word().into(),
-        kv_cache: formats.kv_word().into(),
-        isa: match place {
+        precision: formats.precision_name().into(),
+        kv_cache: formats.kv_name().into(),
+        isa: match device {
             ResolvedDevice::Cpu => args.engine.instructions.unwrap_or_else(Isa::detect).to_string(),
             ResolvedDevice::Cuda(ordinal) => Cuda::probe(ordinal)?.name,
         },
         threads: crate::cli::setup::threads(&args.engine),
         requests: count,
-        failed: served.failed,
-        prompt_tokens: served.prompt,
-        cached_tokens: served.cached,
-        generated_tokens: served.generated,
+        failed: run_result.failed,
+        prompt_tokens: run_result.prompt_tokens,
+        cached_tokens: run_result.cached_tokens,
+        generated_tokens: run_result.generated_tokens,
         computed_tokens: batches.prefill_tokens + batches.decode_tokens,
         seconds,
         requests_per_second: count as f64 / seconds,
-        prompt_tokens_per_second: served.prompt as f64 / seconds,
-        generated_tokens_per_second: served.generated as f64 / seconds,
-        total_tokens_per_second: (served.prompt + served.generated) as f64 / seconds,
+        prompt_tokens_per_second: run_result.prompt_tokens as f64 / seconds,
+        generated_tokens_per_second: run_result.generated_tokens as f64 / seconds,
+        total_tokens_per_second: (run_result.prompt_tokens + run_result.generated_tokens) as f64 / seconds,
         peak_memory_bytes: peak_memory()?,
-        seconds_by_operation: by_operation(&before, operations(engine), seconds),
+        seconds_by_operation: seconds_since(&before, seconds_by_operation(engine), seconds),
         batches,
     };
-    Ok((figures, served.steps))
+    Ok((figures, run_result.steps))
 }
 
 /// Seconds spent so far, by operation.
-fn operations(engine: &Engine) -> Vec<(String, f64)> {
+fn seconds_by_operation(engine: &Engine) -> Vec<(String, f64)> {
     let totals = engine.totals();
     let mut all = vec![("plan".to_string(), totals.planning.as_secs_f64())];
     for (name, time) in engine.operation_times() {
@@ -279,13 +285,15 @@ fn operations(engine: &Engine) -> Vec<(String, f64)> {
     all
 }
 
-fn by_operation(before: &[(String, f64)], after: Vec<(String, f64)>, seconds: f64) -> Vec<(String, f64)> {
+/// Seconds by operation between `before` and `after`, which are `seconds` apart; `other` is the
+/// rest.
+fn seconds_since(before: &[(String, f64)], after: Vec<(String, f64)>, seconds: f64) -> Vec<(String, f64)> {
     let mut all = after;
     for ((_, after), (_, before)) in all.iter_mut().zip(before) {
         *after -= before;
     }
-    let known: f64 = all.iter().map(|(_, seconds)| seconds).sum();
-    all.push(("other".to_string(), (seconds - known).max(0.0)));
+    let accounted: f64 = all.iter().map(|(_, seconds)| seconds).sum();
+    all.push(("other".to_string(), (seconds - accounted).max(0.0)));
     all
 }
 

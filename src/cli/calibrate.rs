@@ -1,4 +1,5 @@
-//! `gristmill calibrate`: measures how large a model's channels get on a job's prompts, for jobs in INT8.
+//! `gristmill calibrate`: collects a model's activation maxima per channel on some of a job's
+//! prompts, by which its weights are balanced for INT8.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -17,29 +18,29 @@ use crate::job::precision::RequestedPrecision;
 use crate::model::{ActivationMaxima, Transformer};
 use crate::report::sample::{ShardSample, sample};
 use crate::report::summary::counted;
-use crate::worker::model::{Formats, Stream};
+use crate::worker::model::{Formats, PromptSettings};
 
 pub(super) async fn calibrate(args: CalibrateArgs) -> Result<Exit, Failure> {
     let mut prepared = PreparedJob::prepare(&args.job, None, || Ok(ResolvedDevice::Cpu)).await?;
-    prepared.settle(None)?;
+    prepared.resolve_settings(None)?;
     let prompts = prompts(&prepared, args.rows).await?;
     let files = &prepared.model;
-    let vocabulary = files.tokenizer.vocab_size();
+    let vocab_size = files.tokenizer.vocab_size();
     let formats = Formats::of(Precision::F32.into(), RequestedPrecision::Auto, Precision::F32);
     let options = load_options(
         formats,
         prepared.job.context,
-        vocabulary,
+        vocab_size,
         ResolvedDevice::Cpu,
         &args.engine,
     )?;
-    let channels = tokio::task::block_in_place(|| {
+    let maxima = tokio::task::block_in_place(|| {
         let mut model = Transformer::load(&files.dir, &options).map_err(Failure::bad_job)?;
         ActivationMaxima::measure(&mut model, prompts.iter().map(Vec::as_slice)).map_err(Failure::bad_job)
     })?;
     let path = ActivationMaxima::path(&files.dir);
-    let bytes = channels.to_bytes().context("cannot write the channels' sizes")?;
-    write(&path, &bytes).with_context(|| format!("cannot write `{}`", path.display()))?;
+    let bytes = maxima.to_bytes().context("cannot write the channels' sizes")?;
+    write_atomically(&path, &bytes).with_context(|| format!("cannot write `{}`", path.display()))?;
     let tokens: usize = prompts.iter().map(Vec::len).sum();
     if args.json {
         println!(
@@ -60,15 +61,16 @@ pub(super) async fn calibrate(args: CalibrateArgs) -> Result<Exit, Failure> {
     Ok(Exit::Done)
 }
 
-/// Prompts of a sample of the job's rows.
-async fn prompts(prepared: &PreparedJob, wanted: u64) -> Result<Vec<Vec<u32>>, Failure> {
+/// Token ids of the prompts of `row_count` rows from all over the input. Rows that cannot be
+/// rendered are left out.
+async fn prompts(prepared: &PreparedJob, row_count: u64) -> Result<Vec<Vec<u32>>, Failure> {
     let inputs = prepared.plan().await?;
-    let renderer = prepared.renderer(&Stream::UNKNOWN)?;
+    let renderer = prepared.renderer(&PromptSettings::UNKNOWN)?;
     let nothing = Arc::new(arrow::datatypes::Schema::empty());
-    let reader = ShardReader::new(inputs.files.clone(), nothing, renderer.columns()).of_layout(inputs.layout.clone());
+    let reader = ShardReader::new(inputs.files.clone(), nothing, renderer.columns()).with_layout(inputs.layout.clone());
     let mut prompts = Vec::new();
-    let mut broken = None;
-    for ShardSample { shard, rows } in sample(&inputs.shards, wanted, prepared.job.hash()) {
+    let mut last_error = None;
+    for ShardSample { shard, rows } in sample(&inputs.shards, row_count, prepared.job.hash()) {
         let read = reader
             .read(&inputs.shards[shard as usize])
             .await
@@ -76,11 +78,11 @@ async fn prompts(prepared: &PreparedJob, wanted: u64) -> Result<Vec<Vec<u32>>, F
         for row in read.rows.iter().filter(|row| rows.contains(&row.row)) {
             match renderer.render(row) {
                 Ok(prompt) => prompts.push(prompt.tokens),
-                Err(why) => broken = Some(format!("row {}: {why}", row.row)),
+                Err(why) => last_error = Some(format!("row {}: {why}", row.row)),
             }
         }
     }
-    match (prompts.is_empty(), broken) {
+    match (prompts.is_empty(), last_error) {
         (false, _) => Ok(prompts),
         (true, Some(why)) => Err(Failure::bad_job(anyhow::anyhow!(
             "{}: no row of the sample has a prompt; {why}",
@@ -94,12 +96,12 @@ async fn prompts(prepared: &PreparedJob, wanted: u64) -> Result<Vec<Vec<u32>>, F
 }
 
 /// Writes atomically: a reader finds the old file or the new one.
-fn write(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
-    let stage = path.with_extension(format!("{}.tmp", std::process::id()));
-    let written = std::fs::write(&stage, bytes).and_then(|()| std::fs::rename(&stage, path));
-    if written.is_err() {
+fn write_atomically(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
+    let temporary_path = path.with_extension(format!("{}.tmp", std::process::id()));
+    let result = std::fs::write(&temporary_path, bytes).and_then(|()| std::fs::rename(&temporary_path, path));
+    if result.is_err() {
         // The original error is reported; a failed cleanup is ignored.
-        let _ = std::fs::remove_file(&stage);
+        let _ = std::fs::remove_file(&temporary_path);
     }
-    written
+    result
 }

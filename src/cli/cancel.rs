@@ -1,4 +1,4 @@
-//! `gristmill cancel`: orders all workers of a job to start no more work.
+//! `gristmill cancel`: tells all workers of a job to start no more work.
 
 use serde_json::json;
 
@@ -17,7 +17,7 @@ enum Outcome {
 
 pub(super) async fn cancel(args: CancelArgs) -> Result<Exit, Failure> {
     let ledger = ledger_at(&args.output).await?;
-    let outcome = order(&ledger, args.finish).await?;
+    let outcome = cancel_job(&ledger, args.finish).await?;
     let name = &ledger.job().name;
     if args.json {
         let json = json!({
@@ -46,8 +46,9 @@ pub(super) async fn cancel(args: CancelArgs) -> Result<Exit, Failure> {
     Ok(Exit::Done)
 }
 
-/// Gives the order, unless it is already in force.
-async fn order(ledger: &Ledger, close: bool) -> Result<Outcome, Failure> {
+/// Writes the command to stop, unless it is already in force. `close`: publish the unfinished rows
+/// as `cancelled`.
+async fn cancel_job(ledger: &Ledger, close: bool) -> Result<Outcome, Failure> {
     if ledger.finish_check(None).await?.is_some() {
         return Ok(Outcome::AlreadyFinished);
     }
@@ -55,16 +56,15 @@ async fn order(ledger: &Ledger, close: bool) -> Result<Outcome, Failure> {
     loop {
         if let Some(JobCommand::Stop {
             why: StopWhy::Cancelled,
-            close: closing,
+            close: already_closes,
             ..
-        }) = control.holds()
-            && (*closing || !close)
+        }) = control.current_command()
+            && (*already_closes || !close)
         {
             return Ok(Outcome::AlreadyCancelled);
         }
-        // If another order was written in between, it is read first, and this one is written after
-        // it.
-        if control.give(JobCommand::stop(StopWhy::Cancelled, close)).await? {
+        // If another process has written a command in the meantime, that command is read first.
+        if control.try_append(JobCommand::stop(StopWhy::Cancelled, close)).await? {
             return Ok(Outcome::Cancelled);
         }
     }

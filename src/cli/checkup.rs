@@ -8,11 +8,11 @@ use serde_json::json;
 
 use crate::cli::args::{DoctorArgs, JobArgs};
 use crate::cli::device_choice::ResolvedDevice;
-use crate::cli::enqueue::{Target, feeds};
+use crate::cli::enqueue::{QueueTarget, capacity_text};
 use crate::cli::exit::{Exit, Failure, one_line};
 use crate::cli::output::output_of;
 use crate::cli::prepare::PreparedJob;
-use crate::dataset::store::clients::shown;
+use crate::dataset::store::clients::redacted;
 use crate::dataset::store::location::Location;
 use crate::job::{Job, Parameters};
 use crate::ledger::keys::TMP;
@@ -24,19 +24,23 @@ use crate::report::summary::number;
 struct Check {
     what: &'static str,
     right: bool,
-    /// On failure, the advice.
+    /// What was found, or why the check failed.
     said: String,
 }
 
 pub(super) async fn checkup(args: &DoctorArgs, path: &Path) -> Result<Exit, Failure> {
-    let named = JobArgs {
+    let job_args = JobArgs {
         path: path.to_path_buf(),
         set: args.set.clone(),
     };
-    let parameters = Parameters::new(&named.set).map_err(|why| Failure::bad_job(anyhow::anyhow!(why)))?;
+    let parameters = Parameters::new(&job_args.set).map_err(|why| Failure::bad_job(anyhow::anyhow!(why)))?;
     let job = Job::load(path, &parameters).map_err(Failure::bad_job)?;
     let mut checks = Vec::new();
-    for check in [model(&named).await, store(&job).await, queue(args, &job).await] {
+    for check in [
+        check_model(&job_args).await,
+        check_store(&job).await,
+        check_queue(args, &job).await,
+    ] {
         if !args.json {
             println!("{}", check.line());
         }
@@ -64,12 +68,12 @@ impl Check {
 
 /// Checks config, tokenizer, templates, weight headers, and whether the answers' output constraint
 /// is possible.
-async fn model(args: &JobArgs) -> Check {
+async fn check_model(args: &JobArgs) -> Check {
     let prepared = async {
-        // The CPU stands in here, since the device does not affect the check of the model's files.
+        // Any device will do, since it does not affect the check of the model's files.
         let mut prepared = PreparedJob::prepare(args, None, || Ok(ResolvedDevice::Cpu)).await?;
-        prepared.settle(None)?;
-        prepared.check_shape()?;
+        prepared.resolve_settings(None)?;
+        prepared.check_constraint()?;
         prepared.warn();
         let context = prepared.model.context_tokens(&prepared.job).map_err(Failure::bad_job)?;
         let dir = prepared.model.dir.display();
@@ -81,27 +85,27 @@ async fn model(args: &JobArgs) -> Check {
     Check::of("model", prepared.await)
 }
 
-/// Checks that the store supports a job's writes, with the same trial as in `run` and `submit`
+/// Checks that the store supports a job's writes, by the same trial writes as `run` and `submit` do
 /// before they write a record.
-async fn store(job: &Job) -> Check {
+async fn check_store(job: &Job) -> Check {
     let checked = async {
         let output = output_of(job)?;
-        let url = shown(&output.url);
+        let url = redacted(&output.url);
         let begun = Ledger::open(&output).await?;
         let missing = missing_folders(&output);
-        let tried = Store::new(&output)?.check().await;
+        let trial = Store::new(&output)?.check().await;
         for folder in missing {
             // `remove_dir` keeps a folder that is no longer empty.
             let _ = std::fs::remove_dir(folder);
         }
-        tried?;
+        trial?;
         if let Some(ledger) = begun {
             return Ok(format!(
                 "`{url}`: creates once, reads and removes (tried below `_gristmill/tmp/`); it holds job `{}`, which only its own job file goes on with",
                 ledger.job().name
             ));
         }
-        free(&output).await?;
+        check_empty(&output).await?;
         Ok(format!(
             "`{url}`: creates once, reads and removes (tried below `_gristmill/tmp/`)"
         ))
@@ -110,7 +114,7 @@ async fn store(job: &Job) -> Check {
 }
 
 /// Checks that a new job's output is empty.
-async fn free(output: &Location) -> Result<(), Failure> {
+async fn check_empty(output: &Location) -> Result<(), Failure> {
     match Store::new(output)?.first_visible().await? {
         None => Ok(()),
         Some(found) => Err(Failure::bad_job(anyhow::anyhow!(
@@ -120,7 +124,7 @@ async fn free(output: &Location) -> Result<(), Failure> {
     }
 }
 
-/// Local folders that the trial will create and leave empty, innermost first.
+/// Local folders that the trial writes will create and leave empty, innermost first.
 fn missing_folders(output: &Location) -> Vec<PathBuf> {
     let innermost = output.local_path().map(|path| path.join(TMP)).unwrap_or_default();
     let missing = innermost.ancestors().take_while(|folder| !folder.exists());
@@ -128,18 +132,18 @@ fn missing_folders(output: &Location) -> Vec<PathBuf> {
 }
 
 /// Checks that the broker responds, and reports its topic or queue.
-async fn queue(args: &DoctorArgs, job: &Job) -> Check {
-    let looked = async {
-        let Some(target) = Target::find(&args.queue, job.queue.as_ref())? else {
+async fn check_queue(args: &DoctorArgs, job: &Job) -> Check {
+    let checked = async {
+        let Some(target) = QueueTarget::find(&args.queue, job.queue.as_ref())? else {
             return Ok("none is named; `gristmill run` needs none, `submit` and workers get `--queue URL`".to_string());
         };
-        Ok(match target.look().await? {
-            Some(found) => format!("{} is there{}", target.url(), feeds(&found)),
+        Ok(match target.probe().await? {
+            Some(found) => format!("{} is there{}", target.url(), capacity_text(&found)),
             None => format!(
                 "{} answers; the topic or queue is not there yet: `gristmill submit` makes it",
                 target.url()
             ),
         })
     };
-    Check::of("queue", looked.await)
+    Check::of("queue", checked.await)
 }

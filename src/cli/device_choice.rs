@@ -44,9 +44,9 @@ pub(super) enum ResolvedDevice {
 }
 
 impl DeviceChoice {
-    /// The device of other machines, which are assumed to have the named one; `auto` is resolved on
-    /// this machine.
-    pub(super) fn of_others(self) -> Result<ResolvedDevice, Failure> {
+    /// The device of workers on other machines: they are assumed to have a named GPU, and `auto` is
+    /// resolved on this machine.
+    pub(super) fn resolve_for_workers(self) -> Result<ResolvedDevice, Failure> {
         match self {
             DeviceChoice::Cuda(number) => Ok(ResolvedDevice::Cuda(number)),
             DeviceChoice::Cpu | DeviceChoice::Auto => self.resolve(),
@@ -64,7 +64,7 @@ impl DeviceChoice {
             DeviceChoice::Auto => Ok(match Cuda::probe(0) {
                 Ok(_) => ResolvedDevice::Cuda(0),
                 // No driver or no card is a normal setup, so it is only logged as information.
-                Err(DeviceError::Absent(why)) => {
+                Err(DeviceError::NoDevice(why)) => {
                     tracing::info!("{why}");
                     ResolvedDevice::Cpu
                 }
@@ -78,8 +78,8 @@ impl DeviceChoice {
 }
 
 impl ResolvedDevice {
-    /// The meaning of `precision: auto` on this device. On a CPU, F32 costs no more than BF16, and
-    /// rows do not depend on their batch.
+    /// The precision that `precision: auto` selects on this device. On a CPU, F32 costs no more
+    /// than BF16, and rows do not depend on their batch.
     pub(super) fn precision(self) -> Precision {
         match self {
             ResolvedDevice::Cpu => Precision::F32,
@@ -93,7 +93,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn devices_are_named() {
+    fn device_names_are_parsed() {
         for (text, choice) in [
             ("auto", DeviceChoice::Auto),
             ("cpu", DeviceChoice::Cpu),

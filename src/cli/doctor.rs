@@ -10,32 +10,32 @@ use crate::cli::args::DoctorArgs;
 use crate::cli::checkup::checkup;
 use crate::cli::device_choice::ResolvedDevice;
 use crate::cli::exit::{Exit, Failure};
-use crate::cli::prepare::{say_signing, say_warnings};
+use crate::cli::prepare::{print_signing, print_warnings};
 use crate::device::cpu::Threads;
 use crate::device::cuda::plan::Tile;
-use crate::device::cuda::{Ceilings, Cuda, Products};
+use crate::device::cuda::{Ceilings, Cuda, MatmulBackend};
 use crate::device::{KvFormat, Precision};
 use crate::doctor::models::{ModelFinding, TestModel, families};
 use crate::doctor::{Comparison, Extent, Finding, LibraryResult, models};
 
 /// All findings.
 #[derive(Serialize)]
-struct Report {
+struct DoctorReport {
     card: String,
     capability: String,
     driver_cuda: String,
     nvrtc: String,
     /// Path of the cuBLASLt library, which can also compute linear operations.
     cublaslt: Option<String>,
-    ceilings: Vec<InCeilings>,
+    ceilings: Vec<FormatCeilings>,
     operations: Vec<Finding>,
-    models: Vec<InFormat>,
+    models: Vec<FormatModelFinding>,
     right: bool,
 }
 
 /// The card's peak rates in one format.
 #[derive(Serialize)]
-struct InCeilings {
+struct FormatCeilings {
     format: &'static str,
     #[serde(flatten)]
     ceilings: Ceilings,
@@ -43,14 +43,14 @@ struct InCeilings {
 
 /// Findings for a small model in one format.
 #[derive(Serialize)]
-struct InFormat {
+struct FormatModelFinding {
     format: &'static str,
     #[serde(flatten)]
     finding: ModelFinding,
 }
 
 pub(super) async fn doctor(args: DoctorArgs) -> Result<Exit, Failure> {
-    say_signing(args.json)?;
+    print_signing(args.json)?;
     if let Some(job) = &args.job {
         return checkup(&args, job).await;
     }
@@ -67,7 +67,7 @@ pub(super) async fn doctor(args: DoctorArgs) -> Result<Exit, Failure> {
 }
 
 #[expect(clippy::too_many_lines, reason = "an examination, in order")]
-fn examine(args: &DoctorArgs) -> Result<Report, Failure> {
+fn examine(args: &DoctorArgs) -> Result<DoctorReport, Failure> {
     let ordinal = match args.device.resolve()? {
         ResolvedDevice::Cuda(ordinal) => ordinal,
         ResolvedDevice::Cpu => {
@@ -76,16 +76,17 @@ fn examine(args: &DoctorArgs) -> Result<Report, Failure> {
             )));
         }
     };
-    let card = Cuda::open(ordinal, Precision::Bf16, KvFormat::Bf16, Products::Kernels).map_err(Failure::bad_job)?;
+    let card =
+        Cuda::open(ordinal, Precision::Bf16, KvFormat::Bf16, MatmulBackend::Kernels).map_err(Failure::bad_job)?;
     let (major, minor) = card.compiler_version();
     let card = card.card().clone();
     let threads = Arc::new(Threads::new(
         std::thread::available_parallelism().map_or(1, usize::from),
     )?);
     let extent = if args.quick { Extent::Quick } else { Extent::Full };
-    let mut report = Report {
+    let mut report = DoctorReport {
         capability: format!("{}.{}", card.capability / 10, card.capability % 10),
-        driver_cuda: format!("{}.{}", card.driver / 1000, card.driver % 1000 / 10),
+        driver_cuda: format!("{}.{}", card.driver_version / 1000, card.driver_version % 1000 / 10),
         nvrtc: format!("{major}.{minor}"),
         cublaslt: None,
         ceilings: vec![],
@@ -105,7 +106,7 @@ fn examine(args: &DoctorArgs) -> Result<Report, Failure> {
     let mut subjects = families()?;
     for dir in &args.model {
         let subject = TestModel::open(dir).map_err(Failure::bad_job)?;
-        say_warnings(subject.warnings());
+        print_warnings(subject.warnings());
         subjects.push(subject);
     }
     let formats = Precision::ON_GPU.into_iter().filter(|precision| {
@@ -113,15 +114,15 @@ fn examine(args: &DoctorArgs) -> Result<Report, Failure> {
             && (args.formats.is_empty() || args.formats.contains(precision))
     });
     for precision in formats {
-        let (kv, format) = (precision.kv_format(), precision.word());
-        let open = |products| Cuda::open(ordinal, precision, kv, products);
-        let device = open(Products::Kernels).map_err(Failure::bad_job)?;
+        let (kv, format) = (precision.kv_format(), precision.name());
+        let open = |backend| Cuda::open(ordinal, precision, kv, backend);
+        let device = open(MatmulBackend::Kernels).map_err(Failure::bad_job)?;
         // If the library cannot be opened, the kernels are still examined without the comparison.
         let library = if args.no_cublaslt {
             None
         } else {
-            open(Products::Library)
-                .inspect_err(|why| say(quiet, &format!("{format} by our kernels alone: {why}")))
+            open(MatmulBackend::Library)
+                .inspect_err(|why| print_line(quiet, &format!("{format} by our kernels alone: {why}")))
                 .ok()
         };
         report.cublaslt = library.as_ref().and_then(Cuda::library_path);
@@ -131,34 +132,34 @@ fn examine(args: &DoctorArgs) -> Result<Report, Failure> {
             let line = format!(
                 "ceilings                 {format:<7} {bytes:.0} GB/s copied, {operations:.1} TFLOP/s in registers"
             );
-            say(quiet, &line);
+            print_line(quiet, &line);
         }
-        report.ceilings.push(InCeilings { format, ceilings });
-        let mut pair = Comparison::new(&device, (precision, kv), extent, Arc::clone(&threads));
-        pair.library = library.as_ref();
-        let mut tell = |finding: Finding| {
-            say(quiet, &line(&finding, &ceilings));
+        report.ceilings.push(FormatCeilings { format, ceilings });
+        let mut comparison = Comparison::new(&device, (precision, kv), extent, Arc::clone(&threads));
+        comparison.library = library.as_ref();
+        let mut report_finding = |finding: Finding| {
+            print_line(quiet, &finding_line(&finding, &ceilings));
             report.right &= finding.is_right();
             report.operations.push(finding);
         };
-        pair.operations(&mut tell)?;
-        // INT8 sums are exact in any order, so the check is skipped for INT8.
+        comparison.operations(&mut report_finding)?;
+        // INT8 accumulators are exact in any order, so tiles need no bitwise comparison.
         if card.is_hopper() && precision != Precision::Int8 {
-            let mut device = open(Products::Kernels).map_err(Failure::bad_job)?;
-            pair.bitwise_equal(&mut device, Tile::ALL, Cuda::compute_in, &mut tell)?;
+            let mut device = open(MatmulBackend::Kernels).map_err(Failure::bad_job)?;
+            comparison.bitwise_equal(&mut device, Tile::ALL, Cuda::fix_tile, &mut report_finding)?;
         }
-        pair.attention(&mut tell)?;
+        comparison.attention(&mut report_finding)?;
         // Logits are F32 in every format, so sampling is checked once.
         if precision == Precision::Bf16 {
-            pair.sampling(&mut tell)?;
+            comparison.sampling(&mut report_finding)?;
         }
-        let mut tell = |finding: ModelFinding| {
-            say(quiet, &model_line(format, &finding));
+        let mut report_finding = |finding: ModelFinding| {
+            print_line(quiet, &model_line(format, &finding));
             report.right &= finding.is_right();
-            report.models.push(InFormat { format, finding });
+            report.models.push(FormatModelFinding { format, finding });
         };
-        let open = || open(Products::Kernels);
-        models(&subjects, open, (precision, kv), &threads, &mut tell)?;
+        let open = || open(MatmulBackend::Kernels);
+        models(&subjects, open, (precision, kv), &threads, &mut report_finding)?;
     }
     if !quiet {
         println!(
@@ -173,9 +174,9 @@ fn examine(args: &DoctorArgs) -> Result<Report, Failure> {
     Ok(report)
 }
 
-/// Prints a finding immediately, so that it is known even if the rest fails or hangs. It goes to
-/// stderr if stdout is for the report.
-fn say(to_stderr: bool, line: &str) {
+/// Prints a line of findings, to stderr if stdout is for the report. Each finding is printed at
+/// once, so that it is known even if a later check fails or hangs.
+fn print_line(to_stderr: bool, line: &str) {
     if to_stderr {
         eprintln!("{line}")
     } else {
@@ -185,7 +186,7 @@ fn say(to_stderr: bool, line: &str) {
 
 const HEADER: &str = "operation                format  shape                             error   allowed    worst   allowed     µs    GB/s  TFLOP/s ceiling";
 
-fn line(finding: &Finding, ceilings: &Ceilings) -> String {
+fn finding_line(finding: &Finding, ceilings: &Ceilings) -> String {
     let speed = finding.seconds.map_or(String::new(), |seconds| {
         format!(
             " {:>7.0} {:>7.0} {:>8.1} {:>5.0} %",
@@ -199,28 +200,29 @@ fn line(finding: &Finding, ceilings: &Ceilings) -> String {
                 / seconds
         )
     });
-    let theirs = match &finding.by_library {
+    let library_text = match &finding.by_library {
         Some(LibraryResult {
             right: false, error, ..
         }) => {
             format!(", cuBLASLt gives something else (error {error:.5}): compute with `--no-cublaslt`")
         }
         Some(LibraryResult {
-            seconds: Some(theirs), ..
+            seconds: Some(library_seconds),
+            ..
         }) => format!(
             ", cuBLASLt {:.0} µs, {:.2} times ours",
-            theirs * 1e6,
-            theirs / finding.seconds.unwrap_or(f64::NAN)
+            library_seconds * 1e6,
+            library_seconds / finding.seconds.unwrap_or(f64::NAN)
         ),
         _ => String::new(),
     };
-    let wrong = match (&finding.mismatch, finding.is_right()) {
+    let verdict = match (&finding.mismatch, finding.is_right()) {
         (Some(mismatch), _) => format!("  WRONG: {mismatch}"),
         (None, false) => "  WRONG".into(),
         (None, true) => String::new(),
     };
     format!(
-        "{:<24} {:<7} {:<30} {:>8.5} {:>9.5} {:>8.5} {:>9.5}{speed}{theirs}{wrong}",
+        "{:<24} {:<7} {:<30} {:>8.5} {:>9.5} {:>8.5} {:>9.5}{speed}{library_text}{verdict}",
         finding.operation,
         finding.format,
         finding.shape,

@@ -63,10 +63,10 @@ impl Failure {
     }
 
     /// The same failure, prefixed with the operation in progress.
-    pub(super) fn context(self, doing: String) -> Failure {
+    pub(super) fn context(self, operation: String) -> Failure {
         Failure {
             exit: self.exit,
-            error: self.error.context(doing),
+            error: self.error.context(operation),
         }
     }
 }

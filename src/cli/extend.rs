@@ -7,7 +7,7 @@ use serde_json::json;
 
 use crate::cli::args::{ExtendArgs, shell_word};
 use crate::cli::exit::{Exit, Failure};
-use crate::cli::limits::{Used, limit_lines};
+use crate::cli::limits::{LimitUse, limit_lines};
 use crate::cli::output::ledger_at;
 use crate::ledger::spend::OtherSpendings;
 use crate::ledger::spend::dollars;
@@ -15,7 +15,7 @@ use crate::ledger::{JobLimits, Ledger, LimitsFrom, StopWhy};
 use crate::report::cost::show_dollars;
 use crate::report::progress::show_duration;
 
-/// The workers' default log interval.
+/// The workers' log interval, assumed to be the default.
 const LOG_INTERVAL: Duration = Duration::from_secs(60);
 
 pub(super) async fn extend(args: ExtendArgs) -> Result<Exit, Failure> {
@@ -28,89 +28,89 @@ pub(super) async fn extend(args: ExtendArgs) -> Result<Exit, Failure> {
     let name = &ledger.job().name;
     let is_finished = ledger.finish_check(None).await?.is_some();
     let mut control = ledger.control().await?;
-    let terms = loop {
-        let stopped = control.stopped();
+    let limits = loop {
+        let stopped = control.stop_reason();
         if stopped == Some(StopWhy::Cancelled) {
             eprintln!("gristmill: job `{name}` was cancelled: more money or time does not bring it back");
             return Ok(Exit::Cancelled);
         }
-        let holds = ledger.limits(&control);
+        let current = ledger.limits(&control);
         let wanted = JobLimits {
-            usd: args.usd.or(holds.usd),
-            deadline_seconds: args.deadline.or(holds.deadline_seconds),
-            ..holds
+            usd: args.usd.or(current.usd),
+            deadline_seconds: args.deadline.or(current.deadline_seconds),
+            ..current
         };
-        let used = Used::of(&ledger).await?;
-        check(&used, &holds, &wanted).map_err(|why| Failure::bad_job(anyhow!("job `{name}`: {why}")))?;
-        let order = control.extend_to(&wanted, Some(LimitsFrom::Extend));
-        if control.give(order).await? {
+        let used = LimitUse::of(&ledger).await?;
+        check_limits(&used, &current, &wanted).map_err(|why| Failure::bad_job(anyhow!("job `{name}`: {why}")))?;
+        let command = control.extend_command(&wanted, Some(LimitsFrom::Extend));
+        if control.try_append(command).await? {
             break wanted;
         }
     };
-    let used = Used::of(&ledger).await?;
+    let used = LimitUse::of(&ledger).await?;
     if args.json {
         let json = json!({
             "job": name,
             "id": ledger.job().job,
             "output": ledger.store().url().as_str(),
-            "budget": {"usd": terms.usd, "deadline_seconds": terms.deadline_seconds, "unfinished": terms.unfinished},
-            "used": {"usd": used.usd(&terms), "seconds": used.age.as_secs()},
+            "budget": {"usd": limits.usd, "deadline_seconds": limits.deadline_seconds, "unfinished": limits.unfinished},
+            "used": {"usd": used.usd(&limits), "seconds": used.age.as_secs()},
         });
         println!("{json}");
         return Ok(Exit::Done);
     }
     println!("job         {name}");
-    for line in limit_lines(&terms, control.limits_from(), &used) {
+    for line in limit_lines(&limits, control.limits_source(), &used) {
         println!("{line}");
     }
-    for line in lacking(&ledger, &terms, &used).await? {
+    for line in reserve_warning(&ledger, &limits, &used).await? {
         println!("{line}");
     }
     let url = shell_word(ledger.store().url().as_str());
     if is_finished {
-        println!("next        it is finished: the limits hold for what `gristmill retry {url}` begins");
+        println!("next        the job is finished: the new limits apply only to a later `gristmill retry {url}`");
     } else {
         println!("next        a job of `gristmill run`: run its job file again");
-        println!("            a job of workers: those at it go on; gristmill reconcile {url} --queue URL");
-        println!("            enqueues what they have given up");
+        println!("            if workers run the job, they continue; gristmill reconcile {url} --queue URL");
+        println!("            enqueues the shards whose workers have stopped");
     }
     Ok(Exit::Done)
 }
 
-/// Warns if the new limits still stop the workers at once: each worker reserves what the others may
-/// spend before they learn of a stop.
-async fn lacking(ledger: &Ledger, terms: &JobLimits, used: &Used) -> Result<Vec<String>, Failure> {
-    let mut at_it = OtherSpendings::default();
-    ledger.list_spends("", &mut at_it).await?;
-    ledger.read_changed_spends(&mut at_it).await?;
-    let workers = at_it.live(2 * LOG_INTERVAL);
-    Ok(said_lacking(terms, used, workers).into_iter().collect())
+/// Warns if the workers would still stop at once under the new limits: each worker reserves what
+/// the others may spend before they learn of a stop.
+async fn reserve_warning(ledger: &Ledger, limits: &JobLimits, used: &LimitUse) -> Result<Vec<String>, Failure> {
+    let mut spendings = OtherSpendings::default();
+    ledger.list_spends("", &mut spendings).await?;
+    ledger.read_changed_spends(&mut spendings).await?;
+    let workers = spendings.live_workers(2 * LOG_INTERVAL);
+    Ok(reserve_warning_line(limits, used, workers).into_iter().collect())
 }
 
-/// Pure: the warning for `workers` workers; `None` if the job can continue.
-fn said_lacking(terms: &JobLimits, used: &Used, workers: u32) -> Option<String> {
-    let held = dollars(
+/// Pure: the warning for a job with this many workers; `None` if the job can continue.
+fn reserve_warning_line(limits: &JobLimits, used: &LimitUse, workers: u32) -> Option<String> {
+    let reserve = dollars(
         f64::from(workers.saturating_sub(1)) * LOG_INTERVAL.as_secs_f64(),
-        terms.usd_per_hour,
+        limits.usd_per_hour,
     )?;
-    let (most, spent) = terms.usd.zip(used.usd(terms))?;
-    (spent + held >= most).then(|| {
+    let (budget, spent) = limits.usd.zip(used.usd(limits))?;
+    (spent + reserve >= budget).then(|| {
         format!(
-            "reserve     {workers} workers were at it last, and each holds {} back for the others (a log interval of {} s each): they stop at \
+            "reserve     {workers} workers were active, and each reserves {} for the others (a log interval of {} s each): they stop at \
              once, unless `--usd` is more than {}",
-            show_dollars(held),
+            show_dollars(reserve),
             LOG_INTERVAL.as_secs(),
-            show_dollars(spent + held)
+            show_dollars(spent + reserve)
         )
     })
 }
 
 /// Pure: checks that these limits may replace those in force.
-fn check(used: &Used, holds: &JobLimits, wanted: &JobLimits) -> Result<(), String> {
-    if wanted.usd.is_some() && wanted.usd != holds.usd && wanted.usd_per_hour.is_none_or(|price| price == 0.0) {
+fn check_limits(used: &LimitUse, current: &JobLimits, wanted: &JobLimits) -> Result<(), String> {
+    if wanted.usd.is_some() && wanted.usd != current.usd && wanted.usd_per_hour.is_none_or(|price| price == 0.0) {
         return Err("it has no price: `--usd` needs `budget.usd_per_hour` in the job file".into());
     }
-    match used.reached(wanted) {
+    match used.reached_limit(wanted) {
         Some(StopWhy::Budget) => Err(format!(
             "{} are spent already: give `--usd` a larger value than that",
             show_dollars(used.usd(wanted).unwrap_or_default())
@@ -137,53 +137,57 @@ mod tests {
         }
     }
 
-    fn used(device_seconds: f64, age_seconds: u64) -> Used {
-        Used {
+    fn used(device_seconds: f64, age_seconds: u64) -> LimitUse {
+        LimitUse {
             device_seconds,
             age: Duration::from_secs(age_seconds),
         }
     }
 
     #[test]
-    fn what_workers_hold_back_for_each_other_is_told() {
-        // At a dollar a second, each of three workers reserves a minute for each of the two others.
-        let (terms, at) = (limits(Some(125.0), None), used(5.0, 30));
-        let line = said_lacking(&terms, &at, 3).unwrap();
-        for words in ["3 workers", "holds $120.00 back", "more than $125.00"] {
+    fn a_reserve_that_stops_the_workers_is_a_warning() {
+        // The price is a dollar a second, and the log interval is a minute. So each of three
+        // workers reserves $120 for the two others.
+        let (raised, use_so_far) = (limits(Some(125.0), None), used(5.0, 30));
+        let line = reserve_warning_line(&raised, &use_so_far, 3).unwrap();
+        for words in ["3 workers", "reserves $120.00", "more than $125.00"] {
             assert!(line.contains(words), "{words}: {line}");
         }
-        assert_eq!(said_lacking(&terms, &at, 2), None);
-        assert_eq!(said_lacking(&terms, &at, 1), None);
+        assert_eq!(reserve_warning_line(&raised, &use_so_far, 2), None);
+        assert_eq!(reserve_warning_line(&raised, &use_so_far, 1), None);
         let priceless = JobLimits {
             usd_per_hour: None,
-            ..terms
+            ..raised
         };
-        assert_eq!(said_lacking(&priceless, &at, 9), None);
+        assert_eq!(reserve_warning_line(&priceless, &use_so_far, 9), None);
     }
 
     #[test]
-    fn what_is_reached_already_is_refused() {
-        let holds = limits(Some(5.0), Some(60));
-        let at = used(5.0, 30);
-        assert_eq!(check(&at, &holds, &limits(Some(6.0), Some(60))), Ok(()));
+    fn limits_already_reached_are_refused() {
+        let current = limits(Some(5.0), Some(60));
+        let use_so_far = used(5.0, 30);
+        assert_eq!(
+            check_limits(&use_so_far, &current, &limits(Some(6.0), Some(60))),
+            Ok(())
+        );
         assert!(
-            check(&at, &holds, &limits(Some(4.0), Some(60)))
+            check_limits(&use_so_far, &current, &limits(Some(4.0), Some(60)))
                 .unwrap_err()
                 .contains("$5.00 are spent")
         );
         let late = used(1.0, 90);
         assert!(
-            check(&late, &holds, &limits(Some(6.0), Some(60)))
+            check_limits(&late, &current, &limits(Some(6.0), Some(60)))
                 .unwrap_err()
                 .contains("1m 30s ago")
         );
-        assert_eq!(check(&late, &holds, &limits(Some(6.0), Some(120))), Ok(()));
+        assert_eq!(check_limits(&late, &current, &limits(Some(6.0), Some(120))), Ok(()));
         let priceless = |usd| JobLimits {
             usd_per_hour: None,
             ..limits(usd, None)
         };
         assert!(
-            check(&at, &priceless(None), &priceless(Some(1.0)))
+            check_limits(&use_so_far, &priceless(None), &priceless(Some(1.0)))
                 .unwrap_err()
                 .contains("no price")
         );

@@ -14,37 +14,38 @@ use crate::ledger::Ledger;
 use crate::ledger::keys::JOB;
 use crate::queue::{Delivery, Queue};
 use crate::worker::access::Access;
-use crate::worker::idle::Idle;
-use crate::worker::opening::is_suspect;
-use crate::worker::pace::Pace;
+use crate::worker::idle::IdleState;
+use crate::worker::opening::suspect_reason;
+use crate::worker::pace::RequeuePace;
 use crate::worker::pass_on_later;
 use crate::worker::refusals::Refusals;
 use crate::worker::retry_policy::{RetryDecision, RetryPolicy};
 use crate::worker::stop::Stop;
-use crate::worker::watched::{NoJob, Watched};
+use crate::worker::watched::{NoJob, WatchedJobs};
 
 /// Timeout of one receive.
 const RECEIVE_WAIT: Duration = Duration::from_secs(1);
 /// Initial timeout for reading a record, while other messages wait; doubles with each retry.
-const OPEN_MAX: Duration = Duration::from_secs(10);
-/// Minimum time between two tries of an output whose store has failed.
-const LOOK_EVERY: Duration = Duration::from_secs(10);
+const OPEN_TIMEOUT: Duration = Duration::from_secs(10);
+/// Minimum time between two tries of an output or watched job whose store has failed.
+const RETRY_EVERY: Duration = Duration::from_secs(10);
 
 /// Searches for a job that this worker can start with.
-pub(super) struct FirstJob<'a> {
+pub(super) struct FirstJobSearch<'a> {
     pub queue: &'a Arc<dyn Queue>,
     pub access: &'a Access,
     pub retry_policy: RetryPolicy,
-    /// Jobs of `--job`, of which none could be opened yet: the first that opens is a result too.
-    pub watched: &'a Watched,
+    /// Jobs of `--job`, none of which could be opened yet. The first that can be opened is a
+    /// result, too.
+    pub watched: &'a WatchedJobs,
     /// Ends the search after this time without a message.
     pub ends_after: Option<Duration>,
     pub stop: &'a Stop,
 }
 
 /// Result of the search.
-pub(super) enum Search {
-    Found(Box<First>),
+pub(super) enum SearchOutcome {
+    Found(Box<FoundJob>),
     /// The worker was told to stop, or no usable message arrived. `refused` counts the messages
     /// that arrived.
     Nothing {
@@ -53,30 +54,30 @@ pub(super) enum Search {
 }
 
 /// The job to start with.
-pub(super) struct First {
+pub(super) struct FoundJob {
     pub ledger: Ledger,
     pub job: Job,
     /// Whether it is a job of `--job`.
     pub is_watched: bool,
     /// Outputs of other jobs whose stores have failed; their messages are delivered again.
-    pub failing: Vec<(String, anyhow::Error)>,
+    pub failing_outputs: Vec<(String, anyhow::Error)>,
 }
 
 /// Outputs whose stores have failed.
 #[derive(Default)]
-struct Failing {
-    outputs: HashMap<String, Failed>,
-    /// Start of the period in which some output has failed.
+struct FailingOutputs {
+    outputs: HashMap<String, FailedOutput>,
+    /// Since when at least one output has been failing.
     since: Option<Instant>,
 }
 
-struct Failed {
+struct FailedOutput {
     tries: u32,
-    last: Instant,
+    last_try: Instant,
     error: anyhow::Error,
 }
 
-impl Failing {
+impl FailingOutputs {
     fn is_empty(&self) -> bool {
         self.outputs.is_empty()
     }
@@ -84,31 +85,31 @@ impl Failing {
     /// Number of tries of this output so far; `None` if the last try was too recent.
     fn tries(&self, output: &str) -> Option<u32> {
         match self.outputs.get(output) {
-            Some(failed) if failed.last.elapsed() < LOOK_EVERY => None,
+            Some(failed) if failed.last_try.elapsed() < RETRY_EVERY => None,
             failed => Some(failed.map_or(0, |failed| failed.tries)),
         }
     }
 
-    /// Records a failed try. Returns since when some output has failed.
+    /// Records a failed try. Returns since when at least one output has been failing.
     fn note(&mut self, output: String, tries: u32, error: anyhow::Error) -> Instant {
-        let last = Instant::now();
-        self.outputs.insert(output, Failed { tries, last, error });
-        *self.since.get_or_insert(last)
+        let last_try = Instant::now();
+        self.outputs.insert(output, FailedOutput { tries, last_try, error });
+        *self.since.get_or_insert(last_try)
     }
 
     /// Removes an output whose store has responded.
     fn remove(&mut self, output: &str) {
         self.outputs.remove(output);
-        self.end_where_empty();
+        self.reset_if_empty();
     }
 
-    /// Forgets outputs without a message for `after`: another worker has them.
-    fn forget(&mut self, after: Duration) {
-        self.outputs.retain(|_, failed| failed.last.elapsed() < after);
-        self.end_where_empty();
+    /// Forgets outputs of which no message arrived for `after`: another worker has taken it.
+    fn forget_older_than(&mut self, after: Duration) {
+        self.outputs.retain(|_, failed| failed.last_try.elapsed() < after);
+        self.reset_if_empty();
     }
 
-    fn end_where_empty(&mut self) {
+    fn reset_if_empty(&mut self) {
         if self.outputs.is_empty() {
             self.since = None;
         }
@@ -120,177 +121,185 @@ impl Failing {
     }
 }
 
-/// Result of inspecting a message.
-enum Looked {
+/// Result of checking a message.
+enum MessageCheck {
     Found(Box<(Ledger, Job)>),
-    /// Other workers may take it; the reason.
+    /// Why this worker cannot start with it; other workers may.
     NotOurs(String),
     /// Its store does not respond.
     Later(anyhow::Error),
 }
 
-impl FirstJob<'_> {
+impl FirstJobSearch<'_> {
     /// # Errors
     /// The queue, or every store that messages name, has been unavailable for longer than the
     /// worker waits.
-    pub(super) async fn find(&self) -> Result<Search, Failure> {
-        let (mut idle, mut pace) = (Idle::default(), Pace::default());
-        let (mut failing, refusals) = (Failing::default(), Refusals::default());
-        let mut watch = Watch::default();
+    pub(super) async fn find(&self) -> Result<SearchOutcome, Failure> {
+        let (mut idle, mut pace) = (IdleState::default(), RequeuePace::default());
+        let (mut failing, refusals) = (FailingOutputs::default(), Refusals::default());
+        let mut polling = WatchPolling::default();
         // One message arrives several times, with its hop count increased each time.
         let mut refused = HashSet::new();
         while !self.stop.is_set() {
-            if let Some((ledger, job)) = self.look_at_watched(&mut watch).await? {
+            if let Some((ledger, job)) = self.open_watched(&mut polling).await? {
                 let failing = failing.into_errors();
-                return Ok(found(ledger, job, true, failing));
+                return Ok(found_job(ledger, job, true, failing));
             }
-            let mut denied = false;
+            let mut is_refused = false;
             let received = match self.queue.receive(RECEIVE_WAIT).await {
                 Ok(received) => received,
                 Err(error) => {
-                    denied = true;
+                    is_refused = true;
                     self.retry_policy
-                        .backoff(error.into(), &mut idle.refused, self.stop)
+                        .backoff(error.into(), &mut idle.refusal_pauses, self.stop)
                         .await?;
                     None
                 }
             };
             let Some(delivery) = received else {
-                let away = idle.look(self.queue.is_attached());
-                if !denied {
-                    self.retry_policy.still_waits_for_queue(away)?;
+                let away = idle.note_empty(self.queue.is_attached());
+                if !is_refused {
+                    self.retry_policy.check_queue_wait(away)?;
                 }
-                let waits = !failing.is_empty() || !self.watched.are_all_open();
-                if !waits && self.ends_after.is_some_and(|time| idle.clock.has_run(time)) {
+                let must_wait = !failing.is_empty() || !self.watched.are_all_open();
+                if !must_wait && self.ends_after.is_some_and(|time| idle.clock.has_run_for(time)) {
                     break;
                 }
-                // Deferred messages arrive again, unless another worker has taken them.
-                failing.forget(2 * LOOK_EVERY);
+                // Messages of failing outputs arrive again, unless another worker has taken them.
+                failing.forget_older_than(2 * RETRY_EVERY);
                 continue;
             };
-            idle = Idle::default();
+            idle = IdleState::default();
             let output = delivery.message.output.clone();
             let Some(tries) = failing.tries(&output) else {
                 self.queue.requeue_last(&delivery).await?;
-                pace.rest().await;
+                pace.pause().await;
                 continue;
             };
-            match self.look(&delivery, tries).await {
-                Looked::Found(looked) => {
+            match self.check_message(&delivery, tries).await {
+                MessageCheck::Found(opened) => {
                     self.queue.give_back(&delivery).await?;
                     failing.remove(&output);
-                    let (ledger, job) = *looked;
-                    return Ok(found(ledger, job, false, failing.into_errors()));
+                    let (ledger, job) = *opened;
+                    return Ok(found_job(ledger, job, false, failing.into_errors()));
                 }
-                Looked::NotOurs(why) => {
+                MessageCheck::NotOurs(why) => {
                     failing.remove(&output);
-                    refusals.say(&delivery, &why);
+                    refusals.report(&delivery, &why);
                     let message = &delivery.message;
                     refused.insert((output, message.job.clone(), message.generation, message.shard));
                     pass_on_later(self.queue.clone(), Arc::new(delivery));
                 }
-                Looked::Later(error) => {
-                    self.retry_policy.say(&error);
+                MessageCheck::Later(error) => {
+                    self.retry_policy.report(&error);
                     let why = one_line(&error);
                     let since = failing.note(output, tries + 1, error);
-                    self.still_waits(since, why)?;
+                    self.check_wait(since, why)?;
                     self.queue.requeue_last(&delivery).await?;
                 }
             }
         }
-        Ok(Search::Nothing { refused: refused.len() })
+        Ok(SearchOutcome::Nothing { refused: refused.len() })
     }
 
-    fn still_waits(&self, since: Instant, why: String) -> Result<(), Failure> {
+    /// # Errors
+    /// The store, which last failed for the reason `why`, has failed for too long.
+    fn check_wait(&self, since: Instant, why: String) -> Result<(), Failure> {
         let waited = since.elapsed();
-        if self.retry_policy.gives_up_after(waited) {
+        if self.retry_policy.is_wait_over(waited) {
             Err(anyhow::anyhow!("waited for {} s: {why}", waited.as_secs()).into())
         } else {
             Ok(())
         }
     }
 
-    /// The first of the watched jobs that can be opened.
-    async fn look_at_watched(&self, watch: &mut Watch) -> Result<Option<(Ledger, Job)>, Failure> {
-        if self.watched.are_all_open() || watch.last.is_some_and(|last| last.elapsed() < LOOK_EVERY) {
+    /// Opens watched jobs; returns the first that could be opened.
+    async fn open_watched(&self, polling: &mut WatchPolling) -> Result<Option<(Ledger, Job)>, Failure> {
+        if self.watched.are_all_open() || polling.last_try.is_some_and(|last| last.elapsed() < RETRY_EVERY) {
             return Ok(None);
         }
-        let failed = self.watched.open(&self.retry_policy).await.map_err(cannot_watch)?;
-        watch.last = Some(Instant::now());
+        let failed = self.watched.open(&self.retry_policy).await.map_err(watch_failure)?;
+        polling.last_try = Some(Instant::now());
         if let Some(ledger) = self.watched.ledgers().into_iter().next() {
             let job = watched_job(&ledger, self.access)?;
             return Ok(Some((ledger, job)));
         }
         if let Some(error) = failed {
-            self.retry_policy.say(&error);
-            let since = *watch.since.get_or_insert_with(Instant::now);
-            self.still_waits(since, one_line(&error))?;
+            self.retry_policy.report(&error);
+            let since = *polling.failing_since.get_or_insert_with(Instant::now);
+            self.check_wait(since, one_line(&error))?;
         }
         Ok(None)
     }
 
-    /// Inspects a message. Reads nothing if the output is not accepted, and tries a store once.
-    async fn look(&self, delivery: &Delivery, tries: u32) -> Looked {
-        if let Some(why) = is_suspect(delivery) {
-            return Looked::NotOurs(why);
+    /// Checks whether this worker can start with the message's job. Reads nothing if the output is
+    /// not accepted, and tries a store once.
+    async fn check_message(&self, delivery: &Delivery, tries: u32) -> MessageCheck {
+        if let Some(why) = suspect_reason(delivery) {
+            return MessageCheck::NotOurs(why);
         }
         let output = match Location::parse(&delivery.message.output, Path::new("/")) {
             Ok(output) => output,
-            Err(error) => return Looked::NotOurs(one_line(&error.into())),
+            Err(error) => return MessageCheck::NotOurs(one_line(&error.into())),
         };
-        if let Some(why) = self.access.refuses_output(&output) {
-            return Looked::NotOurs(why);
+        if let Some(why) = self.access.output_refusal(&output) {
+            return MessageCheck::NotOurs(why);
         }
-        let most = OPEN_MAX.saturating_mul(1 << tries.min(4));
-        let ledger = match tokio::time::timeout(most, Ledger::open(&output)).await {
+        let timeout = OPEN_TIMEOUT.saturating_mul(1 << tries.min(4));
+        let ledger = match tokio::time::timeout(timeout, Ledger::open(&output)).await {
             Ok(Ok(Some(ledger))) => ledger,
-            Ok(Ok(None)) => return Looked::NotOurs("it holds no job".to_string()),
+            Ok(Ok(None)) => return MessageCheck::NotOurs("it holds no job".to_string()),
             Ok(Err(error)) => {
                 let error = anyhow::Error::from(error);
                 return match self.retry_policy.decision(&error) {
-                    RetryDecision::Wait => Looked::Later(error),
-                    RetryDecision::LeaveShard | RetryDecision::End => Looked::NotOurs(one_line(&error)),
+                    RetryDecision::Wait => MessageCheck::Later(error),
+                    RetryDecision::LeaveShard | RetryDecision::End => MessageCheck::NotOurs(one_line(&error)),
                 };
             }
             Err(_) => {
-                let (output, seconds) = (&delivery.message.output, most.as_secs());
-                return Looked::Later(anyhow::anyhow!("`{output}` has not answered for {seconds} s"));
+                let (output, seconds) = (&delivery.message.output, timeout.as_secs());
+                return MessageCheck::Later(anyhow::anyhow!("`{output}` has not answered for {seconds} s"));
             }
         };
         let inputs = ledger.job().inputs.iter().map(|input| input.url.as_str());
-        if let Some(why) = self.access.refuses_inputs(&output, inputs) {
-            return Looked::NotOurs(why);
+        if let Some(why) = self.access.inputs_refusal(&output, inputs) {
+            return MessageCheck::NotOurs(why);
         }
-        let job = match Job::of_record(&ledger.job().resolved, &ledger.store().address(JOB)) {
+        let job = match Job::from_record(&ledger.job().resolved, &ledger.store().address(JOB)) {
             Ok(job) => job,
-            Err(error) => return Looked::NotOurs(error.to_string()),
+            Err(error) => return MessageCheck::NotOurs(error.to_string()),
         };
-        match refused_model(&job, self.access) {
-            None => Looked::Found(Box::new((ledger, job))),
-            Some(why) => Looked::NotOurs(why),
+        match model_refusal(&job, self.access) {
+            None => MessageCheck::Found(Box::new((ledger, job))),
+            Some(why) => MessageCheck::NotOurs(why),
         }
     }
 }
 
 /// State of polling the watched jobs.
 #[derive(Default)]
-struct Watch {
-    last: Option<Instant>,
+struct WatchPolling {
+    last_try: Option<Instant>,
     /// Time of the first failure to open them.
-    since: Option<Instant>,
+    failing_since: Option<Instant>,
 }
 
-fn found(ledger: Ledger, job: Job, is_watched: bool, failing: Vec<(String, anyhow::Error)>) -> Search {
-    Search::Found(Box::new(First {
+fn found_job(
+    ledger: Ledger,
+    job: Job,
+    is_watched: bool,
+    failing_outputs: Vec<(String, anyhow::Error)>,
+) -> SearchOutcome {
+    SearchOutcome::Found(Box::new(FoundJob {
         ledger,
         job,
         is_watched,
-        failing,
+        failing_outputs,
     }))
 }
 
 /// The error for a watched job; a missing job is the caller's mistake.
-pub(super) fn cannot_watch(error: anyhow::Error) -> Failure {
+pub(super) fn watch_failure(error: anyhow::Error) -> Failure {
     if error.is::<NoJob>() {
         Failure::bad_job(error)
     } else {
@@ -300,17 +309,17 @@ pub(super) fn cannot_watch(error: anyhow::Error) -> Failure {
 
 /// The job of a watched ledger; fails if its model must not be loaded.
 pub(super) fn watched_job(ledger: &Ledger, access: &Access) -> Result<Job, Failure> {
-    let job = Job::of_record(&ledger.job().resolved, &ledger.store().address(JOB))?;
-    match refused_model(&job, access) {
+    let job = Job::from_record(&ledger.job().resolved, &ledger.store().address(JOB))?;
+    match model_refusal(&job, access) {
         Some(why) => Err(Failure::bad_job(anyhow::anyhow!(why))),
         None => Ok(job),
     }
 }
 
-/// Why the job's model must not be loaded. A path that is no folder is reported later, when it is
-/// opened.
-fn refused_model(job: &Job, access: &Access) -> Option<String> {
-    access.refuses_model(&model_dir(job).ok()?)
+/// Why the operator's settings forbid to load the job's model; `None` if they allow it. A path that
+/// is no folder is reported later, when it is opened.
+fn model_refusal(job: &Job, access: &Access) -> Option<String> {
+    access.model_refusal(&model_dir(job).ok()?)
 }
 
 #[cfg(test)]
@@ -321,10 +330,10 @@ mod tests {
     use crate::queue::{LocalQueue, Message, QueueError, Recall};
 
     /// A queue that refuses connections, or an in-memory queue.
-    struct Refusing(Option<LocalQueue>);
+    struct MaybeRefusing(Option<LocalQueue>);
 
     #[async_trait]
-    impl Queue for Refusing {
+    impl Queue for MaybeRefusing {
         async fn receive(&self, wait: Duration) -> Result<Option<Delivery>, QueueError> {
             match &self.0 {
                 Some(queue) => queue.receive(wait).await,
@@ -348,7 +357,7 @@ mod tests {
         async fn requeue_last(&self, _: &Delivery) -> Result<(), QueueError> {
             Ok(())
         }
-        async fn recalled(&self) -> Recall {
+        async fn next_recall(&self) -> Recall {
             std::future::pending().await
         }
         fn is_attached(&self) -> bool {
@@ -356,13 +365,13 @@ mod tests {
         }
     }
 
-    async fn searched(queue: Option<LocalQueue>) -> Result<Search, Failure> {
-        let queue: Arc<dyn Queue> = Arc::new(Refusing(queue));
-        let search = FirstJob {
+    async fn search(queue: Option<LocalQueue>) -> Result<SearchOutcome, Failure> {
+        let queue: Arc<dyn Queue> = Arc::new(MaybeRefusing(queue));
+        let search = FirstJobSearch {
             queue: &queue,
             access: &Access::everything(),
-            retry_policy: RetryPolicy::within(Duration::from_secs(1)),
-            watched: &Watched::default(),
+            retry_policy: RetryPolicy::with_wait_max(Duration::from_secs(1)),
+            watched: &WatchedJobs::default(),
             ends_after: Some(Duration::from_millis(100)),
             stop: &Stop::default(),
         };
@@ -372,8 +381,8 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_queue_that_refuses_is_not_waited_for_without_end() {
-        let failure = searched(None).await.map(drop).unwrap_err();
+    async fn a_queue_that_refuses_is_waited_for_with_a_limit() {
+        let failure = search(None).await.map(drop).unwrap_err();
         let error = format!("{:#}", failure.error);
         assert!(
             error.starts_with("waited for ") && error.contains("a wrong password"),
@@ -382,12 +391,12 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn nothing_comes_of_messages_that_point_nowhere() {
-        let nowhere = |shard| Message::new("gone", "/nowhere/at/all", 0, shard);
-        let queue = LocalQueue::new((0..100).map(nowhere));
-        let refused = match searched(Some(queue)).await.unwrap() {
-            Search::Nothing { refused } => refused,
-            Search::Found(first) => panic!("{}", first.ledger.store().url()),
+    async fn messages_without_a_job_are_counted_as_refused() {
+        let message = |shard| Message::new("gone", "/nowhere/at/all", 0, shard);
+        let queue = LocalQueue::new((0..100).map(message));
+        let refused = match search(Some(queue)).await.unwrap() {
+            SearchOutcome::Nothing { refused } => refused,
+            SearchOutcome::Found(first) => panic!("{}", first.ledger.store().url()),
         };
         assert_eq!(refused, 100, "they came, and that is told");
     }
@@ -395,7 +404,7 @@ mod tests {
     #[test]
     fn the_wait_for_stores_begins_anew_once_none_fails() {
         let away = || anyhow::anyhow!("away");
-        let mut failing = Failing::default();
+        let mut failing = FailingOutputs::default();
         assert_eq!(failing.tries("a"), Some(0));
         let first = failing.note("a".into(), 1, away());
         assert_eq!(failing.tries("a"), None, "it was tried a moment ago");
@@ -405,9 +414,9 @@ mod tests {
         failing.remove("b");
         assert_eq!(failing.since, None);
         failing.note("a".into(), 1, away());
-        failing.forget(Duration::from_secs(60));
+        failing.forget_older_than(Duration::from_secs(60));
         assert!(failing.since.is_some() && !failing.is_empty());
-        failing.forget(Duration::ZERO);
+        failing.forget_older_than(Duration::ZERO);
         assert!(failing.since.is_none() && failing.into_errors().is_empty());
     }
 }

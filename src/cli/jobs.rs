@@ -3,8 +3,8 @@
 //! Each folder is first checked for a job's record. A folder with a record is an output, whose
 //! subfolders hold parts; all other folders are listed. Subfolders are listed page by page, and the
 //! folders of a page are processed before the next page is fetched. So memory grows with the depth
-//! of the folders and not with the number of objects. Records, which may be large, are read a few at
-//! a time.
+//! of the folders and not with the number of objects. Records, which may be large, are read a few
+//! at a time.
 //!
 //! See docs/decisions/015-jobs-asks-a-folder-before-it-lists.md.
 
@@ -20,11 +20,11 @@ use tokio::sync::Semaphore;
 
 use crate::cli::args::JobsArgs;
 use crate::cli::exit::{Exit, Failure, one_line};
-use crate::cli::status::word;
+use crate::cli::status::state_text;
 use crate::cli::trial;
-use crate::dataset::store::clients::shown;
+use crate::dataset::store::clients::redacted;
 use crate::dataset::store::error::cause;
-use crate::dataset::store::folders::{Page, page};
+use crate::dataset::store::folders::{Page, list_page};
 use crate::dataset::store::location::Location;
 use crate::ledger::keys::JOB;
 use crate::ledger::status::State;
@@ -33,8 +33,8 @@ use crate::printable::printable;
 use crate::report::summary::{RowCounts, counted, number};
 
 /// Number of folders inspected concurrently.
-const LOOKS_AT_ONCE: usize = 16;
-/// Maximum number of jobs in memory.
+const FOLDERS_AT_ONCE: usize = 16;
+/// Maximum number of jobs' records in memory.
 const JOBS_AT_ONCE: u32 = 4;
 /// A record larger than this is read while no other record is in memory.
 const LARGE_BYTES: u64 = 16 << 20;
@@ -43,11 +43,11 @@ const DEPTH_MAX: usize = 64;
 /// Maximum length of a job's name in the table, in characters.
 const NAME_CHARS_MAX: usize = 40;
 /// Time between two progress lines of the search.
-const SAY_EVERY: Duration = Duration::from_secs(10);
+const PROGRESS_EVERY: Duration = Duration::from_secs(10);
 
 /// A job, for the table and for `--json`.
 #[derive(Debug, Serialize)]
-struct Job {
+struct ListedJob {
     output: String,
     job: String,
     id: String,
@@ -64,35 +64,35 @@ struct Job {
     usd: Option<f64>,
 }
 
-/// An output that could not be read.
+/// An output or folder that could not be read.
 #[derive(Debug, Serialize)]
-struct Unread {
+struct UnreadableOutput {
     output: String,
     error: String,
 }
 
-/// The result of the search.
+/// The result of a search below a prefix.
 #[derive(Debug, Default)]
-struct Found {
-    jobs: Vec<Job>,
-    unread: Vec<Unread>,
+struct SearchResult {
+    jobs: Vec<ListedJob>,
+    unreadable: Vec<UnreadableOutput>,
     /// Number of inspected folders.
     folders: u64,
     /// Number of skipped folders of trials.
     trials: u64,
 }
 
-/// A folder to inspect, or a further page of its subfolders.
-struct Todo {
-    place: Location,
-    token: Option<String>,
+/// A folder to inspect, or one whose next page of subfolders is to be listed.
+struct PendingFolder {
+    location: Location,
+    page_token: Option<String>,
     depth: usize,
 }
 
 /// Result of inspecting a folder.
-enum Seen {
-    Job(Box<Job>),
-    Unread(anyhow::Error),
+enum Inspection {
+    Job(Box<ListedJob>),
+    Unreadable(anyhow::Error),
     Folders(object_store::Result<Page>),
 }
 
@@ -102,135 +102,150 @@ pub(super) async fn jobs(args: JobsArgs) -> Result<Exit, Failure> {
     if prefix.local_path().is_some_and(|path| !path.is_dir()) {
         return Err(Failure::bad_job(anyhow!("`{}` is no folder", args.prefix)));
     }
-    let found = look_below(prefix.clone(), args.trials).await?;
+    let result = search(prefix.clone(), args.trials).await?;
     if args.json {
         let object = json!({
             "prefix": prefix.url.as_str(),
-            "jobs": found.jobs,
-            "unread": found.unread,
-            "trial_folders": found.trials,
+            "jobs": result.jobs,
+            "unread": result.unreadable,
+            "trial_folders": result.trials,
         });
         println!("{object}");
     } else {
-        show(&found, &prefix);
+        print_result(&result, &prefix);
     }
-    Ok(if found.unread.is_empty() {
+    Ok(if result.unreadable.is_empty() {
         Exit::Done
     } else {
         Exit::Failure
     })
 }
 
-async fn look_below(prefix: Location, trials: bool) -> Result<Found, Failure> {
-    let (mut found, records) = (Found::default(), Semaphore::new(JOBS_AT_ONCE as usize));
-    let mut said = Instant::now();
-    let mut open = vec![Todo {
-        place: prefix,
-        token: None,
+async fn search(prefix: Location, include_trials: bool) -> Result<SearchResult, Failure> {
+    let (mut result, records) = (SearchResult::default(), Semaphore::new(JOBS_AT_ONCE as usize));
+    let mut last_progress = Instant::now();
+    let mut pending = vec![PendingFolder {
+        location: prefix,
+        page_token: None,
         depth: 0,
     }];
-    let mut looks = FuturesUnordered::new();
+    let mut inspections = FuturesUnordered::new();
     loop {
-        while looks.len() < LOOKS_AT_ONCE
-            && let Some(todo) = open.pop()
+        while inspections.len() < FOLDERS_AT_ONCE
+            && let Some(folder) = pending.pop()
         {
-            looks.push(look(todo, &records));
+            inspections.push(inspect(folder, &records));
         }
-        let Some((todo, seen)) = looks.next().await else { break };
-        found.folders += u64::from(todo.token.is_none());
-        match seen {
-            Seen::Job(job) => found.jobs.push(*job),
-            Seen::Unread(error) => found.add_unread(&todo.place, one_line(&error)),
-            Seen::Folders(Ok(page)) => open.extend(found.add_page(todo, page, trials)),
-            Seen::Folders(Err(error)) if todo.depth == 0 => return Err(unlisted(&todo.place, &error)),
-            Seen::Folders(Err(error)) => found.add_unread(&todo.place, format!("listing it: {}", cause(&error))),
+        let Some((folder, inspection)) = inspections.next().await else {
+            break;
+        };
+        result.folders += u64::from(folder.page_token.is_none());
+        match inspection {
+            Inspection::Job(job) => result.jobs.push(*job),
+            Inspection::Unreadable(error) => result.add_unreadable(&folder.location, one_line(&error)),
+            Inspection::Folders(Ok(page)) => pending.extend(result.add_page(folder, page, include_trials)),
+            Inspection::Folders(Err(error)) if folder.depth == 0 => {
+                return Err(listing_failure(&folder.location, &error));
+            }
+            Inspection::Folders(Err(error)) => {
+                result.add_unreadable(&folder.location, format!("listing it: {}", cause(&error)))
+            }
         }
-        if said.elapsed() > SAY_EVERY {
-            said = Instant::now();
+        if last_progress.elapsed() > PROGRESS_EVERY {
+            last_progress = Instant::now();
             eprintln!(
                 "looked at {}, {} so far",
-                counted(found.folders, "folder"),
-                counted(found.jobs.len() as u64, "job")
+                counted(result.folders, "folder"),
+                counted(result.jobs.len() as u64, "job")
             );
         }
     }
-    found.jobs.sort_by(|a, b| a.output.cmp(&b.output));
-    found.unread.sort_by(|a, b| a.output.cmp(&b.output));
-    Ok(found)
+    result.jobs.sort_by(|a, b| a.output.cmp(&b.output));
+    result.unreadable.sort_by(|a, b| a.output.cmp(&b.output));
+    Ok(result)
 }
 
-impl Found {
-    fn add_unread(&mut self, place: &Location, error: String) {
-        self.unread.push(Unread {
-            output: place.url.to_string(),
+impl SearchResult {
+    fn add_unreadable(&mut self, location: &Location, error: String) {
+        self.unreadable.push(UnreadableOutput {
+            output: location.url.to_string(),
             error,
         });
     }
 
-    /// The items to push on the stack: the next page first, since it is processed last.
-    fn add_page(&mut self, of: Todo, page: Page, trials: bool) -> Vec<Todo> {
-        if page.unnamed > 0 {
+    /// Counts the trials of a page of `folder`, and returns the folders to inspect. The next page
+    /// comes first, since the stack is processed from its end.
+    fn add_page(&mut self, folder: PendingFolder, page: Page, include_trials: bool) -> Vec<PendingFolder> {
+        if page.unaddressable > 0 {
             let error = format!(
                 "{} in it cannot be named by an address",
-                counted(page.unnamed, "folder")
+                counted(page.unaddressable, "folder")
             );
-            self.add_unread(&of.place, error);
+            self.add_unreadable(&folder.location, error);
         }
-        let depth = of.depth + 1;
+        let depth = folder.depth + 1;
         let mut next = Vec::with_capacity(page.folders.len() + 1);
         if depth > DEPTH_MAX && !page.folders.is_empty() {
-            self.add_unread(
-                &of.place,
+            self.add_unreadable(
+                &folder.location,
                 format!("folders more than {DEPTH_MAX} deep are not looked into"),
             );
             return next;
         }
-        next.extend(page.next.map(|token| Todo {
-            token: Some(token),
-            ..of
+        next.extend(page.next_token.map(|page_token| PendingFolder {
+            page_token: Some(page_token),
+            ..folder
         }));
-        for place in page.folders {
-            let token = None;
-            match place.path.filename().unwrap_or_default() {
-                trial::FOLDER if !trials => self.trials += 1,
-                trial::FOLDER => next.push(Todo { place, token, depth }),
+        for location in page.folders {
+            let page_token = None;
+            match location.path.filename().unwrap_or_default() {
+                trial::FOLDER if !include_trials => self.trials += 1,
+                trial::FOLDER => next.push(PendingFolder {
+                    location,
+                    page_token,
+                    depth,
+                }),
                 hidden if hidden.starts_with(['_', '.']) => {}
-                _ => next.push(Todo { place, token, depth }),
+                _ => next.push(PendingFolder {
+                    location,
+                    page_token,
+                    depth,
+                }),
             }
         }
         next
     }
 }
 
-/// The job in a folder, or its subfolders.
-async fn look(todo: Todo, records: &Semaphore) -> (Todo, Seen) {
-    let seen = match &todo.token {
-        Some(token) => Seen::Folders(page(&todo.place, Some(token.clone())).await),
-        None => match job_at(&todo.place, records).await {
-            Ok(Some(job)) => Seen::Job(Box::new(job)),
-            Ok(None) => Seen::Folders(page(&todo.place, None).await),
-            Err(error) => Seen::Unread(error),
+/// Reads the job in a folder, or else lists its subfolders.
+async fn inspect(folder: PendingFolder, records: &Semaphore) -> (PendingFolder, Inspection) {
+    let inspection = match &folder.page_token {
+        Some(page_token) => Inspection::Folders(list_page(&folder.location, Some(page_token.clone())).await),
+        None => match job_at(&folder.location, records).await {
+            Ok(Some(job)) => Inspection::Job(Box::new(job)),
+            Ok(None) => Inspection::Folders(list_page(&folder.location, None).await),
+            Err(error) => Inspection::Unreadable(error),
         },
     };
-    (todo, seen)
+    (folder, inspection)
 }
 
-/// The job whose output is `place`.
-async fn job_at(place: &Location, records: &Semaphore) -> anyhow::Result<Option<Job>> {
-    let store = Store::new(place)?;
+/// The job whose output is at `location`; `None` if there is none.
+async fn job_at(location: &Location, records: &Semaphore) -> anyhow::Result<Option<ListedJob>> {
+    let store = Store::new(location)?;
     let Some(version) = store.object_version(JOB).await? else {
         return Ok(None);
     };
-    let share = if version.size > LARGE_BYTES { JOBS_AT_ONCE } else { 1 };
-    let _held = records.acquire_many(share).await?;
+    let permits = if version.size > LARGE_BYTES { JOBS_AT_ONCE } else { 1 };
+    let _permit = records.acquire_many(permits).await?;
     let Some(ledger) = Ledger::open_in(store).await? else {
         return Ok(None);
     };
     let status = ledger.quick_status().await?;
     let rows = RowCounts::of(status.rows, &status.tally);
-    Ok(Some(Job {
-        output: place.url.to_string(),
-        trial: place.path.parts().any(|part| part.as_ref() == trial::FOLDER),
+    Ok(Some(ListedJob {
+        output: location.url.to_string(),
+        trial: location.path.parts().any(|part| part.as_ref() == trial::FOLDER),
         created_at: ledger.created_at().to_rfc3339(),
         job: status.name,
         id: status.job.to_string(),
@@ -245,9 +260,9 @@ async fn job_at(place: &Location, records: &Semaphore) -> anyhow::Result<Option<
 }
 
 /// The error if the prefix itself cannot be listed.
-fn unlisted(place: &Location, error: &object_store::Error) -> Failure {
+fn listing_failure(location: &Location, error: &object_store::Error) -> Failure {
     let why = cause(error);
-    let failed = anyhow!("cannot list `{}`: {why}", shown(&place.url));
+    let failed = anyhow!("cannot list `{}`: {why}", redacted(&location.url));
     // An existing bucket gives an empty listing for a prefix without objects, so a 404 means that
     // there is no bucket.
     if why.contains("answered 404") {
@@ -257,53 +272,57 @@ fn unlisted(place: &Location, error: &object_store::Error) -> Failure {
     }
 }
 
-fn show(found: &Found, prefix: &Location) {
-    if found.jobs.is_empty() && found.unread.is_empty() {
+fn print_result(result: &SearchResult, prefix: &Location) {
+    if result.jobs.is_empty() && result.unreadable.is_empty() {
         println!(
             "no job below `{}`: none of {} holds `{JOB}`",
             prefix.url,
-            counted(found.folders, "folder")
+            counted(result.folders, "folder")
         );
     } else {
-        table(found).iter().for_each(|line| println!("{line}"));
+        table(result).iter().for_each(|line| println!("{line}"));
     }
-    if found.trials > 0 {
+    if result.trials > 0 {
         println!("trials of `--limit` are left out: --trials lists them, too");
     }
 }
 
 /// The table: a heading line, then a line per job or unreadable output.
-fn table(found: &Found) -> Vec<String> {
+fn table(result: &SearchResult) -> Vec<String> {
     let heading = ["output", "job", "state", "rows done", "created"].map(String::from);
-    let jobs = found.jobs.iter().map(|job| {
+    let jobs = result.jobs.iter().map(|job| {
         let cells = [
             printable(&job.output),
-            cut(&printable(&job.job)),
-            word(job.state).to_string(),
+            cut_name(&printable(&job.job)),
+            state_text(job.state).to_string(),
             format!("{} of {}", number(job.rows_done), number(job.rows.total)),
             // The time is cut to minutes.
             job.created_at.chars().take(16).collect::<String>().replace('T', " "),
         ];
         (job.output.as_str(), cells)
     });
-    let unread = found.unread.iter().map(|unread| {
-        let why = format!("cannot be read: {}", printable(&unread.error));
+    let unreadable = result.unreadable.iter().map(|unreadable| {
+        let why = format!("cannot be read: {}", printable(&unreadable.error));
         let cells = [
-            printable(&unread.output),
+            printable(&unreadable.output),
             why,
             String::new(),
             String::new(),
             String::new(),
         ];
-        (unread.output.as_str(), cells)
+        (unreadable.output.as_str(), cells)
     });
-    let mut rows: Vec<(&str, [String; 5])> = jobs.chain(unread).collect();
+    let mut rows: Vec<(&str, [String; 5])> = jobs.chain(unreadable).collect();
     rows.sort_by_key(|(output, _)| *output);
-    let unread: HashSet<&str> = found.unread.iter().map(|unread| unread.output.as_str()).collect();
+    let unreadable: HashSet<&str> = result
+        .unreadable
+        .iter()
+        .map(|unreadable| unreadable.output.as_str())
+        .collect();
     let width = |column: usize| {
         // The error of an unreadable output extends to the end of its line.
-        let counts = |output: &str| column == 0 || !unread.contains(output);
-        let cells = rows.iter().filter(|(output, _)| counts(output));
+        let is_aligned = |output: &str| column == 0 || !unreadable.contains(output);
+        let cells = rows.iter().filter(|(output, _)| is_aligned(output));
         let widest = cells.map(|(_, cells)| cells[column].chars().count()).max();
         widest.unwrap_or(0).max(heading[column].len())
     };
@@ -317,7 +336,7 @@ fn table(found: &Found) -> Vec<String> {
 }
 
 /// A name cut to [`NAME_CHARS_MAX`] characters.
-fn cut(name: &str) -> String {
+fn cut_name(name: &str) -> String {
     match name.char_indices().nth(NAME_CHARS_MAX) {
         Some((end, _)) => format!("{}…", &name[..end]),
         None => name.to_string(),
@@ -330,7 +349,7 @@ mod tests {
 
     #[test]
     fn a_table_is_aligned_and_names_what_cannot_be_read() {
-        let job = |output: &str, job: &str, state: State| Job {
+        let job = |output: &str, job: &str, state: State| ListedJob {
             output: output.into(),
             job: job.into(),
             id: "0".into(),
@@ -347,16 +366,16 @@ mod tests {
             seconds: 0.0,
             usd: None,
         };
-        let found = Found {
+        let result = SearchResult {
             jobs: vec![
                 job("s3://b/a", "one\u{202e}", State::Running),
                 job("s3://b/longer", &"x".repeat(100), State::BudgetReached),
             ],
-            unread: vec![Unread {
+            unreadable: vec![UnreadableOutput {
                 output: "s3://b/b".into(),
                 error: "`job.json` is no valid record".into(),
             }],
-            ..Found::default()
+            ..SearchResult::default()
         };
         let name = format!("{}…", "x".repeat(40));
         let expected = [
@@ -371,6 +390,6 @@ mod tests {
             "s3://b/b       cannot be read: `job.json` is no valid record".to_string(),
             format!("s3://b/longer  {name}  stopped: budget reached  1,000 of 2,000  2026-11-24 10:20"),
         ];
-        assert_eq!(table(&found), expected);
+        assert_eq!(table(&result), expected);
     }
 }

@@ -1,4 +1,4 @@
-//! A job's limits: their use so far, and their changes when the job file is read again.
+//! A job's limits: their use so far, and the commands that follow from a changed job file.
 
 use std::time::Duration;
 
@@ -9,143 +9,151 @@ use crate::report::cost::show_dollars;
 use crate::report::progress::show_duration;
 use crate::worker::WorkerLimits;
 
-/// A job's use of its limits.
+/// The part of a job's limits that is used up.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Used {
+pub(super) struct LimitUse {
     /// Device seconds of all workers together.
     pub device_seconds: f64,
     /// Time since the job was created.
     pub age: Duration,
 }
 
-impl Used {
+impl LimitUse {
     /// Current use.
-    pub(super) async fn of(ledger: &Ledger) -> Result<Used, Failure> {
-        Ok(Used::with(ledger, ledger.spent().await?.device_seconds()))
+    pub(super) async fn of(ledger: &Ledger) -> Result<LimitUse, Failure> {
+        Ok(LimitUse::of_device_seconds(
+            ledger,
+            ledger.spendings().await?.device_seconds(),
+        ))
     }
 
     /// Current use, given the device seconds. The age is by this machine's clock, since the
     /// ledger's last write may be old.
-    pub(super) fn with(ledger: &Ledger, device_seconds: f64) -> Used {
-        Used {
+    pub(super) fn of_device_seconds(ledger: &Ledger, device_seconds: f64) -> LimitUse {
+        LimitUse {
             device_seconds,
             age: (chrono::Utc::now() - ledger.created_at()).to_std().unwrap_or_default(),
         }
     }
 
     /// The total cost at the current price; `None` without a price.
-    pub(super) fn usd(&self, terms: &JobLimits) -> Option<f64> {
-        dollars(self.device_seconds, terms.usd_per_hour)
+    pub(super) fn usd(&self, limits: &JobLimits) -> Option<f64> {
+        dollars(self.device_seconds, limits.usd_per_hour)
     }
 
     /// The first of these limits that is reached, if any.
-    pub(super) fn reached(&self, terms: &JobLimits) -> Option<StopWhy> {
-        WorkerLimits::of(terms).reached(self.device_seconds, self.age)
+    pub(super) fn reached_limit(&self, limits: &JobLimits) -> Option<StopWhy> {
+        WorkerLimits::of(limits).reached(self.device_seconds, self.age)
     }
 }
 
-/// Why a begun job does not continue.
+/// The stop that keeps a begun job from continuing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Held {
+pub(super) struct ActiveStop {
     pub why: StopWhy,
-    /// Whether its unfinished rows still become rows of the output.
+    /// Whether its unfinished rows are still published, as `expired` or `cancelled`.
     pub closes: bool,
 }
 
 /// Applies the limits `file` of a begun job's file. If they differ from those that `run` or
 /// `submit` last read, they replace all current limits, including those of `extend`. A reached
-/// limit stops the job; a stopped job continues if no limit is reached. Prints the orders that it
-/// gives, and returns what still holds the job.
-pub(super) async fn follow_file(ledger: &Ledger, file: &JobLimits, quiet: bool) -> Result<Option<Held>, Failure> {
-    let used = Used::of(ledger).await?;
+/// limit stops the job; a stopped job continues if no limit is reached. Prints changed limits, and
+/// returns the stop that is in force afterwards.
+pub(super) async fn apply_job_file(
+    ledger: &Ledger,
+    file: &JobLimits,
+    quiet: bool,
+) -> Result<Option<ActiveStop>, Failure> {
+    let used = LimitUse::of(ledger).await?;
     let mut control = ledger.control().await?;
-    // Each iteration gives one order; orders written by others in the meantime are read like all
-    // others.
+    // Each iteration writes one command, and the next one reads it back, together with commands
+    // that other processes have written in the meantime.
     loop {
-        let held = control.stopped().map(|why| Held {
+        let stop = control.stop_reason().map(|why| ActiveStop {
             why,
-            closes: control.closes(),
+            closes: control.is_closing(),
         });
-        if held.is_some_and(|held| held.why == StopWhy::Cancelled) {
-            return Ok(held);
+        if stop.is_some_and(|stop| stop.why == StopWhy::Cancelled) {
+            return Ok(stop);
         }
-        let holds = ledger.limits(&control);
-        let is_changed = *file != ledger.limits_of_file(&control);
-        let (order, said) = match (held, used.reached(&holds)) {
+        let current = ledger.limits(&control);
+        let is_changed = *file != ledger.job_file_limits(&control);
+        let (command, message) = match (stop, used.reached_limit(&current)) {
             _ if is_changed => {
-                let order = control.extend_to(file, Some(LimitsFrom::JobFile));
+                let command = control.extend_command(file, Some(LimitsFrom::JobFile));
                 (
-                    order,
-                    changes(&holds, file).map(|changes| format!("its limits are now those of the job file: {changes}")),
+                    command,
+                    changes(&current, file)
+                        .map(|changes| format!("its limits are now those of the job file: {changes}")),
                 )
             }
             (None, None) => return Ok(None),
-            (Some(held), Some(why)) => return Ok(Some(Held { why, ..held })),
-            (None, Some(why)) => (JobCommand::stop(why, holds.unfinished == Unfinished::Expire), None),
-            (Some(held), None) => {
-                let mended = (held.why == StopWhy::InputChanged)
+            (Some(stop), Some(why)) => return Ok(Some(ActiveStop { why, ..stop })),
+            (None, Some(why)) => (JobCommand::stop(why, current.unfinished == Unfinished::Expire), None),
+            (Some(stop), None) => {
+                let message = (stop.why == StopWhy::InputChanged)
                     .then(|| "it goes on: it was stopped since an input had changed".to_string());
-                (control.extend_to(&holds, control.limits_from()), mended)
+                (control.extend_command(&current, control.limits_source()), message)
             }
         };
-        if control.give(order).await?
-            && let Some(said) = said.filter(|_| !quiet)
+        if control.try_append(command).await?
+            && let Some(message) = message.filter(|_| !quiet)
         {
-            eprintln!("job `{}`: {said}", ledger.job().name);
+            eprintln!("job `{}`: {message}", ledger.job().name);
         }
     }
 }
 
-/// The differences of `file` from the limits in force, in words; `None` if there are none.
-fn changes(holds: &JobLimits, file: &JobLimits) -> Option<String> {
+/// Describes how `file` differs from the limits in force; `None` if it does not.
+fn changes(current: &JobLimits, file: &JobLimits) -> Option<String> {
     let usd = |usd: Option<f64>| usd.map_or("none".into(), show_dollars);
     let time = |seconds: Option<u64>| seconds.map_or("none".into(), |seconds| show_duration(seconds as f64));
     let pairs = [
-        ("budget", usd(file.usd), usd(holds.usd), file.usd != holds.usd),
+        ("budget", usd(file.usd), usd(current.usd), file.usd != current.usd),
         (
             "price of an hour",
             usd(file.usd_per_hour),
-            usd(holds.usd_per_hour),
-            file.usd_per_hour != holds.usd_per_hour,
+            usd(current.usd_per_hour),
+            file.usd_per_hour != current.usd_per_hour,
         ),
         (
             "deadline",
             time(file.deadline_seconds),
-            time(holds.deadline_seconds),
-            file.deadline_seconds != holds.deadline_seconds,
+            time(current.deadline_seconds),
+            file.deadline_seconds != current.deadline_seconds,
         ),
         (
             "unfinished rows",
-            unfinished(file).into(),
-            unfinished(holds).into(),
-            file.unfinished != holds.unfinished,
+            unfinished_text(file).into(),
+            unfinished_text(current).into(),
+            file.unfinished != current.unfinished,
         ),
     ];
-    let changed = pairs.into_iter().filter(|(_, _, _, is_other)| *is_other);
+    let changed = pairs.into_iter().filter(|(_, _, _, is_changed)| *is_changed);
     let words: Vec<String> = changed
         .map(|(what, is, was, _)| format!("{what} {is} (was {was})"))
         .collect();
     (!words.is_empty()).then(|| words.join(", "))
 }
 
-fn unfinished(terms: &JobLimits) -> &'static str {
-    match terms.unfinished {
+fn unfinished_text(limits: &JobLimits) -> &'static str {
+    match limits.unfinished {
         Unfinished::Keep => "keep",
         Unfinished::Expire => "expire",
     }
 }
 
-/// Lines for the terminal: budget and deadline, the rest of each, and who set them.
-pub(super) fn limit_lines(terms: &JobLimits, from: Option<LimitsFrom>, used: &Used) -> Vec<String> {
+/// Lines for the terminal: budget and deadline, how much of each is left, and who set them.
+pub(super) fn limit_lines(limits: &JobLimits, source: Option<LimitsFrom>, used: &LimitUse) -> Vec<String> {
     let mut lines = Vec::new();
-    if let Some((most, spent)) = terms.usd.zip(used.usd(terms)) {
+    if let Some((budget, spent)) = limits.usd.zip(used.usd(limits)) {
         lines.push(format!(
             "budget      {}, {} left",
-            show_dollars(most),
-            show_dollars((most - spent).max(0.0))
+            show_dollars(budget),
+            show_dollars((budget - spent).max(0.0))
         ));
     }
-    if let Some(seconds) = terms.deadline_seconds {
+    if let Some(seconds) = limits.deadline_seconds {
         let left = seconds as f64 - used.age.as_secs_f64();
         let left = if left > 0.0 {
             format!("{} left", show_duration(left))
@@ -158,33 +166,33 @@ pub(super) fn limit_lines(terms: &JobLimits, from: Option<LimitsFrom>, used: &Us
         ));
     }
     let none = if lines.is_empty() { "none, " } else { "" };
-    lines.push(format!("limits      {none}{}", set_by(from)));
+    lines.push(format!("limits      {none}{}", setter_text(source)));
     lines
 }
 
-fn set_by(from: Option<LimitsFrom>) -> &'static str {
-    match from {
+fn setter_text(source: Option<LimitsFrom>) -> &'static str {
+    match source {
         Some(LimitsFrom::JobFile) => "by the job file",
         Some(LimitsFrom::Extend) => "by `gristmill extend`",
-        None => "by an order of an older gristmill",
+        None => "by a command of an older gristmill",
     }
 }
 
 /// A line for the terminal: the limit that stopped the job, who set it, and its use.
 pub(super) async fn reached_line(ledger: &Ledger, why: StopWhy) -> Result<String, Failure> {
     let control = ledger.control().await?;
-    let used = Used::of(ledger).await?;
-    Ok(said_reached(
+    let used = LimitUse::of(ledger).await?;
+    Ok(reached_text(
         why,
         &ledger.limits(&control),
-        control.limits_from(),
-        control.note(),
+        control.limits_source(),
+        control.stop_note(),
         &used,
     ))
 }
 
-/// The same line, with the job file's field to raise.
-pub(super) async fn what_to_raise(ledger: &Ledger, why: StopWhy) -> Result<String, Failure> {
+/// As [`reached_line`], with the field of the job file to raise.
+pub(super) async fn reached_line_with_advice(ledger: &Ledger, why: StopWhy) -> Result<String, Failure> {
     let field = match why {
         StopWhy::Deadline => "deadline",
         _ => "usd",
@@ -192,20 +200,26 @@ pub(super) async fn what_to_raise(ledger: &Ledger, why: StopWhy) -> Result<Strin
     Ok(format!("{}; raise `budget.{field}`", reached_line(ledger, why).await?))
 }
 
-/// Pure: builds the line. `note` is the finding of the worker that stopped the job.
-fn said_reached(why: StopWhy, terms: &JobLimits, from: Option<LimitsFrom>, note: Option<&str>, used: &Used) -> String {
-    let from = set_by(from);
+/// Pure: builds the line. `note`: the reason that the worker which stopped the job has recorded.
+fn reached_text(
+    why: StopWhy,
+    limits: &JobLimits,
+    source: Option<LimitsFrom>,
+    note: Option<&str>,
+    used: &LimitUse,
+) -> String {
+    let source = setter_text(source);
     match why {
         StopWhy::Deadline => {
-            let most = show_duration(terms.deadline_seconds.unwrap_or_default() as f64);
+            let deadline = show_duration(limits.deadline_seconds.unwrap_or_default() as f64);
             let age = show_duration(used.age.as_secs_f64());
-            format!("the deadline is reached, {most} after the job's start (set {from}): it began {age} ago")
+            format!("the deadline is reached, {deadline} after the job's start (set {source}): it began {age} ago")
         }
         _ => {
-            let most = show_dollars(terms.usd.unwrap_or_default());
-            let spent = format!("{} are spent", show_dollars(used.usd(terms).unwrap_or_default()));
+            let budget = show_dollars(limits.usd.unwrap_or_default());
+            let spent = format!("{} are spent", show_dollars(used.usd(limits).unwrap_or_default()));
             format!(
-                "the budget of {most} (set {from}) is reached: {}",
+                "the budget of {budget} (set {source}) is reached: {}",
                 note.unwrap_or(&spent)
             )
         }
@@ -216,7 +230,7 @@ fn said_reached(why: StopWhy, terms: &JobLimits, from: Option<LimitsFrom>, note:
 mod tests {
     use super::*;
 
-    fn terms(usd: Option<f64>, deadline_seconds: Option<u64>) -> JobLimits {
+    fn job_limits(usd: Option<f64>, deadline_seconds: Option<u64>) -> JobLimits {
         JobLimits {
             usd,
             deadline_seconds,
@@ -226,13 +240,13 @@ mod tests {
     }
 
     #[test]
-    fn limits_say_what_is_left_and_who_set_them() {
-        let used = Used {
+    fn limit_lines_name_the_rest_and_the_setter() {
+        let used = LimitUse {
             device_seconds: 1.5,
             age: Duration::from_secs(90),
         };
         assert_eq!(
-            limit_lines(&terms(Some(5.0), Some(60)), Some(LimitsFrom::Extend), &used),
+            limit_lines(&job_limits(Some(5.0), Some(60)), Some(LimitsFrom::Extend), &used),
             [
                 "budget      $5.00, $3.50 left",
                 "deadline    1m 0s after the job's start, passed 30s ago",
@@ -240,18 +254,26 @@ mod tests {
             ]
         );
         assert_eq!(
-            limit_lines(&terms(None, None), Some(LimitsFrom::JobFile), &used),
+            limit_lines(&job_limits(None, None), Some(LimitsFrom::JobFile), &used),
             ["limits      none, by the job file"]
         );
     }
 
     #[test]
-    fn a_limit_that_is_reached_is_named_with_who_set_it() {
-        let used = Used {
+    fn a_reached_limit_is_named_with_its_setter() {
+        let used = LimitUse {
             device_seconds: 0.5,
             age: Duration::from_secs(90),
         };
-        let line = |why, note| said_reached(why, &terms(Some(1.5), Some(60)), Some(LimitsFrom::Extend), note, &used);
+        let line = |why, note| {
+            reached_text(
+                why,
+                &job_limits(Some(1.5), Some(60)),
+                Some(LimitsFrom::Extend),
+                note,
+                &used,
+            )
+        };
         assert_eq!(
             line(StopWhy::Budget, None),
             "the budget of $1.50 (set by `gristmill extend`) is reached: $0.5000 are spent"
@@ -264,19 +286,19 @@ mod tests {
     }
 
     #[test]
-    fn changes_name_what_is_other_and_nothing_else() {
-        let (holds, file) = (terms(None, Some(60)), terms(Some(0.3), Some(60)));
-        assert_eq!(changes(&holds, &file).as_deref(), Some("budget $0.3000 (was none)"));
+    fn only_changed_limits_are_named() {
+        let (current, file) = (job_limits(None, Some(60)), job_limits(Some(0.3), Some(60)));
+        assert_eq!(changes(&current, &file).as_deref(), Some("budget $0.3000 (was none)"));
         let file = JobLimits {
             unfinished: Unfinished::Expire,
             usd_per_hour: None,
             deadline_seconds: None,
-            ..holds
+            ..current
         };
         assert_eq!(
-            changes(&holds, &file).as_deref(),
+            changes(&current, &file).as_deref(),
             Some("price of an hour none (was $3600.00), deadline none (was 1m 0s), unfinished rows expire (was keep)")
         );
-        assert_eq!(changes(&holds, &holds), None);
+        assert_eq!(changes(&current, &current), None);
     }
 }

@@ -27,10 +27,10 @@ use crate::say;
 
 /// Crates that log data sent to RabbitMQ and data that a broker returns, both of which may contain
 /// the password as text or bytes. `queue/rabbitmq/` reports their errors.
-const SHOW_PASSWORDS: &[&str] = &["lapin", "amq_protocol", "async_rs"];
+const PASSWORD_CRATES: &[&str] = &["lapin", "amq_protocol", "async_rs"];
 
-/// Fields whose values the messages name themselves.
-const NAMED: &[&str] = &[
+/// Fields whose values are part of the messages.
+const FIELDS_IN_MESSAGES: &[&str] = &[
     "job", "job_id", "shard", "worker", "attempt", "output", "queue", "place",
 ];
 
@@ -45,39 +45,41 @@ pub(super) enum LogFormat {
 
 /// Initializes the program's log.
 pub(super) fn init(format: LogFormat) {
-    let wanted = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("warn"));
+    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("warn"));
     match format {
         LogFormat::Text => {
             let colours = std::io::stderr().is_terminal();
-            text(wanted, move || Log { colours }, colours).init();
+            text_subscriber(filter, move || Log { colours }, colours).init();
         }
         LogFormat::Json => {
-            // What the text form prints whatever `RUST_LOG` says, the JSON form prints too.
-            let wanted = match format!("{}=info", say::TARGET).parse() {
-                Ok(said) => wanted.add_directive(said),
-                Err(_) => wanted,
+            // Lines for stderr are printed in both forms, whatever `RUST_LOG` says.
+            let filter = match format!("{}=info", say::LOG_TARGET).parse() {
+                Ok(directive) => filter.add_directive(directive),
+                Err(_) => filter,
             };
-            json(wanted, || Log { colours: false }).init();
-            say::as_events();
+            json_subscriber(filter, || Log { colours: false }).init();
+            say::log_stderr();
             std::panic::set_hook(Box::new(|panic| say::error(format_args!("{panic}"))));
         }
     }
 }
 
-fn text<W>(wanted: EnvFilter, writer: W, ansi: bool) -> impl Subscriber + Send + Sync + 'static
+fn text_subscriber<W>(filter: EnvFilter, writer: W, ansi: bool) -> impl Subscriber + Send + Sync + 'static
 where
     W: for<'a> MakeWriter<'a> + Send + Sync + 'static,
 {
     tracing_subscriber::fmt()
         .fmt_fields(debug_fn(text_field))
-        .with_env_filter(wanted)
+        .with_env_filter(filter)
         .with_writer(writer)
         .with_ansi(ansi)
         .finish()
-        .with(filter_fn(|metadata| metadata.is_event() && keeps_secrets(metadata)))
+        .with(filter_fn(|metadata| {
+            metadata.is_event() && is_free_of_passwords(metadata)
+        }))
 }
 
-fn json<W>(wanted: EnvFilter, writer: W) -> impl Subscriber + Send + Sync + 'static
+fn json_subscriber<W>(filter: EnvFilter, writer: W) -> impl Subscriber + Send + Sync + 'static
 where
     W: for<'a> MakeWriter<'a> + Send + Sync + 'static,
 {
@@ -85,30 +87,32 @@ where
         .fmt_fields(JsonFields::new())
         .with_ansi(false)
         .event_format(JsonLine)
-        .with_env_filter(wanted)
+        .with_env_filter(filter)
         .with_writer(writer)
         .finish()
-        .with(filter_fn(keeps_secrets))
+        .with(filter_fn(is_free_of_passwords))
 }
 
-/// Whether the event cannot show a password; this applies whatever the log's filter enables.
-fn keeps_secrets(metadata: &Metadata<'_>) -> bool {
+/// Whether the event cannot show a password. Other events are dropped even if `RUST_LOG` enables
+/// them.
+fn is_free_of_passwords(metadata: &Metadata<'_>) -> bool {
     // The prefix match also covers crates like `amq_protocol_tcp`.
-    !SHOW_PASSWORDS.iter().any(|name| metadata.target().starts_with(name))
+    !PASSWORD_CRATES.iter().any(|name| metadata.target().starts_with(name))
 }
 
-/// Writes one field of a text line. It is escaped here, because the writer keeps colour sequences.
+/// Writes one field of a text line. Its value is escaped here, because the writer keeps colour
+/// sequences.
 fn text_field(writer: &mut Writer<'_>, field: &Field, value: &dyn Debug) -> fmt::Result {
     let value = printable(format_args!("{value:?}"));
     match field.name() {
         "message" => write!(writer, "{value}"),
-        name if NAMED.contains(&name) => Ok(()),
+        name if FIELDS_IN_MESSAGES.contains(&name) => Ok(()),
         name => write!(writer, " {name}={value}"),
     }
 }
 
-/// Formats an event as one JSON object. The fields of its spans and its own stand beside the
-/// message; where a name occurs twice, the innermost value counts.
+/// Formats an event as one JSON object: its message, its own fields, and the fields of its spans.
+/// If a name occurs twice, the innermost value is used.
 struct JsonLine;
 
 impl<S, N> FormatEvent<S, N> for JsonLine
@@ -119,13 +123,13 @@ where
     fn format_event(&self, ctx: &FmtContext<'_, S, N>, mut writer: Writer<'_>, event: &Event<'_>) -> fmt::Result {
         let mut fields = Map::new();
         for span in ctx.event_scope().into_iter().flat_map(|scope| scope.from_root()) {
-            if let Some(of_span) = span.extensions().get::<FormattedFields<N>>() {
-                fields.extend(parsed(&of_span.fields));
+            if let Some(span_fields) = span.extensions().get::<FormattedFields<N>>() {
+                fields.extend(parse_fields(&span_fields.fields));
             }
         }
-        let mut own = String::new();
-        ctx.format_fields(Writer::new(&mut own), event)?;
-        fields.extend(parsed(&own));
+        let mut event_fields = String::new();
+        ctx.format_fields(Writer::new(&mut event_fields), event)?;
+        fields.extend(parse_fields(&event_fields));
         let mut time = String::new();
         SystemTime.format_time(&mut Writer::new(&mut time))?;
         let metadata = event.metadata();
@@ -144,7 +148,7 @@ where
 }
 
 /// The fields that [`JsonFields`] wrote; a span without fields has an empty text.
-fn parsed(fields: &str) -> Map<String, Value> {
+fn parse_fields(fields: &str) -> Map<String, Value> {
     serde_json::from_str(fields).unwrap_or_default()
 }
 
@@ -176,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn no_filter_shows_what_is_sent_to_rabbitmq() {
+    fn no_filter_shows_data_sent_to_rabbitmq() {
         for filter in [
             "trace",
             "warn,lapin=trace,amq_protocol_tcp=trace",
@@ -184,7 +188,7 @@ mod tests {
         ] {
             let said = Text::default();
             let writer = said.clone();
-            let subscriber = text(EnvFilter::new(filter), move || writer.clone(), false);
+            let subscriber = text_subscriber(EnvFilter::new(filter), move || writer.clone(), false);
             tracing::subscriber::with_default(subscriber, || {
                 tracing::trace!(target: "lapin::io_loop", "will write [104, 117, 110]");
                 tracing::debug!(target: "lapin", "hunter2");
@@ -209,9 +213,12 @@ mod tests {
             tracing::warn!(output = %"s3://b/o", tries = 3, "shard 7 waits\u{1b}[31m");
         };
         if json_form {
-            tracing::subscriber::with_default(json(EnvFilter::new("warn"), move || writer.clone()), emit);
+            tracing::subscriber::with_default(json_subscriber(EnvFilter::new("warn"), move || writer.clone()), emit);
         } else {
-            tracing::subscriber::with_default(text(EnvFilter::new("warn"), move || writer.clone(), true), emit);
+            tracing::subscriber::with_default(
+                text_subscriber(EnvFilter::new("warn"), move || writer.clone(), true),
+                emit,
+            );
         }
         said.read()
     }
@@ -244,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn a_text_line_says_each_thing_once() {
+    fn a_text_line_repeats_no_field_of_its_sentence() {
         let said = said(false);
         let sentence = "shard 7 waits\\u001b[31m tries=3\n";
         assert!(

@@ -45,26 +45,26 @@ use crate::cli::exit::{Exit, Failure, one_line};
 use crate::say;
 use crate::signing::Signing;
 
-/// 128 plus the number of SIGPIPE.
-const OUTPUT_CLOSED: u8 = 141;
+/// Exit code if the reader closed stdout early: 128 plus the number of SIGPIPE.
+const STDOUT_CLOSED: u8 = 141;
 
 /// Parses the arguments, runs the command and maps its outcome to an exit code.
 pub fn main() -> ExitCode {
     let arguments = Arguments::parse();
     log::init(arguments.log_format);
-    no_core_dumps();
+    disable_core_dumps();
     let result = tokio::runtime::Builder::new_multi_thread()
         .enable_all()
         .build()
         .map_err(Failure::from)
         .and_then(|runtime| {
-            let result = runtime.block_on(command(arguments.command));
+            let result = runtime.block_on(run_command(arguments.command));
             // Background tasks that still run after a stop must not delay the exit.
             runtime.shutdown_background();
             result
         });
     match result {
-        Ok(Exit::Done) => end_of_output(),
+        Ok(Exit::Done) => exit_of_stdout(),
         Ok(exit) => exit.into(),
         Err(failure) => {
             say::error(format_args!("{}", one_line(&failure.error)));
@@ -73,15 +73,15 @@ pub fn main() -> ExitCode {
     }
 }
 
-/// Keeps this process's memory, which holds prompts and passwords, out of core dumps, unless `GRISTMILL_CORE_DUMPS` is 1.
-fn no_core_dumps() {
+/// Disables core dumps, which would hold prompts and passwords, unless `GRISTMILL_CORE_DUMPS` is 1.
+fn disable_core_dumps() {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
     if std::env::var_os("GRISTMILL_CORE_DUMPS").is_some_and(|value| value == "1") {
         return;
     }
     let maximum = getrlimit(Resource::Core).maximum;
-    // Too small for any file. If dumps go to a program (`core_pattern` with `|`), Linux ignores 0,
-    // and treats 1 as "none".
+    // A limit of one byte is too small for a dump. If dumps go to a program (`core_pattern` with
+    // `|`), Linux ignores a limit of 0, and treats 1 as "none".
     let current = Some(maximum.map_or(1, |maximum| maximum.min(1)));
     if let Err(error) = setrlimit(Resource::Core, Rlimit { current, maximum }) {
         eprintln!("gristmill: core dumps stay possible, and would hold prompts: {error}");
@@ -90,10 +90,10 @@ fn no_core_dumps() {
 
 /// The exit code of a finished command, by the convention of filters: if the reader closed stdout
 /// early, the code is that of SIGPIPE.
-fn end_of_output() -> ExitCode {
-    match say::closed() {
+fn exit_of_stdout() -> ExitCode {
+    match say::stdout_error() {
         None => Exit::Done.into(),
-        Some(ErrorKind::BrokenPipe) => ExitCode::from(OUTPUT_CLOSED),
+        Some(ErrorKind::BrokenPipe) => ExitCode::from(STDOUT_CLOSED),
         Some(error) => {
             say::error(format_args!("stdout could not be written: {error}"));
             Exit::Failure.into()
@@ -101,7 +101,7 @@ fn end_of_output() -> ExitCode {
     }
 }
 
-async fn command(command: Command) -> Result<Exit, Failure> {
+async fn run_command(command: Command) -> Result<Exit, Failure> {
     // Unusable keys are reported by every command before anything is read or written, since most
     // commands open a ledger.
     Signing::of_process().map_err(|why| Failure::bad_job(anyhow::anyhow!(why)))?;

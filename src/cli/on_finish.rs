@@ -23,24 +23,24 @@ use crate::cli::exit::{Failure, one_line};
 use crate::cli::prepare::PreparedJob;
 use crate::job::on_finish::OnFinish;
 use crate::ledger::Ledger;
-use crate::notice::{Notice, webhook_failed};
+use crate::notice::{Notice, webhook_error};
 use crate::signing::Signing;
 use crate::worker::Worker;
 use crate::worker::access::Access;
 use crate::worker::stop::Stop;
 
 /// Maximum runtime of the command.
-const COMMAND_MAX: Duration = Duration::from_secs(600);
+const COMMAND_TIMEOUT: Duration = Duration::from_secs(600);
 /// Interval of polling whether the command has exited.
 const POLL_EVERY: Duration = Duration::from_millis(20);
 /// Interval at which a worker checks whether it has finished a job.
-const WATCH_EVERY: Duration = Duration::from_secs(1);
-/// Maximum wait of a worker that was told to leave.
-const LEAVING_MAX: Duration = Duration::from_secs(4);
+const CHECK_EVERY: Duration = Duration::from_secs(1);
+/// Timeout of the last posts of a worker that was told to leave.
+const LEAVE_TIMEOUT: Duration = Duration::from_secs(4);
 
-/// The configured actions in words; `None` if there are none.
-pub(super) fn line(prepared: &PreparedJob) -> Option<String> {
-    let OnFinish { command, url } = of_whole_job(prepared)?;
+/// Describes the configured actions; `None` if there are none.
+pub(super) fn description(prepared: &PreparedJob) -> Option<String> {
+    let OnFinish { command, url } = actions_of(prepared)?;
     let words: Vec<String> = command.iter().map(|word| shell_word(word)).collect();
     let runs = (!words.is_empty()).then(|| format!("runs `{}`", words.join(" ")));
     let posts = url.as_ref().map(|url| format!("posts to `{url}`"));
@@ -48,14 +48,14 @@ pub(super) fn line(prepared: &PreparedJob) -> Option<String> {
     (!all.is_empty()).then(|| all.join(" and "))
 }
 
-/// The settings, except for a trial, which notifies nobody.
-fn of_whole_job(prepared: &PreparedJob) -> Option<&OnFinish> {
+/// The job's actions; `None` for a trial, which notifies nobody.
+fn actions_of(prepared: &PreparedJob) -> Option<&OnFinish> {
     prepared.limit.is_none().then_some(&prepared.job.on_finish)
 }
 
-/// Unusable keys are reported before the job begins instead of at its end.
+/// Checks the keys for posts before the job begins instead of at its end.
 pub(super) fn check_keys(prepared: &PreparedJob) -> Result<(), Failure> {
-    match of_whole_job(prepared).and_then(OnFinish::address) {
+    match actions_of(prepared).and_then(OnFinish::address) {
         Some(_) => Signing::for_webhooks()
             .map(drop)
             .map_err(|why| Failure::bad_job(anyhow!(why))),
@@ -63,10 +63,10 @@ pub(super) fn check_keys(prepared: &PreparedJob) -> Result<(), Failure> {
     }
 }
 
-/// A missing command is reported before the job begins instead of at its end.
+/// Checks that the command exists before the job begins instead of at its end.
 pub(super) fn check_command(prepared: &PreparedJob) -> Result<(), Failure> {
-    let asked = of_whole_job(prepared).and_then(|asked| asked.command.first());
-    match asked.map(|program| (program, is_there(program, &prepared.job.base_dir))) {
+    let program = actions_of(prepared).and_then(|actions| actions.command.first());
+    match program.map(|program| (program, program_exists(program, &prepared.job.base_dir))) {
         Some((program, false)) => Err(Failure::bad_job(anyhow!(
             "{}: `on_finish.command`: there is no program `{program}`{}",
             prepared.job.file,
@@ -81,7 +81,7 @@ pub(super) fn check_command(prepared: &PreparedJob) -> Result<(), Failure> {
 }
 
 /// Whether there is a file that [`run_command`] would start.
-fn is_there(program: &str, folder: &Path) -> bool {
+fn program_exists(program: &str, folder: &Path) -> bool {
     if program.contains('/') {
         folder.join(program).is_file()
     } else {
@@ -90,42 +90,48 @@ fn is_there(program: &str, folder: &Path) -> bool {
     }
 }
 
-/// Performs the actions of a person's own job file after the job's end.
-pub(super) async fn of_run(prepared: &PreparedJob, ledger: &Ledger, stop: &Stop) {
-    let Some(asked) = of_whole_job(prepared) else { return };
-    let is_any = !asked.command.is_empty() || asked.url.is_some();
-    if !is_any {
+/// Performs the actions of a job file that `run` was given, after the job's end. A failure is only
+/// a warning.
+pub(super) async fn perform_after_run(prepared: &PreparedJob, ledger: &Ledger, stop: &Stop) {
+    let Some(actions) = actions_of(prepared) else { return };
+    let has_action = !actions.command.is_empty() || actions.url.is_some();
+    if !has_action {
         return;
     }
-    if let Err(why) = tell_of_run(asked, prepared, ledger, stop).await {
+    if let Err(why) = perform_actions(actions, prepared, ledger, stop).await {
         eprintln!("gristmill: warning: {}", one_line(&why));
     }
 }
 
-async fn tell_of_run(asked: &OnFinish, prepared: &PreparedJob, ledger: &Ledger, stop: &Stop) -> anyhow::Result<()> {
-    if ledger.success().await?.is_none() || ledger.is_told().await? {
+async fn perform_actions(
+    actions: &OnFinish,
+    prepared: &PreparedJob,
+    ledger: &Ledger,
+    stop: &Stop,
+) -> anyhow::Result<()> {
+    if ledger.success().await?.is_none() || ledger.is_end_announced().await? {
         return Ok(());
     }
     let notice = Notice::of(ledger).await?;
-    let mut is_told = true;
-    if !asked.command.is_empty() {
-        let (command, folder) = (asked.command.clone(), prepared.job.base_dir.clone());
+    let mut is_notified = true;
+    if !actions.command.is_empty() {
+        let (command, folder) = (actions.command.clone(), prepared.job.base_dir.clone());
         let (object, stop) = (format!("{}\n", notice.body), stop.clone());
-        let ran = tokio::task::spawn_blocking(move || run_command(&command, &folder, &object, &stop)).await?;
-        if let Err(why) = ran {
-            is_told = false;
+        let result = tokio::task::spawn_blocking(move || run_command(&command, &folder, &object, &stop)).await?;
+        if let Err(why) = result {
+            is_notified = false;
             eprintln!("gristmill: warning: `on_finish.command` {why}; the job's result is unaffected");
         }
     }
-    if let Some(url) = asked.address() {
+    if let Some(url) = actions.address() {
         let keys = Signing::for_webhooks().map_err(anyhow::Error::msg)?;
         if let Err(why) = notice.post(&url, &keys).await {
-            is_told = false;
-            eprintln!("gristmill: warning: {}", webhook_failed(&url, &why));
+            is_notified = false;
+            eprintln!("gristmill: warning: {}", webhook_error(&url, &why));
         }
     }
-    if is_told {
-        ledger.mark_told().await?;
+    if is_notified {
+        ledger.mark_end_announced().await?;
     }
     Ok(())
 }
@@ -168,9 +174,9 @@ fn wait(child: &mut Child, stop: &Stop) -> Result<(), String> {
             Ok(None) => {}
             Err(error) => return Err(format!("cannot be waited for: {error}")),
         }
-        let why = match (stop.is_set(), began.elapsed() > COMMAND_MAX) {
+        let why = match (stop.is_set(), began.elapsed() > COMMAND_TIMEOUT) {
             (true, _) => "was ended: gristmill was told to stop".to_string(),
-            (_, true) => format!("was ended: it took more than {} s", COMMAND_MAX.as_secs()),
+            (_, true) => format!("was ended: it took more than {} s", COMMAND_TIMEOUT.as_secs()),
             _ => {
                 std::thread::sleep(POLL_EVERY);
                 continue;
@@ -183,9 +189,9 @@ fn wait(child: &mut Child, stop: &Stop) -> Result<(), String> {
     }
 }
 
-/// The option that a worker needs to post this job's end.
-pub(super) fn accepting(ledger: &Ledger) -> String {
-    match recorded(ledger).and_then(|asked| asked.address()) {
+/// The option that permits a worker to post to this job's `on_finish.url`.
+pub(super) fn accept_option(ledger: &Ledger) -> String {
+    match recorded_actions(ledger).and_then(|actions| actions.address()) {
         Some(url) => format!(
             " --accept-on-finish {}",
             shell_word(&format!("{}/", url.origin().ascii_serialization()))
@@ -194,123 +200,123 @@ pub(super) fn accepting(ledger: &Ledger) -> String {
     }
 }
 
-/// Warns about parts of `on_finish` that workers will not perform.
+/// Warns about `on_finish` settings of a submitted job that its workers will not apply.
 pub(super) fn warn_submitted(prepared: &PreparedJob, ledger: &Ledger) {
-    let Some(asked) = of_whole_job(prepared) else { return };
+    let Some(actions) = actions_of(prepared) else { return };
     let file = &prepared.job.file;
-    if !asked.command.is_empty() {
+    if !actions.command.is_empty() {
         eprintln!(
             "gristmill: warning: {file}: `on_finish.command` is run by `gristmill run` alone: workers post to `on_finish.url`, and run nothing"
         );
     }
-    let began_with = recorded(ledger).and_then(|asked| asked.url);
-    if began_with != asked.url {
+    let began_with = recorded_actions(ledger).and_then(|actions| actions.url);
+    if began_with != actions.url {
         let shown = |url: &Option<String>| url.as_ref().map_or("none".to_string(), |url| format!("`{url}`"));
         eprintln!(
-            "gristmill: warning: {file}: workers tell what the job began with: `on_finish.url` was {} and is {}",
+            "gristmill: warning: {file}: workers post to the `on_finish.url` that the job began with: it was {} and is now {}",
             shown(&began_with),
-            shown(&asked.url)
+            shown(&actions.url)
         );
     }
 }
 
-/// The settings in a job's record, if the record is readable and valid.
-fn recorded(ledger: &Ledger) -> Option<OnFinish> {
+/// The actions in a job's record, if the record is readable and valid.
+fn recorded_actions(ledger: &Ledger) -> Option<OnFinish> {
     let resolved = &ledger.job().resolved;
-    let job = crate::job::Job::of_record(resolved, &ledger.store().address(crate::ledger::keys::JOB)).ok()?;
+    let job = crate::job::Job::from_record(resolved, &ledger.store().address(crate::ledger::keys::JOB)).ok()?;
     Some(job.on_finish)
 }
 
-/// Posts the ends of queued jobs, within the operator's permissions.
-pub(super) struct Teller {
+/// Posts the notices of finished queued jobs to addresses that the operator allows.
+pub(super) struct FinishNotifier {
     access: Access,
     keys: Signing,
-    /// Jobs whose end was posted, or whose refusal was reported.
-    done: Mutex<HashSet<String>>,
+    /// Jobs whose notice was posted, or was refused with a warning.
+    handled: Mutex<HashSet<String>>,
 }
 
-/// A task that posts the end of each job whose result this worker writes.
-pub(super) struct Telling {
+/// A task that posts a notice for each job whose result this worker writes.
+pub(super) struct FinishNotifierTask {
     task: JoinHandle<()>,
-    /// Dropping it ends the task after a last check.
-    going: oneshot::Sender<()>,
+    /// Dropping this sender ends the task after a last check.
+    dropped_at_end: oneshot::Sender<()>,
 }
 
-impl Telling {
-    pub(super) fn start(teller: Teller, worker: Arc<Worker>) -> Telling {
-        let (going, mut over) = oneshot::channel();
-        let telling = async move {
+impl FinishNotifierTask {
+    pub(super) fn start(notifier: FinishNotifier, worker: Arc<Worker>) -> FinishNotifierTask {
+        let (dropped_at_end, mut ended) = oneshot::channel();
+        let notifier_task = async move {
             loop {
-                let pause = tokio::time::timeout(WATCH_EVERY, &mut over);
-                let is_over = pause.await.is_ok();
-                teller.tell_finished(&worker).await;
-                if is_over {
+                let pause = tokio::time::timeout(CHECK_EVERY, &mut ended);
+                let has_ended = pause.await.is_ok();
+                notifier.notify_finished(&worker).await;
+                if has_ended {
                     break;
                 }
             }
         };
-        let task = tokio::spawn(telling.in_current_span());
-        Telling { task, going }
+        let task = tokio::spawn(notifier_task.in_current_span());
+        FinishNotifierTask { task, dropped_at_end }
     }
 
-    /// Ends after a last check. A worker that was told to `leave` does not wait for slow receivers;
-    /// `reconcile` posts the rest.
-    pub(super) async fn end(self, leave: bool) {
-        drop(self.going);
-        let most = if leave { LEAVING_MAX } else { Duration::MAX };
+    /// Ends the task after a last check. A worker that is leaving does not wait for slow receivers;
+    /// `reconcile` notifies those.
+    pub(super) async fn end(self, is_leaving: bool) {
+        drop(self.dropped_at_end);
+        let timeout = if is_leaving { LEAVE_TIMEOUT } else { Duration::MAX };
         // A panic in the task was reported already.
-        let _ = tokio::time::timeout(most, self.task).await;
+        let _ = tokio::time::timeout(timeout, self.task).await;
     }
 }
 
-impl Teller {
+impl FinishNotifier {
     /// # Errors
     /// The keys that sign posts are unusable.
-    pub(super) fn new(access: Access) -> Result<Teller, Failure> {
-        Ok(Teller {
+    pub(super) fn new(access: Access) -> Result<FinishNotifier, Failure> {
+        Ok(FinishNotifier {
             access,
             keys: Signing::for_webhooks().map_err(|why| Failure::bad_job(anyhow!(why)))?,
-            done: Mutex::default(),
+            handled: Mutex::default(),
         })
     }
 
-    /// Posts the ends of the jobs whose result this worker has written.
-    async fn tell_finished(&self, worker: &Worker) {
+    /// Posts the notices of the jobs whose result this worker has written.
+    async fn notify_finished(&self, worker: &Worker) {
         let jobs = worker.jobs.open().await;
         let watched = worker.watched.ledgers();
         for ledger in jobs.iter().map(|job| &job.ledger).chain(&watched) {
-            if ledger.take_wrote_result() {
-                self.tell(ledger).await;
+            if ledger.take_result_written() {
+                self.notify(ledger).await;
             }
         }
     }
 
-    /// Posts the end of a finished job, unless that was done. A reason against posting is reported
-    /// once per process.
-    pub(super) async fn tell(&self, ledger: &Ledger) {
-        let Some(url) = recorded(ledger).and_then(|asked| asked.address()) else {
+    /// Posts the notice of a finished job, unless it was posted before. A failure or refusal is
+    /// reported once per process.
+    pub(super) async fn notify(&self, ledger: &Ledger) {
+        let Some(url) = recorded_actions(ledger).and_then(|actions| actions.address()) else {
             return;
         };
         let key = format!("{}-{}", ledger.job().job, ledger.generation());
-        let is_new = self.done.lock().unwrap_or_else(PoisonError::into_inner).insert(key);
+        let is_new = self.handled.lock().unwrap_or_else(PoisonError::into_inner).insert(key);
         if !is_new {
             return;
         }
-        let told = async {
-            if ledger.is_told().await? {
+        let notified = async {
+            if ledger.is_end_announced().await? {
                 return Ok(());
             }
-            if let Some(why) = self.access.refuses_told(&url) {
+            if let Some(why) = self.access.on_finish_refusal(&url) {
                 return Err(anyhow!(why));
             }
             let notice = Notice::of(ledger).await?;
             notice
                 .post(&url, &self.keys)
                 .await
-                .map_err(|why| anyhow!(webhook_failed(&url, &why)))?;
-            Ok::<_, anyhow::Error>(ledger.mark_told().await?)
+                .map_err(|why| anyhow!(webhook_error(&url, &why)))?;
+            Ok::<_, anyhow::Error>(ledger.mark_end_announced().await?)
         };
-        if let Err(error) = told.await {
+        if let Err(error) = notified.await {
             eprintln!("gristmill: warning: job `{}`: {}", ledger.job().name, one_line(&error));
         }
     }

@@ -4,13 +4,13 @@ use std::path::Path;
 use std::time::Duration;
 
 use crate::cli::exit::Failure;
-use crate::dataset::store::clients::shown;
+use crate::dataset::store::clients::redacted;
 use crate::dataset::store::location::Location;
 use crate::job::Job;
 use crate::ledger::{self, Ledger};
 
 /// A store that has not responded for this long is reported as slow.
-const SLOW: Duration = Duration::from_secs(3);
+const SLOW_AFTER: Duration = Duration::from_secs(3);
 
 /// The output location of the full job.
 pub(super) fn output_of(job: &Job) -> Result<Location, Failure> {
@@ -20,7 +20,7 @@ pub(super) fn output_of(job: &Job) -> Result<Location, Failure> {
     let bad = |why: &str| {
         Err(Failure::bad_job(anyhow::anyhow!(
             "{field}: `{}` {why}",
-            shown(&output.url)
+            redacted(&output.url)
         )))
     };
     if output.is_web() {
@@ -43,19 +43,19 @@ pub(super) async fn ledger_at(output: &str) -> Result<Ledger, Failure> {
             folder.display()
         )));
     }
-    let found = open_ledger(&location).await?;
-    found.ok_or_else(|| no_job(&location))
+    let opened = open_ledger(&location).await?;
+    opened.ok_or_else(|| no_job_failure(&location))
 }
 
 /// The ledger at `output`, if any. Reports a slow store, which is retried for up to half a minute.
 pub(super) async fn open_ledger(output: &Location) -> ledger::Result<Option<Ledger>> {
     let mut opening = std::pin::pin!(Ledger::open(output));
-    match tokio::time::timeout(SLOW, &mut opening).await {
-        Ok(prepared) => prepared,
+    match tokio::time::timeout(SLOW_AFTER, &mut opening).await {
+        Ok(opened) => opened,
         Err(_) => {
             eprintln!(
                 "gristmill: `{}` does not answer yet, trying again for a while",
-                shown(&output.url)
+                redacted(&output.url)
             );
             opening.await
         }
@@ -63,7 +63,7 @@ pub(super) async fn open_ledger(output: &Location) -> ledger::Result<Option<Ledg
 }
 
 /// The error if there is no job at `output`.
-pub(super) fn no_job(output: &Location) -> Failure {
+pub(super) fn no_job_failure(output: &Location) -> Failure {
     Failure::bad_job(anyhow::anyhow!(
         "`{}` holds no job: there is no `_gristmill/job.json`; `gristmill jobs` lists the jobs below a folder",
         output.url

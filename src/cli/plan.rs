@@ -14,7 +14,7 @@ use crate::cli::exit::{Exit, Failure, one_line};
 use crate::cli::inputs;
 use crate::cli::on_finish;
 use crate::cli::output::{open_ledger, output_of};
-use crate::cli::prepare::{PreparedJob, say_warnings, unread};
+use crate::cli::prepare::{PreparedJob, input_failure, print_warnings};
 use crate::cli::trial;
 use crate::dataset::DatasetError;
 use crate::dataset::layout::SkippedFile;
@@ -23,23 +23,23 @@ use crate::dataset::plan::planner::InputPlan;
 use crate::dataset::row::InputRow;
 use crate::dataset::shard::ShardReader;
 use crate::job::Renderer;
-use crate::job::thinking::Thinks;
+use crate::job::thinking::ModelThinking;
 use crate::ledger::Ledger;
 use crate::ledger::spend::dollars;
 use crate::report::cost::show_dollars;
 use crate::report::progress::show_duration;
 use crate::report::summary::{counted, number, percent};
-use crate::worker::model::Stream;
-use crate::worker::preflight::{Preflight, Seen, SeenPrompt, Shown};
+use crate::worker::model::PromptSettings;
+use crate::worker::preflight::{Preflight, PreflightPrompt, PreflightRow, PromptPreview};
 
 /// Shards in progress: one being rendered, one being read.
 const SHARDS_AHEAD: usize = 2;
-/// Rows of the trial that measures a job's speed.
+/// Rows of the trial that is suggested for measuring a job's speed.
 const TRIAL_ROWS: u64 = 200;
 /// Maximum number of skipped files that are named.
-const SKIPPED_SHOWN: usize = 10;
+const SKIPPED_SHOWN_MAX: usize = 10;
 /// Maximum width of a histogram bar, in characters.
-const BAR_CHARS: u64 = 40;
+const BAR_CHARS_MAX: u64 = 40;
 
 pub(super) async fn plan(args: PlanArgs) -> Result<Exit, Failure> {
     if let Some(threads) = args.threads {
@@ -50,44 +50,58 @@ pub(super) async fn plan(args: PlanArgs) -> Result<Exit, Failure> {
     }
     let mut prepared = PreparedJob::prepare(&args.job, args.limit.limit, || DeviceChoice::Auto.resolve()).await?;
     let begun = open_ledger(&prepared.output).await?;
-    prepared.settle(begun.as_ref())?;
-    prepared.check_shape()?;
+    prepared.resolve_settings(begun.as_ref())?;
+    prepared.check_constraint()?;
     let inputs = prepared.plan().await?;
     let (stream, has_begun) = prepared.stream(begun.as_ref());
     let renderer = Arc::new(prepared.renderer(&stream)?);
-    let (refusals, stays_out) = match begun.as_ref().filter(|_| has_begun) {
-        Some(ledger) => (refusals(ledger).await?, stays_out(ledger).await),
+    let (changed_input_lines, skipped_file_note) = match begun.as_ref().filter(|_| has_begun) {
+        Some(ledger) => (changed_input_lines(ledger).await?, skipped_file_note(ledger).await),
         None => (Vec::new(), None),
     };
     let preflight = read_all(&renderer, &inputs, args.preview).await?;
-    let seconds = expected_seconds(&prepared, &preflight, args.tokens_per_second).await?;
+    let estimate = estimate_time(&prepared, &preflight, args.tokens_per_second).await?;
     // Another machine may run the job, so this is only a warning.
-    let misplaced = prepared.check_place().err().map(|why| one_line(&why));
-    let no_command = on_finish::check_command(&prepared)
+    let device_warning = prepared.check_device().err().map(|why| one_line(&why));
+    let command_warning = on_finish::check_command(&prepared)
         .err()
         .map(|failure| one_line(&failure.error));
     prepared.warn();
-    say_warnings(refusals.iter().chain(&misplaced).chain(&no_command).chain(&stays_out));
+    print_warnings(
+        changed_input_lines
+            .iter()
+            .chain(&device_warning)
+            .chain(&command_warning)
+            .chain(&skipped_file_note),
+    );
     if args.json {
-        let mut json = as_json(&prepared, &inputs, &preflight, seconds.as_ref());
-        json["changed_inputs"] = refusals.into();
+        let mut json = as_json(&prepared, &inputs, &preflight, estimate.as_ref());
+        json["changed_inputs"] = changed_input_lines.into();
         if let Some(warnings) = json["warnings"].as_array_mut() {
-            warnings.extend(misplaced.into_iter().chain(no_command).chain(stays_out).map(Into::into));
+            warnings.extend(
+                device_warning
+                    .into_iter()
+                    .chain(command_warning)
+                    .chain(skipped_file_note)
+                    .map(Into::into),
+            );
         }
         println!("{json}");
     } else {
-        show(&prepared, &inputs, &preflight, seconds.as_ref());
-        if renderer.tells_time() && !has_begun && args.preview > 0 {
-            println!("\nThe chat template tells the date: here it is today's, in the job that of its creation.");
+        show(&prepared, &inputs, &preflight, estimate.as_ref());
+        if renderer.shows_date() && !has_begun && args.preview > 0 {
+            println!(
+                "\nThe chat template uses the date: this preview has today's date, the job will have the date of its creation."
+            );
         }
     }
-    match none_to_ask(&prepared, &preflight) {
+    match no_usable_row(&prepared, &preflight) {
         Some(failure) => Err(failure),
         None => Ok(Exit::Done),
     }
 }
 
-/// Streams all rows through the renderer. At most two shards are in memory.
+/// Renders all rows. At most two shards are in memory.
 pub(super) async fn read_all(
     renderer: &Arc<Renderer>,
     inputs: &InputPlan,
@@ -97,43 +111,43 @@ pub(super) async fn read_all(
     let mut preflight = Preflight::new(preview);
     let mut shards = futures::stream::iter(&inputs.shards)
         .map(|shard| {
-            look_at(&reader, shard, renderer, |renderer, rows| {
-                rows.par_iter().map(|row| see(renderer, row)).collect::<Vec<_>>()
+            map_pieces(&reader, shard, renderer, |renderer, rows| {
+                rows.par_iter().map(|row| render_row(renderer, row)).collect::<Vec<_>>()
             })
         })
         .buffered(SHARDS_AHEAD);
-    while let Some(seen) = shards.try_next().await.map_err(unread)? {
+    while let Some(seen) = shards.try_next().await.map_err(input_failure)? {
         seen.into_iter().flatten().for_each(|row| preflight.add(row));
     }
     Ok(preflight)
 }
 
-/// Refuses a job if none of its rows can be rendered. Reads up to the shard of the first row that
-/// can.
-pub(super) async fn check_any(prepared: &PreparedJob, inputs: &InputPlan) -> Result<(), Failure> {
-    let renderer = Arc::new(prepared.renderer(&Stream::now())?);
+/// Refuses a job if none of its rows can be rendered. Stops reading at the first row that can.
+pub(super) async fn check_any_row(prepared: &PreparedJob, inputs: &InputPlan) -> Result<(), Failure> {
+    let renderer = Arc::new(prepared.renderer(&PromptSettings::now())?);
     let reader = reader(&renderer, inputs);
     let mut broken = Preflight::new(0);
     for shard in &inputs.shards {
-        let seen = look_at(&reader, shard, &renderer, |renderer, rows| {
-            let broken = rows.par_iter().map(|row| match see(renderer, row) {
-                Seen { prompt: Ok(_), .. } => None,
+        let seen = map_pieces(&reader, shard, &renderer, |renderer, rows| {
+            let broken = rows.par_iter().map(|row| match render_row(renderer, row) {
+                PreflightRow { prompt: Ok(_), .. } => None,
                 broken => Some(broken),
             });
             // Ends at the first row with a prompt.
             broken.collect::<Option<Vec<_>>>()
         });
-        for seen in seen.await.map_err(unread)? {
+        for seen in seen.await.map_err(input_failure)? {
             match seen {
                 None => return Ok(()),
                 Some(seen) => seen.into_iter().for_each(|row| broken.add(row)),
             }
         }
     }
-    none_to_ask(prepared, &broken).map_or(Ok(()), Err)
+    no_usable_row(prepared, &broken).map_or(Ok(()), Err)
 }
 
-/// A row's number and error. Errors of reading begin with the row's number within its file.
+/// A row's number and error. An error of reading already begins with the row's number within its
+/// file, so it is returned unchanged.
 fn row_line(row: u64, why: &str) -> String {
     if why.starts_with(&format!("row {row} of ")) {
         why.to_string()
@@ -143,7 +157,7 @@ fn row_line(row: u64, why: &str) -> String {
 }
 
 /// The failure if there are rows, but none of them can be rendered.
-pub(super) fn none_to_ask(prepared: &PreparedJob, seen: &Preflight) -> Option<Failure> {
+pub(super) fn no_usable_row(prepared: &PreparedJob, seen: &Preflight) -> Option<Failure> {
     let none = seen.rows > 0 && seen.broken_rows == seen.rows;
     none.then(|| {
         let why = seen
@@ -162,76 +176,83 @@ pub(super) fn none_to_ask(prepared: &PreparedJob, seen: &Preflight) -> Option<Fa
     })
 }
 
-/// Changed inputs because of which `run` will refuse to continue a begun job, a line each.
-async fn refusals(ledger: &Ledger) -> Result<Vec<String>, Failure> {
+/// For a begun, unfinished job: a line per changed input, because of which `run` would refuse to
+/// continue.
+async fn changed_input_lines(ledger: &Ledger) -> Result<Vec<String>, Failure> {
     if ledger.success().await?.is_some() {
         return Ok(Vec::new());
     }
-    let found = inputs::differences(ledger).await?.into_iter().map(|error| match error {
-        DatasetError::Store { .. } => Err(unread(error.into())),
-        error => Ok(format!("`run` will not go on with this job: {error}")),
-    });
+    let found = inputs::changed_inputs(ledger)
+        .await?
+        .into_iter()
+        .map(|error| match error {
+            DatasetError::Store { .. } => Err(input_failure(error.into())),
+            error => Ok(format!("`run` will not go on with this job: {error}")),
+        });
     found.collect()
 }
 
-/// The note about a skipped file that has changed since. A begun job continues without its rows.
-async fn stays_out(ledger: &Ledger) -> Option<String> {
-    let which = inputs::mended(ledger).await?;
+/// A note about a skipped file that has changed since the job was planned; the job continues
+/// without its rows.
+async fn skipped_file_note(ledger: &Ledger) -> Option<String> {
+    let which = inputs::describe_changed_skipped_file(ledger).await?;
     Some(format!("{which}: the job has begun, and stays without its rows"))
 }
 
 fn reader(renderer: &Renderer, inputs: &InputPlan) -> ShardReader {
     let nothing = Arc::new(arrow::datatypes::Schema::empty());
-    ShardReader::new(inputs.files.clone(), nothing, renderer.columns()).of_layout(inputs.layout.clone())
+    ShardReader::new(inputs.files.clone(), nothing, renderer.columns()).with_layout(inputs.layout.clone())
 }
 
-/// Reads a shard and processes its rows piece by piece, outside of the threads that read.
-async fn look_at<T: Send + 'static>(
+/// Reads a shard piece by piece, and calls `inspect` for the rows of each piece on a blocking
+/// thread.
+async fn map_pieces<T: Send + 'static>(
     reader: &ShardReader,
     shard: &Shard,
     renderer: &Arc<Renderer>,
-    look: impl Fn(&Renderer, &[InputRow]) -> T + Clone + Send + 'static,
+    inspect: impl Fn(&Renderer, &[InputRow]) -> T + Clone + Send + 'static,
 ) -> anyhow::Result<Vec<T>> {
     let (mut pieces, mut seen) = (reader.pieces(shard, None)?, Vec::new());
     while let Some(piece) = pieces.next().await? {
-        let (renderer, look) = (renderer.clone(), look.clone());
-        let looked = tokio::task::spawn_blocking(move || look(&renderer, &piece.rows));
-        seen.push(looked.await.context("rendering panicked")?);
+        let (renderer, inspect) = (renderer.clone(), inspect.clone());
+        let inspected = tokio::task::spawn_blocking(move || inspect(&renderer, &piece.rows));
+        seen.push(inspected.await.context("rendering panicked")?);
     }
     Ok(seen)
 }
 
-fn see(renderer: &Renderer, row: &InputRow) -> Seen {
+fn render_row(renderer: &Renderer, row: &InputRow) -> PreflightRow {
     let prompt = renderer
         .render(row)
-        .map(|prompt| SeenPrompt::new(prompt.text, &prompt.tokens));
-    Seen { row: row.row, prompt }
+        .map(|prompt| PreflightPrompt::new(prompt.text, &prompt.tokens));
+    PreflightRow { row: row.row, prompt }
 }
 
 /// Expected device time of the job, and the basis of the estimate.
-struct Expected {
+struct TimeEstimate {
     seconds: f64,
     basis: String,
 }
 
-/// Estimated from the given rate, or from the largest `run --limit` of this output.
-async fn expected_seconds(
+/// Estimates the time from the given rate, or else from the finished trial (`run --limit`) with the
+/// most rows; `None` if there is neither.
+async fn estimate_time(
     prepared: &PreparedJob,
     preflight: &Preflight,
     tokens_per_second: Option<f64>,
-) -> Result<Option<Expected>, Failure> {
+) -> Result<Option<TimeEstimate>, Failure> {
     let rows = preflight.rows - preflight.broken_rows;
     if let Some(rate) = tokens_per_second.filter(|rate| *rate > 0.0) {
         let generate = &prepared.job.generate;
         let completion = rows * u64::from(generate.max_tokens) * u64::from(generate.n);
         let basis = format!("{rate} tokens/s and every completion of `max_tokens`");
-        return Ok(Some(Expected {
+        return Ok(Some(TimeEstimate {
             seconds: (preflight.prompt_tokens + completion) as f64 / rate,
             basis,
         }));
     }
     let mut best: Option<(u64, f64)> = None;
-    for ledger in trial::all(&prepared.job, &output_of(&prepared.job)?).await? {
+    for ledger in trial::ledgers(&prepared.job, &output_of(&prepared.job)?).await? {
         if let Some(done) = ledger.success().await?
             && best.is_none_or(|(rows, _)| done.rows > rows)
             && done.rows > 0
@@ -239,79 +260,84 @@ async fn expected_seconds(
             best = Some((done.rows, done.seconds));
         }
     }
-    Ok(best.map(|(tried, seconds)| Expected {
-        seconds: seconds / tried as f64 * rows as f64,
-        basis: format!("the run of the first {}", counted(tried, "row")),
+    Ok(best.map(|(trial_rows, seconds)| TimeEstimate {
+        seconds: seconds / trial_rows as f64 * rows as f64,
+        basis: format!("the run of the first {}", counted(trial_rows, "row")),
     }))
 }
 
 fn as_json(
     prepared: &PreparedJob,
     inputs: &InputPlan,
-    p: &Preflight,
-    expected: Option<&Expected>,
+    preflight: &Preflight,
+    estimate: Option<&TimeEstimate>,
 ) -> serde_json::Value {
-    let seconds = expected.map(|e| e.seconds);
+    let seconds = estimate.map(|e| e.seconds);
     json!({
         "job": prepared.job.name,
         "inputs": inputs.files.len(),
         "shards": inputs.shards.len(),
-        "rows": p.rows,
-        "broken_rows": p.broken_rows,
-        "prompt_tokens": p.prompt_tokens,
-        "shared_prefix_tokens": p.shared_tokens,
-        "tokens_per_row": {"p50": p.quantile(0.5), "p90": p.quantile(0.9), "p99": p.quantile(0.99), "max": p.longest()},
-        "histogram": p.histogram().iter().map(|(upper, rows)| json!({"tokens_max": upper, "rows": rows})).collect::<Vec<_>>(),
+        "rows": preflight.rows,
+        "broken_rows": preflight.broken_rows,
+        "prompt_tokens": preflight.prompt_tokens,
+        "shared_prefix_tokens": preflight.shared_tokens,
+        "tokens_per_row": {
+            "p50": preflight.quantile(0.5),
+            "p90": preflight.quantile(0.9),
+            "p99": preflight.quantile(0.99),
+            "max": preflight.longest(),
+        },
+        "histogram": preflight.histogram().iter().map(|(upper, rows)| json!({"tokens_max": upper, "rows": rows})).collect::<Vec<_>>(),
         "seconds": seconds,
         "sampling": prepared.job.generate.sampling_json(),
-        "thinking": prepared.thinking.as_ref().map(Thinks::json),
+        "thinking": prepared.thinking.as_ref().map(ModelThinking::to_json),
         "parsed": prepared.parsed_json(),
-        "skipped_inputs": inputs.layout.skipped.iter().map(SkippedFile::line).collect::<Vec<_>>(),
+        "skipped_inputs": inputs.layout.skipped.iter().map(SkippedFile::name_and_reason).collect::<Vec<_>>(),
         "warnings": prepared.warnings().into_iter().chain(&inputs.notes).collect::<Vec<_>>(),
         "usd": seconds.and_then(|s| dollars(s, prepared.job.budget.usd_per_hour)),
-        "preview": p.preview().into_iter().map(preview).collect::<Vec<_>>(),
+        "preview": preflight.preview().into_iter().map(preview).collect::<Vec<_>>(),
     })
 }
 
 /// A prompt for the preview; a long prompt is cut.
-fn preview((row, shown): &(u64, Shown)) -> serde_json::Value {
+fn preview((row, shown): &(u64, PromptPreview)) -> serde_json::Value {
     json!({"row": row, "prompt_tokens": shown.tokens, "text": shown.text, "token_ids": shown.token_ids})
 }
 
-fn show(prepared: &PreparedJob, inputs: &InputPlan, p: &Preflight, expected: Option<&Expected>) {
+fn show(prepared: &PreparedJob, inputs: &InputPlan, preflight: &Preflight, estimate: Option<&TimeEstimate>) {
     println!("job         {}", prepared.job.name);
     println!(
         "inputs      {}, {}",
         counted(inputs.files.len() as u64, "file"),
         counted(inputs.shards.len() as u64, "shard")
     );
-    for skipped in inputs.layout.skipped.iter().take(SKIPPED_SHOWN) {
-        println!("            left out: {}", skipped.line());
+    for skipped in inputs.layout.skipped.iter().take(SKIPPED_SHOWN_MAX) {
+        println!("            left out: {}", skipped.name_and_reason());
     }
     println!(
         "rows        {}, {} of them broken",
-        number(p.rows),
-        number(p.broken_rows)
+        number(preflight.rows),
+        number(preflight.broken_rows)
     );
-    for (row, why) in &p.broken {
+    for (row, why) in &preflight.broken {
         println!("            {}", row_line(*row, why));
     }
     println!(
         "prompts     {}, {} in prefixes that rows share",
-        counted(p.prompt_tokens, "token"),
-        percent(p.shared_tokens, p.prompt_tokens)
+        counted(preflight.prompt_tokens, "token"),
+        percent(preflight.shared_tokens, preflight.prompt_tokens)
     );
     println!(
         "lengths     half of the rows up to {} tokens, 90 % up to {}, 99 % up to {}, the longest {}",
-        p.quantile(0.5),
-        p.quantile(0.9),
-        p.quantile(0.99),
-        p.longest()
+        preflight.quantile(0.5),
+        preflight.quantile(0.9),
+        preflight.quantile(0.99),
+        preflight.longest()
     );
-    let histogram = p.histogram();
-    let most = histogram.iter().map(|b| b.1).max().unwrap_or(0).max(1);
+    let histogram = preflight.histogram();
+    let rows_max = histogram.iter().map(|b| b.1).max().unwrap_or(0).max(1);
     for (upper, rows) in histogram {
-        let bar = "#".repeat((rows * BAR_CHARS).div_ceil(most) as usize);
+        let bar = "#".repeat((rows * BAR_CHARS_MAX).div_ceil(rows_max) as usize);
         println!("            up to {upper:>7} tokens  {:>12}  {bar}", number(rows));
     }
     if let Some(line) = &prepared.sampling.line {
@@ -320,16 +346,18 @@ fn show(prepared: &PreparedJob, inputs: &InputPlan, p: &Preflight, expected: Opt
     if let Some(line) = prepared.thinking_line() {
         println!("thinking    {line}");
     }
-    for (at, line) in prepared.parsed_lines().iter().enumerate() {
-        println!("{:<12}{line}", if at == 0 { "parsed" } else { "" });
+    for (index, line) in prepared.parsed_lines().iter().enumerate() {
+        println!("{:<12}{line}", if index == 0 { "parsed" } else { "" });
     }
-    match expected {
-        None if p.rows <= TRIAL_ROWS => println!("time        unknown: give --tokens-per-second to have it estimated"),
+    match estimate {
+        None if preflight.rows <= TRIAL_ROWS => {
+            println!("time        unknown: give --tokens-per-second to have it estimated")
+        }
         None => println!(
             "time        unknown: measure with `gristmill run {} --limit {TRIAL_ROWS}`, or give --tokens-per-second",
-            prepared.args.again()
+            prepared.args.shell_arguments()
         ),
-        Some(Expected { seconds, basis }) => {
+        Some(TimeEstimate { seconds, basis }) => {
             let usd = dollars(*seconds, prepared.job.budget.usd_per_hour);
             let usd = usd.map(|usd| format!(", {}", show_dollars(usd))).unwrap_or_default();
             println!(
@@ -338,7 +366,7 @@ fn show(prepared: &PreparedJob, inputs: &InputPlan, p: &Preflight, expected: Opt
             );
         }
     }
-    for (row, shown) in p.preview() {
+    for (row, shown) in preflight.preview() {
         let cut = if shown.is_cut { ", cut" } else { "" };
         println!(
             "\n--- row {row}, {}{cut} ---\n{}",

@@ -10,8 +10,8 @@ use crate::cli::args::JobArgs;
 use crate::cli::device_choice::ResolvedDevice;
 use crate::cli::exit::Failure;
 use crate::cli::output::output_of;
-use crate::cli::recheck::Sample;
-use crate::cli::sampling::Sampling;
+use crate::cli::recheck::RecheckSample;
+use crate::cli::sampling::SamplingReport;
 use crate::cli::setup::check_formats;
 use crate::cli::trial;
 use crate::dataset::DatasetError;
@@ -22,26 +22,26 @@ use crate::dataset::store::location::Location;
 use crate::engine::constraint::Constraint;
 use crate::job::difference::{Difference, differences};
 use crate::job::file::{self, OutputFormat};
-use crate::job::generate::ShapeSpec;
+use crate::job::generate::ConstraintSpec;
 use crate::job::on_finish::OnFinish;
 use crate::job::sampling::Source;
 use crate::job::spec::{Job, PromptKind};
-use crate::job::thinking::Thinks;
+use crate::job::thinking::ModelThinking;
 use crate::job::{JobError, Parameters, Renderer};
 use crate::ledger::keys::sha256;
 use crate::ledger::{JobDraft, JobIdentity, JobLimits, Ledger, LedgerError, Unfinished};
 use crate::model::folder;
 use crate::report::summary::{counted, number};
 use crate::signing::Signing;
-use crate::worker::model::{Formats, ModelFiles, Stream};
+use crate::worker::model::{Formats, ModelFiles, PromptSettings};
 
 /// Estimated output bytes per generated token: its text, id and log probability.
 const BYTES_PER_TOKEN: u64 = 12;
 /// Estimated bytes per value of a typed answer, including nulls.
 const BYTES_PER_VALUE: u64 = 16;
 
-/// Hashing is announced from this size on.
-const SAY_HASHING_BYTES: u64 = 4 << 30;
+/// Minimum size of the inputs for which a notice about hashing is printed.
+const HASHING_NOTICE_BYTES: u64 = 4 << 30;
 
 /// A job, and everything about its model except the weights.
 pub(super) struct PreparedJob {
@@ -51,38 +51,39 @@ pub(super) struct PreparedJob {
     pub model: ModelFiles,
     pub limit: Option<u64>,
     pub output: Location,
-    /// The report's recheck settings, resolved.
-    pub recheck: Option<Sample>,
+    /// The sample of the report's recheck, if the job asks for one.
+    pub recheck: Option<RecheckSample>,
     /// The device that runs the job.
-    pub place: ResolvedDevice,
-    /// Sources of its sampling values, once [settled](Self::settle).
-    pub sampling: Sampling,
-    /// How its model thinks, once settled; `None`: the model's whole output is its answer.
-    pub thinking: Option<Thinks>,
+    pub device: ResolvedDevice,
+    /// Sources of its sampling values, once [resolved](Self::resolve_settings).
+    pub sampling: SamplingReport,
+    /// How its model thinks, once resolved; `None`: the model's whole output is its answer.
+    pub thinking: Option<ModelThinking>,
     /// A warning about prompts that use no column.
-    same_prompt: Option<String>,
+    same_prompt_warning: Option<String>,
 }
 
 impl PreparedJob {
-    /// Reads the job file and the model's config and tokenizer; `place` is called once the job file
-    /// is known to be valid.
+    /// Reads the job file and the model's config and tokenizer; `device` is called once the job
+    /// file is known to be valid.
     pub(super) async fn prepare(
         args: &JobArgs,
         limit: Option<u64>,
-        place: impl FnOnce() -> Result<ResolvedDevice, Failure>,
+        device: impl FnOnce() -> Result<ResolvedDevice, Failure>,
     ) -> Result<PreparedJob, Failure> {
         let parameters = Parameters::new(&args.set).map_err(|why| Failure::bad_job(anyhow::anyhow!(why)))?;
         let job = Job::load(&args.path, &parameters).map_err(Failure::bad_job)?;
-        let place = place()?;
-        let own = Formats::of_job(&job, place.precision());
+        let device = device()?;
+        let job_formats = Formats::of_job(&job, device.precision());
         let recheck = job.recheck.as_ref();
-        let recheck = recheck.map(|asked| Sample::new(&job, own, asked, "`report.recheck.precision`"));
+        let recheck =
+            recheck.map(|settings| RecheckSample::new(&job, job_formats, settings, "`report.recheck.precision`"));
         let recheck = recheck.transpose()?;
         let model = ModelFiles::open(model_dir(&job)?).map_err(Failure::bad_job)?;
         let output = output_of(&job)?;
         let output = match limit {
             // A trial is a job of its own, so that it does not touch the real output.
-            Some(rows) => trial::place(&job, &output, rows).await?,
+            Some(rows) => trial::location(&job, &output, rows).await?,
             None => output,
         };
         Ok(PreparedJob {
@@ -92,44 +93,46 @@ impl PreparedJob {
             limit,
             output,
             recheck,
-            place,
-            sampling: Sampling::default(),
+            device,
+            sampling: SamplingReport::default(),
             thinking: None,
-            same_prompt: None,
+            same_prompt_warning: None,
         })
     }
 
-    /// Fills settings that the job leaves to its checkpoint; if the job has begun, they come from
-    /// its record.
+    /// Fills in settings that the job leaves to its checkpoint. If the job has begun, they come
+    /// from its record.
     ///
     /// # Errors
     /// The checkpoint's settings are invalid or unsupported.
-    pub(super) fn settle(&mut self, begun: Option<&Ledger>) -> Result<(), Failure> {
-        let begun = begun.filter(|ledger| self.is_of(ledger));
+    pub(super) fn resolve_settings(&mut self, begun: Option<&Ledger>) -> Result<(), Failure> {
+        let begun = begun.filter(|ledger| self.is_record_of_job(ledger));
         let job = Arc::make_mut(&mut self.job);
         self.sampling = match begun {
-            Some(ledger) => Sampling::of_begun(job, &self.model, ledger)?,
-            None => Sampling::of_new(job, &self.model)?,
+            Some(ledger) => SamplingReport::of_begun(job, &self.model, ledger)?,
+            None => SamplingReport::of_new(job, &self.model)?,
         };
-        self.settle_thinking(begun.is_none())
+        self.resolve_thinking(begun.is_none())
     }
 
     /// Determines how the model thinks and, for a new job, the default `max_tokens`.
-    fn settle_thinking(&mut self, is_new: bool) -> Result<(), Failure> {
-        let renderer = self.renderer(&Stream::UNKNOWN)?;
-        self.thinking = renderer.thinks().cloned();
-        self.same_prompt = renderer.columns().filter(Vec::is_empty).map(|_| {
+    fn resolve_thinking(&mut self, is_new: bool) -> Result<(), Failure> {
+        let renderer = self.renderer(&PromptSettings::UNKNOWN)?;
+        self.thinking = renderer.thinking().cloned();
+        self.same_prompt_warning = renderer.columns().filter(Vec::is_empty).map(|_| {
             "`prompt` uses no column, so all rows have the same prompt; a column is written `{{ name }}`".to_string()
         });
-        let most = self
+        let max_tokens = self
             .thinking
             .as_ref()
-            .and_then(|thinks| thinks.max_tokens(renderer.context_tokens()));
+            .and_then(|thinking| thinking.default_max_tokens(renderer.context_tokens()));
         let generate = &mut Arc::make_mut(&mut self.job).generate;
-        if let Some(most) = most.filter(|_| is_new && generate.source("max_tokens") == Some(Source::Default)) {
-            generate.max_tokens = most;
-            // This fails if no room for a prompt is left.
-            self.renderer(&Stream::UNKNOWN)?;
+        if let Some(max_tokens) =
+            max_tokens.filter(|_| is_new && generate.source("max_tokens") == Some(Source::Default))
+        {
+            generate.max_tokens = max_tokens;
+            // This fails if the context has no tokens left for a prompt.
+            self.renderer(&PromptSettings::UNKNOWN)?;
         }
         Ok(())
     }
@@ -141,64 +144,68 @@ impl PreparedJob {
             .warnings
             .iter()
             .chain(&self.sampling.warnings)
-            .chain(&self.same_prompt)
+            .chain(&self.same_prompt_warning)
             .collect()
     }
 
     /// Prints the warnings to stderr.
     pub(super) fn warn(&self) {
-        say_warnings(self.warnings());
+        print_warnings(self.warnings());
     }
 
     /// A line about how the model thinks and the token limit of thought and answer; `None` if it
     /// does not think.
     pub(super) fn thinking_line(&self) -> Option<String> {
         let generate = &self.job.generate;
-        let whose = match generate.source("max_tokens") {
+        let set_by = match generate.source("max_tokens") {
             Some(Source::Default) => "which `generate.max_tokens` sets",
             Some(Source::Job) => "by the job",
             _ => "by the checkpoint",
         };
-        let most = number(generate.max_tokens.into());
-        let thinks = self.thinking.as_ref()?.words();
-        Some(format!("{thinks}; up to {most} tokens for thought and answer, {whose}"))
+        let max_tokens = number(generate.max_tokens.into());
+        let thinks = self.thinking.as_ref()?.describe();
+        Some(format!(
+            "{thinks}; up to {max_tokens} tokens for thought and answer, {set_by}"
+        ))
     }
 
-    /// Finds, pins and shards the inputs, and checks that they have every column that the job
-    /// names.
+    /// Finds the inputs, records their versions, cuts them into shards, and checks that they have
+    /// every column that the job names.
     pub(super) async fn plan(&self) -> Result<InputPlan, Failure> {
         let generate = &self.job.generate;
-        let renderer = self.renderer(&Stream::UNKNOWN)?;
+        let renderer = self.renderer(&PromptSettings::UNKNOWN)?;
         let mut request = PlanRequest {
             uris: self.job.input.uris.clone(),
             format: self.job.input.format,
             csv: self.job.input.csv.clone(),
             options: self.job.input.options.clone(),
-            used: renderer.columns(),
+            used_columns: renderer.columns(),
             // The renderer checks the columns below, since it knows the field that names each
             // column.
             columns: None,
-            carry: self.carry(),
-            reserved: self.reserved(),
+            carry: self.carried_columns(),
+            reserved: self.reserved_names(),
             shard_rows: self.job.shard_rows,
             output_row_bytes: self.answer_bytes() * u64::from(generate.n),
             limit: self.limit,
             output: Some(output_of(&self.job)?),
         };
         if self.job.output.carry_all {
-            self.carry_all(&mut request).await?;
+            self.carry_all_columns(&mut request).await?;
         }
         let planned = plan_inputs(&request, &self.job.base_dir).await;
         let bad_input = |error: DatasetError| self.bad_input(error);
         let plan = match planned {
             Err(_) if matches!(self.job.prompt.kind, PromptKind::Openai) || self.job.gold.is_some() => {
-                // Without a prompt, a non-batch input lacks the batch columns: report that first.
-                // For a gold column, the error should name its field.
-                let bare = PlanRequest {
+                // The plan may have failed because a column is missing that an OpenAI batch or
+                // `gold` adds to the carried ones. `check_columns` has a better error for these.
+                let basic_request = PlanRequest {
                     carry: self.job.output.carry.clone(),
                     ..request
                 };
-                let plan = plan_inputs(&bare, &self.job.base_dir).await.map_err(bad_input)?;
+                let plan = plan_inputs(&basic_request, &self.job.base_dir)
+                    .await
+                    .map_err(bad_input)?;
                 self.check_columns(&renderer, &plan)?;
                 planned.map_err(bad_input)?
             }
@@ -224,19 +231,19 @@ impl PreparedJob {
     }
 
     /// Input columns whose names collide with the output's own columns and that are not renamed.
-    fn reserved(&self) -> Vec<String> {
-        let mut reserved = OutputSchema::names(&self.output_columns());
+    fn reserved_names(&self) -> Vec<String> {
+        let mut reserved = OutputSchema::own_names(&self.output_columns());
         reserved.retain(|name| !self.job.output.renamed.contains_key(name));
         reserved
     }
 
     /// Adds all input columns to the carried ones, which requires planning the inputs first.
-    async fn carry_all(&self, request: &mut PlanRequest) -> Result<(), Failure> {
-        let bare = PlanRequest {
+    async fn carry_all_columns(&self, request: &mut PlanRequest) -> Result<(), Failure> {
+        let basic_request = PlanRequest {
             carry: Vec::new(),
             ..request.clone()
         };
-        let plan = plan_inputs(&bare, &self.job.base_dir).await;
+        let plan = plan_inputs(&basic_request, &self.job.base_dir).await;
         let plan = plan.map_err(|error| self.bad_input(error))?;
         for name in plan.columns.into_iter().map(|column| column.name) {
             if request.carry.contains(&name) {
@@ -245,10 +252,10 @@ impl PreparedJob {
             match request
                 .reserved
                 .iter()
-                .find(|own| own.to_lowercase() == name.to_lowercase())
+                .find(|result_column| result_column.to_lowercase() == name.to_lowercase())
             {
-                Some(own) => eprintln!(
-                    "gristmill: warning: {}: `output.carry` leaves `{name}` out: `{own}` is the name of a result column; \
+                Some(result_column) => eprintln!(
+                    "gristmill: warning: {}: `output.carry` leaves `{name}` out: `{result_column}` is the name of a result column; \
                      `{{\"*\": \"*\", input_{name}: {name}}}` gives it another",
                     self.job.file
                 ),
@@ -262,24 +269,24 @@ impl PreparedJob {
     fn answer_bytes(&self) -> u64 {
         let tokens = u64::from(self.job.generate.max_tokens);
         let columns = self.output_columns();
-        let values = columns.parsed.map_or(0, |of| of.values(tokens));
+        let values = columns.parsed.map_or(0, |answer_type| answer_type.max_values(tokens));
         BYTES_PER_TOKEN * tokens + BYTES_PER_VALUE * values
     }
 
-    /// Hashes each input, so that a later change of ETag can be checked. Parquet files are read
-    /// once more for this. Skipped for a trial, which should be fast.
+    /// Hashes each input, so that after a change of its ETag its bytes can be compared. Parquet
+    /// files are read once more for this. A trial does without, since it should be fast.
     pub(super) async fn hash_inputs(&self, plan: &mut InputPlan) -> Result<(), Failure> {
         if self.limit.is_some() {
             return Ok(());
         }
         let bytes: u64 = plan.files.iter().filter(|f| f.sha256.is_none()).map(|f| f.size).sum();
-        if bytes >= SAY_HASHING_BYTES {
+        if bytes >= HASHING_NOTICE_BYTES {
             eprintln!(
                 "gristmill: reads {} MB of input once, for the hashes of the plan",
                 number(bytes >> 20)
             );
         }
-        hash_inputs(plan).await.map_err(|error| unread(error.into()))
+        hash_inputs(plan).await.map_err(|error| input_failure(error.into()))
     }
 
     /// Checks that a column of token ids holds lists of whole numbers. (Lines are untyped, so each
@@ -305,34 +312,34 @@ impl PreparedJob {
         }
     }
 
-    /// Input columns in the output.
-    pub(super) fn carry(&self) -> Vec<String> {
-        self.job.carried()
+    /// The input columns that are carried to the output.
+    pub(super) fn carried_columns(&self) -> Vec<String> {
+        self.job.carried_columns()
     }
 
-    /// The key of this job's prompts, and whether the job has begun. If the ledger `begun` is of
-    /// another job, the key is as for a job created now.
-    pub(super) fn stream(&self, begun: Option<&Ledger>) -> (Stream, bool) {
+    /// The seed, date and `max_tokens` of this job's prompts, and whether the job has begun. If
+    /// `begun` is the ledger of another job, they are those of a job created now.
+    pub(super) fn stream(&self, begun: Option<&Ledger>) -> (PromptSettings, bool) {
         match begun {
-            Some(ledger) if self.is_of(ledger) => (Stream::of(&self.job, ledger), true),
-            _ => (Stream::now(), false),
+            Some(ledger) if self.is_record_of_job(ledger) => (PromptSettings::of(&self.job, ledger), true),
+            _ => (PromptSettings::now(), false),
         }
     }
 
     /// The renderer of this job's prompts.
-    pub(super) fn renderer(&self, stream: &Stream) -> Result<Renderer, Failure> {
+    pub(super) fn renderer(&self, stream: &PromptSettings) -> Result<Renderer, Failure> {
         self.model.renderer(&self.job, stream).map_err(Failure::bad_job)
     }
 
     /// Checks that the answers' output constraint is possible with this tokenizer.
-    pub(super) fn check_shape(&self) -> Result<(), Failure> {
+    pub(super) fn check_constraint(&self) -> Result<(), Failure> {
         let shape = self.job.generate.params(0, false).shape;
-        let eos = self.model.eos_token_ids(&self.renderer(&Stream::UNKNOWN)?);
+        let eos = self.model.eos_token_ids(&self.renderer(&PromptSettings::UNKNOWN)?);
         let field = match &self.job.generate.shape {
-            ShapeSpec::Free => return Ok(()),
-            ShapeSpec::Choice { .. } => "choice",
-            ShapeSpec::JsonSchema(_) => "json_schema",
-            ShapeSpec::Regex(_) => "regex",
+            ConstraintSpec::Free => return Ok(()),
+            ConstraintSpec::Choice { .. } => "choice",
+            ConstraintSpec::JsonSchema(_) => "json_schema",
+            ConstraintSpec::Regex(_) => "regex",
         };
         let compiled = Constraint::compile(&shape, &self.model.tokenizer, &eos);
         match compiled.and_then(|constraint| self.job.generate.forbidden.check_choices(&constraint)) {
@@ -345,15 +352,15 @@ impl PreparedJob {
     }
 
     /// Checks that the device supports its number formats.
-    pub(super) fn check_place(&self) -> anyhow::Result<()> {
+    pub(super) fn check_device(&self) -> anyhow::Result<()> {
         let formats = self.formats();
-        check_formats(formats, self.place)
+        check_formats(formats, self.device)
             .with_context(|| format!("{}: in {formats}, it cannot run here", self.job.file))
     }
 
     /// The number formats to compute in, resolved.
     pub(super) fn formats(&self) -> Formats {
-        Formats::of_job(&self.job, self.place.precision())
+        Formats::of_job(&self.job, self.device.precision())
     }
 
     /// Hash of the job file and of a trial's row limit.
@@ -370,28 +377,28 @@ impl PreparedJob {
             job_hash: self.job_hash(),
             model_hash: self.model.hash(self.formats().precision).map_err(Failure::bad_job)?,
             tokenizer_hash: self.model.tokenizer.hash().to_string(),
-            template_hash: Some(self.renderer(&Stream::UNKNOWN)?.template_hash().to_string()),
-            precision: self.formats().precision_word().into(),
+            template_hash: Some(self.renderer(&PromptSettings::UNKNOWN)?.template_hash().to_string()),
+            precision: self.formats().precision_name().into(),
             kv_cache: self.formats().recorded_kv(),
         })
     }
 
-    /// Whether `ledger` is of a job file with this content. Hashes of older gristmills count too.
-    fn is_of(&self, ledger: &Ledger) -> bool {
+    /// Whether `ledger` is of a job file with this content, also by the hash of an older gristmill.
+    fn is_record_of_job(&self, ledger: &Ledger) -> bool {
         let record = ledger.job();
-        let begun_as = &record.identity.job_hash;
-        let is_older = self.limit.is_none() && self.job.hashes_to(begun_as, record.usd_per_hour);
-        is_older || *begun_as == self.job_hash()
+        let recorded_hash = &record.identity.job_hash;
+        let matches_older_hash = self.limit.is_none() && self.job.has_hash(recorded_hash, record.usd_per_hour);
+        matches_older_hash || *recorded_hash == self.job_hash()
     }
 
-    /// Checks that `ledger` is of this job; hashes of older gristmills count too. Prints which
-    /// settings of the job file are ignored for a begun job.
-    pub(super) fn check_same(&self, ledger: &Ledger, identity: &JobIdentity) -> Result<(), LedgerError> {
-        let found = differences(&ledger.job().resolved, &self.job.resolved());
+    /// Checks that `ledger` is of this job, also by the hash of an older gristmill. Warns about
+    /// changed settings of the job file that a begun job ignores.
+    pub(super) fn check_same_job(&self, ledger: &Ledger, identity: &JobIdentity) -> Result<(), LedgerError> {
+        let changes = differences(&ledger.job().resolved, &self.job.resolved());
         let mut identity = identity.clone();
-        if self.is_of(ledger) {
+        if self.is_record_of_job(ledger) {
             identity.job_hash = ledger.job().identity.job_hash.clone();
-        } else if let Some(what) = Difference::list(found.iter().filter(|one| one.is_of_another_job())) {
+        } else if let Some(what) = Difference::list(changes.iter().filter(|one| one.makes_another_job())) {
             return Err(LedgerError::conflict(format!(
                 "output `{}` belongs to job `{}` ({}), whose job file differed from this one: {what}; take that back, or choose \
                  another `output.uri`",
@@ -400,8 +407,8 @@ impl PreparedJob {
                 ledger.job().job,
             )));
         }
-        ledger.check_same(&self.job.name, &identity)?;
-        if let Some(what) = Difference::list(found.iter().filter(|one| one.is_settled_at_the_start())) {
+        ledger.check_same_job(&self.job.name, &identity)?;
+        if let Some(what) = Difference::list(changes.iter().filter(|one| one.is_fixed_at_start())) {
             eprintln!(
                 "gristmill: warning: {}: the job goes on as it began: {what}",
                 self.job.file
@@ -418,8 +425,8 @@ impl PreparedJob {
     /// All columns of the output.
     fn output_schema(&self, plan: &InputPlan) -> Result<OutputSchema, Failure> {
         let columns = OutputSchema::new(&plan.carry_schema, self.output_columns());
-        let named = columns.renaming(&self.job.output.renamed).and_then(|named| {
-            // Result lines do not hold the carried columns as columns.
+        let named = columns.with_renamed(&self.job.output.renamed).and_then(|named| {
+            // Result lines have no columns, so names that differ only by case are no problem there.
             match self.job.output.format {
                 OutputFormat::Parquet => named.check_case().map(|()| named),
                 OutputFormat::Openai => Ok(named),
@@ -458,20 +465,22 @@ impl PreparedJob {
             layout: plan.layout,
             shards: plan.shards,
             columns: serde_json::to_value(&columns)?,
-            is_newer: columns.is_newer() || self.job.output.carry_all || !self.job.output.writing.is_default(),
+            needs_newest_version: columns.needs_newest_version()
+                || self.job.output.carry_all
+                || !self.job.output.writing.is_default(),
             part_extension: match self.job.output.format {
                 OutputFormat::Parquet => "parquet".into(),
                 OutputFormat::Openai => "jsonl".into(),
             },
             usd_per_hour: self.job.budget.usd_per_hour,
-            terms: self.limits(),
+            limits: self.limits(),
         })
     }
 
     /// Checks that the inputs have every column that the job names.
     fn check_columns(&self, renderer: &Renderer, plan: &InputPlan) -> Result<(), Failure> {
         if plan.total_rows == 0 && plan.columns.is_empty() {
-            // Lines without any rows have unknown columns.
+            // Files of lines without rows have unknown columns.
             return Ok(());
         }
         if let (true, Some(format)) = (plan.columns.is_empty(), self.job.input.format) {
@@ -484,23 +493,27 @@ impl PreparedJob {
         }
         let columns: Vec<String> = plan.columns.iter().map(|c| c.name.clone()).collect();
         renderer.check_columns(&columns).map_err(Failure::bad_job)?;
-        // If the column `row` is a struct, templates may mean its own fields.
+        // If the column `row` is a struct or map, `row.NAME` in a template may be one of its
+        // fields.
         let has_fields = |kind: &str| kind.starts_with("Struct") || kind.starts_with("Map");
         if plan.columns.iter().any(|c| c.name == "row" && !has_fields(&c.kind)) {
             renderer.check_row(&columns).map_err(Failure::bad_job)?;
         }
-        let in_all: Vec<String> = columns
+        let in_all_files: Vec<String> = columns
             .into_iter()
-            .filter(|name| !plan.lacking.contains_key(name))
+            .filter(|name| !plan.missing_in.contains_key(name))
             .collect();
-        match renderer.check_columns(&in_all) {
+        match renderer.check_columns(&in_all_files) {
             Err(JobError::Column {
-                place, column, field, ..
+                location,
+                column,
+                field,
+                ..
             }) => {
-                let input = plan.lacking.get(&column).cloned().unwrap_or_default();
+                let input = plan.missing_in.get(&column).cloned().unwrap_or_default();
                 let hint = ", and does in others; `input.missing_columns: nulls` makes it null there".into();
                 Err(Failure::bad_job(JobError::Column {
-                    place,
+                    location,
                     column,
                     field,
                     input,
@@ -513,23 +526,23 @@ impl PreparedJob {
 }
 
 /// Prints warnings to stderr.
-pub(super) fn say_warnings<'a>(warnings: impl IntoIterator<Item = &'a String>) {
+pub(super) fn print_warnings<'a>(warnings: impl IntoIterator<Item = &'a String>) {
     for warning in warnings {
         eprintln!("gristmill: warning: {warning}");
     }
 }
 
 /// Prints at the start whether records and messages must be signed.
-pub(super) fn say_signing(quiet: bool) -> Result<(), Failure> {
+pub(super) fn print_signing(quiet: bool) -> Result<(), Failure> {
     let signing = Signing::of_process().map_err(|why| Failure::bad_job(anyhow::anyhow!(why)))?;
-    if let Some(line) = signing.line().filter(|_| !quiet) {
+    if let Some(line) = signing.startup_line().filter(|_| !quiet) {
         eprintln!("gristmill: {line}");
     }
     Ok(())
 }
 
 /// An unreadable input is the job's fault; a failing store is not.
-pub(super) fn unread(error: anyhow::Error) -> Failure {
+pub(super) fn input_failure(error: anyhow::Error) -> Failure {
     match error.downcast_ref::<DatasetError>() {
         None | Some(DatasetError::Store { .. }) => Failure::from(error),
         Some(_) => Failure::bad_job(error),
@@ -541,7 +554,11 @@ pub(super) fn model_dir(job: &Job) -> Result<PathBuf, Failure> {
     let bad = |why: &str| Failure::bad_job(anyhow::anyhow!("{}: `model`: {why}", job.file));
     if job.model.contains("://") && !job.model.starts_with("file://") {
         if folder::hub_name(&job.model).is_some() {
-            return Err(bad(&format!("`{}`: {}", job.model, folder::not_there(&job.model))));
+            return Err(bad(&format!(
+                "`{}`: {}",
+                job.model,
+                folder::missing_folder_message(&job.model)
+            )));
         }
         return Err(bad(&format!(
             "`{}` cannot be loaded by this build: download the model and name its folder",
@@ -551,7 +568,11 @@ pub(super) fn model_dir(job: &Job) -> Result<PathBuf, Failure> {
     let location = Location::parse(&job.model, &job.base_dir).map_err(Failure::bad_job)?;
     let dir = location.local_path().ok_or_else(|| bad("is not a local folder"))?;
     if !dir.exists() {
-        return Err(bad(&format!("`{}`: {}", dir.display(), folder::not_there(&job.model))));
+        return Err(bad(&format!(
+            "`{}`: {}",
+            dir.display(),
+            folder::missing_folder_message(&job.model)
+        )));
     }
     Ok(dir)
 }

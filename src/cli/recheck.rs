@@ -8,20 +8,20 @@ use serde_json::json;
 use crate::cli::args::{EngineArgs, RecheckArgs};
 use crate::cli::device_choice::ResolvedDevice;
 use crate::cli::exit::{Exit, Failure};
-use crate::cli::output::{no_job, open_ledger};
+use crate::cli::output::{no_job_failure, open_ledger};
 use crate::cli::prepare::PreparedJob;
 use crate::cli::setup::{LoadedModel, render_threads, stop_on_signals};
 use crate::dataset::DatasetError;
 use crate::device::Precision;
 use crate::job::file::OutputFormat;
-use crate::job::generate::ShapeSpec;
+use crate::job::generate::ConstraintSpec;
 use crate::job::precision::RequestedPrecision;
-use crate::job::recheck::Recheck as Asked;
+use crate::job::recheck::Recheck as JobRecheck;
 use crate::job::spec::Job;
 use crate::ledger::Ledger;
 use crate::report::meter::Meter;
 use crate::report::progress::{self, Goal};
-use crate::report::recheck::Recheck;
+use crate::report::recheck::RecheckReport;
 use crate::report::sample::sample;
 use crate::report::summary::{counted, number};
 use crate::worker::jobs::OpenJob;
@@ -31,12 +31,12 @@ use crate::worker::stop::Stop;
 
 pub(super) async fn recheck(args: RecheckArgs) -> Result<Exit, Failure> {
     let mut prepared = PreparedJob::prepare(&args.job, args.limit, || args.engine.device.resolve()).await?;
-    let sample = asked_sample(&prepared, &args)?;
+    let sample = requested_sample(&prepared, &args)?;
     let ledger = open_ledger(&prepared.output).await?;
-    let ledger = ledger.ok_or_else(|| no_job(&prepared.output))?;
-    prepared.settle(Some(&ledger))?;
+    let ledger = ledger.ok_or_else(|| no_job_failure(&prepared.output))?;
+    prepared.resolve_settings(Some(&ledger))?;
     prepared
-        .check_same(&ledger, &prepared.identity()?)
+        .check_same_job(&ledger, &prepared.identity()?)
         .map_err(Failure::bad_job)?;
     if ledger.success().await?.is_none() {
         let status = ledger.status().await?;
@@ -49,7 +49,7 @@ pub(super) async fn recheck(args: RecheckArgs) -> Result<Exit, Failure> {
     }
     let stop = Stop::default();
     stop_on_signals(stop.clone())?;
-    let found = of_job(&prepared, &ledger, &sample, &args.engine, args.quiet, &stop).await?;
+    let found = recheck_job(&prepared, &ledger, &sample, &args.engine, args.quiet, &stop).await?;
     if args.json {
         let json = json!({
             "job": prepared.job.name,
@@ -67,35 +67,44 @@ pub(super) async fn recheck(args: RecheckArgs) -> Result<Exit, Failure> {
 }
 
 /// The sample to run again, checked against the job.
-pub(super) struct Sample {
-    /// At least 1; a job with fewer rows is rechecked completely.
+pub(super) struct RecheckSample {
+    /// At least 1; if the job has fewer rows, all of them are rechecked.
     pub rows: u64,
     /// Higher than the job's own formats.
     pub formats: Formats,
 }
 
-impl Sample {
-    /// The sample for `asked`; `place` names the setting that gave its precision, for errors.
-    /// `own`: the job's formats.
-    pub(super) fn new(job: &Job, own: Formats, asked: &Asked, place: &str) -> Result<Sample, Failure> {
-        if let Some(formats) = own.rechecked_in(asked.precision) {
-            let rows = asked.rows;
-            return Ok(Sample { rows, formats });
+impl RecheckSample {
+    /// The sample for `settings`. `precision_source` names the option or field that set its
+    /// precision, for errors.
+    pub(super) fn new(
+        job: &Job,
+        job_formats: Formats,
+        settings: &JobRecheck,
+        precision_source: &str,
+    ) -> Result<RecheckSample, Failure> {
+        if let Some(formats) = job_formats.for_recheck(settings.precision) {
+            let rows = settings.rows;
+            return Ok(RecheckSample { rows, formats });
         }
-        let advice = match own.rechecked_in(Precision::F32) {
+        let advice = match job_formats.for_recheck(Precision::F32) {
             None => "nothing is higher, leave the recheck out",
             Some(_) => "choose a higher one",
         };
         Err(Failure::bad_job(anyhow::anyhow!(
-            "{}: {place} is `{}`, and the job runs in `{own}` itself: {advice}",
+            "{}: {precision_source} is `{}`, and the job runs in `{job_formats}` itself: {advice}",
             job.file,
-            Formats::of(asked.precision.into(), RequestedPrecision::Auto, own.precision)
+            Formats::of(
+                settings.precision.into(),
+                RequestedPrecision::Auto,
+                job_formats.precision
+            )
         )))
     }
 }
 
-/// The sample by the arguments, else the job file, else the defaults.
-fn asked_sample(prepared: &PreparedJob, args: &RecheckArgs) -> Result<Sample, Failure> {
+/// The sample that the arguments ask for, else the job file, else the defaults.
+fn requested_sample(prepared: &PreparedJob, args: &RecheckArgs) -> Result<RecheckSample, Failure> {
     let job = &prepared.job;
     if job.output.format != OutputFormat::Parquet {
         return Err(Failure::bad_job(anyhow::anyhow!(
@@ -103,23 +112,23 @@ fn asked_sample(prepared: &PreparedJob, args: &RecheckArgs) -> Result<Sample, Fa
             job.file
         )));
     }
-    let mut asked = job.recheck.clone().unwrap_or_default();
-    asked.rows = args.rows.unwrap_or(asked.rows);
-    asked.precision = args.precision.unwrap_or(asked.precision);
-    Sample::new(job, prepared.formats(), &asked, "`--precision`")
+    let mut settings = job.recheck.clone().unwrap_or_default();
+    settings.rows = args.rows.unwrap_or(settings.rows);
+    settings.precision = args.precision.unwrap_or(settings.precision);
+    RecheckSample::new(job, prepared.formats(), &settings, "`--precision`")
 }
 
-/// Rechecks a finished job. The job's own model must be unloaded first, since this loads it again.
-pub(super) async fn of_job(
+/// Rechecks a finished job. It loads the model again, so the caller must have unloaded it.
+pub(super) async fn recheck_job(
     prepared: &PreparedJob,
     ledger: &Ledger,
-    wanted: &Sample,
+    requested: &RecheckSample,
     args: &EngineArgs,
     quiet: bool,
     stop: &Stop,
-) -> Result<Recheck, Failure> {
+) -> Result<RecheckReport, Failure> {
     let (job, identity) = (&prepared.job, &ledger.job().identity);
-    let sample = sample(&ledger.job().shards, wanted.rows, &identity.job_hash);
+    let sample = sample(&ledger.job().shards, requested.rows, &identity.job_hash);
     let goal = Goal {
         rows: sample.iter().map(|shard| shard.rows.len() as u64).sum(),
         rows_before: 0,
@@ -128,30 +137,37 @@ pub(super) async fn of_job(
     };
     if !quiet {
         let (rows, all) = (number(goal.rows), counted(ledger.job().rows(), "row"));
-        eprintln!("rechecking {rows} of {all} in {}", wanted.formats);
+        eprintln!("rechecking {rows} of {all} in {}", requested.formats);
     }
     let hash = identity.model_hash.clone();
     // No GPU computes in F32, so F32 runs on the CPU.
-    let place = match wanted.formats.precision {
+    let device = match requested.formats.precision {
         Precision::F32 => ResolvedDevice::Cpu,
-        _ => prepared.place,
+        _ => prepared.device,
     };
-    let loaded = LoadedModel::load(prepared.model.clone(), wanted.formats, job.context, hash, place, args)?;
+    let loaded = LoadedModel::load(
+        prepared.model.clone(),
+        requested.formats,
+        job.context,
+        hash,
+        device,
+        args,
+    )?;
     let meter = Arc::new(Meter::default());
     let config = RecheckConfig {
         job: OpenJob::new(0, ledger.clone(), &loaded.model, Arc::default(), Arc::default())?,
         engine: loaded.engine,
-        precision: wanted.formats.to_string(),
+        precision: requested.formats.to_string(),
         tokenizer: match job.generate.shape {
-            ShapeSpec::Choice { .. } => None,
+            ConstraintSpec::Choice { .. } => None,
             _ => Some(prepared.model.tokenizer.clone()),
         },
         render_threads: render_threads(args)?,
         meter: meter.clone(),
     };
-    let shown = progress::show(meter, goal, quiet);
+    let progress_task = progress::show(meter, goal, quiet);
     let ended = recheck::run(config, &sample, stop).await;
-    shown.abort();
+    progress_task.abort();
     let found = ended.map_err(|error| match error.downcast_ref::<DatasetError>() {
         Some(DatasetError::InputChanged { .. } | DatasetError::InputMissing { .. }) => Failure::bad_job(error),
         _ => Failure::from(error),

@@ -13,143 +13,155 @@ use anyhow::anyhow;
 use futures::{StreamExt, TryStreamExt};
 
 use crate::cli::args::ReconcileArgs;
-use crate::cli::enqueue::{Enqueuer, Target};
+use crate::cli::enqueue::{Enqueuer, QueueTarget};
 use crate::cli::exit::{Exit, Failure, one_line};
-use crate::cli::on_finish::Teller;
+use crate::cli::on_finish::FinishNotifier;
 use crate::cli::output::ledger_at;
 use crate::ledger::{JobCommand, Ledger, Progress, StopWhy};
 use crate::report::summary::{RowCounts, counted, number};
-use crate::worker::access::{Access, Asked};
+use crate::worker::access::{Access, AccessOptions};
 
 /// Maximum backoff of a shard, in scans.
-const LOOKS_MAX: u32 = 64;
+const BACKOFF_SCANS_MAX: u32 = 64;
 
 /// Number of shards whose data is read concurrently, one object each at a time.
 const SHARDS_AT_ONCE: usize = 8;
 
-/// A job under watch.
-struct Watched {
+/// A job that is reconciled.
+struct ReconciledJob {
     output: String,
     /// `None` until it could be opened.
     ledger: Option<Ledger>,
     /// Progress at the last scan.
-    seen: Option<Progress>,
-    sent: Backoff,
+    last_progress: Option<Progress>,
+    backoff: Backoff,
     /// The exit code, once the job has ended.
     ended: Option<Exit>,
     /// The error of the last scan, if it failed.
     failed: Option<Failure>,
 }
 
-/// Resources of a scan.
+/// What a scan needs besides the job.
 #[derive(Clone, Copy)]
-struct Means<'a> {
+struct ScanContext<'a> {
     enqueuer: &'a Enqueuer,
-    teller: &'a Teller,
+    notifier: &'a FinishNotifier,
 }
 
-/// Backoff of enqueued shards, counted in scans. Pure.
+/// Backoffs of enqueued shards, counted in scans. Pure.
 #[derive(Debug, Default)]
 struct Backoff {
-    look: u32,
-    /// Shard → (the first scan at which it may be enqueued again, its current backoff in scans).
-    shards: HashMap<u32, (u32, u32)>,
+    /// The number of scans so far.
+    scan: u32,
+    shards: HashMap<u32, ShardBackoff>,
+}
+
+/// Backoff of one enqueued shard.
+#[derive(Debug, Clone, Copy)]
+struct ShardBackoff {
+    /// The first scan at which it may be enqueued again.
+    next_scan: u32,
+    /// Its current length, in scans.
+    scans: u32,
 }
 
 impl Backoff {
-    /// Starts a scan: returns the shards in `still`, which have no progress, that are due. All
-    /// other shards are dropped from the backoff.
-    fn due(&mut self, still: &[u32]) -> Vec<u32> {
-        self.look += 1;
-        let (look, before) = (self.look, std::mem::take(&mut self.shards));
-        self.shards = still
+    /// Starts a scan: returns those of the `stalled` shards that may be enqueued. Shards that are
+    /// not stalled lose their backoff.
+    fn due(&mut self, stalled: &[u32]) -> Vec<u32> {
+        self.scan += 1;
+        let (scan, before) = (self.scan, std::mem::take(&mut self.shards));
+        self.shards = stalled
             .iter()
             .filter_map(|shard| Some((*shard, *before.get(shard)?)))
             .collect();
-        let due = |shard: &&u32| self.shards.get(shard).is_none_or(|(next, _)| *next <= look);
-        still.iter().filter(due).copied().collect()
+        let due = |shard: &&u32| self.shards.get(shard).is_none_or(|backoff| backoff.next_scan <= scan);
+        stalled.iter().filter(due).copied().collect()
     }
 
     /// Records that these shards were enqueued at this scan.
-    fn sent(&mut self, shards: &[u32]) {
+    fn record_sent(&mut self, shards: &[u32]) {
         for shard in shards {
-            let wait = self.shards.get(shard).map_or(1, |(_, wait)| (wait * 2).min(LOOKS_MAX));
-            self.shards.insert(*shard, (self.look + 1 + wait, wait));
+            let before = self.shards.get(shard);
+            let scans = before.map_or(1, |before| (before.scans * 2).min(BACKOFF_SCANS_MAX));
+            let next_scan = self.scan + 1 + scans;
+            self.shards.insert(*shard, ShardBackoff { next_scan, scans });
         }
     }
 }
 
 pub(super) async fn reconcile(args: ReconcileArgs) -> Result<Exit, Failure> {
-    let target = Target::required(&args.queue)?;
-    let asked = Asked {
+    let target = QueueTarget::required(&args.queue)?;
+    let requested = AccessOptions {
         accept_on_finish: &args.on_finish.accept_on_finish,
-        ..Asked::default()
+        ..AccessOptions::default()
     };
-    let access = Access::new(&asked, &std::env::current_dir()?).map_err(|why| Failure::bad_job(anyhow!(why)))?;
-    let teller = Teller::new(access)?;
-    let watched = |output: &String| Watched {
+    let access = Access::new(&requested, &std::env::current_dir()?).map_err(|why| Failure::bad_job(anyhow!(why)))?;
+    let notifier = FinishNotifier::new(access)?;
+    let new_job = |output: &String| ReconciledJob {
         output: output.clone(),
         ledger: None,
-        seen: None,
-        sent: Backoff::default(),
+        last_progress: None,
+        backoff: Backoff::default(),
         ended: None,
         failed: None,
     };
-    let mut jobs: Vec<Watched> = args.outputs.iter().map(watched).collect();
+    let mut jobs: Vec<ReconciledJob> = args.outputs.iter().map(new_job).collect();
     // Errors of outputs are reported whether or not the queue responds.
     for job in &mut jobs {
         if let Err(failure) = ledger_at(&job.output).await {
             job.fail(failure);
         }
     }
-    if jobs.iter().all(|job| job.failed.is_some()) && !loops(&args) {
-        return Ok(worst(&jobs));
+    if jobs.iter().all(|job| job.failed.is_some()) && !is_loop(&args) {
+        return Ok(worst_exit(&jobs));
     }
     let enqueuer = target.connect().await?;
-    let loops = loops(&args);
+    let is_loop = is_loop(&args);
     let pause = Duration::from_secs_f64(args.every.unwrap_or(args.interval));
-    let means = Means {
+    let context = ScanContext {
         enqueuer: &enqueuer,
-        teller: &teller,
+        notifier: &notifier,
     };
-    let mut enqueued = look_at_all(&mut jobs, means, &args, loops).await;
+    let mut enqueued = scan_all(&mut jobs, context, &args, is_loop).await;
     loop {
-        let over = jobs.iter().all(|job| job.is_over(loops));
-        if over && (args.until_finished || !loops) {
+        let all_over = jobs.iter().all(|job| job.is_over(is_loop));
+        if all_over && (args.until_finished || !is_loop) {
             break;
         }
         tokio::time::sleep(pause).await;
-        enqueued += look_at_all(&mut jobs, means, &args, loops).await;
-        if !loops {
+        enqueued += scan_all(&mut jobs, context, &args, is_loop).await;
+        if !is_loop {
             break;
         }
     }
     let any_failed = jobs.iter().any(|job| job.failed.is_some());
-    if enqueued == 0 && !loops && !any_failed {
+    if enqueued == 0 && !is_loop && !any_failed {
         println!("nothing to enqueue");
     }
-    Ok(worst(&jobs))
+    Ok(worst_exit(&jobs))
 }
 
-/// Whether jobs are scanned repeatedly.
-fn loops(args: &ReconcileArgs) -> bool {
+/// Whether jobs are scanned more than twice.
+fn is_loop(args: &ReconcileArgs) -> bool {
     args.every.is_some() || args.until_finished
 }
 
-/// The exit code over all jobs. A running job is no failure; of the other jobs, the worst code
-/// counts.
-fn worst(jobs: &[Watched]) -> Exit {
-    let worst = |exit: fn(&Watched) -> Option<Exit>| jobs.iter().filter_map(exit).max_by_key(|exit| *exit as u8);
-    let failed = worst(|job| Some(job.failed.as_ref()?.exit));
-    failed.or_else(|| worst(|job| job.ended)).unwrap_or(Exit::Done)
+/// The exit code over all jobs: the highest code of a failed scan, else the highest code of an
+/// ended job.
+fn worst_exit(jobs: &[ReconciledJob]) -> Exit {
+    let worst_exit =
+        |exit: fn(&ReconciledJob) -> Option<Exit>| jobs.iter().filter_map(exit).max_by_key(|exit| *exit as u8);
+    let failed = worst_exit(|job| Some(job.failed.as_ref()?.exit));
+    failed.or_else(|| worst_exit(|job| job.ended)).unwrap_or(Exit::Done)
 }
 
 /// Scans each job once; returns how many shards were enqueued. An error is reported and does not
 /// affect other jobs; in a loop, the job is scanned again in the next iteration.
-async fn look_at_all(jobs: &mut [Watched], means: Means<'_>, args: &ReconcileArgs, loops: bool) -> u64 {
+async fn scan_all(jobs: &mut [ReconciledJob], context: ScanContext<'_>, args: &ReconcileArgs, is_loop: bool) -> u64 {
     let mut enqueued = 0;
-    for job in jobs.iter_mut().filter(|job| loops || job.failed.is_none()) {
-        match job.look(means, args).await {
+    for job in jobs.iter_mut().filter(|job| is_loop || job.failed.is_none()) {
+        match job.scan(context, args).await {
             Ok(sent) => {
                 enqueued += sent;
                 job.failed = None;
@@ -160,8 +172,8 @@ async fn look_at_all(jobs: &mut [Watched], means: Means<'_>, args: &ReconcileArg
     enqueued
 }
 
-impl Watched {
-    /// Reports an error.
+impl ReconciledJob {
+    /// Reports and records the error of a scan.
     fn fail(&mut self, failure: Failure) {
         crate::say::error(format_args!("{}: {}", self.output, one_line(&failure.error)));
         self.failed = Some(failure);
@@ -169,12 +181,12 @@ impl Watched {
 
     /// Whether no further scan is needed: the job has ended, or its scan failed. In a loop, only a
     /// failure that cannot go away counts.
-    fn is_over(&self, loops: bool) -> bool {
-        let is_hopeless = |failure: &Failure| !loops || failure.exit == Exit::BadJob;
+    fn is_over(&self, is_loop: bool) -> bool {
+        let is_hopeless = |failure: &Failure| !is_loop || failure.exit == Exit::BadJob;
         self.ended.is_some() || self.failed.as_ref().is_some_and(is_hopeless)
     }
 
-    async fn look(&mut self, means: Means<'_>, args: &ReconcileArgs) -> Result<u64, Failure> {
+    async fn scan(&mut self, context: ScanContext<'_>, args: &ReconcileArgs) -> Result<u64, Failure> {
         if self.ended.is_some() && args.until_finished {
             return Ok(0);
         }
@@ -182,36 +194,36 @@ impl Watched {
         let ledger = ledger_at(&self.output).await?;
         let which = |ledger: &Ledger| (ledger.generation(), ledger.job().job.clone());
         if self.ledger.as_ref().map(which) != Some(which(&ledger)) {
-            (self.seen, self.sent) = (None, Backoff::default());
+            (self.last_progress, self.backoff) = (None, Backoff::default());
         }
         let ledger = &*self.ledger.insert(ledger);
         let name = &ledger.job().name;
-        let ended = how_ended(ledger).await?;
+        let ended = ended_exit(ledger).await?;
         if ended != self.ended {
             if let Some(exit) = ended {
-                println!("job `{name}` {}", word(exit));
+                println!("job `{name}` {}", exit_text(exit));
             }
             self.ended = ended;
         }
         if ended.is_some() {
             // The process that wrote the result may have died before it could post it.
             if matches!(ended, Some(Exit::Done | Exit::FailedRows)) {
-                means.teller.tell(ledger).await;
+                context.notifier.notify(ledger).await;
             }
-            self.seen = None;
+            self.last_progress = None;
             return Ok(0);
         }
         let now = ledger.progress().await?;
-        let open = now.open().len();
-        let Some(before) = self.seen.replace(now) else {
+        let open_shards = now.uncommitted().len();
+        let Some(before) = self.last_progress.replace(now) else {
             return Ok(0);
         };
-        let still = self
-            .seen
+        let stalled = self
+            .last_progress
             .as_ref()
-            .map(|now| now.still_since(&before))
+            .map(|now| now.stalled_since(&before))
             .unwrap_or_default();
-        let due = self.sent.due(&still);
+        let due = self.backoff.due(&stalled);
         let (Some(first), Some(last)) = (due.first(), due.last()) else {
             return Ok(0);
         };
@@ -220,26 +232,30 @@ impl Watched {
         } else {
             format!("{first} to {last}")
         };
-        let begun = |shard: &u32| self.seen.as_ref().is_some_and(|seen| seen.is_begun(*shard));
+        let begun = |shard: &u32| {
+            self.last_progress
+                .as_ref()
+                .is_some_and(|progress| progress.is_begun(*shard))
+        };
         void_lost(ledger, due.iter().copied().filter(begun).collect()).await?;
-        means.enqueuer.send(ledger, &due).await?;
-        self.sent.sent(&due);
+        context.enqueuer.send(ledger, &due).await?;
+        self.backoff.record_sent(&due);
         println!(
             "job `{name}`: enqueued {} that nobody moved ({which}), of {} not done",
             counted(due.len() as u64, "shard"),
-            number(open as u64)
+            number(open_shards as u64)
         );
         Ok(due.len() as u64)
     }
 }
 
-/// Reopens finished rows of these shards whose data is lost, since the worker that gets the shard
-/// could not publish it.
+/// Voids finished rows of these shards whose data is lost, so that they are computed again: the
+/// worker that gets the shard could not publish it without their data.
 async fn void_lost(ledger: &Ledger, shards: Vec<u32>) -> Result<(), Failure> {
-    let mut mended = futures::stream::iter(shards)
+    let mut voidings = futures::stream::iter(shards)
         .map(|shard| ledger.void_lost(shard))
         .buffered(SHARDS_AT_ONCE);
-    while let Some(voided) = mended.try_next().await? {
+    while let Some(voided) = voidings.try_next().await? {
         for voided in voided {
             println!("job `{}`: {voided}", ledger.job().name);
         }
@@ -248,11 +264,11 @@ async fn void_lost(ledger: &Ledger, shards: Vec<u32>) -> Result<(), Failure> {
 }
 
 /// The exit code of an ended job; writes the final objects if all shards are committed.
-async fn how_ended(ledger: &Ledger) -> Result<Option<Exit>, Failure> {
+async fn ended_exit(ledger: &Ledger) -> Result<Option<Exit>, Failure> {
     if let Some(success) = ledger.finish_check(None).await? {
         return Ok(Some(Exit::of_rows(&RowCounts::of(success.rows, &success.tally))));
     }
-    Ok(match ledger.control().await?.holds() {
+    Ok(match ledger.control().await?.current_command() {
         // Workers must still publish the remaining rows.
         Some(JobCommand::Stop { close: true, .. }) => None,
         Some(JobCommand::Stop {
@@ -268,7 +284,7 @@ async fn how_ended(ledger: &Ledger) -> Result<Option<Exit>, Failure> {
     })
 }
 
-fn word(exit: Exit) -> &'static str {
+fn exit_text(exit: Exit) -> &'static str {
     match exit {
         Exit::Done => "is finished",
         Exit::FailedRows => "is finished; some rows did not succeed",
@@ -285,15 +301,15 @@ mod tests {
     #[test]
     fn a_shard_that_stays_still_is_enqueued_ever_more_seldom() {
         let mut backoff = Backoff::default();
-        let mut looks = Vec::new();
-        for look in 1..=40 {
+        let mut scans = Vec::new();
+        for scan in 1..=40 {
             let due = backoff.due(&[7]);
             if !due.is_empty() {
-                looks.push(look);
+                scans.push(scan);
             }
-            backoff.sent(&due);
+            backoff.record_sent(&due);
         }
-        assert_eq!(looks, [1, 3, 6, 11, 20, 37]);
+        assert_eq!(scans, [1, 3, 6, 11, 20, 37]);
     }
 
     #[test]
@@ -302,7 +318,7 @@ mod tests {
         for _ in 0..2 {
             let due = backoff.due(&[1, 2]);
             assert_eq!(due, [1, 2]);
-            backoff.sent(&due);
+            backoff.record_sent(&due);
             assert!(backoff.due(&[1, 2]).is_empty());
             assert!(backoff.due(&[]).is_empty());
         }

@@ -5,9 +5,9 @@ use anyhow::anyhow;
 use serde_json::json;
 
 use crate::cli::args::{RetryArgs, shell_word};
-use crate::cli::enqueue::{Sent, Target};
+use crate::cli::enqueue::{Enqueued, QueueTarget};
 use crate::cli::exit::{Exit, Failure};
-use crate::cli::limits::Used;
+use crate::cli::limits::LimitUse;
 use crate::cli::output::ledger_at;
 use crate::job::Job;
 use crate::job::spec::PromptKind;
@@ -15,23 +15,23 @@ use crate::ledger::keys::JOB;
 use crate::ledger::{Ledger, LedgerError, Tally};
 use crate::report::summary::number;
 
-/// The generation created by a retry.
-struct Generation {
+/// The generation that a retry has created or resumed.
+struct RetryGeneration {
     ledger: Ledger,
-    /// Its rows by their earlier status.
+    /// Its rows, counted by the status that they had before.
     rows: Tally,
     shards: Vec<u32>,
-    /// Whether it was created before and is unfinished.
+    /// Whether it had been created by an earlier `retry` and is unfinished.
     resumed: bool,
 }
 
 pub(super) async fn retry(args: RetryArgs) -> Result<Exit, Failure> {
-    if let Some(why) = misses(&args) {
+    if let Some(why) = option_error(&args) {
         return Err(Failure::bad_job(anyhow!(why)));
     }
-    let target = Target::find(&args.queue, None)?;
+    let target = QueueTarget::find(&args.queue, None)?;
     let ledger = ledger_at(&args.output).await?;
-    let Some(generation) = next(&ledger, args.max_tokens).await? else {
+    let Some(generation) = next_generation(&ledger, args.max_tokens).await? else {
         if args.json {
             println!("{}", as_json(&ledger, None, None));
         } else {
@@ -55,8 +55,8 @@ pub(super) async fn retry(args: RetryArgs) -> Result<Exit, Failure> {
     Ok(Exit::Done)
 }
 
-/// `--truncated` and `--max-tokens` require each other.
-fn misses(args: &RetryArgs) -> Option<&'static str> {
+/// The error if only one of `--truncated` and `--max-tokens` is given.
+fn option_error(args: &RetryArgs) -> Option<&'static str> {
     match (args.truncated, args.max_tokens) {
         (true, None) => Some(
             "`--truncated` needs `--max-tokens N`, more tokens for each answer than it had: the same limit would cut it off again",
@@ -67,19 +67,19 @@ fn misses(args: &RetryArgs) -> Option<&'static str> {
 }
 
 /// Checks that `max_tokens` exceeds the job's own limit and that of an earlier retry.
-fn check_raise(ledger: &Ledger, max_tokens: u32) -> anyhow::Result<()> {
-    let job = Job::of_record(&ledger.job().resolved, &ledger.store().address(JOB))?;
+fn check_max_tokens(ledger: &Ledger, max_tokens: u32) -> anyhow::Result<()> {
+    let job = Job::from_record(&ledger.job().resolved, &ledger.store().address(JOB))?;
     // A line of an OpenAI batch may have a smaller limit than the job's default.
-    let own = match job.prompt.kind {
+    let job_max_tokens = match job.prompt.kind {
         PromptKind::Openai => 1,
         _ => job.generate.max_tokens,
     };
-    let had = ledger.max_tokens().unwrap_or(0).max(own);
-    if max_tokens <= had {
+    let earlier_max_tokens = ledger.max_tokens().unwrap_or(0).max(job_max_tokens);
+    if max_tokens <= earlier_max_tokens {
         return Err(anyhow!(
-            "job `{}`: its rows were generated with `max_tokens` {}, which would cut them off again: give `--max-tokens` more",
+            "job `{}`: its rows were generated with `max_tokens` {}, which would cut them off again: give a larger `--max-tokens`",
             ledger.job().name,
-            number(had.into())
+            number(earlier_max_tokens.into())
         ));
     }
     match job.context {
@@ -93,8 +93,8 @@ fn check_raise(ledger: &Ledger, max_tokens: u32) -> anyhow::Result<()> {
 }
 
 /// Creates the next generation, or finds the one in progress; `None` if there are no rows to retry.
-/// `max_tokens`: selects truncated rows instead of failed ones.
-async fn next(ledger: &Ledger, max_tokens: Option<u32>) -> Result<Option<Generation>, Failure> {
+/// With `max_tokens`, truncated rows are retried instead of failed ones.
+async fn next_generation(ledger: &Ledger, max_tokens: Option<u32>) -> Result<Option<RetryGeneration>, Failure> {
     if ledger.finish_check(None).await?.is_none() {
         if ledger.generation() == 0 {
             return Err(Failure::bad_job(anyhow!(
@@ -104,23 +104,23 @@ async fn next(ledger: &Ledger, max_tokens: Option<u32>) -> Result<Option<Generat
                 shell_word(ledger.store().url().as_str())
             )));
         }
-        if max_tokens.is_some() && ledger.raises_to() != max_tokens {
+        if max_tokens.is_some() && ledger.raised_max_tokens() != max_tokens {
             return Err(Failure::bad_job(anyhow!(
-                "job `{}`: retry {} is under way, of other rows or with another `max_tokens`: finish it first",
+                "job `{}`: retry {} has not finished, and it retries other rows or uses another `max_tokens`: finish it first",
                 ledger.job().name,
                 ledger.generation()
             )));
         }
-        return Ok(Some(Generation {
+        return Ok(Some(RetryGeneration {
             rows: ledger.retried_tally(),
-            shards: ledger.unfinished().await?,
+            shards: ledger.unfinished_shards().await?,
             ledger: ledger.clone(),
             resumed: true,
         }));
     }
     let next = match max_tokens {
         Some(max_tokens) => {
-            check_raise(ledger, max_tokens).map_err(Failure::bad_job)?;
+            check_max_tokens(ledger, max_tokens).map_err(Failure::bad_job)?;
             ledger.retry_truncated(max_tokens).await
         }
         None => ledger.retry().await,
@@ -133,7 +133,7 @@ async fn next(ledger: &Ledger, max_tokens: Option<u32>) -> Result<Option<Generat
         return Ok(None);
     };
     warn_of_limits(&next).await?;
-    Ok(Some(Generation {
+    Ok(Some(RetryGeneration {
         rows: next.retried_tally(),
         shards: next.shard_numbers(),
         ledger: next,
@@ -141,11 +141,11 @@ async fn next(ledger: &Ledger, max_tokens: Option<u32>) -> Result<Option<Generat
     }))
 }
 
-/// Warns if the budget or the deadline is already reached, since the retry's workers would stop at
-/// once. Stop records of earlier generations do not apply.
+/// Warns if the budget or deadline is already reached: the new generation ignores earlier stop
+/// records, but its workers would stop at once.
 async fn warn_of_limits(ledger: &Ledger) -> Result<(), Failure> {
-    let terms = ledger.limits(&ledger.control().await?);
-    if Used::of(ledger).await?.reached(&terms).is_some() {
+    let limits = ledger.limits(&ledger.control().await?);
+    if LimitUse::of(ledger).await?.reached_limit(&limits).is_some() {
         eprintln!(
             "gristmill: budget or deadline of job `{}` is reached: `gristmill extend {}` first, or its workers stop again",
             ledger.job().name,
@@ -166,7 +166,7 @@ fn by_status(tally: &Tally) -> [(&'static str, u64); 5] {
     ]
 }
 
-fn as_json(ledger: &Ledger, generation: Option<&Generation>, sent: Option<&Sent>) -> serde_json::Value {
+fn as_json(ledger: &Ledger, generation: Option<&RetryGeneration>, sent: Option<&Enqueued>) -> serde_json::Value {
     let counts = generation.map(|g| by_status(&g.rows));
     let rows: serde_json::Map<String, serde_json::Value> = counts
         .into_iter()
@@ -182,12 +182,12 @@ fn as_json(ledger: &Ledger, generation: Option<&Generation>, sent: Option<&Sent>
         "rows": rows,
         "max_tokens": ledger.max_tokens(),
         "shards": generation.map_or(0, |g| g.shards.len()),
-        "queue": sent.map(Sent::json),
+        "queue": sent.map(Enqueued::json),
     })
 }
 
-fn show(generation: &Generation, sent: Option<&Sent>) {
-    let Generation {
+fn show(generation: &RetryGeneration, sent: Option<&Enqueued>) {
+    let RetryGeneration {
         ledger,
         rows,
         shards,

@@ -1,7 +1,7 @@
-//! Settles and reports the sources of a job's sampling values, before the job is planned.
+//! Resolves a job's sampling values before the job is planned, and reports their sources.
 
 use crate::cli::exit::{Failure, one_line};
-use crate::job::generate::{Generate, ShapeSpec};
+use crate::job::generate::{ConstraintSpec, Generate};
 use crate::job::sampling::{Defaults, Source};
 use crate::job::spec::Job;
 use crate::ledger::Ledger;
@@ -11,29 +11,29 @@ use crate::worker::model::ModelFiles;
 
 /// Messages about a job's sampling.
 #[derive(Debug, Default)]
-pub(super) struct Sampling {
-    /// The sources of the values, if the checkpoint provides some or would provide some.
+pub(super) struct SamplingReport {
+    /// The sources of the values; `None` if the checkpoint's files set none.
     pub line: Option<String>,
     pub warnings: Vec<String>,
 }
 
-impl Sampling {
-    /// Fills unset values of the job from its checkpoint.
+impl SamplingReport {
+    /// Fills in unset values of the job from its checkpoint.
     ///
     /// # Errors
     /// The checkpoint's file has invalid or unsupported settings.
-    pub(super) fn of_new(job: &mut Job, model: &ModelFiles) -> Result<Sampling, Failure> {
+    pub(super) fn of_new(job: &mut Job, model: &ModelFiles) -> Result<SamplingReport, Failure> {
         let file = GenerationFile::load(&model.dir).map_err(Failure::bad_job)?;
         job.generate.model_ends = Some(model.config.eos_token_ids.clone());
         if job.generate.defaults == Defaults::Neutral {
-            let says = file.says();
+            let file_values = file.settings();
             let line = format!(
-                "neutral (job); {} says {}, which have no say",
+                "neutral (job); {} sets {}, which has no effect",
                 file.name(),
-                says.join(", ")
+                file_values.join(", ")
             );
-            return Ok(Sampling {
-                line: (!says.is_empty()).then_some(line),
+            return Ok(SamplingReport {
+                line: (!file_values.is_empty()).then_some(line),
                 warnings: Vec::new(),
             });
         }
@@ -43,28 +43,29 @@ impl Sampling {
             ))
         })?;
         job.generate.take_defaults(&defaults);
-        Ok(Sampling {
+        Ok(SamplingReport {
             line: job.generate.sampling_line(),
             warnings: warnings(&job.generate, &defaults, file.name()),
         })
     }
 
     /// Takes all values from the record of the begun job.
-    pub(super) fn of_begun(job: &mut Job, model: &ModelFiles, ledger: &Ledger) -> Result<Sampling, Failure> {
-        let record = Job::of_record(&ledger.job().resolved, &ledger.store().address(JOB)).map_err(Failure::bad_job)?;
-        let mut now = job.clone();
-        let now = match Sampling::of_new(&mut now, model) {
-            Ok(_) => record.generate.differences(&now.generate),
-            Err(failure) => Some((record.generate.words(), one_line(&failure.error))),
+    pub(super) fn of_begun(job: &mut Job, model: &ModelFiles, ledger: &Ledger) -> Result<SamplingReport, Failure> {
+        let record =
+            Job::from_record(&ledger.job().resolved, &ledger.store().address(JOB)).map_err(Failure::bad_job)?;
+        let mut current = job.clone();
+        let current = match SamplingReport::of_new(&mut current, model) {
+            Ok(_) => record.generate.sampling_differences(&current.generate),
+            Err(failure) => Some((record.generate.describe_sampling(), one_line(&failure.error))),
         };
-        let warnings = now.map(|(began, now)| {
+        let warnings = current.map(|(began, current)| {
             format!(
-                "job `{}` began with {began} and goes on so; its model's files now say: {now}",
+                "job `{}` began with {began} and goes on so; its model's files now say: {current}",
                 job.name
             )
         });
         job.generate = record.generate;
-        Ok(Sampling {
+        Ok(SamplingReport {
             line: job.generate.sampling_line(),
             warnings: warnings.into_iter().collect(),
         })
@@ -82,13 +83,13 @@ fn warnings(generate: &Generate, defaults: &GenerationDefaults, file: &str) -> V
     if defaults.is_greedy && generate.source("temperature") != Some(Source::Job) && generate.sampling.temperature > 0.0
     {
         warnings.push(format!(
-            "`do_sample` in {file} is false and has no say: the temperature is {}; `generate.sampling.temperature: 0` is greedy",
+            "`do_sample: false` in {file} has no effect: the temperature is {}; `generate.sampling.temperature: 0` is greedy",
             generate.sampling.temperature
         ));
     }
-    if generate.is_of_model("repetition_penalty")
+    if generate.is_from_checkpoint("repetition_penalty")
         && generate.sampling.repetition_penalty != 1.0
-        && matches!(generate.shape, ShapeSpec::Choice { .. })
+        && matches!(generate.shape, ConstraintSpec::Choice { .. })
     {
         warnings.push(format!(
             "the repetition penalty of {file} makes choices less likely whose tokens stand in the prompt; \

@@ -10,7 +10,7 @@ use crate::cli::args::{EngineArgs, StepLimitArgs};
 use crate::cli::device_choice::ResolvedDevice;
 use crate::cli::exit::{Exit, Failure};
 use crate::device::cpu::Threads;
-use crate::device::cuda::{Cuda, Products};
+use crate::device::cuda::{Cuda, MatmulBackend};
 use crate::device::{KvFormat, Precision};
 use crate::engine::scheduler::Policy;
 use crate::engine::{Engine, EngineOptions, Forward, Generator};
@@ -21,18 +21,18 @@ use crate::model::transformer::{KvBudget, LoadOptions, Transformer};
 use crate::model::weights::WeightSource;
 use crate::worker::model::{Formats, Model, ModelFiles};
 use crate::worker::step_watchdog::StepWatchdog;
-use crate::worker::stop::{Stop, Why};
+use crate::worker::stop::{Stop, StopCause};
 
-/// A device is considered hung if one step takes longer.
-const STEP_MAX: Duration = Duration::from_secs(600);
+/// A step that takes longer means that the device hangs.
+const STEP_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// A watchdog that detects a hung device.
 pub(super) fn watchdog() -> Arc<StepWatchdog> {
     #[cfg(feature = "faults")]
-    if let Some(step_max) = crate::faults::step_max() {
-        return Arc::new(StepWatchdog::new(step_max));
+    if let Some(step_timeout) = crate::faults::step_timeout() {
+        return Arc::new(StepWatchdog::new(step_timeout));
     }
-    Arc::new(StepWatchdog::new(STEP_MAX))
+    Arc::new(StepWatchdog::new(STEP_TIMEOUT))
 }
 
 /// A model and the engine that runs it.
@@ -49,11 +49,11 @@ impl LoadedModel {
         formats: Formats,
         context: Option<u32>,
         hash: String,
-        place: ResolvedDevice,
+        device: ResolvedDevice,
         args: &EngineArgs,
     ) -> Result<LoadedModel, Failure> {
         let context_tokens = context.unwrap_or(files.config.max_position_embeddings);
-        let engine = engine(&files, formats, context, place, args)?;
+        let engine = engine(&files, formats, context, device, args)?;
         let model = Model::new(files, formats, context_tokens, hash);
         Ok(LoadedModel { model, engine })
     }
@@ -63,20 +63,20 @@ fn engine(
     files: &ModelFiles,
     formats: Formats,
     context: Option<u32>,
-    place: ResolvedDevice,
+    device: ResolvedDevice,
     args: &EngineArgs,
 ) -> Result<Box<dyn Generator>, Failure> {
     #[cfg(feature = "faults")]
     if crate::faults::KnownDevice::is_wanted() {
         return Ok(Box::new(crate::faults::KnownDevice::from_env()));
     }
-    let mut options = load_options(formats, context, files.tokenizer.vocab_size(), place, args)?;
+    let mut options = load_options(formats, context, files.tokenizer.vocab_size(), device, args)?;
     options.channels = files
-        .channels(formats.precision)
+        .activation_maxima(formats.precision)
         .map_err(Failure::bad_job)?
         .map(Arc::new);
-    let model = load_model(&files.dir, files.config.clone(), place, &options, args)?;
-    let options = engine_options(formats, &options, args.step_limits(place));
+    let model = load_model(&files.dir, files.config.clone(), device, &options, args)?;
+    let options = engine_options(formats, &options, args.step_limits(device));
     Ok(Box::new(Engine::new(model, files.tokenizer.clone(), options)))
 }
 
@@ -84,30 +84,30 @@ fn engine(
 pub(super) fn load_model(
     dir: &Path,
     config: Config,
-    place: ResolvedDevice,
+    device: ResolvedDevice,
     options: &LoadOptions,
     args: &EngineArgs,
 ) -> Result<Box<dyn Forward + Send>, Failure> {
     folder::refuse_tokenizer_model_alone(dir).map_err(Failure::bad_job)?;
     let checkpoint = Checkpoint::open(dir, config).map_err(Failure::bad_job)?;
-    on_device(checkpoint.config, &checkpoint.weights, place, options, args)
+    load_on_device(checkpoint.config, &checkpoint.weights, device, options, args)
 }
 
 /// Loads a model from any source of weights onto the device.
-pub(super) fn on_device(
+pub(super) fn load_on_device(
     config: Config,
     weights: &dyn WeightSource,
-    place: ResolvedDevice,
+    device: ResolvedDevice,
     options: &LoadOptions,
     args: &EngineArgs,
 ) -> Result<Box<dyn Forward + Send>, Failure> {
-    if let ResolvedDevice::Cuda(ordinal) = place {
-        let products = if args.no_cublaslt {
-            Products::Kernels
+    if let ResolvedDevice::Cuda(ordinal) = device {
+        let backend = if args.no_cublaslt {
+            MatmulBackend::Kernels
         } else {
-            Products::Fastest
+            MatmulBackend::Fastest
         };
-        let cuda = Cuda::open(ordinal, options.precision, options.kv_format, products).map_err(Failure::bad_job)?;
+        let cuda = Cuda::open(ordinal, options.precision, options.kv_format, backend).map_err(Failure::bad_job)?;
         let model = Transformer::on_device(cuda, config, weights, options).map_err(Failure::bad_job)?;
         return Ok(Box::new(model));
     }
@@ -126,36 +126,36 @@ fn check_cpu(precision: Precision, kv: KvFormat) -> anyhow::Result<()> {
     }
 }
 
-/// Checks that `place` supports these formats, so that the error comes before the model is loaded.
-pub(super) fn check_formats(formats: Formats, place: ResolvedDevice) -> anyhow::Result<()> {
+/// Checks that `device` supports these formats, so that the error comes before the model is loaded.
+pub(super) fn check_formats(formats: Formats, device: ResolvedDevice) -> anyhow::Result<()> {
     #[cfg(feature = "faults")]
     if crate::faults::KnownDevice::is_wanted() {
         return Ok(());
     }
-    match place {
+    match device {
         ResolvedDevice::Cpu => check_cpu(formats.precision, formats.kv),
         ResolvedDevice::Cuda(ordinal) => {
-            Cuda::open(ordinal, formats.precision, formats.kv, Products::Kernels)?;
+            Cuda::open(ordinal, formats.precision, formats.kv, MatmulBackend::Kernels)?;
             Ok(())
         }
     }
 }
 
-/// Options for loading a model; `vocabulary`: the number of ids that its tokenizer knows.
+/// Options for loading a model; `vocab_size`: the number of ids that its tokenizer knows.
 pub(super) fn load_options(
     formats: Formats,
     context: Option<u32>,
-    vocabulary: usize,
-    place: ResolvedDevice,
+    vocab_size: usize,
+    device: ResolvedDevice,
     args: &EngineArgs,
 ) -> Result<LoadOptions, Failure> {
-    let StepLimitArgs { step_tokens, sequences } = args.step_limits(place);
+    let StepLimitArgs { step_tokens, sequences } = args.step_limits(device);
     Ok(LoadOptions {
         precision: formats.precision,
         kv_format: formats.kv,
         channels: None,
         isa: args.instructions,
-        kv: match place {
+        kv: match device {
             ResolvedDevice::Cpu => KvBudget::Bytes(args.kv_memory.map_or_else(default_kv_bytes, |mib| mib << 20)),
             ResolvedDevice::Cuda(_) => KvBudget::Profiled {
                 step_tokens,
@@ -165,7 +165,7 @@ pub(super) fn load_options(
         },
         threads: Arc::new(Threads::new(threads(args)).context("cannot start the threads")?),
         max_context: context,
-        vocabulary: Some(vocabulary),
+        vocabulary: Some(vocab_size),
     })
 }
 
@@ -213,7 +213,7 @@ pub(super) fn stop_on_signals(stop: Stop) -> Result<(), Failure> {
             _ = interrupt.recv() => {}
             _ = terminate.recv() => {}
         }
-        stop.set(Why::Interrupted);
+        stop.set(StopCause::Interrupted);
         // A second signal exits at once, without waiting for the store.
         tokio::select! {
             _ = interrupt.recv() => {}

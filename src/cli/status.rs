@@ -8,12 +8,12 @@ use serde_json::{Value, json};
 
 use crate::cli::args::{OutputArgs, WatchArgs};
 use crate::cli::exit::{Exit, Failure};
-use crate::cli::limits::{Used, limit_lines};
+use crate::cli::limits::{LimitUse, limit_lines};
 use crate::cli::output::ledger_at;
 use crate::cli::summary::{summary, without_failures};
-use crate::dataset::store::pinned::display_name;
+use crate::dataset::store::pinned_file::display_name;
 use crate::ledger::Ledger;
-use crate::ledger::control::Control;
+use crate::ledger::control::ControlLog;
 use crate::ledger::failures::Failures;
 use crate::ledger::status::{OpenShard, State, Status};
 use crate::report::progress::show_duration;
@@ -22,7 +22,7 @@ use crate::say;
 use crate::worker::retry_policy::{RetryDecision, RetryPolicy};
 
 /// Maximum number of shards that are listed; `--json` has all of them.
-const SHARDS_SHOWN: usize = 20;
+const SHARDS_SHOWN_MAX: usize = 20;
 
 pub(super) async fn status(args: OutputArgs) -> Result<Exit, Failure> {
     let ledger = ledger_at(&args.output).await?;
@@ -37,28 +37,31 @@ pub(super) async fn status(args: OutputArgs) -> Result<Exit, Failure> {
         0 => String::new(),
         n => format!(", retry {n}"),
     };
-    println!("job         {} ({}){generation}", status.name, word(status.state));
+    println!("job         {} ({}){generation}", status.name, state_text(status.state));
     if let Some(note) = &status.note {
         println!("why         {note}");
     }
-    println!("shards      {}", shards(&status));
+    println!("shards      {}", shard_counts(&status));
     for line in shard_lines(&status, Utc::now()) {
         println!("            {line}");
     }
-    for name in status.lost_parts.iter().take(SHARDS_SHOWN) {
+    for name in status.lost_parts.iter().take(SHARDS_SHOWN_MAX) {
         println!(
             "damaged     `{name}` is missing: `gristmill run` builds it again, or workers after `gristmill reconcile`"
         );
     }
-    for name in pinned_anew(&ledger, &control) {
+    for name in reverified_inputs(&ledger, &control) {
         println!("input       `{name}` has another ETag and the planned bytes: it was pinned anew");
     }
     for line in summary.lines() {
         println!("{line}");
     }
     if status.state != State::Finished {
-        let (terms, used) = (ledger.limits(&control), Used::with(&ledger, status.seconds));
-        for line in limit_lines(&terms, control.limits_from(), &used) {
+        let (limits, used) = (
+            ledger.limits(&control),
+            LimitUse::of_device_seconds(&ledger, status.seconds),
+        );
+        for line in limit_lines(&limits, control.limits_source(), &used) {
             println!("{line}");
         }
     }
@@ -66,8 +69,16 @@ pub(super) async fn status(args: OutputArgs) -> Result<Exit, Failure> {
 }
 
 /// The `--json` object of a job.
-fn as_json(ledger: &Ledger, status: &Status, summary: &Summary, control: &Control) -> Result<Value, serde_json::Error> {
-    let (terms, used) = (ledger.limits(control), Used::with(ledger, status.seconds));
+fn as_json(
+    ledger: &Ledger,
+    status: &Status,
+    summary: &Summary,
+    control: &ControlLog,
+) -> Result<Value, serde_json::Error> {
+    let (limits, used) = (
+        ledger.limits(control),
+        LimitUse::of_device_seconds(ledger, status.seconds),
+    );
     let mut json = serde_json::to_value(summary)?;
     json["id"] = serde_json::to_value(&status.job)?;
     json["state"] = serde_json::to_value(status.state)?;
@@ -78,32 +89,33 @@ fn as_json(ledger: &Ledger, status: &Status, summary: &Summary, control: &Contro
     json["open_shards"] = serde_json::to_value(&status.open)?;
     json["lost_parts"] = serde_json::to_value(&status.lost_parts)?;
     json["budget"] = json!({
-        "usd": terms.usd,
-        "usd_per_hour": terms.usd_per_hour,
-        "deadline_seconds": terms.deadline_seconds,
-        "unfinished": terms.unfinished,
-        "from": control.limits_from(),
-        "used_usd": used.usd(&terms),
+        "usd": limits.usd,
+        "usd_per_hour": limits.usd_per_hour,
+        "deadline_seconds": limits.deadline_seconds,
+        "unfinished": limits.unfinished,
+        "from": control.limits_source(),
+        "used_usd": used.usd(&limits),
         "used_seconds": used.age.as_secs(),
     });
-    json["pinned_anew"] = pinned_anew(ledger, control).into_iter().collect();
+    json["pinned_anew"] = reverified_inputs(ledger, control).into_iter().collect();
     Ok(json)
 }
 
 /// Names of the inputs whose ETag changed while their bytes did not, without duplicates.
-fn pinned_anew(ledger: &Ledger, control: &Control) -> BTreeSet<String> {
+fn reverified_inputs(ledger: &Ledger, control: &ControlLog) -> BTreeSet<String> {
     let inputs = &ledger.job().inputs;
     let named = control.pins().filter_map(|pin| inputs.get(pin.input as usize));
     named.map(|input| display_name(&input.url)).collect()
 }
 
-/// A line per begun, unfinished shard: stuck ones first, then by the time of their last progress.
+/// A line per shard that is begun and unfinished: stuck shards first, then by the time of their
+/// last progress.
 fn shard_lines(status: &Status, now: DateTime<Utc>) -> Vec<String> {
     let mut open: Vec<&OpenShard> = status.open.iter().collect();
     open.sort_by_key(|shard| (!shard.stuck, shard.last_progress, shard.shard));
     let mut lines: Vec<String> = open
         .iter()
-        .take(SHARDS_SHOWN)
+        .take(SHARDS_SHOWN_MAX)
         .map(|shard| {
             let ago = (now - shard.last_progress).to_std().unwrap_or_default();
             let mut line = format!(
@@ -143,34 +155,34 @@ fn shard_lines(status: &Status, now: DateTime<Utc>) -> Vec<String> {
     lines
 }
 
-/// Prints the state until the job ends; the exit code tells how it ended.
+/// Prints the state until the job ends. The exit code says how it ended.
 pub(super) async fn watch(args: WatchArgs) -> Result<Exit, Failure> {
     let ledger = ledger_at(&args.output).await?;
-    let mut watched = Watched::default();
+    let mut state = WatchState::default();
     // An outage of the store does not end the watch, since workers wait for it too.
     let retry_policy = RetryPolicy::new(true);
     loop {
         let seen = async {
-            let (status, closes) = look(&ledger).await?;
+            let (status, closes) = read_state(&ledger).await?;
             if args.json {
-                watched.tell_json(&ledger, &status, &args.output).await?;
+                state.print_json(&ledger, &status, &args.output).await?;
             }
             Ok::<_, anyhow::Error>((status, closes))
         };
         let (status, closes) = match seen.await {
             Ok(seen) => {
-                retry_policy.over();
+                retry_policy.note_success();
                 seen
             }
             Err(error) if retry_policy.decision(&error) == RetryDecision::Wait => {
-                retry_policy.say(&error);
+                retry_policy.report(&error);
                 tokio::time::sleep(Duration::from_secs_f64(args.every)).await;
                 continue;
             }
             Err(error) => return Err(error.into()),
         };
         if !args.json {
-            watched.tell(&status);
+            state.print_line(&status);
         }
         let end = match status.state {
             State::Running => None,
@@ -187,7 +199,7 @@ pub(super) async fn watch(args: WatchArgs) -> Result<Exit, Failure> {
                 return Ok(exit);
             }
             // The reader has closed stdout.
-            _ if say::closed().is_some() => return Ok(Exit::Done),
+            _ if say::stdout_error().is_some() => return Ok(Exit::Done),
             _ => tokio::time::sleep(Duration::from_secs_f64(args.every)).await,
         }
     }
@@ -195,38 +207,38 @@ pub(super) async fn watch(args: WatchArgs) -> Result<Exit, Failure> {
 
 /// State of a watch.
 #[derive(Default)]
-struct Watched {
+struct WatchState {
     line: String,
-    /// Time of the first scan, and the finished rows at that time.
-    began: Option<(Instant, u64)>,
-    /// The last object printed, without the elapsed time.
+    /// Time of the first line, and the number of finished rows at that time.
+    start: Option<(Instant, u64)>,
+    /// The object that was printed last, without the elapsed time.
     json: Value,
-    /// The failures of rows, and the state for which they were read: reading them again would read
-    /// parts.
+    /// The failures of rows, and a key of the state for which they were read. They are cached
+    /// because reading them means reading parts.
     failures: Option<(Value, Option<Failures>)>,
 }
 
-impl Watched {
+impl WatchState {
     /// For the terminal: prints a line if it has changed.
-    fn tell(&mut self, status: &Status) {
+    fn print_line(&mut self, status: &Status) {
         let rows = status.tally.rows();
-        let cut = status.tally.truncated.filter(|count| *count > 0);
-        let cut = cut.map_or(String::new(), |count| format!(", {} truncated", number(count)));
+        let truncated = status.tally.truncated.filter(|count| *count > 0);
+        let truncated = truncated.map_or(String::new(), |count| format!(", {} truncated", number(count)));
         let line = format!(
-            "{}: {} of {}{cut}, shards {}",
-            word(status.state),
+            "{}: {} of {}{truncated}, shards {}",
+            state_text(status.state),
             number(rows),
             counted(status.rows, "row"),
-            shards(status)
+            shard_counts(status)
         );
-        let (at, before) = *self.began.get_or_insert((Instant::now(), rows));
+        let (start, rows_at_start) = *self.start.get_or_insert((Instant::now(), rows));
         if line == self.line {
             return;
         }
         let left = match status.state {
-            State::Running => time_left(
-                at.elapsed(),
-                rows - before.min(rows),
+            State::Running => estimate_time_left(
+                start.elapsed(),
+                rows - rows_at_start.min(rows),
                 status.rows - rows.min(status.rows),
             ),
             _ => None,
@@ -237,17 +249,17 @@ impl Watched {
     }
 
     /// For `--json`: prints an object if it has changed.
-    async fn tell_json(&mut self, ledger: &Ledger, status: &Status, output: &str) -> anyhow::Result<()> {
+    async fn print_json(&mut self, ledger: &Ledger, status: &Status, output: &str) -> anyhow::Result<()> {
         let control = ledger.control().await?;
-        let of = json!([status.shards.done, status.tally, status.lost_parts]);
+        let state_key = json!([status.shards.done, status.tally, status.lost_parts]);
         let summary = match &self.failures {
-            Some((known, failures)) if *known == of => Summary {
+            Some((known, failures)) if *known == state_key => Summary {
                 failures: failures.clone(),
                 ..without_failures(ledger, status, output)
             },
             _ => summary(ledger, status, output).await,
         };
-        self.failures = Some((of, summary.failures.clone()));
+        self.failures = Some((state_key, summary.failures.clone()));
         let object = as_json(ledger, status, &summary, &control)?;
         let mut compared = object.clone();
         compared["budget"]["used_seconds"] = Value::Null;
@@ -259,33 +271,35 @@ impl Watched {
     }
 }
 
-/// The state, and whether workers still have to publish the remaining rows of a stopped job.
-async fn look(ledger: &Ledger) -> anyhow::Result<(Status, bool)> {
+/// The job's status, and whether it is a stopped job whose unfinished rows are still to be
+/// published.
+async fn read_state(ledger: &Ledger) -> anyhow::Result<(Status, bool)> {
     let status = ledger.status().await?;
     let closes = match status.state {
         State::Running | State::Finished => false,
-        _ => ledger.control().await?.closes(),
+        _ => ledger.control().await?.is_closing(),
     };
     Ok((status, closes))
 }
 
-/// Estimated from the pace while watching; `None` before any row was finished.
-fn time_left(watched: Duration, rows_seen: u64, rows_left: u64) -> Option<String> {
-    (rows_seen > 0 && rows_left > 0).then(|| show_duration(watched.as_secs_f64() / rows_seen as f64 * rows_left as f64))
+/// Estimates the time left from the pace during the watch; `None` before a row was finished in it.
+fn estimate_time_left(watched_for: Duration, rows_seen: u64, rows_left: u64) -> Option<String> {
+    (rows_seen > 0 && rows_left > 0)
+        .then(|| show_duration(watched_for.as_secs_f64() / rows_seen as f64 * rows_left as f64))
 }
 
-fn shards(status: &Status) -> String {
-    let s = &status.shards;
-    let mut text = format!("{} of {} done", number(s.done.into()), number(s.total.into()));
-    for (count, word) in [(s.open, "begun"), (s.stuck, "stuck")] {
+fn shard_counts(status: &Status) -> String {
+    let shards = &status.shards;
+    let mut text = format!("{} of {} done", number(shards.done.into()), number(shards.total.into()));
+    for (count, name) in [(shards.open, "begun"), (shards.stuck, "stuck")] {
         if count > 0 {
-            text.push_str(&format!(", {} {word}", number(count.into())));
+            text.push_str(&format!(", {} {name}", number(count.into())));
         }
     }
     text
 }
 
-pub(super) fn word(state: State) -> &'static str {
+pub(super) fn state_text(state: State) -> &'static str {
     match state {
         State::Running => "unfinished",
         State::Finished => "finished",

@@ -20,7 +20,7 @@ pub(super) async fn summary(ledger: &Ledger, status: &Status, output: &str) -> S
 
 /// The report without the failures of rows, which would require reading parts.
 pub(super) fn without_failures(ledger: &Ledger, status: &Status, output: &str) -> Summary {
-    let skipped = ledger.job().layout.skipped.iter().map(SkippedFile::line);
+    let skipped = ledger.job().layout.skipped.iter().map(SkippedFile::name_and_reason);
     Summary {
         skipped_inputs: skipped.collect(),
         ..Summary::of(status, output)

@@ -17,19 +17,20 @@ use crate::dataset::store::location::Location;
 use crate::job::spec::Job;
 use crate::ledger::Ledger;
 
-/// Folder of the trials of all outputs beside it.
+/// Name of the folder that holds the trials of all outputs beside it.
 pub(super) const FOLDER: &str = "_limit";
 
-/// The location of the trial of the first `rows` rows: an existing one, or the new one.
-pub(super) async fn place(job: &Job, output: &Location, rows: u64) -> Result<Location, Failure> {
-    let older = older(job, output, rows);
-    if Ledger::open(&older).await?.is_some() {
+/// The location of the trial of the first `rows` rows: of an existing trial of an older gristmill,
+/// or else the location for new trials.
+pub(super) async fn location(job: &Job, output: &Location, rows: u64) -> Result<Location, Failure> {
+    let older_location = older_location(job, output, rows);
+    if Ledger::open(&older_location).await?.is_some() {
         eprintln!(
             "gristmill: this trial was begun by an older gristmill, in `{}`, where readers of the output find it too: remove \
              it when you are done with it",
-            older.url
+            older_location.url
         );
-        return Ok(older);
+        return Ok(older_location);
     }
     beside(job, output, rows).ok_or_else(|| {
         Failure::bad_job(anyhow::anyhow!(
@@ -41,15 +42,15 @@ pub(super) async fn place(job: &Job, output: &Location, rows: u64) -> Result<Loc
 }
 
 /// The ledgers of all of this job's trials, for any number of rows.
-pub(super) async fn all(job: &Job, output: &Location) -> Result<Vec<Ledger>, Failure> {
+pub(super) async fn ledgers(job: &Job, output: &Location) -> Result<Vec<Ledger>, Failure> {
     let mut found = Vec::new();
-    for rows in rows_tried(job, &older(job, output, 1), "").await? {
-        found.extend(Ledger::open(&older(job, output, rows)).await?);
+    for rows in tried_row_counts(job, &older_location(job, output, 1), "").await? {
+        found.extend(Ledger::open(&older_location(job, output, rows)).await?);
     }
-    if let (Some(one), Some(name)) = (beside(job, output, 1), output.path.filename()) {
-        for rows in rows_tried(job, &one, &format!("{name}-")).await? {
-            if let Some(place) = beside(job, output, rows) {
-                found.extend(Ledger::open(&place).await?);
+    if let (Some(example), Some(name)) = (beside(job, output, 1), output.path.filename()) {
+        for rows in tried_row_counts(job, &example, &format!("{name}-")).await? {
+            if let Some(location) = beside(job, output, rows) {
+                found.extend(Ledger::open(&location).await?);
             }
         }
     }
@@ -57,16 +58,16 @@ pub(super) async fn all(job: &Job, output: &Location) -> Result<Vec<Ledger>, Fai
 }
 
 fn beside(job: &Job, output: &Location, rows: u64) -> Option<Location> {
-    output.beside(FOLDER, &format!("-{}", suffix(job, rows)))
+    output.in_sibling_folder(FOLDER, &format!("-{}", suffix(job, rows)))
 }
 
-/// The location that older gristmills used.
-fn older(job: &Job, output: &Location, rows: u64) -> Location {
+/// The location that older gristmills used: below the output.
+fn older_location(job: &Job, output: &Location, rows: u64) -> Location {
     output.join(FOLDER).join(&suffix(job, rows))
 }
 
-/// The name differs for each version of the job file, so that a job can be tried, changed and tried
-/// again.
+/// The end of a trial's folder name. It differs for each version of the job file, so that a job can
+/// be tried, changed and tried again.
 fn suffix(job: &Job, rows: u64) -> String {
     format!("{rows}-{}", hash(job))
 }
@@ -75,23 +76,23 @@ fn hash(job: &Job) -> &str {
     &job.hash()[..8]
 }
 
-/// The row counts of the job's trials, from the names of folders beside `one` that begin with
+/// The row counts of the job's trials, from the names of folders beside `example` that begin with
 /// `prefix`.
-async fn rows_tried(job: &Job, one: &Location, prefix: &str) -> Result<BTreeSet<u64>, Failure> {
-    let folder = one.path.as_ref().rsplit_once('/').map_or("", |(folder, _)| folder);
+async fn tried_row_counts(job: &Job, example: &Location, prefix: &str) -> Result<BTreeSet<u64>, Failure> {
+    let folder = example.path.as_ref().rsplit_once('/').map_or("", |(folder, _)| folder);
     let folder = Path::parse(folder).map_err(anyhow::Error::new)?;
-    let listed = match one.store.list_with_delimiter(Some(&folder)).await {
+    let listed = match example.store.list_with_delimiter(Some(&folder)).await {
         Ok(listed) => listed.common_prefixes,
         Err(object_store::Error::NotFound { .. }) => Vec::new(),
         Err(e) => {
             return Err(anyhow::Error::new(e)
-                .context(format!("cannot list what lies beside `{}`", one.url))
+                .context(format!("cannot list what lies beside `{}`", example.url))
                 .into());
         }
     };
     let rows = |name: &str| {
-        let (rows, of) = name.strip_prefix(prefix)?.rsplit_once('-')?;
-        rows.parse().ok().filter(|_| of == hash(job))
+        let (rows, job_hash) = name.strip_prefix(prefix)?.rsplit_once('-')?;
+        rows.parse().ok().filter(|_| job_hash == hash(job))
     };
     Ok(listed.iter().filter_map(|path| rows(path.filename()?)).collect())
 }

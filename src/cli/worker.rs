@@ -9,57 +9,57 @@ use serde::Serialize;
 
 use crate::cli::args::WorkerArgs;
 use crate::cli::device_choice::ResolvedDevice;
-use crate::cli::enqueue::Target;
+use crate::cli::enqueue::QueueTarget;
 use crate::cli::exit::{Exit, Failure, one_line};
-use crate::cli::first_job::{First, FirstJob, Search, cannot_watch, watched_job};
+use crate::cli::first_job::{FirstJobSearch, FoundJob, SearchOutcome, watch_failure, watched_job};
 use crate::cli::limits::reached_line;
-use crate::cli::on_finish::{Teller, Telling};
-use crate::cli::prepare::{model_dir, say_signing, say_warnings};
+use crate::cli::on_finish::{FinishNotifier, FinishNotifierTask};
+use crate::cli::prepare::{model_dir, print_signing, print_warnings};
 use crate::cli::setup::{LoadedModel, render_threads, stop_on_signals, watchdog};
 use crate::dataset::store::location::Location;
 use crate::device::Precision;
 use crate::ledger::{Id, JobIdentity, LedgerError, StopWhy};
 use crate::queue::Queue;
-use crate::report::meter::{Meter, Reading};
+use crate::report::meter::{Meter, MeterReading};
 use crate::report::progress;
 use crate::report::summary::{RowCounts, counted, number, rate};
-use crate::worker::access::{Access, Asked};
+use crate::worker::access::{Access, AccessOptions};
 use crate::worker::jobs::Jobs;
 use crate::worker::model::{Formats, ModelFiles};
 use crate::worker::retry_policy::RetryPolicy;
 use crate::worker::step_watchdog::StepWatchdog;
-use crate::worker::stop::{Stop, Why};
-use crate::worker::troubles::Where;
-use crate::worker::watched::Watched;
+use crate::worker::stop::{Stop, StopCause};
+use crate::worker::troubles::JobStore;
+use crate::worker::watched::WatchedJobs;
 use crate::worker::{self, Until, Worker, WorkerConfig, liveness, spot};
 
 /// Maximum wait of a `--once` worker for an unavailable store or queue.
-const ONCE_WAITS_MAX: Duration = Duration::from_secs(600);
-/// Maximum number of characters of a host's name in a worker's name.
-const NAME_MAX: usize = 40;
+const ONCE_WAIT_MAX: Duration = Duration::from_secs(600);
+/// Maximum number of characters of a worker's name before its random suffix.
+const HOST_CHARS_MAX: usize = 40;
 
 pub(super) async fn worker(args: WorkerArgs) -> Result<Exit, Failure> {
     let stop = Stop::default();
     stop_on_signals(stop.clone())?;
     let access = access(&args)?;
-    let teller = Teller::new(access.clone())?;
-    say_signing(args.quiet)?;
+    let notifier = FinishNotifier::new(access.clone())?;
+    print_signing(args.quiet)?;
     let watchdog = watchdog();
-    signs_of_life(&args, &watchdog).await?;
+    start_liveness(&args, &watchdog).await?;
     if let Some(cloud) = args.spot {
         spot::watch(cloud, stop.clone())?;
     }
-    let target = Target::new(&args.queue, args.kafka.clone(), prefetch(&args))?;
+    let target = QueueTarget::new(&args.queue, args.kafka.clone(), prefetch(&args))?;
     if args.once && is_missing(&target).await {
-        return ended_early(&args, None, &stop);
+        return report_early_end(&args, None, &stop);
     }
     let queue = target.consume().await?;
-    let place = args.engine.device.resolve()?;
-    let watched = watched(&args).await?;
-    let sought = wanted_model(
+    let device = args.engine.device.resolve()?;
+    let watched = open_watched_jobs(&args).await?;
+    let search_result = find_model(
         &args,
-        place,
-        Incoming {
+        device,
+        QueueAccess {
             queue: &queue,
             access: &access,
         },
@@ -67,19 +67,19 @@ pub(super) async fn worker(args: WorkerArgs) -> Result<Exit, Failure> {
         &stop,
     )
     .await?;
-    let wanted = match sought {
-        Sought::Model(wanted) => *wanted,
-        Sought::Nothing { refused } => return ended_early(&args, Some(refused), &stop),
+    let wanted = match search_result {
+        ModelSearch::Model(wanted) => *wanted,
+        ModelSearch::Nothing { refused } => return report_early_end(&args, Some(refused), &stop),
     };
-    say_warnings(&wanted.files.config.warnings);
+    print_warnings(&wanted.files.config.warnings);
     let hash = wanted.files.hash(wanted.formats.precision).map_err(Failure::bad_job)?;
-    let loaded = LoadedModel::load(wanted.files, wanted.formats, wanted.context, hash, place, &args.engine)?;
+    let loaded = LoadedModel::load(wanted.files, wanted.formats, wanted.context, hash, device, &args.engine)?;
     let meter = Arc::new(Meter::default());
     let worker = Arc::new(Worker::new(WorkerConfig {
-        name: name(&args)?,
+        name: worker_name(&args)?,
         queue,
-        own_queue: None,
-        jobs: Jobs::confined(loaded.model, access),
+        embedded_queue: None,
+        jobs: Jobs::with_access(loaded.model, access),
         watched,
         meter: meter.clone(),
         retry_policy: retry_policy(&args),
@@ -87,9 +87,9 @@ pub(super) async fn worker(args: WorkerArgs) -> Result<Exit, Failure> {
         render_threads: render_threads(&args.engine)?,
         options: options(&args),
     }));
-    for (output, error) in &wanted.failing {
-        // Their messages will be delivered again, so until then this worker is not idle.
-        worker.troubles.note(Where::Output, output, error);
+    for (output, error) in &wanted.failing_outputs {
+        // Messages of these outputs will be delivered again, so until then this worker is not idle.
+        worker.troubles.note_failure(JobStore::Output, output, error);
     }
     if !args.quiet {
         eprintln!(
@@ -99,17 +99,17 @@ pub(super) async fn worker(args: WorkerArgs) -> Result<Exit, Failure> {
             worker.jobs.model().formats
         );
     }
-    let (shown, telling) = worker.span().in_scope(|| {
-        let shown = progress::show_work(meter.clone(), args.quiet);
-        (shown, Telling::start(teller, worker.clone()))
+    let (progress_task, notifier_task) = worker.span().in_scope(|| {
+        let progress_task = progress::show_worker(meter.clone(), args.quiet);
+        (progress_task, FinishNotifierTask::start(notifier, worker.clone()))
     });
     let ended = worker::run(worker.clone(), loaded.engine, stop.clone()).await;
-    shown.abort();
-    telling.end(stop.is_set()).await;
+    progress_task.abort();
+    notifier_task.end(stop.is_set()).await;
     report(&args, &worker, ended).await
 }
 
-/// Number of messages to prefetch. Those that this worker would never start are better left to
+/// Number of messages to prefetch. Messages that this worker would never start with are left to
 /// other workers.
 fn prefetch(args: &WorkerArgs) -> u32 {
     let shards_max = args
@@ -118,10 +118,10 @@ fn prefetch(args: &WorkerArgs) -> u32 {
     args.shards_in_flight.min(shards_max.max(1))
 }
 
-/// Warns that the topic or queue does not exist: other workers wait for it, but a `--once` worker
-/// ends. If the check itself fails, the following receive reports the error.
-async fn is_missing(target: &Target) -> bool {
-    let is_missing = matches!(target.look().await, Ok(None));
+/// Whether the topic or queue does not exist. If so, it warns: other workers wait for it, but a
+/// `--once` worker ends. If the check itself fails, the following receive reports the error.
+async fn is_missing(target: &QueueTarget) -> bool {
+    let is_missing = matches!(target.probe().await, Ok(None));
     if is_missing {
         eprintln!(
             "gristmill: warning: {} is not there, so there is nothing to do: `gristmill submit` makes it",
@@ -135,15 +135,15 @@ async fn is_missing(target: &Target) -> bool {
 /// worker.
 fn retry_policy(args: &WorkerArgs) -> RetryPolicy {
     if args.once {
-        RetryPolicy::within(ONCE_WAITS_MAX)
+        RetryPolicy::with_wait_max(ONCE_WAIT_MAX)
     } else {
         RetryPolicy::new(true)
     }
 }
 
-/// The permissions of queued jobs; from here on, web servers' redirects are restricted by them too.
+/// What queued jobs may access. From here on, redirects of web servers are restricted, too.
 fn access(args: &WorkerArgs) -> Result<Access, Failure> {
-    let asked = Asked {
+    let requested = AccessOptions {
         accept: &args.accept,
         accept_inputs: &args.accept_inputs,
         accept_models: &args.accept_models,
@@ -151,30 +151,30 @@ fn access(args: &WorkerArgs) -> Result<Access, Failure> {
         jobs: &args.job,
     };
     let access =
-        Access::new(&asked, &std::env::current_dir()?).map_err(|why| Failure::bad_job(anyhow::anyhow!(why)))?;
+        Access::new(&requested, &std::env::current_dir()?).map_err(|why| Failure::bad_job(anyhow::anyhow!(why)))?;
     access.confine_redirects();
     Ok(access)
 }
 
-/// The queue of messages, and their permissions.
+/// The queue, and what its jobs may access.
 #[derive(Clone, Copy)]
-struct Incoming<'a> {
+struct QueueAccess<'a> {
     queue: &'a Arc<dyn Queue>,
     access: &'a Access,
 }
 
-/// The model to load, before anything is loaded.
-struct Wanted {
+/// The model that is to be loaded.
+struct WantedModel {
     files: ModelFiles,
     formats: Formats,
     context: Option<u32>,
-    /// Outputs of jobs whose stores failed during the search for a model.
-    failing: Vec<(String, anyhow::Error)>,
+    /// Outputs whose stores failed during the search for a model, with their errors.
+    failing_outputs: Vec<(String, anyhow::Error)>,
 }
 
 /// Result of the search for a model.
-enum Sought {
-    Model(Box<Wanted>),
+enum ModelSearch {
+    Model(Box<WantedModel>),
     /// The worker was told to stop, or no usable message arrived. `refused` counts messages for
     /// other workers.
     Nothing {
@@ -182,8 +182,8 @@ enum Sought {
     },
 }
 
-fn options(args: &WorkerArgs) -> worker::Options {
-    worker::Options {
+fn options(args: &WorkerArgs) -> worker::WorkerOptions {
+    worker::WorkerOptions {
         log_interval: Duration::from_secs_f64(args.log_interval),
         shards_in_flight: args.shards_in_flight,
         until: match (args.until_idle, args.once) {
@@ -196,7 +196,7 @@ fn options(args: &WorkerArgs) -> worker::Options {
     }
 }
 
-async fn signs_of_life(args: &WorkerArgs, watchdog: &Arc<StepWatchdog>) -> Result<(), Failure> {
+async fn start_liveness(args: &WorkerArgs, watchdog: &Arc<StepWatchdog>) -> Result<(), Failure> {
     if let Some(path) = &args.liveness_file {
         liveness::touch(path.clone(), watchdog.clone())
             .with_context(|| format!("`--liveness-file`: cannot write `{}`", path.display()))
@@ -212,62 +212,62 @@ async fn signs_of_life(args: &WorkerArgs, watchdog: &Arc<StepWatchdog>) -> Resul
 }
 
 /// The model that the arguments name, or the model of the first job.
-async fn wanted_model(
+async fn find_model(
     args: &WorkerArgs,
-    place: ResolvedDevice,
-    incoming: Incoming<'_>,
-    watched: &Watched,
+    device: ResolvedDevice,
+    queue_access: QueueAccess<'_>,
+    watched: &WatchedJobs,
     stop: &Stop,
-) -> Result<Sought, Failure> {
+) -> Result<ModelSearch, Failure> {
     if let Some(dir) = &args.model {
-        return Ok(Sought::Model(Box::new(Wanted {
+        return Ok(ModelSearch::Model(Box::new(WantedModel {
             files: ModelFiles::open(dir.clone()).map_err(Failure::bad_job)?,
-            formats: Formats::of(args.precision, args.kv_cache, place.precision()),
+            formats: Formats::of(args.precision, args.kv_cache, device.precision()),
             context: args.context,
-            failing: Vec::new(),
+            failing_outputs: Vec::new(),
         })));
     }
     let first = match watched.ledgers().into_iter().next() {
-        Some(ledger) => First {
-            job: watched_job(&ledger, incoming.access)?,
+        Some(ledger) => FoundJob {
+            job: watched_job(&ledger, queue_access.access)?,
             ledger,
             is_watched: true,
-            failing: Vec::new(),
+            failing_outputs: Vec::new(),
         },
         None => {
-            let ends = args.until_idle || args.once;
-            let search = FirstJob {
-                queue: incoming.queue,
-                access: incoming.access,
+            let ends_when_idle = args.until_idle || args.once;
+            let search = FirstJobSearch {
+                queue: queue_access.queue,
+                access: queue_access.access,
                 retry_policy: retry_policy(args),
                 watched,
-                ends_after: ends.then(|| Duration::from_secs_f64(args.idle_after)),
+                ends_after: ends_when_idle.then(|| Duration::from_secs_f64(args.idle_after)),
                 stop,
             };
             match search.find().await? {
-                Search::Found(first) => *first,
-                Search::Nothing { refused } => return Ok(Sought::Nothing { refused }),
+                SearchOutcome::Found(first) => *first,
+                SearchOutcome::Nothing { refused } => return Ok(ModelSearch::Nothing { refused }),
             }
         }
     };
-    let formats = recorded(&first.ledger.job().identity);
+    let formats = recorded_formats(&first.ledger.job().identity);
     if !first.is_watched {
-        // The job counts as heard of: even if another worker has its shards, it must be done before
+        // This job is watched, too: even if another worker has its shards, it must be done before
         // this worker is idle.
         watched.push(first.ledger);
     }
-    Ok(Sought::Model(Box::new(Wanted {
+    Ok(ModelSearch::Model(Box::new(WantedModel {
         files: ModelFiles::open(model_dir(&first.job)?).map_err(Failure::bad_job)?,
         formats,
         context: args.context.or(first.job.context),
-        failing: first.failing,
+        failing_outputs: first.failing_outputs,
     })))
 }
 
 /// The formats that a job was submitted with.
-fn recorded(identity: &JobIdentity) -> Formats {
-    // A format that only a newer gristmill knows gives `auto`; the job is then refused as one in
-    // another precision.
+fn recorded_formats(identity: &JobIdentity) -> Formats {
+    // A format that only a newer gristmill knows is read as `auto`. The job is then refused, since
+    // its precision is another.
     let requested = |word: &str| word.parse().unwrap_or_default();
     let kv = identity.kv_cache.as_deref().map(requested).unwrap_or_default();
     Formats::of(requested(&identity.precision), kv, Precision::F32)
@@ -275,11 +275,11 @@ fn recorded(identity: &JobIdentity) -> Formats {
 
 /// The jobs of `--job`. A job whose store does not respond, or refuses access, is tried again
 /// later.
-async fn watched(args: &WorkerArgs) -> Result<Watched, Failure> {
+async fn open_watched_jobs(args: &WorkerArgs) -> Result<WatchedJobs, Failure> {
     let here = std::env::current_dir()?;
     let outputs = args.job.iter().map(|output| Location::parse(output, &here));
-    let watched = Watched::new(outputs.collect::<Result<_, _>>().map_err(Failure::bad_job)?);
-    if let Some(error) = watched.open(&retry_policy(args)).await.map_err(cannot_watch)? {
+    let watched = WatchedJobs::new(outputs.collect::<Result<_, _>>().map_err(Failure::bad_job)?);
+    if let Some(error) = watched.open(&retry_policy(args)).await.map_err(watch_failure)? {
         tracing::warn!(
             "`--job`: {}; the worker begins without it, and looks again later",
             one_line(&error)
@@ -288,14 +288,14 @@ async fn watched(args: &WorkerArgs) -> Result<Watched, Failure> {
     Ok(watched)
 }
 
-/// Reports that the worker ended before it had a model; `refused`: the number of messages for other
-/// workers. `None` if the reason was reported already.
-fn ended_early(args: &WorkerArgs, refused: Option<usize>, stop: &Stop) -> Result<Exit, Failure> {
+/// Reports that the worker ended before it had a model. `refused`: the number of messages for other
+/// workers; `None` if the reason was reported already.
+fn report_early_end(args: &WorkerArgs, refused: Option<usize>, stop: &Stop) -> Result<Exit, Failure> {
     if args.json {
-        let report = Report {
-            worker: name(args)?,
+        let report = WorkerReport {
+            worker: worker_name(args)?,
             shards: 0,
-            read: Reading::default(),
+            read: MeterReading::default(),
         };
         println!("{}", serde_json::to_string(&report)?);
     }
@@ -313,36 +313,36 @@ fn ended_early(args: &WorkerArgs, refused: Option<usize>, stop: &Stop) -> Result
     Ok(Exit::Done)
 }
 
-/// A unique worker name that tells people where the worker runs.
-fn name(args: &WorkerArgs) -> Result<String, Failure> {
+/// A unique worker name that begins with the given name or the host's.
+fn worker_name(args: &WorkerArgs) -> Result<String, Failure> {
     let host = || std::fs::read_to_string("/etc/hostname").ok();
-    let given = args
+    let host_name = args
         .name
         .clone()
         .or_else(|| std::env::var("HOSTNAME").ok())
         .or_else(host);
-    let word: String = given
+    let prefix: String = host_name
         .unwrap_or_else(|| "worker".into())
         .trim()
         .chars()
         .map(|c| if c.is_ascii_alphanumeric() { c } else { '-' })
-        .take(NAME_MAX)
+        .take(HOST_CHARS_MAX)
         .collect();
-    Ok(format!("{word}-{}", Id::random()?))
+    Ok(format!("{prefix}-{}", Id::random()?))
 }
 
 /// The object that `--json` prints as the last line of stdout.
 #[derive(Debug, Serialize)]
-struct Report {
+struct WorkerReport {
     worker: String,
     /// Number of committed shards.
     shards: u64,
     #[serde(flatten)]
-    read: Reading,
+    read: MeterReading,
 }
 
-async fn report(args: &WorkerArgs, worker: &Worker, ended: anyhow::Result<Option<Why>>) -> Result<Exit, Failure> {
-    let report = Report {
+async fn report(args: &WorkerArgs, worker: &Worker, ended: anyhow::Result<Option<StopCause>>) -> Result<Exit, Failure> {
+    let report = WorkerReport {
         worker: worker.name.clone(),
         shards: worker.shards_done(),
         read: worker.meter.read(),
@@ -368,22 +368,22 @@ async fn report(args: &WorkerArgs, worker: &Worker, ended: anyhow::Result<Option
         );
     }
     match ended? {
-        Some(Why::Interrupted | Why::Preempted) => Ok(Exit::Interrupted),
+        Some(StopCause::Interrupted | StopCause::Preempted) => Ok(Exit::Interrupted),
         Some(_) => Ok(Exit::Failure),
-        None => of_jobs(worker).await,
+        None => exit_of_jobs(worker).await,
     }
 }
 
-/// The common exit code of the jobs: a stopped job takes precedence over failed rows.
-async fn of_jobs(worker: &Worker) -> Result<Exit, Failure> {
+/// The exit code over all jobs: a stopped job takes precedence over failed rows.
+async fn exit_of_jobs(worker: &Worker) -> Result<Exit, Failure> {
     let jobs = worker.jobs.open().await;
-    if let Some(error) = worker.watched.open(&worker.retry_policy).await.map_err(cannot_watch)? {
+    if let Some(error) = worker.watched.open(&worker.retry_policy).await.map_err(watch_failure)? {
         return Err(error.context("a job of `--job` could not be looked at").into());
     }
     let watched = worker.watched.ledgers();
     let ledgers = jobs.iter().map(|job| &job.ledger).chain(&watched);
     let mut exit = Exit::Done;
-    let mut said = HashSet::new();
+    let mut reported = HashSet::new();
     for ledger in ledgers {
         let success = match ledger.success().await {
             // The job was finished by a newer gristmill.
@@ -392,9 +392,9 @@ async fn of_jobs(worker: &Worker) -> Result<Exit, Failure> {
         };
         let stopped = match &success {
             Some(_) => None,
-            None => ledger.control().await?.stopped(),
+            None => ledger.control().await?.stop_reason(),
         };
-        let of_job = match (success, stopped) {
+        let job_exit = match (success, stopped) {
             (Some(success), _) => {
                 let rows = RowCounts {
                     total: success.rows,
@@ -406,7 +406,7 @@ async fn of_jobs(worker: &Worker) -> Result<Exit, Failure> {
             (None, Some(StopWhy::Cancelled)) => Exit::Cancelled,
             (None, Some(why @ (StopWhy::Budget | StopWhy::Deadline))) => {
                 // A watched job may also be among the jobs heard of, so it is reported once.
-                if said.insert(ledger.job().job.clone()) {
+                if reported.insert(ledger.job().job.clone()) {
                     eprintln!("job `{}`: {}", ledger.job().name, reached_line(ledger, why).await?);
                 }
                 Exit::Stopped
@@ -414,15 +414,15 @@ async fn of_jobs(worker: &Worker) -> Result<Exit, Failure> {
             (None, Some(StopWhy::InputChanged)) => Exit::BadJob,
             (None, None) => Exit::Done,
         };
-        let weight = |exit: Exit| match exit {
+        let severity = |exit: Exit| match exit {
             Exit::BadJob => 4,
             Exit::Stopped => 3,
             Exit::Cancelled => 2,
             Exit::FailedRows => 1,
             _ => 0,
         };
-        if weight(of_job) > weight(exit) {
-            exit = of_job;
+        if severity(job_exit) > severity(exit) {
+            exit = job_exit;
         }
     }
     Ok(exit)

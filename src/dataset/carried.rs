@@ -1,10 +1,10 @@
-//! Size limits on carried columns.
+//! Memory of carried columns, and the cut at their memory limit.
 
 use arrow::array::{ArrayRef, RecordBatch, new_null_array};
 use arrow::compute::concat;
 
-/// Memory of a batch's rows; the batch may be a slice of a larger one.
-pub fn memory(batch: &RecordBatch) -> usize {
+/// Memory of a batch's rows, in bytes; the batch may be a slice of a larger one.
+pub fn memory_bytes(batch: &RecordBatch) -> usize {
     let columns = batch.columns().iter();
     columns
         .map(|column| {
@@ -16,29 +16,29 @@ pub fn memory(batch: &RecordBatch) -> usize {
         .sum()
 }
 
-/// The maximum number of leading rows that fit into `bytes`.
-pub fn fitting_rows(batch: &RecordBatch, bytes: usize) -> usize {
-    if batch.num_columns() == 0 || memory(batch) <= bytes {
+/// The maximum number of leading rows that fit into `limit` bytes.
+pub fn fitting_rows(batch: &RecordBatch, limit: usize) -> usize {
+    if batch.num_columns() == 0 || memory_bytes(batch) <= limit {
         return batch.num_rows();
     }
-    let (mut fit, mut most) = (0, batch.num_rows());
-    while fit < most {
-        let middle = (fit + most).div_ceil(2);
-        if memory(&batch.slice(0, middle)) <= bytes {
-            fit = middle
+    let (mut low, mut high) = (0, batch.num_rows());
+    while low < high {
+        let middle = (low + high).div_ceil(2);
+        if memory_bytes(&batch.slice(0, middle)) <= limit {
+            low = middle
         } else {
-            most = middle - 1
+            high = middle - 1
         }
     }
-    fit
+    low
 }
 
-/// The batch with nulls from row `at` on.
-pub fn blank_from(batch: &RecordBatch, at: usize) -> Result<RecordBatch, arrow::error::ArrowError> {
-    let blank = |column: &ArrayRef| {
-        let nulls = new_null_array(column.data_type(), batch.num_rows() - at);
-        concat(&[column.slice(0, at).as_ref(), nulls.as_ref()])
+/// The batch with nulls from row `first_null` on.
+pub fn with_nulls_from(batch: &RecordBatch, first_null: usize) -> Result<RecordBatch, arrow::error::ArrowError> {
+    let with_nulls = |column: &ArrayRef| {
+        let nulls = new_null_array(column.data_type(), batch.num_rows() - first_null);
+        concat(&[column.slice(0, first_null).as_ref(), nulls.as_ref()])
     };
-    let columns = batch.columns().iter().map(blank).collect::<Result<Vec<_>, _>>()?;
+    let columns = batch.columns().iter().map(with_nulls).collect::<Result<Vec<_>, _>>()?;
     RecordBatch::try_new(batch.schema(), columns)
 }

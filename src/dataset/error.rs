@@ -50,13 +50,13 @@ impl DatasetError {
         }
     }
 
-    /// Reading rows of the job in `output` takes longer than `most`.
-    pub(crate) fn slow(output: &str, most: std::time::Duration) -> DatasetError {
+    /// Reading a shard of the job in `output` takes longer than `limit`.
+    pub(crate) fn slow(output: &str, limit: std::time::Duration) -> DatasetError {
         DatasetError::Store {
             file: format!("inputs of {output}"),
             error: Box::new(object_store::Error::Generic {
                 store: "input",
-                source: format!("reading a shard takes more than {} s", most.as_secs()).into(),
+                source: format!("reading a shard takes more than {} s", limit.as_secs()).into(),
             }),
         }
     }
@@ -68,7 +68,7 @@ impl DatasetError {
         }
     }
 
-    /// Whether the same call could succeed later without manual changes.
+    /// Whether the same call could succeed later without an action by the operator.
     pub fn is_transient(&self) -> bool {
         use object_store::Error::*;
         match self {

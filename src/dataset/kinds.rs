@@ -1,4 +1,4 @@
-//! Kinds of the values in a JSON column, and the Arrow type that holds all of them.
+//! The kinds of JSON values in a column, and the Arrow type that holds all of them.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -9,8 +9,8 @@ use serde::de::{Deserialize, Deserializer, IgnoredAny, MapAccess, SeqAccess, Vis
 use serde_json::{Map, Value};
 use std::sync::Arc;
 
-/// Maximum number of distinct keys tracked over a job's lines (further keys cannot be carried), and
-/// maximum keys per line.
+/// Maximum number of keys per line, and of distinct keys over all lines of a job. Further keys of a
+/// job cannot be carried.
 pub const KEYS_MAX: usize = 4096;
 
 /// Integers up to this are exact as 64-bit floats.
@@ -19,7 +19,7 @@ const EXACT_IN_F64: u64 = 1 << 53;
 /// Marks a column whose text is JSON, so that text and numbers in one column stay distinct.
 const JSON_MARK: (&str, &str) = ("gristmill:content", "json");
 
-/// A set of kinds of JSON value.
+/// A set of kinds of JSON values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Kinds(u8);
 
@@ -27,52 +27,52 @@ impl Kinds {
     pub const NULL: Kinds = Kinds(1);
     pub const BOOL: Kinds = Kinds(2);
     pub const INT: Kinds = Kinds(4);
-    /// An integer that a float would round.
+    /// An int64 outside of the range in which float64 holds every integer exactly.
     pub const LONG_INT: Kinds = Kinds(8);
     pub const FLOAT: Kinds = Kinds(16);
     pub const TEXT: Kinds = Kinds(32);
     /// Lists, objects, and integers beyond int64.
     pub const OTHER: Kinds = Kinds(64);
 
-    /// The union of both sets.
-    pub fn with(self, other: Kinds) -> Kinds {
+    pub fn union(self, other: Kinds) -> Kinds {
         Kinds(self.0 | other.0)
     }
 
-    fn only(self, of: &[Kinds]) -> bool {
-        self.0 & !of.iter().fold(Kinds::NULL.0, |all, k| all | k.0) == 0
+    /// Whether the set has no other kinds than `allowed` and null.
+    fn has_only(self, allowed: &[Kinds]) -> bool {
+        self.0 & !allowed.iter().fold(Kinds::NULL.0, |all, k| all | k.0) == 0
     }
 
-    /// The kinds in words, if no single type holds all of them. `None` for lists and objects alone,
-    /// which are JSON text.
-    pub fn mixed(self) -> Option<String> {
-        let words = [
+    /// The names of the kinds, for a message, if no single Arrow type holds all of them. `None` for
+    /// a column of lists and objects alone, which are always JSON text.
+    pub fn mixed_names(self) -> Option<String> {
+        let names = [
             (Kinds::BOOL, "booleans"),
             (Kinds(Kinds::INT.0 | Kinds::LONG_INT.0), "whole numbers"),
             (Kinds::FLOAT, "fractions"),
             (Kinds::TEXT, "texts"),
             (Kinds::OTHER, "lists, objects or very large numbers"),
         ];
-        let found: Vec<&str> = words
+        let found: Vec<&str> = names
             .iter()
             .filter(|(kind, _)| self.0 & kind.0 != 0)
-            .map(|(_, word)| *word)
+            .map(|(_, name)| *name)
             .collect();
         let is_json = !self.field("").metadata().is_empty();
         (is_json && found.len() > 1).then(|| found.join(" and "))
     }
 
-    /// The column for such values: int64, float64, bool or utf8; for mixed kinds, utf8 that holds
-    /// JSON text.
+    /// The column for values of these kinds: int64, float64, bool or utf8; for mixed kinds, utf8
+    /// that holds JSON text.
     pub fn field(self, name: &str) -> Field {
         let plain = |data_type| Field::new(name, data_type, true);
-        if self.only(&[Kinds::TEXT]) {
+        if self.has_only(&[Kinds::TEXT]) {
             plain(DataType::Utf8)
-        } else if self.only(&[Kinds::BOOL]) {
+        } else if self.has_only(&[Kinds::BOOL]) {
             plain(DataType::Boolean)
-        } else if self.only(&[Kinds::INT, Kinds::LONG_INT]) {
+        } else if self.has_only(&[Kinds::INT, Kinds::LONG_INT]) {
             plain(DataType::Int64)
-        } else if self.only(&[Kinds::INT, Kinds::FLOAT]) {
+        } else if self.has_only(&[Kinds::INT, Kinds::FLOAT]) {
             plain(DataType::Float64)
         } else {
             plain(DataType::Utf8).with_metadata([JSON_MARK])
@@ -80,8 +80,8 @@ impl Kinds {
     }
 }
 
-/// The kinds of one line's fields, and its `custom_id`, found without building the values. Accepts
-/// every line that the reader accepts, and a few more, since nested values are only skipped.
+/// The kinds of one line's fields, and its `custom_id`, found without building the values. Parses
+/// every line that the reader accepts, and a few invalid ones, since nested values are not checked.
 #[derive(Debug, Default, PartialEq)]
 pub struct LineKinds {
     pub kinds: BTreeMap<String, Kinds>,
@@ -90,8 +90,8 @@ pub struct LineKinds {
 
 impl<'de> Deserialize<'de> for LineKinds {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<LineKinds, D::Error> {
-        struct Line;
-        impl<'de> Visitor<'de> for Line {
+        struct LineVisitor;
+        impl<'de> Visitor<'de> for LineVisitor {
             type Value = LineKinds;
             fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
                 f.write_str("a JSON object")
@@ -100,14 +100,14 @@ impl<'de> Deserialize<'de> for LineKinds {
                 let mut line = LineKinds::default();
                 while let Some(key) = map.next_key::<String>()? {
                     let kinds = if key == "custom_id" {
-                        let Seen { kinds, text } = map.next_value()?;
+                        let ValueKind { kinds, text } = map.next_value()?;
                         line.custom_id = text;
                         kinds
                     } else {
-                        map.next_value::<Seen>()?.kinds
+                        map.next_value::<ValueKind>()?.kinds
                     };
                     let entry = line.kinds.entry(key).or_default();
-                    *entry = entry.with(kinds);
+                    *entry = entry.union(kinds);
                     if line.kinds.len() > KEYS_MAX {
                         return Err(serde::de::Error::custom("too many keys"));
                     }
@@ -115,82 +115,87 @@ impl<'de> Deserialize<'de> for LineKinds {
                 Ok(line)
             }
         }
-        deserializer.deserialize_map(Line)
+        deserializer.deserialize_map(LineVisitor)
     }
 }
 
-/// The kind of one value, and its text if it is a short text.
-struct Seen {
+/// Maximum bytes of a `custom_id` that is checked for duplicates.
+const CUSTOM_ID_BYTES_MAX: usize = 4096;
+
+/// The kind of one value, and its text if it is a text of at most [`CUSTOM_ID_BYTES_MAX`] bytes.
+struct ValueKind {
+    /// Exactly one kind.
     kinds: Kinds,
     text: Option<String>,
 }
 
-impl<'de> Deserialize<'de> for Seen {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Seen, D::Error> {
-        struct One;
-        fn of<E>(kinds: Kinds) -> Result<Seen, E> {
-            Ok(Seen { kinds, text: None })
+impl<'de> Deserialize<'de> for ValueKind {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<ValueKind, D::Error> {
+        struct ValueVisitor;
+        fn without_text<E>(kinds: Kinds) -> Result<ValueKind, E> {
+            Ok(ValueKind { kinds, text: None })
         }
-        impl<'de> Visitor<'de> for One {
-            type Value = Seen;
+        impl<'de> Visitor<'de> for ValueVisitor {
+            type Value = ValueKind;
             fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
                 f.write_str("a JSON value")
             }
-            fn visit_unit<E>(self) -> Result<Seen, E> {
-                of(Kinds::NULL)
+            fn visit_unit<E>(self) -> Result<ValueKind, E> {
+                without_text(Kinds::NULL)
             }
-            fn visit_bool<E>(self, _: bool) -> Result<Seen, E> {
-                of(Kinds::BOOL)
+            fn visit_bool<E>(self, _: bool) -> Result<ValueKind, E> {
+                without_text(Kinds::BOOL)
             }
-            fn visit_i64<E>(self, v: i64) -> Result<Seen, E> {
-                of(if v.unsigned_abs() <= EXACT_IN_F64 {
+            fn visit_i64<E>(self, v: i64) -> Result<ValueKind, E> {
+                without_text(if v.unsigned_abs() <= EXACT_IN_F64 {
                     Kinds::INT
                 } else {
                     Kinds::LONG_INT
                 })
             }
-            fn visit_u64<E>(self, v: u64) -> Result<Seen, E> {
-                of(match v {
+            fn visit_u64<E>(self, v: u64) -> Result<ValueKind, E> {
+                without_text(match v {
                     v if v <= EXACT_IN_F64 => Kinds::INT,
                     v if v <= i64::MAX as u64 => Kinds::LONG_INT,
                     _ => Kinds::OTHER,
                 })
             }
-            fn visit_f64<E>(self, _: f64) -> Result<Seen, E> {
-                of(Kinds::FLOAT)
+            fn visit_f64<E>(self, _: f64) -> Result<ValueKind, E> {
+                without_text(Kinds::FLOAT)
             }
-            fn visit_str<E>(self, v: &str) -> Result<Seen, E> {
-                Ok(Seen {
+            fn visit_str<E>(self, v: &str) -> Result<ValueKind, E> {
+                Ok(ValueKind {
                     kinds: Kinds::TEXT,
-                    text: (v.len() <= 4096).then(|| v.to_string()),
+                    text: (v.len() <= CUSTOM_ID_BYTES_MAX).then(|| v.to_string()),
                 })
             }
-            fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Seen, A::Error> {
+            fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<ValueKind, A::Error> {
                 while seq.next_element::<IgnoredAny>()?.is_some() {}
-                of(Kinds::OTHER)
+                without_text(Kinds::OTHER)
             }
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Seen, A::Error> {
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<ValueKind, A::Error> {
                 while map.next_entry::<IgnoredAny, IgnoredAny>()?.is_some() {}
-                of(Kinds::OTHER)
+                without_text(Kinds::OTHER)
             }
         }
-        deserializer.deserialize_any(One)
+        deserializer.deserialize_any(ValueVisitor)
     }
 }
 
-/// The values of `field` in `rows` (`None`: an unreadable row) as the column that [`Kinds::field`] chose at planning.
+/// The values of `field` in `rows`, as a column of the type that [`Kinds::field`] chose at
+/// planning. `None`: an unreadable row.
 pub fn column(field: &Field, rows: &[Option<Map<String, Value>>]) -> Result<ArrayRef, String> {
     let values = rows
         .iter()
         .map(|row| match row.as_ref().and_then(|row| row.get(field.name())) {
             None | Some(Value::Null) => None,
-            found => found,
+            value => value,
         });
-    let misfit = |v: &Value| {
-        let kind = field.data_type();
+    let type_error = |v: &Value| {
         format!(
-            "column `{}` was planned as {kind} and holds `{}`",
+            "column `{}` was planned as {} and holds `{}`",
             field.name(),
+            field.data_type(),
             shorten(&v.to_string())
         )
     };
@@ -198,21 +203,21 @@ pub fn column(field: &Field, rows: &[Option<Map<String, Value>>]) -> Result<Arra
         DataType::Boolean => {
             let mut out = BooleanBuilder::with_capacity(rows.len());
             for v in values {
-                out.append_option(v.map(|v| v.as_bool().ok_or_else(|| misfit(v))).transpose()?);
+                out.append_option(v.map(|v| v.as_bool().ok_or_else(|| type_error(v))).transpose()?);
             }
             Arc::new(out.finish())
         }
         DataType::Int64 => {
             let mut out = Int64Builder::with_capacity(rows.len());
             for v in values {
-                out.append_option(v.map(|v| v.as_i64().ok_or_else(|| misfit(v))).transpose()?);
+                out.append_option(v.map(|v| v.as_i64().ok_or_else(|| type_error(v))).transpose()?);
             }
             Arc::new(out.finish())
         }
         DataType::Float64 => {
             let mut out = Float64Builder::with_capacity(rows.len());
             for v in values {
-                out.append_option(v.map(|v| v.as_f64().ok_or_else(|| misfit(v))).transpose()?);
+                out.append_option(v.map(|v| v.as_f64().ok_or_else(|| type_error(v))).transpose()?);
             }
             Arc::new(out.finish())
         }
@@ -231,7 +236,7 @@ pub fn column(field: &Field, rows: &[Option<Map<String, Value>>]) -> Result<Arra
         DataType::Utf8 => {
             let mut out = StringBuilder::new();
             for v in values {
-                out.append_option(v.map(|v| v.as_str().ok_or_else(|| misfit(v))).transpose()?);
+                out.append_option(v.map(|v| v.as_str().ok_or_else(|| type_error(v))).transpose()?);
             }
             Arc::new(out.finish())
         }
@@ -262,7 +267,7 @@ mod tests {
         let mut kinds = Kinds::default();
         for value in values {
             let line: LineKinds = serde_json::from_str(&format!("{{\"k\": {value}}}")).unwrap();
-            kinds = kinds.with(line.kinds["k"]);
+            kinds = kinds.union(line.kinds["k"]);
         }
         kinds.field("k")
     }
@@ -319,7 +324,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_tell_their_custom_id_and_reject_other_json() {
+    fn custom_ids_are_found_and_lines_that_are_no_object_are_rejected() {
         let line: LineKinds = serde_json::from_str(r#"{"custom_id": "a\n", "n": {"x": [1]}}"#).unwrap();
         assert_eq!(line.custom_id.as_deref(), Some("a\n"));
         assert!(serde_json::from_str::<LineKinds>("[1]").is_err());

@@ -1,5 +1,4 @@
-//! Common properties of all inputs of a job: plain data in the job's record, which tells each
-//! reader how to read.
+//! The layout of a job's inputs, in the job's record: how every reader must read them.
 
 use std::path::Path as FsPath;
 
@@ -12,15 +11,15 @@ use super::plan::partitions;
 use super::plan::partitions::PartitionColumn;
 use super::plan::sample::{INPUT_ROW, Sample};
 use super::store::location::{Location, LocationError};
-use super::store::pinned::{PinnedFile, display_name};
+use super::store::pinned_file::{PinnedFile, display_name};
 
 /// Maximum number of skipped files that a message names.
-const NAMED_MAX: usize = 3;
+const NAMED_FILES_MAX: usize = 3;
 
-/// Longest text of a record, in bytes.
+/// Maximum length of a URL, a reason or a column name in a record, in bytes.
 const TEXT_BYTES_MAX: usize = 16 << 10;
 
-/// Longest text that says why a file was skipped, in characters.
+/// Maximum length of the reason why a file was skipped, in characters; a longer one is cut.
 const WHY_CHARS_MAX: usize = 500;
 
 /// How the inputs of a job are read.
@@ -70,8 +69,8 @@ impl SkippedFile {
         }
     }
 
-    /// The file as it was when it was skipped.
-    pub fn open(&self) -> Result<PinnedFile, LocationError> {
+    /// The file in the state in which it was skipped.
+    pub fn pinned_file(&self) -> Result<PinnedFile, LocationError> {
         Ok(PinnedFile {
             location: Location::parse(&self.url, FsPath::new("/"))?,
             size: self.size,
@@ -81,14 +80,18 @@ impl SkippedFile {
         })
     }
 
-    /// The file's name and the reason.
-    pub fn line(&self) -> String {
+    pub fn name_and_reason(&self) -> String {
         format!("`{}`: {}", display_name(&self.url), self.why)
     }
 
-    /// The number of skipped files and the first of them; `None` if there are none.
+    /// One line with the number of skipped files and the first few of them; `None` if `files` is
+    /// empty.
     pub fn summary(files: &[SkippedFile]) -> Option<String> {
-        let first: Vec<String> = files.iter().take(NAMED_MAX).map(SkippedFile::line).collect();
+        let first: Vec<String> = files
+            .iter()
+            .take(NAMED_FILES_MAX)
+            .map(SkippedFile::name_and_reason)
+            .collect();
         let more = match files.len() - first.len() {
             0 => String::new(),
             more => format!("; and {more} more"),
@@ -109,8 +112,9 @@ impl SkippedFile {
 }
 
 impl Layout {
-    /// Whether the layout holds anything that a gristmill which knows only CSV tables would drop.
-    pub fn is_new(&self) -> bool {
+    /// Whether a job with this layout must not be read by versions that know no layout except CSV
+    /// tables.
+    pub fn needs_newest_version(&self) -> bool {
         let Layout {
             csv: _,
             partitions,
@@ -120,19 +124,19 @@ impl Layout {
             limit,
             sample,
         } = self;
-        let is_old = partitions.is_empty() && absent.is_empty() && skipped.is_empty() && !skip_unreadable;
-        !(is_old && limit.is_none() && sample.is_none())
+        let reads_all_rows = !skip_unreadable && limit.is_none() && sample.is_none();
+        !(partitions.is_empty() && absent.is_empty() && skipped.is_empty() && reads_all_rows)
     }
 
-    /// Whether this is a column that no file has: a partition column, or the row number of a
+    /// Whether `name` is a column that no file has: a partition column, or the row number of a
     /// sampled row.
-    pub fn is_added(&self, name: &str) -> bool {
-        let is_place = self.sample.is_some() && name == INPUT_ROW;
-        is_place || self.partitions.iter().any(|column| column.name == name)
+    pub fn is_added_column(&self, name: &str) -> bool {
+        let is_input_row = self.sample.is_some() && name == INPUT_ROW;
+        is_input_row || self.partitions.iter().any(|column| column.name == name)
     }
 
-    /// Checks constraints that the types do not express, for a record with these inputs. The error
-    /// is one line.
+    /// Checks the constraints that the types do not express, for a layout in a record with these
+    /// inputs. The error is one line.
     pub fn check(&self, inputs: &[InputFile]) -> Result<(), String> {
         if let Some(table) = &self.csv {
             table.check().map_err(|why| format!("its CSV table has {why}"))?;
@@ -148,7 +152,7 @@ impl Layout {
         }
         let checked = inputs
             .iter()
-            .map(|input| partitions::check(&self.partitions, &input.partition));
+            .map(|input| partitions::check_texts(&self.partitions, &input.partition));
         checked
             .zip(0..)
             .try_for_each(|(checked, number)| checked.map_err(|why: String| format!("input {number} has {why}")))

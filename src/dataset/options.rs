@@ -11,7 +11,7 @@ use super::plan::sample::Sample;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct InputOptions {
     /// Whether folders named `column=value` are partition columns.
-    #[serde(default = "yes", skip_serializing_if = "is_yes")]
+    #[serde(default = "default_true", skip_serializing_if = "is_true")]
     pub hive: bool,
     /// Conditions on the partition columns: see [`super::plan::filter`].
     #[serde(default, rename = "where", skip_serializing_if = "Map::is_empty")]
@@ -60,7 +60,8 @@ impl Default for InputOptions {
 }
 
 impl InputOptions {
-    /// Checks the options. The error is the field at fault, and the line that goes behind its name.
+    /// Checks the options. The error is the name of the invalid field, and the rest of the message,
+    /// which follows that name.
     pub fn check(&self) -> Result<(), (String, String)> {
         filter::check(&self.filter)?;
         if !self.hive && !self.filter.is_empty() {
@@ -81,10 +82,10 @@ impl InputOptions {
     }
 }
 
-fn yes() -> bool {
+fn default_true() -> bool {
     true
 }
 
-fn is_yes(flag: &bool) -> bool {
+fn is_true(flag: &bool) -> bool {
     *flag
 }

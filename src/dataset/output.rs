@@ -1,4 +1,4 @@
-//! Builds record batches from results, in the columns that every part has.
+//! Builds record batches from results, with the columns of parts.
 //!
 //! The carried columns come first, in the job's order, then [`COLUMNS`]. With more than one sample
 //! per row, the completion's columns become lists with one entry per sample. There is still one
@@ -22,10 +22,10 @@ use super::answer::types::AnswerType;
 use super::arrow::schema_text;
 use super::error::{DatasetError, output_error};
 use super::row::{RowResult, SampleResult};
-use super::widths::check_room;
+use super::widths::check_fixed_memory;
 
-/// Each column's description, in order. The last seven exist only if the job requests them or its
-/// model thinks.
+/// Name and description of each column, in order. The last seven exist only if the job requests
+/// them or its model thinks.
 pub const COLUMNS: [(&str, &str); 16] = [
     ("row", "0-based over the job's whole input"),
     (
@@ -96,7 +96,7 @@ pub struct OutputSchema {
     /// The carried columns, by their names in the input.
     #[serde(with = "schema_text")]
     carry: SchemaRef,
-    /// Output names of renamed carried columns.
+    /// Output names of renamed carried columns, by their names in the input.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     renamed: BTreeMap<String, String>,
     columns: OutputColumns,
@@ -111,41 +111,43 @@ impl OutputSchema {
         }
     }
 
-    /// The same schema, with other names for some of the carried columns.
+    /// The same schema, with other names for some of the carried columns. `renamed`: new names by
+    /// the names in the input.
     ///
     /// # Errors
-    /// Two columns would have the same name; the line says which.
-    pub fn renaming(self, renamed: &BTreeMap<String, String>) -> Result<OutputSchema, String> {
+    /// Two columns would have the same name; the line names it.
+    pub fn with_renamed(self, renamed: &BTreeMap<String, String>) -> Result<OutputSchema, String> {
         let schema = OutputSchema {
             renamed: renamed.clone(),
             ..self
         };
-        let mut seen: HashSet<String> = OutputSchema::names(&schema.columns).into_iter().collect();
-        let twice = schema.carried_names().find(|name| !seen.insert(name.clone()));
-        match twice {
+        let mut seen: HashSet<String> = OutputSchema::own_names(&schema.columns).into_iter().collect();
+        let duplicate = schema.carried_names().find(|name| !seen.insert(name.clone()));
+        match duplicate {
             Some(name) => Err(format!("two columns of the output would have the name `{name}`")),
             None => Ok(schema),
         }
     }
 
-    /// For a job that is about to begin: checks that engines with case-insensitive names (DuckDB,
-    /// Spark) can see each column.
+    /// Checks that query engines with case-insensitive names (DuckDB, Spark) can read each column.
+    /// Only for new jobs: older versions did not check this.
     ///
     /// # Errors
-    /// Two columns differ by case alone; the line says which, and how to tell them apart.
+    /// Two column names differ by case alone; the line names them, and proposes a new name.
     pub fn check_case(&self) -> Result<(), String> {
-        let own = OutputSchema::names(&self.columns).into_iter();
-        let mut seen: BTreeMap<String, (String, bool)> = own.map(|name| (name.to_lowercase(), (name, true))).collect();
+        let own_names = OutputSchema::own_names(&self.columns).into_iter();
+        let mut by_lowercase: BTreeMap<String, (String, bool)> =
+            own_names.map(|name| (name.to_lowercase(), (name, true))).collect();
         for (field, name) in self.carry.fields().iter().zip(self.carried_names()) {
-            if let Some((other, is_own)) = seen.get(&name.to_lowercase()) {
-                let whose = if *is_own { ", the output's own," } else { "" };
+            if let Some((other, is_own)) = by_lowercase.get(&name.to_lowercase()) {
+                let owner = if *is_own { ", the output's own," } else { "" };
                 return Err(format!(
-                    "`{name}` and `{other}`{whose} would differ by case alone, and engines that pass over it (DuckDB, Spark) would show \
-                     one of them only; a mapping gives another name: `carry: {{input_{name}: {}}}`",
+                    "`{name}` and `{other}`{owner} would differ by case alone, and engines that ignore case (DuckDB, Spark) would show \
+                     only one of them; a mapping gives another name: `carry: {{input_{name}: {}}}`",
                     field.name()
                 ));
             }
-            seen.insert(name.to_lowercase(), (name, false));
+            by_lowercase.insert(name.to_lowercase(), (name, false));
         }
         Ok(())
     }
@@ -156,48 +158,50 @@ impl OutputSchema {
         fields.map(|name| self.renamed.get(name).unwrap_or(name).clone())
     }
 
-    /// The schema in a job's record, checked against the columns that the job requests and its
-    /// names for carried columns. `carried`: whether the job may carry a column. Whether
-    /// thoughts and sample statuses are written is taken from the record, since older records have
-    /// neither.
+    /// The schema in a job's record, checked against the columns `requested` by the job and its
+    /// `renamed` carried columns. `may_carry`: whether the job may carry a column. Whether thoughts
+    /// and sample statuses are written is taken from the record and not compared, since records of
+    /// older versions have neither.
     ///
     /// # Errors
     /// One line that says what is wrong.
     pub fn of_record(
         columns: &Value,
-        (wanted, renamed): (&OutputColumns, &BTreeMap<String, String>),
-        carried: impl Fn(&str) -> bool,
+        requested: &OutputColumns,
+        renamed: &BTreeMap<String, String>,
+        may_carry: impl Fn(&str) -> bool,
     ) -> Result<OutputSchema, String> {
         let read = OutputSchema::deserialize(columns);
         let schema = read.map_err(|error| format!("its columns cannot be read: {error}"))?;
-        let wanted = OutputColumns {
+        let requested = OutputColumns {
             thinking: schema.columns.thinking,
             sample_status: schema.columns.sample_status && schema.columns.samples > 1,
-            ..wanted.clone()
+            ..requested.clone()
         };
-        if schema.columns != wanted || schema.renamed != *renamed {
+        if schema.columns != requested || schema.renamed != *renamed {
             return Err("its columns are not those that its job asks for".into());
         }
-        let own = OutputSchema::names(&schema.columns);
-        let (mut seen, mut names) = (HashSet::new(), HashSet::new());
+        let own_names = OutputSchema::own_names(&schema.columns);
+        let (mut input_names, mut output_names) = (HashSet::new(), HashSet::new());
         for (field, new) in schema.carry.fields().iter().zip(schema.carried_names()) {
             let name = field.name();
-            if own.contains(&new) || !carried(name) || !seen.insert(name) || !names.insert(new) {
+            let is_duplicate = !input_names.insert(name) || own_names.contains(&new) || !output_names.insert(new);
+            if is_duplicate || !may_carry(name) {
                 return Err(format!("it carries a column `{name}`, which its job cannot ask for"));
             }
         }
-        check_room(&schema.carry, 1)?;
+        check_fixed_memory(&schema.carry, 1)?;
         Ok(schema)
     }
 
-    /// The output's own column names, which a carried column cannot have.
-    pub fn names(columns: &OutputColumns) -> Vec<String> {
+    /// Names of the columns besides the carried ones, which a carried column cannot have.
+    pub fn own_names(columns: &OutputColumns) -> Vec<String> {
         own_fields(columns).iter().map(|f| f.name().clone()).collect()
     }
 
     /// The JSON Schema of an output row of any job, as in `schemas/output.schema.json`.
     pub fn json_schema() -> Value {
-        let every = |samples| {
+        let all_fields = |samples| {
             own_fields(&OutputColumns {
                 samples,
                 thinking: true,
@@ -209,21 +213,21 @@ impl OutputSchema {
             })
         };
         let mut properties = Map::new();
-        let described = every(1).into_iter().zip(every(2)).zip(COLUMNS);
-        for ((one, many), (name, holds)) in described {
-            let mut types = vec![json_type(one.data_type())];
-            if one.data_type() != many.data_type() {
-                types.push(json_type(many.data_type()));
+        let fields = all_fields(1).into_iter().zip(all_fields(2)).zip(COLUMNS);
+        for ((one_sample, two_samples), (name, description)) in fields {
+            let mut types = vec![json_type(one_sample.data_type())];
+            if one_sample.data_type() != two_samples.data_type() {
+                types.push(json_type(two_samples.data_type()));
             }
-            if one.is_nullable() {
+            if one_sample.is_nullable() {
                 types.push(json!({ "type": "null" }));
             }
-            let described = match name {
+            let property = match name {
                 // The type of `parsed` depends on the job's JSON Schema.
-                "parsed" => json!({ "description": holds }),
-                _ => json!({ "description": holds, "anyOf": types }),
+                "parsed" => json!({ "description": description }),
+                _ => json!({ "description": description, "anyOf": types }),
             };
-            properties.insert(name.into(), described);
+            properties.insert(name.into(), property);
         }
         let required: Vec<&str> = COLUMNS[..9].iter().map(|(name, _)| *name).collect();
         json!({
@@ -243,9 +247,9 @@ impl OutputSchema {
         &self.columns
     }
 
-    /// Whether the columns need a feature that older versions of gristmill do not know: typed answers,
-    /// renamed columns or sample statuses.
-    pub fn is_newer(&self) -> bool {
+    /// Whether the columns need a feature that older versions of gristmill do not know: typed
+    /// answers, renamed columns or sample statuses.
+    pub fn needs_newest_version(&self) -> bool {
         self.columns.parsed.is_some() || self.columns.sample_status || !self.renamed.is_empty()
     }
 
@@ -284,14 +288,14 @@ impl OutputSchema {
                 "the carried columns are not those of the plan".into(),
             ));
         }
-        let mut at = Vec::with_capacity(results.len());
+        let mut indices = Vec::with_capacity(results.len());
         for result in results {
             match result
                 .row
                 .checked_sub(first_row)
                 .filter(|&i| i < carry.num_rows() as u64)
             {
-                Some(i) => at.push(i),
+                Some(i) => indices.push(i),
                 None => {
                     let end = first_row + carry.num_rows() as u64;
                     return Err(DatasetError::Output(format!(
@@ -301,10 +305,10 @@ impl OutputSchema {
                 }
             }
         }
-        let at = UInt64Array::from(at);
+        let indices = UInt64Array::from(indices);
         let mut columns = Vec::with_capacity(carry.num_columns() + 12);
         for column in carry.columns() {
-            columns.push(take(column, &at, None).map_err(output_error)?);
+            columns.push(take(column, &indices, None).map_err(output_error)?);
         }
         let fields = own_fields(&self.columns);
         for field in &fields {
@@ -314,19 +318,20 @@ impl OutputSchema {
     }
 
     fn own_column(&self, field: &FieldRef, results: &[RowResult]) -> Result<ArrayRef, DatasetError> {
-        let tokens = |count: u32, r: &RowResult| (r.prompt_tokens > 0).then_some(i64::from(count));
+        // A row without prompt tokens was never tokenized.
+        let if_tokenized = |count: u32, r: &RowResult| (r.prompt_tokens > 0).then_some(i64::from(count));
         Ok(match field.name().as_str() {
             "row" => Arc::new(Int64Array::from_iter_values(results.iter().map(|r| r.row as i64))),
             "status" => Arc::new(StringArray::from_iter_values(results.iter().map(|r| r.status.as_str()))),
             "error" => Arc::new(StringArray::from_iter(results.iter().map(|r| r.error.as_deref()))),
             "prompt_tokens" => Arc::new(Int64Array::from_iter(
-                results.iter().map(|r| tokens(r.prompt_tokens, r)),
+                results.iter().map(|r| if_tokenized(r.prompt_tokens, r)),
             )),
             "cached_tokens" => Arc::new(Int64Array::from_iter(
-                results.iter().map(|r| tokens(r.cached_tokens, r)),
+                results.iter().map(|r| if_tokenized(r.cached_tokens, r)),
             )),
-            "completion_tokens" => sums(results, |s| s.completion_tokens),
-            "reasoning_tokens" => sums(results, |s| s.reasoning_tokens),
+            "completion_tokens" => sums_over_samples(results, |s| s.completion_tokens),
+            "reasoning_tokens" => sums_over_samples(results, |s| s.reasoning_tokens),
             name => {
                 let samples: Vec<Option<&SampleResult>> = match self.columns.samples {
                     0 | 1 => results.iter().map(|r| r.samples.first()).collect(),
@@ -341,21 +346,21 @@ impl OutputSchema {
         })
     }
 
-    /// A column with one entry per sample; `None`: a row without samples.
+    /// The values of column `name`, one per entry of `samples`; `None`: a row without samples.
     fn sample_column(&self, name: &str, samples: &[Option<&SampleResult>]) -> Result<ArrayRef, DatasetError> {
-        let texts = |of: &dyn Fn(&SampleResult) -> Option<String>| -> ArrayRef {
+        let texts = |text_of: &dyn Fn(&SampleResult) -> Option<String>| -> ArrayRef {
             let mut out = StringBuilder::new();
-            samples.iter().for_each(|s| out.append_option(s.and_then(of)));
+            samples.iter().for_each(|s| out.append_option(s.and_then(text_of)));
             Arc::new(out.finish())
         };
         Ok(match name {
-            "completion" => texts(&|s| s.is_there().then(|| s.text.clone())),
+            "completion" => texts(&|s| s.has_completion().then(|| s.text.clone())),
             "reasoning" => texts(&|s| s.reasoning.clone()),
             "parsed" => match &self.columns.parsed {
-                Some(of) => typed(of, samples)?,
+                Some(answer_type) => typed_column(answer_type, samples)?,
                 None => texts(&|s| s.parsed.clone()),
             },
-            "finish_reason" => texts(&|s| s.is_there().then(|| s.finish_reason.to_string())),
+            "finish_reason" => texts(&|s| s.has_completion().then(|| s.finish_reason.to_string())),
             "sample_status" => texts(&|s| Some(s.status.as_str().to_string())),
             "sample_error" => texts(&|s| s.error.clone()),
             "token_ids" => {
@@ -366,7 +371,7 @@ impl OutputSchema {
                             .map_err(|_| DatasetError::Output(format!("token id {id} exceeds int32")))?;
                         out.values().append_value(id);
                     }
-                    out.append(sample.is_some_and(SampleResult::is_there));
+                    out.append(sample.is_some_and(SampleResult::has_completion));
                 }
                 Arc::new(out.finish())
             }
@@ -375,55 +380,63 @@ impl OutputSchema {
                 for sample in samples {
                     // A sample without requested logprobs is null; one whose completion is empty
                     // has an empty list.
-                    let given = sample.filter(|s| s.is_there() && (!s.logprobs.is_empty() || s.completion_tokens == 0));
-                    out.values().append_slice(given.map_or(&[], |s| &s.logprobs));
-                    out.append(given.is_some());
+                    let has_logprobs =
+                        |s: &&SampleResult| s.has_completion() && (!s.logprobs.is_empty() || s.completion_tokens == 0);
+                    let with_logprobs = sample.filter(has_logprobs);
+                    out.values().append_slice(with_logprobs.map_or(&[], |s| &s.logprobs));
+                    out.append(with_logprobs.is_some());
                 }
                 Arc::new(out.finish())
             }
-            "choice_probabilities" => self.probabilities(samples)?,
+            "choice_probabilities" => self.probabilities_column(samples)?,
             other => return Err(DatasetError::Output(format!("no such output column: `{other}`"))),
         })
     }
 
-    fn probabilities(&self, samples: &[Option<&SampleResult>]) -> Result<ArrayRef, DatasetError> {
+    fn probabilities_column(&self, samples: &[Option<&SampleResult>]) -> Result<ArrayRef, DatasetError> {
         let choices = self.columns.choices.as_deref().unwrap_or_default();
-        fn given<'a>(sample: &Option<&'a SampleResult>) -> Option<&'a [f32]> {
+        fn probabilities<'a>(sample: &Option<&'a SampleResult>) -> Option<&'a [f32]> {
             sample.map(|s| &s.choice_probabilities[..]).filter(|p| !p.is_empty())
         }
-        if let Some(wrong) = samples.iter().filter_map(given).find(|p| p.len() != choices.len()) {
+        let mut present = samples.iter().filter_map(probabilities);
+        if let Some(wrong) = present.find(|p| p.len() != choices.len()) {
             return Err(DatasetError::Output(format!(
                 "{} probabilities for {} choices",
                 wrong.len(),
                 choices.len()
             )));
         }
-        let columns = (0..choices.len())
-            .map(|c| Arc::new(samples.iter().map(|s| given(s).map(|p| p[c])).collect::<Float32Array>()) as ArrayRef)
-            .collect::<Vec<_>>();
-        let nulls = NullBuffer::from_iter(samples.iter().map(|s| given(s).is_some()));
-        let made = StructArray::try_new_with_length(choice_fields(choices), columns, Some(nulls), samples.len());
-        Ok(Arc::new(made.map_err(output_error)?))
+        let choice_column = |choice: usize| {
+            let values = samples.iter().map(|s| probabilities(s).map(|p| p[choice]));
+            Arc::new(values.collect::<Float32Array>()) as ArrayRef
+        };
+        let columns = (0..choices.len()).map(choice_column).collect::<Vec<_>>();
+        let nulls = NullBuffer::from_iter(samples.iter().map(|s| probabilities(s).is_some()));
+        let column = StructArray::try_new_with_length(choice_fields(choices), columns, Some(nulls), samples.len());
+        Ok(Arc::new(column.map_err(output_error)?))
     }
 }
 
 /// A column of typed answers.
-fn typed(of: &AnswerType, samples: &[Option<&SampleResult>]) -> Result<ArrayRef, DatasetError> {
-    let read = |sample: &Option<&SampleResult>| {
+fn typed_column(answer_type: &AnswerType, samples: &[Option<&SampleResult>]) -> Result<ArrayRef, DatasetError> {
+    let parse = |sample: &Option<&SampleResult>| {
         let text = sample.and_then(|s| s.parsed.as_deref());
         text.map(Answer::parse).transpose().map_err(DatasetError::Output)
     };
-    let answers = samples.iter().map(read).collect::<Result<Vec<_>, _>>()?;
-    of.column(&answers.iter().map(Option::as_ref).collect::<Vec<_>>())
+    let answers = samples.iter().map(parse).collect::<Result<Vec<_>, _>>()?;
+    answer_type.column(&answers.iter().map(Option::as_ref).collect::<Vec<_>>())
 }
 
-/// A count summed over a row's samples, null if the row has none.
-fn sums(results: &[RowResult], of: impl Fn(&SampleResult) -> u32) -> ArrayRef {
-    let sum = |r: &RowResult| (!r.samples.is_empty()).then(|| r.samples.iter().map(|s| i64::from(of(s))).sum::<i64>());
+/// The sum of `count` over each row's samples; null for a row without samples.
+fn sums_over_samples(results: &[RowResult], count: impl Fn(&SampleResult) -> u32) -> ArrayRef {
+    let sum = |r: &RowResult| {
+        let counts = r.samples.iter().map(|s| i64::from(count(s)));
+        (!r.samples.is_empty()).then(|| counts.sum::<i64>())
+    };
     Arc::new(Int64Array::from_iter(results.iter().map(sum)))
 }
 
-/// One list per row with the row's samples, null if the row has none.
+/// One list per row with the values of the row's samples; null for a row without samples.
 fn lists_of_samples(item: &FieldRef, values: ArrayRef, results: &[RowResult]) -> Result<ArrayRef, DatasetError> {
     let offsets = OffsetBuffer::from_lengths(results.iter().map(|r| r.samples.len()));
     let nulls = NullBuffer::from_iter(results.iter().map(|r| !r.samples.is_empty()));
@@ -439,8 +452,8 @@ fn choice_fields(choices: &[String]) -> Fields {
         .collect()
 }
 
-fn json_type(kind: &DataType) -> Value {
-    match kind {
+fn json_type(data_type: &DataType) -> Value {
+    match data_type {
         DataType::Utf8 => json!({ "type": "string" }),
         DataType::Float32 => json!({ "type": "number" }),
         DataType::List(item) => json!({ "type": "array", "items": json_type(item.data_type()) }),
@@ -449,35 +462,36 @@ fn json_type(kind: &DataType) -> Value {
     }
 }
 
+/// The fields of the columns besides the carried ones.
 fn own_fields(columns: &OutputColumns) -> Vec<FieldRef> {
     let list = |item: DataType| DataType::new_list(item, true);
-    let sampled = |kind: DataType| if columns.samples > 1 { list(kind) } else { kind };
+    let per_sample = |item: DataType| if columns.samples > 1 { list(item) } else { item };
     let parsed = columns.parsed.as_ref().map_or(DataType::Utf8, AnswerType::data_type);
     let mut fields = vec![
         Field::new("row", DataType::Int64, false),
         Field::new("status", DataType::Utf8, false),
-        Field::new("completion", sampled(DataType::Utf8), true),
-        Field::new("parsed", sampled(parsed), true),
-        Field::new("finish_reason", sampled(DataType::Utf8), true),
+        Field::new("completion", per_sample(DataType::Utf8), true),
+        Field::new("parsed", per_sample(parsed), true),
+        Field::new("finish_reason", per_sample(DataType::Utf8), true),
         Field::new("error", DataType::Utf8, true),
         Field::new("prompt_tokens", DataType::Int64, true),
         Field::new("cached_tokens", DataType::Int64, true),
         Field::new("completion_tokens", DataType::Int64, true),
     ];
     if columns.thinking {
-        fields.push(Field::new("reasoning", sampled(DataType::Utf8), true));
+        fields.push(Field::new("reasoning", per_sample(DataType::Utf8), true));
         fields.push(Field::new("reasoning_tokens", DataType::Int64, true));
     }
     if columns.token_ids {
-        fields.push(Field::new("token_ids", sampled(list(DataType::Int32)), true));
+        fields.push(Field::new("token_ids", per_sample(list(DataType::Int32)), true));
     }
     if columns.logprobs {
-        fields.push(Field::new("logprobs", sampled(list(DataType::Float32)), true));
+        fields.push(Field::new("logprobs", per_sample(list(DataType::Float32)), true));
     }
     if let Some(choices) = &columns.choices {
         fields.push(Field::new(
             "choice_probabilities",
-            sampled(DataType::Struct(choice_fields(choices))),
+            per_sample(DataType::Struct(choice_fields(choices))),
             true,
         ));
     }
@@ -549,13 +563,13 @@ mod tests {
 
     #[test]
     fn every_column_is_described() {
-        let names = OutputSchema::names(&all(2).columns);
+        let names = OutputSchema::own_names(&all(2).columns);
         assert_eq!(names, COLUMNS.map(|(name, _)| name));
     }
 
     #[test]
-    fn names_that_differ_by_case_alone_are_told() {
-        let of = |columns: &[&str], renamed: &[(&str, &str)]| {
+    fn names_that_differ_by_case_alone_are_refused() {
+        let check = |columns: &[&str], renamed: &[(&str, &str)]| {
             let fields: Vec<Field> = columns
                 .iter()
                 .map(|name| Field::new(*name, DataType::Utf8, true))
@@ -564,9 +578,9 @@ mod tests {
                 .iter()
                 .map(|(column, new)| (column.to_string(), new.to_string()));
             let schema = OutputSchema::new(&Schema::new(fields), OutputColumns::default());
-            schema.renaming(&renamed.collect()).unwrap().check_case()
+            schema.with_renamed(&renamed.collect()).unwrap().check_case()
         };
-        for (columns, renamed, words) in [
+        for (columns, renamed, phrases) in [
             (
                 &["Status"][..],
                 &[][..],
@@ -584,12 +598,12 @@ mod tests {
             ),
             (&["É", "é"], &[], ["`é` and `É` would differ", "{input_é: é}"]),
         ] {
-            let why = of(columns, renamed).unwrap_err();
-            assert!(words.iter().all(|words| why.contains(words)), "{why}");
+            let why = check(columns, renamed).unwrap_err();
+            assert!(phrases.iter().all(|phrase| why.contains(phrase)), "{why}");
         }
-        assert_eq!(of(&["Status", "x"], &[("Status", "input_Status")]), Ok(()));
+        assert_eq!(check(&["Status", "x"], &[("Status", "input_Status")]), Ok(()));
         // Only existing columns count.
-        assert_eq!(of(&["Reasoning"], &[]), Ok(()));
+        assert_eq!(check(&["Reasoning"], &[]), Ok(()));
         // Jobs that an older gristmill began keep their columns.
         let begun = OutputSchema::new(
             &Schema::new(vec![Field::new("Status", DataType::Utf8, true)]),
@@ -598,13 +612,13 @@ mod tests {
         let record = serde_json::to_value(&begun).unwrap();
         let nothing = BTreeMap::new();
         assert_eq!(
-            OutputSchema::of_record(&record, (&OutputColumns::default(), &nothing), |_| true),
+            OutputSchema::of_record(&record, &OutputColumns::default(), &nothing, |_| true),
             Ok(begun)
         );
     }
 
     #[test]
-    fn any_rows_in_any_order_keep_their_carried_columns() {
+    fn a_batch_of_some_rows_has_their_carried_columns() {
         let batch = all(1)
             .to_batch(&carry(), 10, &[result(12, vec![sample("x")]), result(10, vec![])])
             .unwrap();
@@ -686,19 +700,20 @@ mod tests {
     /// Records of an older gristmill have no sample statuses, and the columns of their parts stay
     /// unchanged.
     #[test]
-    fn records_without_statuses_of_samples_have_no_columns_for_them() {
-        let wanted = all(2).columns;
-        for (told, columns) in [(true, 16), (false, 14)] {
+    fn records_of_older_versions_have_no_sample_status_columns() {
+        let requested = all(2).columns;
+        for (has_statuses, columns) in [(true, 16), (false, 14)] {
             let schema = OutputSchema {
                 columns: OutputColumns {
-                    sample_status: told,
-                    ..wanted.clone()
+                    sample_status: has_statuses,
+                    ..requested.clone()
                 },
                 ..all(2)
             };
             let record = serde_json::to_value(&schema).unwrap();
-            let read = OutputSchema::of_record(&record, (&wanted, &BTreeMap::new()), |_| true).unwrap();
-            assert_eq!((read.schema().fields().len(), read.is_newer()), (columns + 1, told));
+            let read = OutputSchema::of_record(&record, &requested, &BTreeMap::new(), |_| true).unwrap();
+            assert_eq!(read.schema().fields().len(), columns + 1);
+            assert_eq!(read.needs_newest_version(), has_statuses);
         }
     }
 
@@ -716,13 +731,13 @@ mod tests {
     }
 
     #[test]
-    fn another_process_rebuilds_the_schema() {
+    fn the_schema_is_rebuilt_from_its_record() {
         let text = serde_json::to_string(&all(2)).unwrap();
         let again: OutputSchema = serde_json::from_str(&text).unwrap();
         assert_eq!(again, all(2));
         assert_eq!(again.schema(), all(2).schema());
         assert_eq!(
-            OutputSchema::names(&again.columns).len(),
+            OutputSchema::own_names(&again.columns).len(),
             again.schema().fields().len() - 1
         );
     }

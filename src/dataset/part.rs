@@ -1,5 +1,5 @@
-//! Converts record batches to the bytes of parts and data objects, and back. Equal batches always
-//! give equal bytes.
+//! Converts record batches to the bytes of parts, and back. Data objects (Parquet objects with rows
+//! that log records name) have the same format. Equal batches always give equal bytes.
 
 use arrow::array::{ArrayRef, AsArray, RecordBatch};
 use arrow::datatypes::{Int64Type, SchemaRef};
@@ -12,24 +12,23 @@ use serde_json::{Value, json};
 use super::error::{DatasetError, output_error};
 use super::part_in;
 use super::value::cell;
-use super::writing::Writing;
+use super::writing::WriteOptions;
 
-/// Approximate size of a part's row group, in bytes.
-const GROUP_BYTES: usize = 64 << 20;
+/// Approximate maximum size of a part's row group, in bytes.
+const GROUP_BYTES_MAX: usize = 64 << 20;
 
 /// Rows per batch on reading.
 const BATCH_ROWS: usize = 8192;
 
 /// Key of the Arrow schema in Parquet metadata, which is hidden from callers.
-const ARROW_KEY: &str = "ARROW:schema";
+const ARROW_SCHEMA_KEY: &str = "ARROW:schema";
 
-/// Writes `batches` as a Parquet file with the options `writing`, and `metadata` as its key-value
-/// metadata.
+/// Writes `batches` as a Parquet file with `metadata` as its key-value metadata.
 pub fn part_parquet(
     schema: &SchemaRef,
     batches: &[RecordBatch],
     metadata: &[(String, String)],
-    writing: Writing,
+    options: WriteOptions,
 ) -> Result<Bytes, DatasetError> {
     let pairs = metadata
         .iter()
@@ -37,9 +36,9 @@ pub fn part_parquet(
         .collect();
     let properties = WriterProperties::builder()
         .set_created_by(format!("gristmill version {}", env!("CARGO_PKG_VERSION")))
-        .set_compression(writing.compression().map_err(output_error)?)
-        .set_max_row_group_row_count(Some(writing.group_rows as usize))
-        .set_max_row_group_bytes(Some(GROUP_BYTES))
+        .set_compression(options.compression().map_err(output_error)?)
+        .set_max_row_group_row_count(Some(options.group_rows as usize))
+        .set_max_row_group_bytes(Some(GROUP_BYTES_MAX))
         .set_key_value_metadata(Some(pairs))
         .build();
     let mut bytes = Vec::new();
@@ -51,20 +50,21 @@ pub fn part_parquet(
     Ok(bytes.into())
 }
 
-/// The batches and key-value metadata of a file written by [`part_parquet`].
+/// The content of a file that [`part_parquet`] wrote.
 #[derive(Debug, Clone)]
-pub struct ReadPart {
+pub struct ParquetContent {
     pub schema: SchemaRef,
     pub batches: Vec<RecordBatch>,
     pub metadata: Vec<(String, String)>,
 }
 
-/// Reads a part or data object, whose hash a record or commit must name.
-pub fn read_parquet(bytes: Bytes) -> Result<ReadPart, DatasetError> {
-    part_in::quietly(|| read_all(&bytes)).map_err(output_error)
+/// Reads a part or data object. The caller must have checked the hash of `bytes` against the commit
+/// or log record that names it.
+pub fn read_parquet(bytes: Bytes) -> Result<ParquetContent, DatasetError> {
+    part_in::catch_panics(|| read_all(&bytes)).map_err(output_error)
 }
 
-fn read_all(bytes: &Bytes) -> Result<ReadPart, String> {
+fn read_all(bytes: &Bytes) -> Result<ParquetContent, String> {
     let builder = part_in::open(bytes)?;
     let pairs = builder
         .metadata()
@@ -74,7 +74,7 @@ fn read_all(bytes: &Bytes) -> Result<ReadPart, String> {
         .unwrap_or_default();
     let metadata = pairs
         .into_iter()
-        .filter(|kv| kv.key != ARROW_KEY)
+        .filter(|kv| kv.key != ARROW_SCHEMA_KEY)
         .map(|kv| (kv.key, kv.value.unwrap_or_default()))
         .collect();
     let schema = arrow::datatypes::Schema::new(builder.schema().fields().clone());
@@ -83,7 +83,7 @@ fn read_all(bytes: &Bytes) -> Result<ReadPart, String> {
     for batch in reader {
         batches.push(batch.map_err(|e| e.to_string())?);
     }
-    Ok(ReadPart {
+    Ok(ParquetContent {
         schema: schema.into(),
         batches,
         metadata,
@@ -105,10 +105,10 @@ pub struct OpenaiMeta {
 /// OpenAI batch result lines, one per row, in the order of `batches`.
 ///
 /// `custom_id` is the carried column of that name, or `row-N` if there is no such column. It is
-/// null if its row has none or has become unreadable, since a made-up id could belong to another
-/// row. With a carried `url` that ends in `/completions` but not in `/chat/completions`, the body
-/// is a text completion. A row without a completion has `"response": null` and an `error`; a row
-/// with invalid output has both.
+/// null if the row's line has none or can no longer be read, since a made-up id could belong to
+/// another row. With a carried `url` that ends in `/completions` but not in `/chat/completions`,
+/// the body is a text completion. A row without a completion has `"response": null` and an `error`;
+/// a row with invalid output has both a response and an error.
 pub fn part_openai(batches: &[RecordBatch], meta: &OpenaiMeta) -> Result<Bytes, DatasetError> {
     let mut out = Vec::new();
     for batch in batches {
@@ -121,12 +121,12 @@ pub fn part_openai(batches: &[RecordBatch], meta: &OpenaiMeta) -> Result<Bytes, 
     Ok(out.into())
 }
 
-/// The `id` of a row's line, made of job and row, so that a JSONL part identifies its job.
+/// The `id` of a row's line. It has the job's id, so that a JSONL part identifies its job.
 pub fn line_id(job: &str, row: u64) -> String {
     format!("batch_req_{job}_{row}")
 }
 
-/// The columns of a batch that a line needs.
+/// A batch that has the columns that a line needs.
 struct OpenaiColumns<'a> {
     batch: &'a RecordBatch,
 }
@@ -150,6 +150,7 @@ impl<'a> OpenaiColumns<'a> {
         Ok(OpenaiColumns { batch })
     }
 
+    /// The value of column `name` in the batch's row `i`; null if there is no such column.
     fn value(&self, name: &str, i: usize) -> Result<Value, DatasetError> {
         self.batch
             .column_by_name(name)
@@ -191,18 +192,19 @@ impl<'a> OpenaiColumns<'a> {
     }
 
     fn body(&self, i: usize, row: i64, completion: Value, meta: &OpenaiMeta) -> Result<Value, DatasetError> {
-        let many = |value: Value| match value {
-            Value::Array(all) => all,
-            one => vec![one],
+        // A column of a completion holds a list only if the job asks for several samples per row.
+        let per_sample = |value: Value| match value {
+            Value::Array(values) => values,
+            value => vec![value],
         };
         let is_text = match self.value("url", i)? {
             Value::String(url) => url.ends_with("/completions") && !url.ends_with("/chat/completions"),
             _ => false,
         };
-        let reasons = many(self.value("finish_reason", i)?);
+        let reasons = per_sample(self.value("finish_reason", i)?);
         let thinks = self.batch.column_by_name("reasoning_tokens").is_some();
-        let thoughts = many(self.value("reasoning", i)?);
-        let choices = many(completion).into_iter().enumerate().map(|(n, text)| {
+        let thoughts = per_sample(self.value("reasoning", i)?);
+        let choices = per_sample(completion).into_iter().enumerate().map(|(n, text)| {
             let reason = reasons.get(n).cloned().unwrap_or(Value::Null);
             let mut choice = if is_text {
                 json!({"index": n, "text": text})
@@ -212,15 +214,15 @@ impl<'a> OpenaiColumns<'a> {
             if thinks {
                 // A text completion has no message to hold the thought.
                 let thought = thoughts.get(n).cloned().unwrap_or(Value::Null);
-                let place = if is_text { &mut choice } else { &mut choice["message"] };
-                place["reasoning_content"] = thought;
+                let holder = if is_text { &mut choice } else { &mut choice["message"] };
+                holder["reasoning_content"] = thought;
             }
             choice["logprobs"] = Value::Null;
             choice["finish_reason"] = reason;
             choice
         });
         let count = |name: &str| self.value(name, i).map(|v| v.as_i64().unwrap_or(0));
-        let (prompt, done) = (count("prompt_tokens")?, count("completion_tokens")?);
+        let (prompt, completion) = (count("prompt_tokens")?, count("completion_tokens")?);
         let (object, prefix) = if is_text {
             ("text_completion", "cmpl")
         } else {
@@ -228,8 +230,8 @@ impl<'a> OpenaiColumns<'a> {
         };
         let mut usage = json!({
             "prompt_tokens": prompt,
-            "completion_tokens": done,
-            "total_tokens": prompt + done,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": count("cached_tokens")?},
         });
         if thinks {
@@ -251,7 +253,7 @@ mod tests {
     use super::*;
     use crate::dataset::output::{OutputColumns, OutputSchema};
     use crate::dataset::row::{RowResult, RowStatus, SampleResult};
-    use crate::dataset::writing::Codec;
+    use crate::dataset::writing::PartCodec;
     use arrow::array::StringArray;
     use std::sync::Arc;
 
@@ -319,7 +321,7 @@ mod tests {
                 &schema.schema(),
                 std::slice::from_ref(&batch),
                 &metadata,
-                Writing::default(),
+                WriteOptions::default(),
             )
             .unwrap();
             assert_eq!(
@@ -328,7 +330,7 @@ mod tests {
                     &schema.schema(),
                     std::slice::from_ref(&batch),
                     &metadata,
-                    Writing::default()
+                    WriteOptions::default()
                 )
                 .unwrap()
             );
@@ -338,7 +340,7 @@ mod tests {
             assert_eq!(back.batches, [batch]);
         }
         let (schema, _) = batch(1);
-        let empty = read_parquet(part_parquet(&schema.schema(), &[], &[], Writing::default()).unwrap()).unwrap();
+        let empty = read_parquet(part_parquet(&schema.schema(), &[], &[], WriteOptions::default()).unwrap()).unwrap();
         assert_eq!((empty.schema, empty.batches.len()), (schema.schema(), 0));
         assert!(read_parquet(Bytes::from_static(b"PAR1PAR1")).is_err());
     }
@@ -348,20 +350,20 @@ mod tests {
         let (schema, batch) = batch(1);
         let mut sizes = Vec::new();
         for (codec, level) in [
-            (Codec::Zstd, None),
-            (Codec::Zstd, Some(3)),
-            (Codec::Zstd, Some(22)),
-            (Codec::Snappy, None),
-            (Codec::Gzip, None),
-            (Codec::Gzip, Some(9)),
-            (Codec::None, None),
+            (PartCodec::Zstd, None),
+            (PartCodec::Zstd, Some(3)),
+            (PartCodec::Zstd, Some(22)),
+            (PartCodec::Snappy, None),
+            (PartCodec::Gzip, None),
+            (PartCodec::Gzip, Some(9)),
+            (PartCodec::None, None),
         ] {
-            let writing = Writing {
+            let options = WriteOptions {
                 codec,
                 level,
                 group_rows: 2,
             };
-            let bytes = part_parquet(&schema.schema(), std::slice::from_ref(&batch), &[], writing).unwrap();
+            let bytes = part_parquet(&schema.schema(), std::slice::from_ref(&batch), &[], options).unwrap();
             sizes.push(bytes.len());
             let read = read_parquet(bytes).unwrap();
             let rows = arrow::compute::concat_batches(&read.schema, &read.batches).unwrap();
@@ -410,7 +412,7 @@ mod tests {
     }
 
     #[test]
-    fn thoughts_stand_beside_answers() {
+    fn thoughts_are_in_the_message_of_their_answer() {
         let meta = OpenaiMeta {
             job: "j1".into(),
             model: "m".into(),

@@ -1,222 +1,121 @@
 //! Reads the rows of one shard in pieces that fit in memory.
 //!
 //! Ordinary shards are read in one piece. If the rows may take more than [`PIECE_BYTES_MAX`], the
-//! cost of each row is measured, and the rows are read in pieces of as many rows as fit. A row that
-//! alone exceeds the limit is not read and becomes a row with an error. If a shard is retried in
-//! parts, only the rows of the current part are read, so that a row that crashes the process does
-//! not take its neighbours down.
+//! memory of each row is measured, and each piece has as many rows as fit. A row that alone exceeds
+//! `ROW_BYTES_MAX` is not read and becomes a row with an error. A caller that tries only some rows
+//! of a shard passes them as `wanted`: the other rows are not decoded, so that a row that crashes
+//! the process fails only the attempt that it is in.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::VecDeque;
 use std::ops::Range;
 
-use arrow::array::{RecordBatch, RecordBatchOptions, UInt64Array};
-use arrow::compute::take_record_batch;
+use arrow::array::RecordBatch;
 use futures::StreamExt;
 use futures::stream::BoxStream;
 use serde_json::{Map, Value};
 
-use super::carried::{blank_from, fitting_rows, memory};
-use super::cells::{Cells, Columns};
+use super::carried::{fitting_rows, memory_bytes, with_nulls_from};
+use super::cells::{Cells, FileColumns};
 use super::lines;
-use super::lines::reader::{LineReader, LineRows, LinesFrom};
-use super::parquet::reader::{Read, Wanted};
+use super::lines::reader::{LineReader, LineRows, LinesPosition};
+use super::parquet::reader::{ReadOutcome, ReadRequest};
 use super::plan::{Format, Segment, Shard};
-use super::row_memory::{CARRY_BYTES_MAX, PIECE_BYTES_MAX, ROW_BYTES_MAX, carries_too_much, too_large};
-use super::store::pinned::{PinnedFile, display_name};
+use super::read_tasks::{
+    LinesTask, OversizedRows, SPAN_ROWS_MAX, Task, TaskResult, drawn_rows, split_by_group, split_by_memory,
+    table_tasks, to_ranges,
+};
+use super::row_memory::{CARRY_BYTES_MAX, PIECE_BYTES_MAX, carries_too_much, too_large};
+use super::store::pinned_file::{PinnedFile, display_name};
 use super::table::TableFile;
 use super::{DatasetError, InputRow, ShardReader, ShardRows};
 
-/// Maximum rows between a sample's drawn rows that are read in one span.
-const SPAN_ROWS_MAX: u64 = 1 << 16;
-
 /// Advice for a file that cannot be decoded.
-const GO_ON_WITHOUT: &str = "mend the file, or give the job `input.skip_unreadable: true`: then rows that lie there end `errored`, and the others are answered";
+const SKIP_ADVICE: &str = "repair the file, or set `input.skip_unreadable: true` in the job: then its unreadable rows end `errored`, and the other rows are answered";
 
 /// Reads a shard piece by piece.
-pub struct Pieces<'a> {
+pub struct ShardPieces<'a> {
     reader: &'a ShardReader,
     shard: &'a Shard,
     /// The rows to read, as row ranges of the job's input; `None`: all.
     wanted: Option<Vec<Range<u64>>>,
-    todo: VecDeque<Task>,
+    tasks: VecDeque<Task>,
     /// The stream of the lines task in progress.
     lines: Option<BoxStream<'static, Result<LineRows, DatasetError>>>,
     /// Number of rows returned so far.
-    given: u64,
-    /// Bytes of the carried columns of those rows.
-    carried: usize,
+    returned_rows: u64,
+    /// Bytes of the carried columns of the returned rows.
+    carried_bytes: usize,
 }
 
-#[derive(Debug, Clone)]
-enum Task {
-    Lines(LinesAt),
-    /// Rows of a table, of unknown cost.
-    Rows {
-        segment: usize,
-        rows: Range<u64>,
-    },
-    /// Rows of one row group that cannot all be decoded: read each column by itself.
-    Apart {
-        segment: usize,
-        rows: Range<u64>,
-    },
-    /// Rows that fit in one piece, except the blank ones.
-    Fitting {
-        segment: usize,
-        rows: Range<u64>,
-        blanks: Blanks,
-    },
-}
-
-impl Task {
-    /// Index of the shard's segment.
-    fn segment(&self) -> usize {
-        match self {
-            Task::Lines(at) => at.segment,
-            Task::Rows { segment, .. } | Task::Apart { segment, .. } | Task::Fitting { segment, .. } => *segment,
-        }
-    }
-
-    /// First row in the file.
-    fn first_row(&self) -> u64 {
-        match self {
-            Task::Lines(at) => at.from.row,
-            Task::Rows { rows, .. } | Task::Apart { rows, .. } | Task::Fitting { rows, .. } => rows.start,
-        }
-    }
-}
-
-/// The read tasks for a table's segment; for a sample, one task per span of nearby drawn rows.
-fn table_tasks(segment: usize, at: &Segment) -> Vec<Task> {
-    let Some(picks) = &at.picks else {
-        let rows = at.first_row..at.first_row + at.rows;
-        return vec![Task::Rows { segment, rows }];
-    };
-    let mut spans: Vec<Range<u64>> = Vec::new();
-    for row in picks.iter().map(|pick| at.first_row + u64::from(*pick)) {
-        match spans.last_mut().filter(|span| row - span.start < SPAN_ROWS_MAX) {
-            Some(span) => span.end = row + 1,
-            None => spans.push(row..row + 1),
-        }
-    }
-    spans.into_iter().map(|rows| Task::Rows { segment, rows }).collect()
-}
-
-/// The drawn rows of `rows`, with their numbers in the file; `first`: the first row's number.
-fn picked(segment: &Segment, first: u64, rows: SegmentRows) -> Result<(Vec<u64>, SegmentRows), DatasetError> {
-    let end = first + rows.rows.len() as u64;
-    let Some(picks) = &segment.picks else {
-        return Ok(((first..end).collect(), rows));
-    };
-    let drawn = picks.iter().map(|pick| segment.first_row + u64::from(*pick));
-    let places: Vec<u64> = drawn.filter(|row| (first..end).contains(row)).collect();
-    let at = UInt64Array::from_iter_values(places.iter().map(|row| row - first));
-    let options = RecordBatchOptions::new().with_row_count(Some(places.len()));
-    let carry = match rows.carry.num_columns() {
-        0 => RecordBatch::try_new_with_options(rows.carry.schema(), Vec::new(), &options),
-        _ => take_record_batch(&rows.carry, &at),
-    };
-    let carry = carry.map_err(|e| DatasetError::Output(format!("carried columns: {e}")))?;
-    let mut wanted = places.iter().map(|row| (row - first) as usize).peekable();
-    let rows = rows
-        .rows
-        .into_iter()
-        .enumerate()
-        .filter(|(at, _)| wanted.next_if_eq(at).is_some());
-    let rows = rows.map(|(_, row)| row).collect();
-    Ok((places, SegmentRows { rows, carry }))
-}
-
-/// The remaining lines of a segment.
-#[derive(Debug, Clone)]
-struct LinesAt {
-    segment: usize,
-    from: LinesFrom,
-}
-
-/// Rows that alone exceed the memory limit, with their cost: in shown columns, and in carried ones.
-#[derive(Debug, Clone, Default)]
-struct Blanks {
-    shown: BTreeMap<u64, u64>,
-    carried: BTreeMap<u64, u64>,
-}
-
-/// Result of a task.
-enum Done {
-    Rows(SegmentRows),
-    /// The rows must be read as these smaller tasks.
-    Split(Vec<Task>),
-    /// There were no rows.
-    Nothing,
-}
-
-/// Rows of one input.
+/// Rows of one input, which all belong to one segment of the shard.
 pub(super) struct SegmentRows {
     pub(super) rows: Vec<Result<Map<String, Value>, String>>,
     pub(super) carry: RecordBatch,
 }
 
-impl<'a> Pieces<'a> {
-    pub(super) fn new(reader: &'a ShardReader, shard: &'a Shard, wanted: Option<Vec<Range<u64>>>) -> Pieces<'a> {
-        let files = reader.pins().files();
-        let task = |(segment, at): (usize, &Segment)| match (files[at.input as usize].format, at.bytes) {
-            (format, _) if format.is_table() => table_tasks(segment, at),
-            (_, bytes) => vec![Task::Lines(LinesAt {
-                segment,
-                from: LinesFrom {
-                    bytes: bytes.map_or(0..0, |(start, end)| start..end),
-                    row: at.first_row,
-                    line: at.line.unwrap_or(1),
+impl<'a> ShardPieces<'a> {
+    pub(super) fn new(reader: &'a ShardReader, shard: &'a Shard, wanted: Option<Vec<Range<u64>>>) -> ShardPieces<'a> {
+        let files = reader.inputs().files();
+        let tasks_of = |(index, segment): (usize, &Segment)| match files[segment.input as usize].format {
+            format if format.is_table() => table_tasks(index, segment),
+            _ => vec![Task::Lines(LinesTask {
+                segment: index,
+                position: LinesPosition {
+                    bytes: segment.bytes.map_or(0..0, |(start, end)| start..end),
+                    row: segment.first_row,
+                    line: segment.line.unwrap_or(1),
                 },
             })],
         };
         // Segments without drawn rows are skipped, so their files are not opened.
-        let is_drawn_from = |(_, at): &(usize, &Segment)| at.picks.as_ref().is_none_or(|picks| !picks.is_empty());
-        Pieces {
+        let has_rows = |(_, segment): &(usize, &Segment)| segment.picks.as_ref().is_none_or(|picks| !picks.is_empty());
+        ShardPieces {
             reader,
             shard,
             wanted,
-            todo: shard
+            tasks: shard
                 .segments
                 .iter()
                 .enumerate()
-                .filter(is_drawn_from)
-                .flat_map(task)
+                .filter(has_rows)
+                .flat_map(tasks_of)
                 .collect(),
             lines: None,
-            given: 0,
-            carried: 0,
+            returned_rows: 0,
+            carried_bytes: 0,
         }
     }
 
     /// The next rows; `None` at the end. An unreadable line becomes a row with an error; a changed
     /// input stops the job.
     pub async fn next(&mut self) -> Result<Option<ShardRows>, DatasetError> {
-        while let Some(task) = self.todo.pop_front() {
-            match self.settled(&task).await {
-                Ok(Done::Nothing) => {}
-                Ok(Done::Split(tasks)) => tasks.into_iter().rev().for_each(|task| self.todo.push_front(task)),
-                Ok(Done::Rows(rows)) => {
+        while let Some(task) = self.tasks.pop_front() {
+            match self.run(&task).await {
+                Ok(TaskResult::NoRows) => {}
+                Ok(TaskResult::Split(tasks)) => tasks.into_iter().rev().for_each(|task| self.tasks.push_front(task)),
+                Ok(TaskResult::Rows(rows)) => {
                     let segment = &self.shard.segments[task.segment()];
-                    let (places, rows) = picked(segment, task.first_row(), rows)?;
+                    let (numbers, rows) = drawn_rows(segment, task.first_row(), rows)?;
                     if !rows.rows.is_empty() {
-                        let rows = self.reader.with_added(segment.input, rows, places.into_iter())?;
-                        return self.hand_out(rows).map(Some);
+                        let rows = self
+                            .reader
+                            .with_added_columns(segment.input, rows, numbers.into_iter())?;
+                        return self.number_rows(rows).map(Some);
                     }
                 }
                 Err(error) => {
                     // The task stays queued, so that a retry continues here.
-                    self.todo.push_front(task);
+                    self.tasks.push_front(task);
                     return Err(error);
                 }
             }
         }
-        if self.given != self.shard.rows {
+        if self.returned_rows != self.shard.rows {
             let why = format!(
                 "its shard at row {} has {} rows, the plan says {}",
-                self.shard.first_row, self.given, self.shard.rows
+                self.shard.first_row, self.returned_rows, self.shard.rows
             );
-            let files = self.reader.pins().files();
+            let files = self.reader.inputs().files();
             let file = self.shard.segments.first().and_then(|s| files.get(s.input as usize));
             let name = file.map_or(String::new(), |file| display_name(&file.url));
             return Err(DatasetError::unreadable(&name, why));
@@ -224,21 +123,23 @@ impl<'a> Pieces<'a> {
         Ok(None)
     }
 
-    fn hand_out(&mut self, piece: SegmentRows) -> Result<ShardRows, DatasetError> {
-        let first_row = self.shard.first_row + self.given;
-        self.given += piece.rows.len() as u64;
+    /// The next rows of the shard, with their row numbers in the job. Rows whose carried columns
+    /// exceed the memory limit become rows with an error.
+    fn number_rows(&mut self, piece: SegmentRows) -> Result<ShardRows, DatasetError> {
+        let first_row = self.shard.first_row + self.returned_rows;
+        self.returned_rows += piece.rows.len() as u64;
         let SegmentRows { mut rows, carry } = piece;
-        let output = |e: arrow::error::ArrowError| DatasetError::Output(format!("carried columns: {e}"));
-        let fitting = fitting_rows(&carry, CARRY_BYTES_MAX.saturating_sub(self.carried));
+        let output_error = |e: arrow::error::ArrowError| DatasetError::Output(format!("carried columns: {e}"));
+        let fitting = fitting_rows(&carry, CARRY_BYTES_MAX.saturating_sub(self.carried_bytes));
         let carry = if fitting < rows.len() {
-            let taken = self.carried + memory(&carry.slice(0, fitting));
+            let bytes_before = self.carried_bytes + memory_bytes(&carry.slice(0, fitting));
             for row in &mut rows[fitting..] {
-                *row = Err(carries_too_much(taken));
+                *row = Err(carries_too_much(bytes_before));
             }
-            self.carried = CARRY_BYTES_MAX;
-            blank_from(&carry, fitting).map_err(output)?
+            self.carried_bytes = CARRY_BYTES_MAX;
+            with_nulls_from(&carry, fitting).map_err(output_error)?
         } else {
-            self.carried = self.carried.saturating_add(memory(&carry));
+            self.carried_bytes = self.carried_bytes.saturating_add(memory_bytes(&carry));
             carry
         };
         let rows = rows.into_iter().zip(first_row..);
@@ -250,27 +151,31 @@ impl<'a> Pieces<'a> {
     }
 
     /// Runs a task. If the input's ETag or version differs from the plan, its hash decides.
-    async fn settled(&mut self, task: &Task) -> Result<Done, DatasetError> {
+    async fn run(&mut self, task: &Task) -> Result<TaskResult, DatasetError> {
         let number = self.shard.segments[task.segment()].input;
-        let input = self.reader.pins().open(number).await?;
+        let input = self.reader.inputs().open(number).await?;
         match self.read(&input, task).await {
             Err(DatasetError::InputChanged { .. }) => {}
             // If the planned version was removed, the current one may still hold the planned bytes.
             Err(DatasetError::InputMissing { .. }) if input.version.is_some() => {}
             read => return read,
         }
-        self.reader.settle(number, &input).await?;
-        let input = self.reader.pins().open(number).await?;
+        self.reader.verify_current(number, &input).await?;
+        let input = self.reader.inputs().open(number).await?;
         self.read(&input, task).await
     }
 
-    async fn read(&mut self, input: &PinnedFile, task: &Task) -> Result<Done, DatasetError> {
+    async fn read(&mut self, input: &PinnedFile, task: &Task) -> Result<TaskResult, DatasetError> {
         let (segment, rows, read) = match task {
-            Task::Lines(at) => return self.read_lines(input, at).await,
-            Task::Apart { segment, rows } => return self.read_apart(input, *segment, rows).await,
+            Task::Lines(task) => return self.read_lines(input, task).await,
+            Task::ByColumn { segment, rows } => return self.read_by_column(input, *segment, rows).await,
             Task::Rows { segment, rows } => (*segment, rows, self.read_rows(input, *segment, rows).await),
-            Task::Fitting { segment, rows, blanks } => {
-                let read = self.read_fitting(input, *segment, rows, blanks).await;
+            Task::Fitting {
+                segment,
+                rows,
+                oversized,
+            } => {
+                let read = self.read_fitting(input, *segment, rows, oversized).await;
                 (*segment, rows, read)
             }
         };
@@ -278,114 +183,120 @@ impl<'a> Pieces<'a> {
             return read;
         };
         if !self.reader.skips_unreadable() {
-            let why = format!("{why}; {GO_ON_WITHOUT}");
+            let why = format!("{why}; {SKIP_ADVICE}");
             return Err(DatasetError::Unreadable { file, why });
         }
         let table = self
             .reader
             .table_file(input, self.shard.segments[segment].input)
             .await?;
-        let groups = by_group(&table, rows);
+        let groups = split_by_group(&table, rows);
         if groups.len() > 1 && matches!(task, Task::Rows { .. }) {
             let task = |rows| Task::Rows { segment, rows };
-            return Ok(Done::Split(groups.into_iter().map(task).collect()));
+            return Ok(TaskResult::Split(groups.into_iter().map(task).collect()));
         }
-        let task = |rows| Task::Apart { segment, rows };
-        Ok(Done::Split(groups.into_iter().map(task).collect()))
+        let task = |rows| Task::ByColumn { segment, rows };
+        Ok(TaskResult::Split(groups.into_iter().map(task).collect()))
     }
 
     /// Reads rows column by column; a row with an undecodable cell becomes a row with an error.
-    async fn read_apart(
+    async fn read_by_column(
         &mut self,
         input: &PinnedFile,
         segment: usize,
         rows: &Range<u64>,
-    ) -> Result<Done, DatasetError> {
+    ) -> Result<TaskResult, DatasetError> {
         let file = self
             .reader
             .table_file(input, self.shard.segments[segment].input)
             .await?;
-        let columns = Columns::of(self.reader, &file);
-        let wanted = self.wanted_of(segment, rows);
-        let mut cells = Cells::none(rows);
-        for column in columns.all.iter().filter(|_| !wanted.is_empty()) {
-            let asked = Wanted {
+        let columns = FileColumns::of(self.reader, &file);
+        let wanted = self.wanted_in(segment, rows);
+        let mut cells = Cells::empty(rows);
+        for column in columns.to_read.iter().filter(|_| !wanted.is_empty()) {
+            let request = ReadRequest {
                 rows: wanted.clone(),
                 columns: vec![column.clone()],
-                shown: columns.shown.iter().filter(|shown| *shown == column).cloned().collect(),
+                json_columns: columns.shown.iter().filter(|shown| *shown == column).cloned().collect(),
             };
-            let why = match file.read_rows(asked, Some(PIECE_BYTES_MAX)).await {
-                Ok(Read::Rows(batch, bad)) => {
+            let why = match file.read_rows(request, Some(PIECE_BYTES_MAX)).await {
+                Ok(ReadOutcome::Rows(batch, bad)) => {
                     let read = Cells::of(batch, bad, rows, &wanted);
-                    cells.join(read.map_err(|why| unreadable(&file, why))?);
+                    cells.append(read.map_err(|why| unreadable(&file, why))?);
                     continue;
                 }
-                Ok(Read::TooMuch) => "its rows take more than they may".to_string(),
+                Ok(ReadOutcome::OverLimit) => "its rows exceed the memory limit".to_string(),
                 Err(DatasetError::Unreadable { why, .. }) => why,
                 Err(error) => return Err(error),
             };
-            let nulls = Cells::nulls(&file, column, rows);
-            cells.join(nulls.map_err(|why| unreadable(&file, why))?);
+            let nulls = Cells::null_column(&file, column, rows);
+            cells.append(nulls.map_err(|why| unreadable(&file, why))?);
             for row in wanted.iter().cloned().flatten() {
-                let place = (row - rows.start) as usize;
+                let index = (row - rows.start) as usize;
                 let why = || format!("column `{column}`: {why}");
-                cells.errors.entry(place).or_insert_with(why);
+                cells.errors.entry(index).or_insert_with(why);
             }
         }
         self.finish(&file, rows, cells, &wanted).await
     }
 
     /// The wanted rows among `rows`, as row ranges of the file.
-    fn wanted_of(&self, segment: usize, rows: &Range<u64>) -> Vec<Range<u64>> {
-        let before: u64 = self.shard.segments[..segment].iter().map(Segment::taken).sum();
-        let first = self.shard.first_row + before;
-        let at = self.shard.segments[segment].first_row;
+    fn wanted_in(&self, segment: usize, rows: &Range<u64>) -> Vec<Range<u64>> {
+        let rows_before: u64 = self.shard.segments[..segment].iter().map(Segment::taken_rows).sum();
+        // The segment's first row: its number in the job, and in the file.
+        let first = self.shard.first_row + rows_before;
+        let first_in_file = self.shard.segments[segment].first_row;
         if let Some(picks) = &self.shard.segments[segment].picks {
-            let of_job = |row: u64| {
+            let is_wanted = |row: u64| {
                 self.wanted
                     .as_ref()
                     .is_none_or(|wanted| wanted.iter().any(|r| r.contains(&row)))
             };
-            let picks = (first..).zip(picks).filter(|(row, _)| of_job(*row));
-            let places = picks.map(|(_, pick)| at + u64::from(*pick));
-            return ranges(places.filter(|place| rows.contains(place)));
+            let picks = (first..).zip(picks).filter(|(row, _)| is_wanted(*row));
+            let file_rows = picks.map(|(_, pick)| first_in_file + u64::from(*pick));
+            return to_ranges(file_rows.filter(|row| rows.contains(row)));
         }
         let Some(wanted) = &self.wanted else {
             return vec![rows.clone()];
         };
-        // The job's row `first` is the file's row `at`.
-        let of_file = |row: u64| (row.max(first) - first).saturating_add(at);
+        let in_file = |row: u64| (row.max(first) - first).saturating_add(first_in_file);
         let wanted = wanted
             .iter()
-            .map(|r| of_file(r.start).max(rows.start)..of_file(r.end).min(rows.end));
+            .map(|r| in_file(r.start).max(rows.start)..in_file(r.end).min(rows.end));
         wanted.filter(|r| !r.is_empty()).collect()
     }
 
-    async fn read_rows(&mut self, input: &PinnedFile, segment: usize, rows: &Range<u64>) -> Result<Done, DatasetError> {
+    async fn read_rows(
+        &mut self,
+        input: &PinnedFile,
+        segment: usize,
+        rows: &Range<u64>,
+    ) -> Result<TaskResult, DatasetError> {
         if rows.is_empty() {
-            return Ok(Done::Nothing);
+            return Ok(TaskResult::NoRows);
         }
         let number = self.shard.segments[segment].input;
         let file = self.reader.table_file(input, number).await?;
-        let columns = Columns::of(self.reader, &file);
-        let wanted = self.wanted_of(segment, rows);
-        if columns.all.is_empty() || wanted.is_empty() {
-            return self.finish(&file, rows, Cells::none(rows), &wanted).await;
+        let columns = FileColumns::of(self.reader, &file);
+        let wanted = self.wanted_in(segment, rows);
+        if columns.to_read.is_empty() || wanted.is_empty() {
+            return self.finish(&file, rows, Cells::empty(rows), &wanted).await;
         }
-        let asked = Wanted {
+        let request = ReadRequest {
             rows: wanted.clone(),
-            columns: columns.all.clone(),
-            shown: columns.shown.clone(),
+            columns: columns.to_read.clone(),
+            json_columns: columns.shown.clone(),
         };
-        match file.read_rows(asked, Some(PIECE_BYTES_MAX)).await? {
-            Read::Rows(batch, bad) => {
+        match file.read_rows(request, Some(PIECE_BYTES_MAX)).await? {
+            ReadOutcome::Rows(batch, bad) => {
                 let cells = Cells::of(batch, bad, rows, &wanted).map_err(|why| unreadable(&file, why))?;
                 self.finish(&file, rows, cells, &wanted).await
             }
-            Read::TooMuch => {
-                let shown = row_costs(&file, rows, &columns.shown, &columns.shown).await?;
-                let carried = row_costs(&file, rows, &columns.carried, &[]).await?;
-                Ok(Done::Split(split(segment, rows, &shown, &carried)))
+            ReadOutcome::OverLimit => {
+                let shown_bytes = row_costs(&file, rows, &columns.shown, &columns.shown).await?;
+                let carried_bytes = row_costs(&file, rows, &columns.carried, &[]).await?;
+                let tasks = split_by_memory(segment, rows, &shown_bytes, &carried_bytes);
+                Ok(TaskResult::Split(tasks))
             }
         }
     }
@@ -396,77 +307,78 @@ impl<'a> Pieces<'a> {
         input: &PinnedFile,
         segment: usize,
         rows: &Range<u64>,
-        blanks: &Blanks,
-    ) -> Result<Done, DatasetError> {
+        oversized: &OversizedRows,
+    ) -> Result<TaskResult, DatasetError> {
         let number = self.shard.segments[segment].input;
         let file = self.reader.table_file(input, number).await?;
-        let columns = Columns::of(self.reader, &file);
-        let wanted = self.wanted_of(segment, rows);
-        let mut cells = Cells::none(rows);
-        for (row, bytes) in blanks.shown.iter().chain(&blanks.carried) {
-            let place = (row - rows.start) as usize;
-            cells.errors.entry(place).or_insert_with(|| too_large(*bytes));
+        let columns = FileColumns::of(self.reader, &file);
+        let wanted = self.wanted_in(segment, rows);
+        let mut cells = Cells::empty(rows);
+        for (row, bytes) in oversized.shown.iter().chain(&oversized.carried) {
+            let index = (row - rows.start) as usize;
+            cells.errors.entry(index).or_insert_with(|| too_large(*bytes));
         }
-        for column in &columns.all {
+        for column in &columns.to_read {
             let is_shown = columns.shown.contains(column);
             let is_carried = columns.carried.contains(column);
             let is_read = |row: &u64| {
-                (is_shown && !blanks.shown.contains_key(row)) || (is_carried && !blanks.carried.contains_key(row))
+                (is_shown && !oversized.shown.contains_key(row)) || (is_carried && !oversized.carried.contains_key(row))
             };
-            let asked = Wanted {
-                rows: ranges(wanted.iter().cloned().flatten().filter(is_read)),
+            let request = ReadRequest {
+                rows: to_ranges(wanted.iter().cloned().flatten().filter(is_read)),
                 columns: vec![column.clone()],
-                shown: Vec::new(),
+                json_columns: Vec::new(),
             };
-            let places = asked.rows.clone();
-            let read = if places.is_empty() {
-                Cells::nulls(&file, column, rows)
+            let read_rows = request.rows.clone();
+            let read = if read_rows.is_empty() {
+                Cells::null_column(&file, column, rows)
             } else {
-                match file.read_rows(asked, None).await? {
-                    Read::Rows(batch, bad) => Cells::of(batch, bad, rows, &places),
-                    Read::TooMuch => Err("its rows take more than they may".into()),
+                match file.read_rows(request, None).await? {
+                    ReadOutcome::Rows(batch, bad) => Cells::of(batch, bad, rows, &read_rows),
+                    ReadOutcome::OverLimit => Err("its rows exceed the memory limit".into()),
                 }
             };
-            cells.join(read.map_err(|why| unreadable(&file, why))?);
+            cells.append(read.map_err(|why| unreadable(&file, why))?);
         }
         self.finish(&file, rows, cells, &wanted).await
     }
 
+    /// Builds the rows from their cells; a row that is not wanted gets the error `NOT_READ`.
     async fn finish(
         &mut self,
         file: &TableFile,
         rows: &Range<u64>,
         mut cells: Cells,
         wanted: &[Range<u64>],
-    ) -> Result<Done, DatasetError> {
-        let mut read = wanted.iter().cloned().flatten().peekable();
+    ) -> Result<TaskResult, DatasetError> {
+        let mut wanted = wanted.iter().cloned().flatten().peekable();
         for row in rows.clone() {
-            if read.next_if_eq(&row).is_none() {
-                let place = (row - rows.start) as usize;
+            if wanted.next_if_eq(&row).is_none() {
+                let index = (row - rows.start) as usize;
                 cells
                     .errors
-                    .entry(place)
+                    .entry(index)
                     .or_insert_with(|| lines::reader::NOT_READ.into());
             }
         }
-        let columns = Columns::of(self.reader, file);
-        let (carry, name, first) = (
+        let columns = FileColumns::of(self.reader, file);
+        let (carry, name, first_row) = (
             self.reader.carry_of_files().clone(),
             file.name().to_string(),
             rows.start,
         );
-        let made = tokio::task::spawn_blocking(move || cells.into_rows(&columns, carry, &name, first));
-        let made = made.await.map_err(|e| e.to_string()).and_then(|r| r);
-        Ok(Done::Rows(made.map_err(|why| unreadable(file, why))?))
+        let built = tokio::task::spawn_blocking(move || cells.into_rows(&columns, carry, &name, first_row));
+        let built = built.await.map_err(|e| e.to_string()).and_then(|r| r);
+        Ok(TaskResult::Rows(built.map_err(|why| unreadable(file, why))?))
     }
 
-    async fn read_lines(&mut self, file: &PinnedFile, at: &LinesAt) -> Result<Done, DatasetError> {
-        let segment = &self.shard.segments[at.segment];
+    async fn read_lines(&mut self, file: &PinnedFile, task: &LinesTask) -> Result<TaskResult, DatasetError> {
+        let segment = &self.shard.segments[task.segment];
         let unreadable = |why: String| DatasetError::unreadable(&file.name, why);
         let Some((start, end)) = segment.bytes else {
             return Err(unreadable("the plan has no byte range for its lines".into()));
         };
-        let planned = &self.reader.pins().files()[segment.input as usize];
+        let planned = &self.reader.inputs().files()[segment.input as usize];
         let size = planned
             .compressed
             .as_ref()
@@ -480,50 +392,52 @@ impl<'a> Pieces<'a> {
             Some(lines) => lines,
             None => {
                 let reader = self.line_reader(segment.input).map_err(unreadable)?;
-                let wanted = self.wanted_of(at.segment, &(at.from.row..u64::MAX));
-                lines::reader::read(&self.reader.text(file, planned), reader, at.from.clone(), wanted)
+                let wanted = self.wanted_in(task.segment, &(task.position.row..u64::MAX));
+                let text = self.reader.text_file(file, planned);
+                lines::reader::read(&text, reader, task.position.clone(), wanted)
             }
         };
-        let (mut piece, mut next) = (LineRows::default(), at.clone());
+        let (mut piece, mut next) = (LineRows::default(), task.clone());
         // At the end of the bytes the stream is polled once more: only a stream that is read to its
         // end keeps its decoder for the next shard.
         while (piece.bytes <= PIECE_BYTES_MAX / 2 && (piece.rows.len() as u64) < SPAN_ROWS_MAX)
-            || next.from.bytes.is_empty()
+            || next.position.bytes.is_empty()
         {
             let Some(block) = lines.next().await else {
-                next.from.bytes.start = next.from.bytes.end;
+                next.position.bytes.start = next.position.bytes.end;
                 break;
             };
             let mut block = block?;
-            next.from = next.from.behind(&block);
+            next.position = next.position.after(&block);
             piece.bytes = piece.bytes.saturating_add(block.bytes);
-            let before = piece.rows.len();
+            let rows_before = piece.rows.len();
+            let partial = block.partial_rows.into_iter();
             piece
-                .kept
-                .extend(block.kept.into_iter().map(|(number, row)| (before + number, row)));
+                .partial_rows
+                .extend(partial.map(|(index, row)| (rows_before + index, row)));
             piece.rows.append(&mut block.rows);
         }
-        if !next.from.bytes.is_empty() {
-            self.todo.push_front(Task::Lines(next));
+        if !next.position.bytes.is_empty() {
+            self.tasks.push_front(Task::Lines(next));
             self.lines = Some(lines);
         }
         if piece.rows.is_empty() {
-            return Ok(Done::Nothing);
+            return Ok(TaskResult::NoRows);
         }
         let (carry, columns) = (
             self.reader.carry_of_files().clone(),
             self.reader.columns().map(<[String]>::to_vec),
         );
-        let made = tokio::task::spawn_blocking(move || piece.into_columns(carry, columns));
-        let made = made.await.map_err(|e| e.to_string()).and_then(|r| r);
-        let (rows, carry) = made.map_err(unreadable)?;
-        Ok(Done::Rows(SegmentRows { rows, carry }))
+        let built = tokio::task::spawn_blocking(move || piece.into_columns(carry, columns));
+        let built = built.await.map_err(|e| e.to_string()).and_then(|r| r);
+        let (rows, carry) = built.map_err(unreadable)?;
+        Ok(TaskResult::Rows(SegmentRows { rows, carry }))
     }
 }
 
-impl Pieces<'_> {
+impl ShardPieces<'_> {
     fn line_reader(&self, input: u32) -> Result<LineReader, String> {
-        match (self.reader.pins().files()[input as usize].format, self.reader.csv()) {
+        match (self.reader.inputs().files()[input as usize].format, self.reader.csv()) {
             (Format::Csv, None) => Err("the plan has no columns of its CSV".into()),
             (Format::Csv, Some(csv)) => Ok(LineReader::Csv(csv.clone())),
             (format, _) => Ok(LineReader::Lines(format)),
@@ -531,68 +445,17 @@ impl Pieces<'_> {
     }
 }
 
-/// The cost of each of `rows` in these columns.
+/// The memory in bytes that each of `rows` takes in these columns; `json_columns` become JSON.
 async fn row_costs(
     file: &TableFile,
     rows: &Range<u64>,
     columns: &[String],
-    shown: &[String],
+    json_columns: &[String],
 ) -> Result<Vec<u64>, DatasetError> {
     if columns.is_empty() {
         return Ok(vec![0; (rows.end - rows.start) as usize]);
     }
-    file.row_costs(rows.clone(), columns, shown).await
-}
-
-/// Splits `rows` into tasks that each fill a piece.
-fn split(segment: usize, rows: &Range<u64>, shown: &[u64], carried: &[u64]) -> Vec<Task> {
-    let (mut tasks, mut blanks) = (Vec::new(), Blanks::default());
-    let (mut start, mut sum) = (rows.start, 0u64);
-    let mut cut = |rows: Range<u64>, blanks: Blanks| {
-        if !rows.is_empty() {
-            tasks.push(Task::Fitting { segment, rows, blanks });
-        }
-    };
-    for (row, (&shown, &carried)) in rows.clone().zip(shown.iter().zip(carried)) {
-        let fitting = |bytes: u64| if bytes > ROW_BYTES_MAX { 0 } else { bytes };
-        let bytes = fitting(shown).saturating_add(fitting(carried));
-        if sum.saturating_add(bytes) > PIECE_BYTES_MAX {
-            cut(start..row, std::mem::take(&mut blanks));
-            (start, sum) = (row, 0);
-        }
-        sum = sum.saturating_add(bytes);
-        if shown > ROW_BYTES_MAX {
-            blanks.shown.insert(row, shown);
-        }
-        if carried > ROW_BYTES_MAX {
-            blanks.carried.insert(row, carried);
-        }
-    }
-    cut(start..rows.end, blanks);
-    tasks
-}
-
-/// Splits `rows` at the boundaries of row groups.
-fn by_group(file: &TableFile, rows: &Range<u64>) -> Vec<Range<u64>> {
-    let mut start = 0;
-    let groups = (0..file.group_count()).map(|group| {
-        let group = start..start + file.group_rows(group);
-        start = group.end;
-        group.start.max(rows.start)..group.end.min(rows.end)
-    });
-    groups.filter(|rows| !rows.is_empty()).collect()
-}
-
-/// Sorted numbers as ranges.
-fn ranges(rows: impl Iterator<Item = u64>) -> Vec<Range<u64>> {
-    let mut out: Vec<Range<u64>> = Vec::new();
-    for row in rows {
-        match out.last_mut() {
-            Some(last) if last.end == row => last.end += 1,
-            _ => out.push(row..row + 1),
-        }
-    }
-    out
+    file.row_costs(rows.clone(), columns, json_columns).await
 }
 
 fn unreadable(file: &TableFile, why: String) -> DatasetError {

@@ -1,4 +1,4 @@
-//! An input row and its result, with the same statuses everywhere.
+//! An input row, and the result of a row with its status.
 
 use arrow::array::RecordBatch;
 use serde::{Deserialize, Serialize};
@@ -38,17 +38,17 @@ impl RowStatus {
     }
 }
 
-/// Error prefix of a row that was closed when its input had become unreadable: the carried columns
-/// are null. The reason follows.
+/// Error prefix of a row that was closed after its input had become unreadable, so that its carried
+/// columns are null. The reason follows.
 pub const WITHOUT_COLUMNS: &str = "its columns are not there: ";
 
-/// The `finish_reason` of a completion that `max_tokens` or the context cut off.
+/// The `finish_reason` of a completion that `max_tokens` or the context length cut off.
 pub const CUT_OFF: &str = "length";
 
 /// One sample of a row's completion.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SampleResult {
-    /// `Succeeded`, `InvalidOutput`, or `Errored`, where the sample has no completion.
+    /// `Succeeded` or `InvalidOutput`; `Errored` if the sample has no completion.
     pub status: RowStatus,
     /// The reason in one line, for every status except `succeeded`.
     pub error: Option<String>,
@@ -70,8 +70,8 @@ pub struct SampleResult {
     pub choice_probabilities: Vec<f32>,
 }
 
-/// A finished row, ready to be logged. Progress needs no separate record, since each result names
-/// its row.
+/// A finished row, ready to be logged. Logged results are also the record of a shard's progress,
+/// since each result names its row.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RowResult {
     /// 0-based over the job's whole input.
@@ -86,7 +86,7 @@ pub struct RowResult {
 }
 
 impl SampleResult {
-    /// A sample that the model has not answered, and the reason.
+    /// A sample without a completion, with the reason.
     pub fn failed(error: String) -> SampleResult {
         SampleResult {
             status: RowStatus::Errored,
@@ -103,14 +103,13 @@ impl SampleResult {
         }
     }
 
-    /// Whether the sample has a completion.
-    pub fn is_there(&self) -> bool {
+    pub fn has_completion(&self) -> bool {
         self.status != RowStatus::Errored
     }
 }
 
 impl RowResult {
-    /// Whether one of its completions was cut off.
+    /// Whether a completion of the row was cut off.
     pub fn is_truncated(&self) -> bool {
         self.samples.iter().any(|sample| sample.finish_reason == CUT_OFF)
     }

@@ -1,4 +1,4 @@
-//! One shard → its rows: fields for the prompt, and the carried columns as an Arrow batch.
+//! Reads a shard's rows: the fields for the prompt, and the carried columns as an Arrow batch.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -8,44 +8,45 @@ use arrow::array::{Array, ArrayRef, Int64Array, RecordBatch, RecordBatchOptions,
 use arrow::compute::{cast, concat_batches};
 use arrow::datatypes::{DataType, Field, FieldRef, Schema, SchemaRef};
 
-use super::arrow::reader::KeptBlock;
-use super::csv::reader::CsvReading;
+use super::arrow::reader::BlockCache;
+use super::csv::reader::CsvRowReader;
 use super::error::DatasetError;
 use super::layout::Layout;
-use super::lines::text_file::{Kept, TextFile};
-use super::pieces::{Pieces, SegmentRows};
-use super::plan::tables::{same_type, wider};
+use super::lines::text_file::{DecoderPool, TextFile};
+use super::pieces::{SegmentRows, ShardPieces};
+use super::plan::tables::{common_type, same_type};
 use super::plan::{InputFile, Shard};
 use super::row::ShardRows;
-use super::store::pinned::PinnedFile;
-use super::store::pins::Pins;
+use super::store::job_inputs::JobInputs;
+use super::store::pinned_file::PinnedFile;
 use super::table::TableFile;
-use super::widths::check_room;
+use super::widths::check_fixed_memory;
 
-/// Maximum number of open files kept between shards.
-const FOOTERS_MAX: usize = 32;
+/// Maximum number of table files that stay open between shards.
+const OPEN_FILES_MAX: usize = 32;
 
-/// Maximum memory of open files kept between shards; the newest is always kept.
-const FOOTER_BYTES_MAX: usize = 64 << 20;
+/// Maximum memory of these open files, in bytes; the last used file always stays open.
+const OPEN_FILES_BYTES_MAX: usize = 64 << 20;
 
 /// Reads shards of one job.
 #[derive(Debug)]
 pub struct ShardReader {
-    pins: Pins,
+    inputs: JobInputs,
     carry: SchemaRef,
-    /// The carried columns that come from the files, without partition columns.
+    /// The carried columns that come from the files: neither partition columns nor the row number
+    /// of a sampled row.
     carry_of_files: SchemaRef,
     layout: Layout,
     /// The columns that the prompt uses; `None`: all.
     columns: Option<Vec<String>>,
     /// The CSV columns to read, for CSV inputs.
-    csv: Option<Arc<CsvReading>>,
+    csv: Option<Arc<CsvRowReader>>,
     /// Decoders of compressed inputs.
-    kept: Kept,
+    decoders: DecoderPool,
     /// The last decoded block of Arrow inputs.
-    kept_block: KeptBlock,
-    /// Open table files by input index, newest last.
-    footers: Mutex<VecDeque<(u32, TableFile)>>,
+    block_cache: BlockCache,
+    /// Open table files with the indices of their inputs, last used last.
+    open_files: Mutex<VecDeque<(u32, TableFile)>>,
 }
 
 impl ShardReader {
@@ -53,31 +54,31 @@ impl ShardReader {
     /// that the prompt uses; `None`: all.
     pub fn new(files: Vec<InputFile>, carry: SchemaRef, columns: Option<Vec<String>>) -> ShardReader {
         ShardReader {
-            pins: Pins::new(files),
+            inputs: JobInputs::new(files),
             carry_of_files: carry.clone(),
             carry,
             layout: Layout::default(),
             columns,
             csv: None,
-            kept: Kept::default(),
-            kept_block: KeptBlock::default(),
-            footers: Mutex::default(),
+            decoders: DecoderPool::default(),
+            block_cache: BlockCache::default(),
+            open_files: Mutex::default(),
         }
     }
 
     /// The same reader, for inputs with this layout.
-    pub fn of_layout(mut self, layout: Layout) -> ShardReader {
+    pub fn with_layout(mut self, layout: Layout) -> ShardReader {
         let is_read = |name: &str| self.is_shown(name) || self.carry.field_with_name(name).is_ok();
         self.csv = layout
             .csv
             .clone()
-            .map(|table| Arc::new(CsvReading::new(table, is_read)));
-        let of_files = self
+            .map(|table| Arc::new(CsvRowReader::new(table, is_read)));
+        let file_columns = self
             .carry
             .fields()
             .iter()
-            .filter(|field| !layout.is_added(field.name()));
-        self.carry_of_files = Arc::new(Schema::new(of_files.cloned().collect::<Vec<_>>()));
+            .filter(|field| !layout.is_added_column(field.name()));
+        self.carry_of_files = Arc::new(Schema::new(file_columns.cloned().collect::<Vec<_>>()));
         self.layout = layout;
         self
     }
@@ -94,7 +95,7 @@ impl ShardReader {
     }
 
     /// Columns that are null in the files that lack them.
-    pub(super) fn absent(&self) -> &[String] {
+    pub(super) fn absent_columns(&self) -> &[String] {
         &self.layout.absent
     }
 
@@ -103,17 +104,18 @@ impl ShardReader {
         self.layout.skip_unreadable
     }
 
-    /// Adds the columns that no file holds to rows of `input`; `places` gives their row numbers.
-    pub(super) fn with_added(
+    /// Adds the columns that no file holds to rows of `input`: partition columns, and row numbers
+    /// for a sample. `row_numbers`: the rows' numbers in the file.
+    pub(super) fn with_added_columns(
         &self,
         input: u32,
         mut piece: SegmentRows,
-        places: impl Iterator<Item = u64>,
+        row_numbers: impl Iterator<Item = u64>,
     ) -> Result<SegmentRows, DatasetError> {
         if self.layout.partitions.is_empty() && self.layout.sample.is_none() {
             return Ok(piece);
         }
-        let texts = &self.pins.files()[input as usize].partition;
+        let texts = &self.inputs.files()[input as usize].partition;
         let columns = || self.layout.partitions.iter().zip(texts);
         for (column, text) in columns().filter(|(column, _)| self.is_shown(&column.name)) {
             let value = column.value(text.as_deref());
@@ -122,13 +124,14 @@ impl ShardReader {
             }
         }
         let count = piece.rows.len();
-        let before: u64 = self.pins.files()[..input as usize].iter().map(|file| file.rows).sum();
-        let place: ArrayRef = Arc::new(Int64Array::from_iter_values(places.map(|row| (before + row) as i64)));
+        let rows_before: u64 = self.inputs.files()[..input as usize].iter().map(|file| file.rows).sum();
+        let input_rows = row_numbers.map(|row| (rows_before + row) as i64);
+        let input_rows: ArrayRef = Arc::new(Int64Array::from_iter_values(input_rows));
         let carried = self.carry.fields().iter().map(|field| {
-            let of_folder = columns().find(|(column, _)| column.name == *field.name());
-            match of_folder {
+            let partition = columns().find(|(column, _)| column.name == *field.name());
+            match partition {
                 Some((column, text)) => Ok(column.array(text.as_deref(), count)),
-                None if self.layout.is_added(field.name()) => Ok(place.clone()),
+                None if self.layout.is_added_column(field.name()) => Ok(input_rows.clone()),
                 None => piece.carry.column_by_name(field.name()).cloned().ok_or(field.name()),
             }
         });
@@ -140,32 +143,32 @@ impl ShardReader {
         Ok(piece)
     }
 
-    /// Bytes decompressed so far for compressed inputs, including skipped ones.
-    pub fn decompressed(&self) -> u64 {
-        self.kept.made()
+    /// Number of bytes decompressed so far for compressed inputs, including bytes before a shard.
+    pub fn decompressed_bytes(&self) -> u64 {
+        self.decoders.decompressed_bytes()
     }
 
-    /// The bytes of a text input.
-    pub(super) fn text(&self, file: &PinnedFile, planned: &InputFile) -> TextFile {
+    /// The text file of an input, whose decoders are kept between shards.
+    pub(super) fn text_file(&self, file: &PinnedFile, planned: &InputFile) -> TextFile {
         TextFile {
             file: file.clone(),
             codec: planned.compressed.as_ref().map(|compressed| compressed.codec),
-            kept: Some(self.kept.clone()),
+            decoders: Some(self.decoders.clone()),
         }
     }
 
-    pub(super) fn csv(&self) -> Option<&Arc<CsvReading>> {
+    pub(super) fn csv(&self) -> Option<&Arc<CsvRowReader>> {
         self.csv.as_ref()
     }
 
     /// The inputs and their known states.
-    pub fn pins(&self) -> &Pins {
-        &self.pins
+    pub fn inputs(&self) -> &JobInputs {
+        &self.inputs
     }
 
-    /// A shard's carried columns as nulls, for inputs that are gone.
-    pub fn no_carry(&self, shard: &Shard) -> Result<RecordBatch, DatasetError> {
-        self.check_room(shard)?;
+    /// A shard's carried columns as nulls, for inputs that cannot be read any more.
+    pub fn null_carry(&self, shard: &Shard) -> Result<RecordBatch, DatasetError> {
+        self.check_fixed_memory(shard)?;
         let rows = shard.rows as usize;
         let nulls = self
             .carry
@@ -177,9 +180,10 @@ impl ShardReader {
             .map_err(|e| DatasetError::Output(format!("carried columns: {e}")))
     }
 
-    /// Bounds the memory that column types alone can require, since a record can name any type.
-    fn check_room(&self, shard: &Shard) -> Result<(), DatasetError> {
-        check_room(&self.carry, shard.rows).map_err(|why| DatasetError::Output(format!("carried columns: {why}")))
+    /// Checks the memory that the types of the carried columns require, whatever their values are.
+    fn check_fixed_memory(&self, shard: &Shard) -> Result<(), DatasetError> {
+        let checked = check_fixed_memory(&self.carry, shard.rows);
+        checked.map_err(|why| DatasetError::Output(format!("carried columns: {why}")))
     }
 
     /// The carried columns.
@@ -192,18 +196,22 @@ impl ShardReader {
         self.columns.as_deref()
     }
 
-    /// The rows of a shard, in pieces that fit in memory. `wanted`: the row ranges of the job's
-    /// input to read; `None`: all. Other rows are returned as unread rows with null carried
-    /// columns.
+    /// The rows of a shard, in pieces that fit in memory. `wanted`: the rows to read, as row ranges
+    /// of the job's input; `None`: all. Other rows are returned as rows with an error and null
+    /// carried columns.
     ///
     /// # Errors
-    /// The carried columns would exceed the memory limit.
-    pub fn pieces<'a>(&'a self, shard: &'a Shard, wanted: Option<Vec<Range<u64>>>) -> Result<Pieces<'a>, DatasetError> {
-        self.check_room(shard)?;
-        Ok(Pieces::new(self, shard, wanted))
+    /// The types of the carried columns alone require more memory than the limit.
+    pub fn pieces<'a>(
+        &'a self,
+        shard: &'a Shard,
+        wanted: Option<Vec<Range<u64>>>,
+    ) -> Result<ShardPieces<'a>, DatasetError> {
+        self.check_fixed_memory(shard)?;
+        Ok(ShardPieces::new(self, shard, wanted))
     }
 
-    /// Reads a whole shard at once; the caller is responsible for its memory.
+    /// Reads a whole shard at once, without a limit on its memory.
     pub async fn read(&self, shard: &Shard) -> Result<ShardRows, DatasetError> {
         let (mut rows, mut carries) = (Vec::new(), Vec::new());
         let mut pieces = self.pieces(shard, None)?;
@@ -213,13 +221,13 @@ impl ShardReader {
         }
         Ok(ShardRows {
             first_row: shard.first_row,
-            carry: self.joined(&carries, rows.len())?,
+            carry: self.concat_carry(&carries, rows.len())?,
             rows,
         })
     }
 
     /// Concatenates the carried columns of a shard's pieces.
-    pub fn joined(&self, carries: &[RecordBatch], rows: usize) -> Result<RecordBatch, DatasetError> {
+    pub fn concat_carry(&self, carries: &[RecordBatch], rows: usize) -> Result<RecordBatch, DatasetError> {
         let carry = match (self.carry.fields().is_empty(), carries) {
             (true, _) => {
                 let options = RecordBatchOptions::new().with_row_count(Some(rows));
@@ -231,70 +239,73 @@ impl ShardReader {
         carry.map_err(|e| DatasetError::Output(format!("carried columns: {e}")))
     }
 
-    /// Handles an input whose state differs from the plan: succeeds if its bytes are the planned
-    /// ones.
-    pub(super) async fn settle(&self, number: u32, input: &PinnedFile) -> Result<(), DatasetError> {
-        self.pins.settle(number, input).await?;
-        self.footers().retain(|(of, _)| *of != number);
+    /// Checks by its hash that an input whose ETag or version differs from the plan still has the
+    /// planned bytes.
+    pub(super) async fn verify_current(&self, number: u32, input: &PinnedFile) -> Result<(), DatasetError> {
+        self.inputs.verify_current(number, input).await?;
+        self.open_files().retain(|(open, _)| *open != number);
         Ok(())
     }
 
-    fn footers(&self) -> MutexGuard<'_, VecDeque<(u32, TableFile)>> {
-        self.footers.lock().unwrap_or_else(PoisonError::into_inner)
+    fn open_files(&self) -> MutexGuard<'_, VecDeque<(u32, TableFile)>> {
+        self.open_files.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The open file of an input, from the cache if possible.
+    /// The table file of an input, which stays open for later shards.
     pub(super) async fn table_file(&self, input: &PinnedFile, number: u32) -> Result<TableFile, DatasetError> {
         {
-            let mut footers = self.footers();
-            if let Some(at) = footers.iter().position(|(n, _)| *n == number)
-                && let Some(entry) = footers.remove(at)
+            let mut open_files = self.open_files();
+            if let Some(index) = open_files.iter().position(|(open, _)| *open == number)
+                && let Some(entry) = open_files.remove(index)
             {
                 let file = entry.1.clone();
-                footers.push_back(entry);
+                open_files.push_back(entry);
                 return Ok(file);
             }
         }
-        let format = self.pins.files()[number as usize].format;
-        let file = TableFile::open(input.clone(), format, self.kept_block.clone()).await?;
+        let format = self.inputs.files()[number as usize].format;
+        let file = TableFile::open(input.clone(), format, self.block_cache.clone()).await?;
         let mut used: Vec<String> = self.carry.fields().iter().map(|f| f.name().clone()).collect();
         match &self.columns {
             Some(columns) => used.extend(columns.iter().cloned()),
             None => used.extend(file.schema().fields().iter().map(|f| f.name().clone())),
         }
         file.check_columns(&used)?;
-        let mut footers = self.footers();
-        footers.push_back((number, file.clone()));
-        let memory =
-            |footers: &VecDeque<(u32, TableFile)>| footers.iter().map(|(_, f)| f.memory_bytes()).sum::<usize>();
-        while footers.len() > 1 && (footers.len() > FOOTERS_MAX || memory(&footers) > FOOTER_BYTES_MAX) {
-            footers.pop_front();
+        let mut open_files = self.open_files();
+        open_files.push_back((number, file.clone()));
+        let memory_bytes =
+            |files: &VecDeque<(u32, TableFile)>| files.iter().map(|(_, file)| file.memory_bytes()).sum::<usize>();
+        while open_files.len() > 1
+            && (open_files.len() > OPEN_FILES_MAX || memory_bytes(&open_files) > OPEN_FILES_BYTES_MAX)
+        {
+            open_files.pop_front();
         }
         Ok(file)
     }
 }
 
-/// The column in its planned type, without other data that its buffers hold.
-pub(super) fn fit(column: &ArrayRef, to: &DataType) -> Result<ArrayRef, String> {
-    let is_wider = wider(column.data_type(), to).is_some_and(|wide| same_type(&wide, to));
-    if column.data_type() != to && !is_wider {
-        return Err(format!("planned as {to}, it is {}", column.data_type()));
+/// The column as its planned type; its values are copied if they are views into other buffers.
+pub(super) fn to_planned_type(column: &ArrayRef, planned: &DataType) -> Result<ArrayRef, String> {
+    let common = common_type(column.data_type(), planned);
+    let is_wider = common.is_some_and(|common| same_type(&common, planned));
+    if column.data_type() != planned && !is_wider {
+        return Err(format!("planned as {planned}, it is {}", column.data_type()));
     }
-    let owned = without_views(column.data_type());
+    let owned_type = without_views(column.data_type());
     // Views keep whole pages alive.
-    let column = if owned == *column.data_type() {
+    let column = if owned_type == *column.data_type() {
         column.clone()
     } else {
-        cast(column, &owned).map_err(|e| e.to_string())?
+        cast(column, &owned_type).map_err(|e| e.to_string())?
     };
-    if column.data_type() == to {
+    if column.data_type() == planned {
         Ok(column)
     } else {
-        cast(&column, to).map_err(|e| e.to_string())
+        cast(&column, planned).map_err(|e| e.to_string())
     }
 }
 
-/// The type whose values own their bytes.
+/// The corresponding type whose values own their bytes.
 fn without_views(data_type: &DataType) -> DataType {
     let field = |field: &FieldRef| Arc::new(Field::clone(field).with_data_type(without_views(field.data_type())));
     match data_type {

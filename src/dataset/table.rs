@@ -1,16 +1,16 @@
-//! A file that states its columns, in any such format: its row groups for planning, and rows by
-//! range.
+//! A file whose format states its columns (Parquet, Arrow): its row groups for planning, and rows
+//! by range.
 
 use std::ops::Range;
 use std::sync::Arc;
 
 use arrow::datatypes::SchemaRef;
 
-use super::arrow::reader::{ArrowFile, KeptBlock};
+use super::arrow::reader::{ArrowFile, BlockCache};
 use super::error::DatasetError;
-use super::parquet::reader::{ParquetFile, Read, Wanted};
+use super::parquet::reader::{ParquetFile, ReadOutcome, ReadRequest};
 use super::plan::Format;
-use super::store::pinned::PinnedFile;
+use super::store::pinned_file::PinnedFile;
 
 /// An open file.
 #[derive(Debug, Clone)]
@@ -20,10 +20,10 @@ pub enum TableFile {
 }
 
 impl TableFile {
-    /// Opens a file of `format`; `kept`: the job's last decoded block of Arrow files.
-    pub async fn open(pinned: PinnedFile, format: Format, kept: KeptBlock) -> Result<TableFile, DatasetError> {
+    /// Opens a file of `format`. `block_cache`: the job's last decoded block of Arrow files.
+    pub async fn open(pinned: PinnedFile, format: Format, block_cache: BlockCache) -> Result<TableFile, DatasetError> {
         Ok(match format {
-            Format::Arrow => TableFile::Arrow(Arc::new(ArrowFile::open(pinned, kept).await?)),
+            Format::Arrow => TableFile::Arrow(Arc::new(ArrowFile::open(pinned, block_cache).await?)),
             _ => TableFile::Parquet(Arc::new(ParquetFile::open(pinned).await?)),
         })
     }
@@ -59,7 +59,7 @@ impl TableFile {
         }
     }
 
-    /// Its row groups or record batches, in order.
+    /// Number of its row groups or record batches.
     pub fn group_count(&self) -> usize {
         match self {
             TableFile::Parquet(file) => file.group_count(),
@@ -74,7 +74,7 @@ impl TableFile {
         }
     }
 
-    /// Uncompressed bytes of the named columns in a group, as far as known.
+    /// Uncompressed bytes of the named columns in a group: an estimate for compressed Arrow files.
     pub fn group_bytes(&self, group: usize, columns: &[String]) -> u64 {
         match self {
             TableFile::Parquet(file) => file.group_bytes(group, columns),
@@ -82,24 +82,25 @@ impl TableFile {
         }
     }
 
-    /// Reads rows, unless they cost more than `limit` bytes.
-    pub async fn read_rows(&self, wanted: Wanted, limit: Option<u64>) -> Result<Read, DatasetError> {
+    /// Reads rows, unless they take more than `limit` bytes of memory.
+    pub async fn read_rows(&self, request: ReadRequest, limit: Option<u64>) -> Result<ReadOutcome, DatasetError> {
         match self {
-            TableFile::Parquet(file) => file.read_rows(wanted, limit).await,
-            TableFile::Arrow(file) => file.read_rows(wanted, limit).await,
+            TableFile::Parquet(file) => file.read_rows(request, limit).await,
+            TableFile::Arrow(file) => file.read_rows(request, limit).await,
         }
     }
 
-    /// The cost of each of `rows` in these columns; `shown`: columns that become JSON.
+    /// The memory in bytes that each of `rows` takes in these columns; `json_columns`: columns that
+    /// become JSON.
     pub async fn row_costs(
         &self,
         rows: Range<u64>,
         columns: &[String],
-        shown: &[String],
+        json_columns: &[String],
     ) -> Result<Vec<u64>, DatasetError> {
         match self {
-            TableFile::Parquet(file) => file.row_costs(rows, columns, shown).await,
-            TableFile::Arrow(file) => file.row_costs(rows, columns, shown).await,
+            TableFile::Parquet(file) => file.row_costs(rows, columns, json_columns).await,
+            TableFile::Arrow(file) => file.row_costs(rows, columns, json_columns).await,
         }
     }
 }

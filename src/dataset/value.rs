@@ -1,11 +1,11 @@
-//! A cell of an Arrow column as the JSON value that templates see.
+//! Converts a cell of an Arrow column to the JSON value that templates see.
 //!
 //! | column | value |
 //! |---|---|
-//! | integers, floats, booleans, strings | themselves; a float that is not finite is the text `NaN`, `Infinity`, `-Infinity` |
+//! | integers, floats, booleans, strings | the same value; a float that is not finite is the text `NaN`, `Infinity`, `-Infinity` |
 //! | decimals | exact text: `"12.50"` |
 //! | dates | `"2026-11-21"` |
-//! | timestamps | ISO 8601; in UTC with `Z` where the column has a time zone, without an offset where it has none |
+//! | timestamps | ISO 8601: in UTC with `Z` if the column has a time zone, else without an offset |
 //! | times | `"12:30:00.5"` |
 //! | durations | seconds as text: `"1.5"` |
 //! | binary | standard base64 text |
@@ -59,8 +59,8 @@ pub fn cell(column: &ArrayRef, row: usize) -> Result<Value, String> {
         DataType::UInt16 => int!(UInt16Type),
         DataType::UInt32 => int!(UInt32Type),
         DataType::UInt64 => int!(UInt64Type),
-        DataType::Float16 => narrow_float(column.as_primitive::<Float16Type>().value(row).to_f32()),
-        DataType::Float32 => narrow_float(column.as_primitive::<Float32Type>().value(row)),
+        DataType::Float16 => short_float(column.as_primitive::<Float16Type>().value(row).to_f32()),
+        DataType::Float32 => short_float(column.as_primitive::<Float32Type>().value(row)),
         DataType::Float64 => float(column.as_primitive::<Float64Type>().value(row)),
         DataType::Decimal32(..) => column.as_primitive::<Decimal32Type>().value_as_string(row).into(),
         DataType::Decimal64(..) => column.as_primitive::<Decimal64Type>().value_as_string(row).into(),
@@ -73,7 +73,7 @@ pub fn cell(column: &ArrayRef, row: usize) -> Result<Value, String> {
         DataType::LargeBinary => STANDARD.encode(column.as_binary::<i64>().value(row)).into(),
         DataType::BinaryView => STANDARD.encode(column.as_binary_view().value(row)).into(),
         DataType::FixedSizeBinary(_) => STANDARD.encode(column.as_fixed_size_binary().value(row)).into(),
-        DataType::Date32 | DataType::Date64 | DataType::Timestamp(..) => moment(column, row)?,
+        DataType::Date32 | DataType::Date64 | DataType::Timestamp(..) => date_or_timestamp(column, row)?,
         DataType::Duration(unit) => duration(column, row, *unit).into(),
         DataType::Dictionary(..) => {
             let dictionary = column.as_any_dictionary();
@@ -82,10 +82,10 @@ pub fn cell(column: &ArrayRef, row: usize) -> Result<Value, String> {
             cell(dictionary.values(), key.as_primitive::<UInt64Type>().value(0) as usize)?
         }
         DataType::Struct(fields) => {
-            let parts = column.as_struct();
+            let columns = column.as_struct().columns();
             let mut object = Map::with_capacity(fields.len());
-            for (field, part) in fields.iter().zip(parts.columns()) {
-                object.insert(field.name().clone(), cell(part, row)?);
+            for (field, column) in fields.iter().zip(columns) {
+                object.insert(field.name().clone(), cell(column, row)?);
             }
             Value::Object(object)
         }
@@ -112,7 +112,7 @@ pub fn cell(column: &ArrayRef, row: usize) -> Result<Value, String> {
 }
 
 fn list(items: &ArrayRef) -> Result<Value, String> {
-    // The exact capacity is reserved, since a growing vector may take twice as much.
+    // The exact capacity is reserved, since a vector that grows may take twice the memory.
     let mut list = Vec::with_capacity(items.len());
     for i in 0..items.len() {
         list.push(cell(items, i)?);
@@ -129,13 +129,14 @@ fn float(value: f64) -> Value {
     }
 }
 
-/// The float64 with the same shortest decimal form: 0.1, not 0.10000000149011612.
-fn narrow_float(value: f32) -> Value {
+/// A float32 or float16 as the float64 with the same shortest decimal form: 0.1, not
+/// 0.10000000149011612.
+fn short_float(value: f32) -> Value {
     float(value.to_string().parse().unwrap_or(f64::from(value)))
 }
 
-fn moment(column: &ArrayRef, row: usize) -> Result<Value, String> {
-    let (time, zoned): (Option<NaiveDateTime>, bool) = match column.data_type() {
+fn date_or_timestamp(column: &ArrayRef, row: usize) -> Result<Value, String> {
+    let (time, has_time_zone): (Option<NaiveDateTime>, bool) = match column.data_type() {
         DataType::Date32 => {
             let day = column.as_primitive::<Date32Type>().value(row);
             return match temporal::date32_to_datetime(day) {
@@ -168,7 +169,7 @@ fn moment(column: &ArrayRef, row: usize) -> Result<Value, String> {
     };
     let time = time.ok_or("a timestamp outside the calendar")?;
     Ok(time
-        .format(if zoned {
+        .format(if has_time_zone {
             "%Y-%m-%dT%H:%M:%S%.fZ"
         } else {
             "%Y-%m-%dT%H:%M:%S%.f"
@@ -218,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_and_text_are_natural() {
+    fn numbers_and_texts_are_json_values() {
         assert_eq!(all(Int8Array::from(vec![Some(-3), None])), json!([-3, null]));
         assert_eq!(all(UInt64Array::from(vec![u64::MAX])), json!([u64::MAX]));
         assert_eq!(all(Float32Array::from(vec![0.1, f32::NAN])), json!([0.1, "NaN"]));
@@ -246,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn moments_are_iso_8601() {
+    fn dates_and_timestamps_are_iso_8601() {
         assert_eq!(
             all(Date32Array::from(vec![20_778, -1])),
             json!(["2026-11-21", "1969-12-31"])

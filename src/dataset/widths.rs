@@ -1,39 +1,40 @@
-//! Bytes that a value takes whatever it holds, which bounds the memory that column types alone can
-//! require.
+//! Memory of a column that is fixed by its type: a record can name a type whose values take
+//! gigabytes even if all of them are null.
 
 use arrow::datatypes::{DataType, Schema};
 
-/// Maximum bytes of a batch's carried columns that their types alone require.
+/// Maximum fixed memory of a batch's carried columns, in bytes.
 const BATCH_BYTES_MAX: u64 = 1 << 30;
 /// Approximate overhead of a variable-size value in its column.
-const PLACE_BYTES: u64 = 16;
+const VALUE_OVERHEAD_BYTES: u64 = 16;
 
-/// Checks that `rows` rows of these columns can be held. An error is one line.
-pub fn check_room(schema: &Schema, rows: u64) -> Result<(), String> {
-    let mut sum = 0u64;
+/// Checks that the fixed memory of `rows` rows of these columns is within the limit. An error is
+/// one line.
+pub fn check_fixed_memory(schema: &Schema, rows: u64) -> Result<(), String> {
+    let mut row_bytes = 0u64;
     for field in schema.fields() {
-        let width = width(field.data_type()).map_err(|why| format!("column `{}` {why}", field.name()))?;
-        sum = sum.saturating_add(width);
+        let bytes = value_bytes(field.data_type()).map_err(|why| format!("column `{}` {why}", field.name()))?;
+        row_bytes = row_bytes.saturating_add(bytes);
     }
-    match sum.saturating_mul(rows) {
+    match row_bytes.saturating_mul(rows) {
         0..=BATCH_BYTES_MAX => Ok(()),
         bytes => Err(format!(
-            "the carried columns take {sum} bytes a row whatever they hold: {bytes} for {rows} rows, more than {BATCH_BYTES_MAX}"
+            "the types of the carried columns alone require {row_bytes} bytes a row: {bytes} for {rows} rows, more than {BATCH_BYTES_MAX}"
         )),
     }
 }
 
-/// Bytes of a value, or one line with the reason why the type has no values; it goes behind a
-/// column's name.
-fn width(kind: &DataType) -> Result<u64, String> {
-    let size = |n: i32| u64::try_from(n).map_err(|_| format!("has values of {n} entries"));
-    Ok(match kind {
-        DataType::FixedSizeBinary(n) => size(*n)?,
-        DataType::FixedSizeList(item, n) => size(*n)?.saturating_mul(width(item.data_type())?),
+/// Fixed bytes of a value. The error is the reason why the type has no values; it follows a
+/// column's name in the message.
+fn value_bytes(data_type: &DataType) -> Result<u64, String> {
+    let length = |n: i32| u64::try_from(n).map_err(|_| format!("has values of {n} entries"));
+    Ok(match data_type {
+        DataType::FixedSizeBinary(n) => length(*n)?,
+        DataType::FixedSizeList(item, n) => length(*n)?.saturating_mul(value_bytes(item.data_type())?),
         DataType::Struct(fields) => {
             let mut sum = 1u64;
             for field in fields {
-                sum = sum.saturating_add(width(field.data_type())?);
+                sum = sum.saturating_add(value_bytes(field.data_type())?);
             }
             sum
         }
@@ -41,11 +42,13 @@ fn width(kind: &DataType) -> Result<u64, String> {
         | DataType::LargeList(item)
         | DataType::ListView(item)
         | DataType::LargeListView(item)
-        | DataType::Map(item, _) => width(item.data_type()).map(|_| PLACE_BYTES)?,
-        DataType::Dictionary(_, value) => width(value).map(|_| PLACE_BYTES)?,
-        DataType::RunEndEncoded(_, value) => width(value.data_type()).map(|_| PLACE_BYTES)?,
+        | DataType::Map(item, _) => value_bytes(item.data_type()).map(|_| VALUE_OVERHEAD_BYTES)?,
+        DataType::Dictionary(_, value) => value_bytes(value).map(|_| VALUE_OVERHEAD_BYTES)?,
+        DataType::RunEndEncoded(_, value) => value_bytes(value.data_type()).map(|_| VALUE_OVERHEAD_BYTES)?,
         DataType::Union(..) => return Err("is of a union, which no column can carry".into()),
-        other => other.primitive_width().map_or(PLACE_BYTES, |width| width as u64),
+        other => other
+            .primitive_width()
+            .map_or(VALUE_OVERHEAD_BYTES, |width| width as u64),
     })
 }
 
@@ -58,12 +61,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_types_alone_can_ask_for_is_bounded() {
-        let of = |kind: DataType, rows| check_room(&Schema::new(vec![Field::new("a", kind, true)]), rows);
+    fn fixed_memory_is_bounded() {
+        let check = |kind: DataType, rows| check_fixed_memory(&Schema::new(vec![Field::new("a", kind, true)]), rows);
         let item = |kind| Arc::new(Field::new("item", kind, true));
         let embedding = DataType::FixedSizeList(item(DataType::Float32), 4096);
-        assert_eq!(of(embedding.clone(), 4096), Ok(()));
-        assert!(of(embedding, 1_000_000).unwrap_err().contains("16384 bytes a row"));
+        assert_eq!(check(embedding.clone(), 4096), Ok(()));
+        assert!(check(embedding, 1_000_000).unwrap_err().contains("16384 bytes a row"));
         for (kind, word) in [
             (DataType::FixedSizeBinary(i32::MAX), "more than"),
             (DataType::FixedSizeBinary(-1), "`a` has values of -1 entries"),
@@ -77,7 +80,7 @@ mod tests {
                 "more than",
             ),
         ] {
-            let error = of(kind.clone(), 1).unwrap_err();
+            let error = check(kind.clone(), 1).unwrap_err();
             assert!(error.contains(word), "{kind}: {error}");
         }
     }

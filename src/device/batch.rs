@@ -1,5 +1,12 @@
 //! One step as data, passed from the scheduler to the model.
 
+/// A KV block to copy, by its index in the pool, and the block to copy it to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BlockCopy {
+    pub from: u32,
+    pub to: u32,
+}
+
 /// Tokens of one step, packed one sequence after the other without padding.
 ///
 /// Everything is a flat array so that it can be copied to a device as it is.
@@ -13,22 +20,22 @@ pub struct StepBatch {
     pub sequences: Vec<StepSequence>,
     /// Block tables of all sequences, one after the other.
     pub block_tables: Vec<u32>,
-    /// Indices into `tokens` whose logits are wanted, ascending.
+    /// Indices into `tokens` of the tokens whose logits are computed, ascending.
     pub logits_at: Vec<u32>,
-    /// Tokens that are not known yet, as (index into `tokens`, row of `logits_at` in the step
-    /// before that draws the token), ascending. Their entries in `tokens` are ignored. Only for
-    /// devices that [run ahead](super::Device::runs_ahead).
-    pub drawn: Vec<(u32, u32)>,
-    /// KV blocks to copy before anything is computed: (from, to), for copy on write.
-    pub block_copies: Vec<(u32, u32)>,
-    /// Whether every bit of a sequence's result must be independent of the step's other sequences
-    /// and of how the sequence's own tokens are spread over steps.
+    /// Tokens that the previous step has yet to draw, ascending: (index into `tokens`, row of the
+    /// previous step's logits that the token is drawn from). Their entries in `tokens` are ignored.
+    /// Only for devices that [run ahead](super::Device::runs_ahead).
+    pub pending_tokens: Vec<(u32, u32)>,
+    /// KV blocks to copy (copy on write) before keys and values are stored.
+    pub block_copies: Vec<BlockCopy>,
+    /// Whether the result of a sequence must be bit-identical whatever other sequences the step
+    /// contains and however the sequence's own tokens are divided among steps.
     pub deterministic: bool,
 }
 
 impl StepBatch {
-    /// Adds a sequence. `tokens` are its last tokens, which the step computes; `kv_len` is its
-    /// length including them; `blocks` is its block table.
+    /// Adds a sequence. `tokens` are its last tokens, which the step computes. `kv_len` is the
+    /// sequence's length including `tokens`. `blocks` is its block table.
     pub fn push(&mut self, tokens: impl IntoIterator<Item = u32>, kv_len: u32, blocks: impl IntoIterator<Item = u32>) {
         let first_token = self.tokens.len() as u32;
         self.tokens.extend(tokens);

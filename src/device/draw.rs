@@ -4,19 +4,21 @@
 //!
 //! 1. the log probability of every token is taken from the raw distribution: softmax over all ids
 //!    that both model and tokenizer know, before any step below;
-//! 2. tokens that the shape does not allow are removed;
+//! 2. tokens that the output constraint does not allow are removed;
 //! 3. repetition penalty: the logit of each token that occurs in the *prompt or the completion* is
-//!    divided by the penalty where positive, and multiplied where negative (once, however often the
-//!    token occurs; as transformers does);
-//! 4. presence and frequency penalty: for tokens that occur in the *completion*, the presence penalty
-//!    is subtracted once, the frequency penalty once per occurrence (as OpenAI and vLLM do);
-//! 5. temperature 0: the largest logit wins, among equal logits the lowest id. Otherwise logits are
-//!    divided by the temperature;
+//!    divided by the penalty if it is positive, and multiplied by the penalty if it is negative
+//!    (once, however often the token occurs; as transformers does);
+//! 4. presence and frequency penalty: for tokens that occur in the *completion*, the presence
+//!    penalty is subtracted once, the frequency penalty once per occurrence (as OpenAI and vLLM
+//!    do);
+//! 5. at temperature 0, the token with the largest logit is chosen, and the lowest id among equal
+//!    logits. At any other temperature, logits are divided by the temperature;
 //! 6. top-k keeps the k largest, among equal logits those with the lowest ids;
-//! 7. top-p keeps the smallest set of the most probable tokens whose share of the probability that
-//!    top-k left reaches p;
-//! 8. min-p keeps tokens at least that fraction as probable as the most probable;
-//! 9. a token is drawn in proportion to its probability, in order of ids, with [`Draw::uniform`].
+//! 7. top-p keeps the smallest set of the most probable tokens whose probabilities, renormalised
+//!    after top-k, sum to at least p;
+//! 8. min-p keeps tokens whose probability is at least min-p times the highest probability;
+//! 9. a token is drawn in proportion to its probability: the first token, in order of ids, at which
+//!    the cumulative probability exceeds [`Draw::uniform`].
 //!
 //! A draw depends only on its own row of logits and its own history.
 //!
@@ -27,9 +29,9 @@ use serde::{Deserialize, Serialize};
 /// Which tokens may be drawn.
 #[derive(Debug, Clone, Copy)]
 pub enum Allowed<'a> {
-    /// All but these ids, which belong to no token.
+    /// All ids except these, which belong to no token.
     AllBut(&'a [u32]),
-    /// One bit per id, 32 to a word; ids beyond its end are not allowed.
+    /// One bit per id, 32 per word; ids beyond the end of the mask are not allowed.
     Mask(&'a [u32]),
     /// These ids, without repetition.
     Ids(&'a [u32]),
@@ -48,11 +50,12 @@ pub struct Sampling {
     /// all.
     pub min_p: f32,
     /// Divides positive logits, and multiplies negative ones, of tokens that occur in prompt or
-    /// completion; 1 is off.
+    /// completion; 1 has no effect.
     pub repetition_penalty: f32,
-    /// Subtracted once from the logits of tokens that occur in the completion; 0 is off.
+    /// Subtracted once from the logits of tokens that occur in the completion; 0 has no effect.
     pub presence_penalty: f32,
-    /// Subtracted per occurrence from the logits of tokens that occur in the completion; 0 is off.
+    /// Subtracted per occurrence from the logits of tokens that occur in the completion; 0 has no
+    /// effect.
     pub frequency_penalty: f32,
 }
 
@@ -79,7 +82,7 @@ impl Sampling {
     }
 }
 
-/// Draws in proportion to the model's own probabilities.
+/// Samples from the model's own distribution: temperature 1, without filters or penalties.
 impl Default for Sampling {
     fn default() -> Sampling {
         Sampling {
@@ -89,7 +92,7 @@ impl Default for Sampling {
     }
 }
 
-/// How a token is to be drawn from its row of logits.
+/// Parameters of drawing one token from a row of logits.
 #[derive(Debug, Clone, Copy)]
 pub struct Draw<'a> {
     pub sampling: Sampling,
@@ -97,12 +100,12 @@ pub struct Draw<'a> {
     /// The prompt's ids, ascending, each once; read only for the repetition penalty.
     pub prompt: &'a [u32],
     pub completion: &'a [u32],
-    /// In [0, 1).
+    /// Uniform random number in [0, 1).
     pub uniform: f64,
-    /// Whether [`Drawn::log_sum`] is requested.
-    pub log_sum: bool,
-    /// Whether [`Drawn::logits`] are requested.
-    pub logits: bool,
+    /// Whether [`DrawnToken::log_sum_exp`] is requested.
+    pub wants_log_sum_exp: bool,
+    /// Whether [`DrawnToken::logits`] are requested.
+    pub wants_logits: bool,
 }
 
 impl Draw<'static> {
@@ -113,28 +116,28 @@ impl Draw<'static> {
         prompt: &[],
         completion: &[],
         uniform: 0.0,
-        log_sum: false,
-        logits: false,
+        wants_log_sum_exp: false,
+        wants_logits: false,
     };
 }
 
 /// A token that was drawn.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Drawn {
+pub struct DrawnToken {
     pub token: u32,
     /// The token's raw logit.
     pub logit: f32,
     /// Natural logarithm of the sum of the exponentials of all raw logits if requested, else 0.
-    pub log_sum: f64,
+    pub log_sum_exp: f64,
     /// Raw logits of [`Allowed::Ids`] if requested; minus infinity for ids that the model does not
     /// have.
     pub logits: Vec<f32>,
 }
 
-impl Drawn {
+impl DrawnToken {
     /// Natural logarithm of the probability, in the raw distribution, of a token with this logit.
     pub fn log_probability_of(&self, logit: f32) -> f32 {
-        (f64::from(logit) - self.log_sum) as f32
+        (f64::from(logit) - self.log_sum_exp) as f32
     }
 
     /// Natural logarithm of the probability of the drawn token, in the raw distribution.
@@ -148,6 +151,6 @@ impl Drawn {
 pub enum DrawError {
     #[error("the model's logits are not finite")]
     NotFinite,
-    #[error("no token that the shape allows has a probability")]
+    #[error("no token that the output constraint allows has a nonzero probability")]
     NothingAllowed,
 }

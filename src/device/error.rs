@@ -5,12 +5,14 @@
 /// Error of a device.
 #[derive(Debug, Clone, thiserror::Error, PartialEq, Eq)]
 pub enum DeviceError {
-    /// This machine has no device of this kind.
+    /// This machine has no device of this kind: no driver is installed, or the driver finds no
+    /// device.
     #[error("{0}")]
-    Absent(String),
-    /// There is no such device here, or a library that it needs is not installed.
+    NoDevice(String),
+    /// The requested device cannot be used: none has this number, it is not ready, its driver is
+    /// too old, or a library that it needs is missing.
     #[error("{0}")]
-    Missing(String),
+    Unavailable(String),
     /// The device cannot compute this model, in these formats.
     #[error("{0}")]
     Unsupported(String),
@@ -27,7 +29,7 @@ pub enum DeviceError {
 pub enum TensorError {
     #[error("row {row} holds a value that is not finite in the computing precision")]
     NotFinite {
-        /// Index into the given tensors.
+        /// Index into the tensors of the call.
         part: usize,
         /// Row within it.
         row: usize,

@@ -1,13 +1,13 @@
 //! A device runs fused operations over one flat packed batch.
 //!
-//! The trait is synchronous: an operation has been issued when its method returns, and its result is there for the
-//! next operation on the same [`Step`](Device::Step). Nothing is a singleton: every operation takes its step, its
-//! workspace and its buffers, so two micro-batches may be interleaved.
+//! When a method of the trait returns, its operation has been issued, and later operations on the
+//! same [`Step`](Device::Step) see its result. Devices keep no state per step: every operation
+//! takes its step, its workspace and its buffers, so two micro-batches may be interleaved.
 
 use half::{bf16, f16};
 
 use crate::device::batch::StepBatch;
-use crate::device::draw::{Draw, DrawError, Drawn};
+use crate::device::draw::{Draw, DrawError, DrawnToken};
 use crate::device::random::RandomMatrix;
 
 pub mod batch;
@@ -22,15 +22,17 @@ pub use error::{DeviceError, TensorError};
 /// Precision of a device's computations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Precision {
-    /// Activations, keys and values in F32; weights as stored (widening F16 and BF16 to F32 is exact).
+    /// Activations, keys and values in F32; weights as stored (widening F16 and BF16 to F32 is
+    /// exact).
     F32,
-    /// Weights, activations, keys and values rounded to BF16 where an operation ends; sums in F32.
+    /// Weights, activations, keys and values are rounded to BF16 at the end of each operation;
+    /// accumulation is in F32.
     Bf16,
     /// Linear weights and activations in 8 bits, with one scale per output feature and per token;
-    /// sums are exact. Everything else is in F32 on a CPU and in BF16 on a GPU; keys and values
-    /// follow [`KvFormat`].
+    /// accumulation is exact, in 32-bit integers. Everything else is in F32 on a CPU and in BF16 on
+    /// a GPU; the format of keys and values is set by [`KvFormat`].
     Int8,
-    /// As [`Int8`](Self::Int8), in E4M3 and with sums in F32; GPU only.
+    /// As [`Int8`](Self::Int8), in E4M3 and with accumulation in F32; GPU only.
     Fp8,
 }
 
@@ -39,8 +41,8 @@ pub enum Precision {
 pub enum KvFormat {
     F32,
     Bf16,
-    /// 8 bits, with one scale per token and head; attention multiplies queries and weights in 8
-    /// bits, too.
+    /// 8 bits, with one scale per token and head; attention also quantizes queries and softmax
+    /// weights to 8 bits.
     Int8,
     /// As [`Int8`](Self::Int8), in E4M3; GPU only.
     Fp8,
@@ -48,7 +50,7 @@ pub enum KvFormat {
 
 impl KvFormat {
     /// The name in job files and records.
-    pub fn word(self) -> &'static str {
+    pub fn name(self) -> &'static str {
         match self {
             KvFormat::F32 => "f32",
             KvFormat::Bf16 => "bf16",
@@ -73,7 +75,7 @@ impl Precision {
     pub const ON_GPU: [Precision; 3] = [Precision::Bf16, Precision::Int8, Precision::Fp8];
 
     /// The name in job files and records.
-    pub fn word(self) -> &'static str {
+    pub fn name(self) -> &'static str {
         match self {
             Precision::F32 => "f32",
             Precision::Bf16 => "bf16",
@@ -82,9 +84,9 @@ impl Precision {
         }
     }
 
-    /// The precision with this [name](Self::word).
-    pub fn named(word: &str) -> Option<Precision> {
-        Precision::ALL.into_iter().find(|precision| precision.word() == word)
+    /// The precision with this [name](Self::name).
+    pub fn from_name(name: &str) -> Option<Precision> {
+        Precision::ALL.into_iter().find(|precision| precision.name() == name)
     }
 
     /// Bits per value of the operands of linear layers.
@@ -125,7 +127,8 @@ impl Dtype {
     }
 }
 
-/// A matrix as a checkpoint stores it: `[rows][columns]`, row-major, little-endian, not necessarily aligned.
+/// A matrix as a checkpoint stores it: `[rows][columns]`, row-major, little-endian, not necessarily
+/// aligned.
 ///
 /// A vector is a matrix of one row.
 #[derive(Debug, Clone, Copy)]
@@ -209,7 +212,7 @@ pub struct QkNorm<'a, N> {
 pub struct RopeStore<'a, N> {
     pub heads: HeadShape,
     pub qk_norm: Option<QkNorm<'a, N>>,
-    /// Index into the step's rotations.
+    /// Index into the step's `ropes`.
     pub rope: usize,
 }
 
@@ -217,9 +220,9 @@ pub struct RopeStore<'a, N> {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Attention {
     pub spec: KvSpec,
-    /// Factor of the products of query and key.
+    /// Factor of the dot products of queries and keys.
     pub scale: f32,
-    /// Bound of the scaled products before the softmax: `cap * tanh(x / cap)`.
+    /// Bound of the scaled dot products before the softmax: `cap * tanh(x / cap)`.
     pub soft_cap: Option<f32>,
 }
 
@@ -240,7 +243,8 @@ impl Attention {
 pub enum Activation {
     /// `x / (1 + e^-x)`.
     Silu,
-    /// The Gaussian error linear unit by `tanh` (Hendrycks and Gimpel 2016): `x / (1 + e^-2u)`, `u = sqrt(2 / pi) (x + 0.044715 x^3)`.
+    /// The Gaussian error linear unit by `tanh` (Hendrycks and Gimpel 2016): `x / (1 + e^-2u)`, `u
+    /// = sqrt(2 / pi) (x + 0.044715 x^3)`.
     GeluTanh,
 }
 
@@ -253,11 +257,11 @@ pub struct Linear<M, V> {
 }
 
 /// The output head.
-pub struct Head<'a, M> {
+pub struct OutputHead<'a, M> {
     /// An embedding table.
     pub weight: &'a M,
-    /// Number of leading rows that logits are computed for.
-    pub ids: usize,
+    /// Logits are computed for the first `vocab_size` rows of the table.
+    pub vocab_size: usize,
     /// Bound of the logits: `cap * tanh(x / cap)`.
     pub soft_cap: Option<f32>,
 }
@@ -265,11 +269,12 @@ pub struct Head<'a, M> {
 /// Rows to add to a residual stream.
 pub struct Delta<'a, B, N> {
     pub rows: &'a B,
-    /// Weights of a norm that the rows go through first.
+    /// Weights of a norm that is applied to the rows before the addition.
     pub norm: Option<&'a N>,
 }
 
-/// Adds `delta` to a residual stream, then normalises the stream.
+/// Parameters of [`Device::add_norm`]: adds `delta` to a residual stream, then normalises the
+/// stream.
 pub struct AddNorm<'a, B, N> {
     /// Added to the residual stream first; `None` for the first norm.
     pub delta: Option<Delta<'a, B, N>>,
@@ -287,8 +292,8 @@ pub trait Device: Send + Sync {
     type Matrix: Send + Sync;
     /// Biases.
     type Vector: Send + Sync;
-    /// A norm's weights, in F32 at every precision: some are near 1, and training learned the
-    /// difference.
+    /// A norm's weights, in F32 at every precision: some differ from 1 only slightly, and rounding
+    /// would lose the difference.
     type Norm: Send + Sync;
     /// Activations.
     type Buffer: Send + Sync;
@@ -300,33 +305,32 @@ pub trait Device: Send + Sync {
     /// Scratch memory of operations.
     type Workspace: Send + Sync;
 
-    /// Takes over matrices of equal width, stacked by rows.
+    /// Uploads matrices of equal width, stacked by rows.
     ///
     /// # Errors
-    /// A weight is NaN or infinite, or becomes so in the computing precision; the device has no
-    /// room.
+    /// A weight is NaN or infinite, or becomes so in the computing precision; the device is out of
+    /// memory.
     fn matrix(&self, parts: &[Tensor<'_>]) -> Result<Self::Matrix, TensorError>;
-    /// As [`matrix`](Self::matrix), for the rows of a gate followed by as many rows of an up
-    /// projection, for [`gated_linear`](Self::gated_linear).
+    /// As [`matrix`](Self::matrix), for [`gated_linear`](Self::gated_linear): the rows of a gate
+    /// projection, followed by as many rows of an up projection.
     fn gated_matrix(&self, parts: &[Tensor<'_>]) -> Result<Self::Matrix, TensorError>;
-    /// As [`matrix`](Self::matrix), for rows that [`embed`](Self::embed) and
-    /// [`logits`](Self::logits) read.
-    fn table(&self, part: Tensor<'_>) -> Result<Self::Matrix, TensorError>;
+    /// As [`matrix`](Self::matrix), for [`embed`](Self::embed) and [`logits`](Self::logits).
+    fn embedding_table(&self, part: Tensor<'_>) -> Result<Self::Matrix, TensorError>;
     /// Whether the device makes random weights itself. Otherwise the host makes and uploads them.
-    fn makes_random(&self) -> bool {
+    fn makes_random_weights(&self) -> bool {
         false
     }
     /// Makes random matrices of equal width on the device, stacked by rows: for linear operations,
-    /// gated or not, or as a table.
+    /// gated or not, or as an embedding table.
     ///
     /// # Errors
-    /// The device has no room for them, or [makes none](Self::makes_random).
+    /// The device is out of memory, or [makes no random weights](Self::makes_random_weights).
     fn random_matrix(&self, _parts: &[RandomMatrix], _is_table: bool) -> Result<Self::Matrix, DeviceError> {
         Err(DeviceError::Unsupported("this device makes no random weights".into()))
     }
-    /// Takes over vectors, one after the other. Errors as in [`matrix`](Self::matrix).
+    /// Uploads vectors, concatenated. Errors as in [`matrix`](Self::matrix).
     fn vector(&self, parts: &[Tensor<'_>]) -> Result<Self::Vector, TensorError>;
-    /// Takes over a norm's weights. Errors as in [`matrix`](Self::matrix).
+    /// Uploads a norm's weights. Errors as in [`matrix`](Self::matrix).
     fn norm(&self, part: Tensor<'_>) -> Result<Self::Norm, TensorError>;
     /// An empty buffer.
     fn buffer(&self) -> Self::Buffer;
@@ -342,13 +346,12 @@ pub trait Device: Send + Sync {
     /// One layer's pool of `blocks` blocks.
     ///
     /// # Errors
-    /// The device has no room for the pool.
+    /// The device is out of memory.
     fn kv_pool(&self, heads: HeadShape, blocks: usize) -> Result<Self::KvPool, DeviceError>;
     /// Bytes per KV block of one layer.
     fn kv_block_bytes(&self, heads: HeadShape) -> usize;
 
-    /// Free bytes of the device's own memory; `None` for a device that computes in the host's
-    /// memory.
+    /// Free bytes of the device's own memory; `None` for a device that uses the host's memory.
     ///
     /// # Errors
     /// The device failed.
@@ -359,7 +362,8 @@ pub trait Device: Send + Sync {
     /// The issued work failed.
     fn wait(&self) -> Result<(), DeviceError>;
 
-    /// Uploads a checked batch, for operations that are given this step and this workspace.
+    /// Uploads a batch that the caller has checked. The operations of this step must use this
+    /// workspace.
     ///
     /// # Errors
     /// Here and in all methods below: the device is out of memory or failed. Results of the step
@@ -370,10 +374,11 @@ pub trait Device: Send + Sync {
         step: &mut Self::Step,
         workspace: &mut Self::Workspace,
     ) -> Result<(), DeviceError>;
-    /// Copies the step's `block_copies` within a pool. Runs before the step's first [`rope_store`](Self::rope_store).
+    /// Copies the step's `block_copies` within a pool. Runs before the step's first
+    /// [`rope_store`](Self::rope_store).
     fn copy_blocks(&self, step: &Self::Step, pool: &mut Self::KvPool) -> Result<(), DeviceError>;
-    /// Rows of `table` for the step's tokens, times `scale`. Ids of tokens that the step before
-    /// draws are read from the workspace.
+    /// Rows of `table` for the step's tokens, times `scale`. The ids of pending tokens
+    /// ([`StepBatch::pending_tokens`]) are read from the workspace.
     fn embed(
         &self,
         table: &Self::Matrix,
@@ -407,7 +412,8 @@ pub trait Device: Send + Sync {
         out: &mut Self::Buffer,
         workspace: &mut Self::Workspace,
     ) -> Result<(), DeviceError>;
-    /// Normalises (where asked for) and rotates the query and key heads of `qkv`, and stores keys and values.
+    /// Normalises (if `qk_norm` is set) and rotates the query and key heads of `qkv`, and stores
+    /// keys and values in the pool.
     fn rope_store(
         &self,
         op: RopeStore<'_, Self::Norm>,
@@ -434,30 +440,31 @@ pub trait Device: Send + Sync {
         out: &mut Self::Buffer,
         workspace: &mut Self::Workspace,
     ) -> Result<(), DeviceError>;
-    /// Logits in F32 of each row of `x` over the head's ids; they stay in the workspace, `[rows][ids]`.
+    /// Computes the logits of each row of `x` in F32. They stay in the workspace,
+    /// `[rows][vocab_size]`.
     fn logits(
         &self,
-        head: Head<'_, Self::Matrix>,
+        head: OutputHead<'_, Self::Matrix>,
         x: &Self::Buffer,
         workspace: &mut Self::Workspace,
     ) -> Result<(), DeviceError>;
     /// Copies the workspace's logits to the host, after all issued work.
     fn read_logits<'w>(&self, workspace: &'w mut Self::Workspace) -> Result<&'w [f32], DeviceError>;
     /// Draws a token from each row of the workspace's logits, one per entry of `draws`, among ids
-    /// below `ids`. The logits are overwritten.
-    fn draw(&self, ids: usize, draws: &[Draw<'_>], workspace: &mut Self::Workspace) -> Result<(), DeviceError>;
-    /// Results of the last [`draw`](Self::draw); they can be taken once.
-    fn drawn(&self, workspace: &mut Self::Workspace) -> Result<Vec<Result<Drawn, DrawError>>, DeviceError>;
-    /// Whether the device computes while the host goes on. If so, a step may contain tokens that
-    /// the step before draws ([`StepBatch::drawn`]), and may be issued before those tokens are
-    /// taken.
+    /// below `vocab_size`. The logits may be overwritten.
+    fn draw(&self, vocab_size: usize, draws: &[Draw<'_>], workspace: &mut Self::Workspace) -> Result<(), DeviceError>;
+    /// Takes the results of the last [`draw`](Self::draw). A second call finds none.
+    fn take_drawn(&self, workspace: &mut Self::Workspace) -> Result<Vec<Result<DrawnToken, DrawError>>, DeviceError>;
+    /// Whether the device computes asynchronously. If so, a step may contain tokens that the
+    /// previous step draws ([`StepBatch::pending_tokens`]), and may be issued before the host has
+    /// taken them.
     fn runs_ahead(&self) -> bool;
-    /// Whether the device measures how products are computed best, once for each power of two of
-    /// rows. If so, all products are computed once before the first job row, while there is memory
-    /// for it.
-    fn measures(&self) -> bool;
+    /// Whether the device measures which matmul kernel is fastest, once for each power of two of
+    /// rows. If so, the model runs trial steps of these sizes before the first job row, while there
+    /// is memory for the measurement.
+    fn autotunes_matmuls(&self) -> bool;
     /// Writes rows from the host to a buffer, `[values.len() / width][width]`; used by tests.
     fn write(&self, values: &[f32], width: usize, out: &mut Self::Buffer) -> Result<(), DeviceError>;
-    /// A buffer's contents, `[rows][width]`.
+    /// Copies a buffer's contents, `[rows][width]`, to the host.
     fn read(&self, buffer: &Self::Buffer) -> Result<Vec<f32>, DeviceError>;
 }

@@ -9,9 +9,9 @@ pub struct RandomMatrix {
     pub scale: f32,
 }
 
-/// Number `at` of a stream, in [-1, 1) (SplitMix64, Steele et al. 2014).
-pub fn uniform(seed: u64, at: u64) -> f32 {
-    let mut z = seed.wrapping_add((at + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+/// Number `index` of the random stream `seed`, in [-1, 1) (SplitMix64, Steele et al. 2014).
+pub fn uniform(seed: u64, index: u64) -> f32 {
+    let mut z = seed.wrapping_add((index + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     z ^= z >> 31;

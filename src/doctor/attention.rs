@@ -1,5 +1,5 @@
-//! Checks rotation, the storage of keys and values, and attention together, since each device
-//! chooses its own layout of blocks.
+//! Checks rotation, the storage of keys and values, and attention together, since the layout of KV
+//! blocks differs between devices.
 
 use super::inputs::{TestTensor, numbers};
 use super::operations::to_device_error;
@@ -8,17 +8,17 @@ use super::{Comparison, Extent, Finding, compare};
 use crate::device::batch::StepBatch;
 use crate::device::{Attention, Device, DeviceError, HeadShape, KvSpec, QkNorm, RopeSpec, RopeStore};
 
-/// One case: heads, kind of attention, and the sequences of two steps.
+/// A test case: heads, kind of attention, and the sequences of two steps.
 struct AttentionCase {
     heads: HeadShape,
-    of: Attention,
-    qk_norm: bool,
-    /// Sequences as (tokens in the first step, tokens in the second). One token in the second step
-    /// is a decode.
+    params: Attention,
+    has_qk_norm: bool,
+    /// Sequences as (tokens in the first step, tokens in the second step). One token in the second
+    /// step is a decode.
     sequences: Vec<(u32, u32)>,
-    /// Length of the prefix of the first sequence that all others share, in the same blocks: a
+    /// Length of the first sequence's prefix that all other sequences share, in the same blocks; a
     /// multiple of the block size.
-    shared: u32,
+    prefix_len: u32,
 }
 
 fn heads(heads: usize, kv_heads: usize, head_dim: usize) -> HeadShape {
@@ -30,19 +30,19 @@ fn heads(heads: usize, kv_heads: usize, head_dim: usize) -> HeadShape {
 }
 
 fn cases(extent: Extent) -> Vec<AttentionCase> {
-    let case = |heads, spec, qk_norm, sequences: &[(u32, u32)], shared| AttentionCase {
+    let case = |heads, spec, has_qk_norm, sequences: &[(u32, u32)], prefix_len| AttentionCase {
         heads,
-        of: Attention::plain(heads, spec),
-        qk_norm,
+        params: Attention::plain(heads, spec),
+        has_qk_norm,
         sequences: sequences.to_vec(),
-        shared,
+        prefix_len,
     };
     // Some scores are far above the cap, others far below it.
     let capped = |case: AttentionCase| AttentionCase {
-        of: Attention {
+        params: Attention {
             scale: 0.5,
             soft_cap: Some(1.5),
-            ..case.of
+            ..case.params
         },
         ..case
     };
@@ -85,44 +85,49 @@ fn rope(heads: HeadShape) -> RopeSpec {
     }
 }
 
-/// The case's kind in words, for the end of its name.
-fn kind(of: Attention, shared: u32) -> String {
-    let capped = if of.soft_cap.is_some() { ", capped" } else { "" };
-    match (of.spec, shared) {
+/// Describes the kind of attention, for the end of the case's name.
+fn describe(params: Attention, prefix_len: u32) -> String {
+    let capped = if params.soft_cap.is_some() { ", capped" } else { "" };
+    match (params.spec, prefix_len) {
         (KvSpec::Window(window), _) => format!(", window {window}{capped}"),
         (_, 0) => capped.into(),
-        (_, shared) => format!(", {shared} shared{capped}"),
+        (_, prefix_len) => format!(", {prefix_len} shared{capped}"),
     }
 }
 
 /// Output of attention for a step's tokens, and seconds of one run if it is timed.
-type Ran = (Vec<f32>, Option<f64>);
+type StepOutput = (Vec<f32>, Option<f64>);
 
 impl AttentionCase {
-    /// The two steps on a device with blocks of this size, and the number of blocks. Blocks are
-    /// assigned in a scattered order.
+    /// The two steps on a device with `block_tokens` positions per block, and the number of blocks.
+    /// Blocks are assigned in a scattered order.
     fn steps(&self, block_tokens: u32) -> ([StepBatch; 2], u32) {
         let blocks_of = |tokens: u32| tokens.div_ceil(block_tokens);
-        let all: u32 = self.sequences.iter().map(|(a, b)| blocks_of(a + b) + 1).sum();
+        let block_count: u32 = self.sequences.iter().map(|(a, b)| blocks_of(a + b) + 1).sum();
         // A stride that is coprime to the number of blocks visits each block once.
-        let step = (3..)
-            .find(|n| !all.is_multiple_of(*n) && (2..*n).all(|d| !n.is_multiple_of(d)))
+        let stride = (3..)
+            .find(|n| !block_count.is_multiple_of(*n) && (2..*n).all(|d| !n.is_multiple_of(d)))
             .unwrap_or(1);
-        let mut dealt = (0..all).map(|i| (u64::from(i) * u64::from(step) % u64::from(all)) as u32);
+        let mut block_ids =
+            (0..block_count).map(|i| (u64::from(i) * u64::from(stride) % u64::from(block_count)) as u32);
         let mut tables: Vec<Vec<u32>> = Vec::new();
         for (first, second) in &self.sequences {
             let mut table = match tables.first() {
-                Some(first) => first[..(self.shared / block_tokens) as usize].to_vec(),
+                Some(first) => first[..(self.prefix_len / block_tokens) as usize].to_vec(),
                 None => vec![],
             };
-            table.extend(dealt.by_ref().take(blocks_of(first + second) as usize - table.len()));
+            table.extend(
+                block_ids
+                    .by_ref()
+                    .take(blocks_of(first + second) as usize - table.len()),
+            );
             tables.push(table);
         }
         let mut steps = [StepBatch::default(), StepBatch::default()];
         for (number, step) in steps.iter_mut().enumerate() {
             for (i, ((first, second), table)) in self.sequences.iter().zip(&tables).enumerate() {
                 // Only the first sequence stores the shared tokens.
-                let stored = if i > 0 { self.shared } else { 0 };
+                let stored = if i > 0 { self.prefix_len } else { 0 };
                 let (from, to) = if number == 0 {
                     (stored, *first)
                 } else {
@@ -131,7 +136,7 @@ impl AttentionCase {
                 step.push(from..to, to, table[..blocks_of(to) as usize].iter().copied());
             }
         }
-        (steps, all)
+        (steps, block_count)
     }
 
     /// Output of attention for each step's tokens, and the seconds that `time` returns.
@@ -139,20 +144,20 @@ impl AttentionCase {
         &self,
         device: &D,
         time: impl Fn(&mut dyn FnMut() -> Result<(), DeviceError>) -> Result<Option<f64>, DeviceError>,
-    ) -> Result<Vec<Ran>, DeviceError> {
+    ) -> Result<Vec<StepOutput>, DeviceError> {
         let (steps, blocks) = self.steps(device.block_tokens());
         let mut pool = device.kv_pool(self.heads, blocks as usize)?;
-        // The first rotation must stay unused: the operation below selects the second.
-        let other = RopeSpec {
+        // The first rotation must not be used: the operation below selects the second one.
+        let unused_rope = RopeSpec {
             inverse_frequencies: vec![0.0; self.heads.head_dim / 2],
             scale: 1.0,
         };
-        let mut step = device.step(self.heads, vec![other, rope(self.heads)], &[self.of.spec])?;
+        let mut step = device.step(self.heads, vec![unused_rope, rope(self.heads)], &[self.params.spec])?;
         let norm = |seed| to_device_error(device.norm(TestTensor::new(seed, 1, self.heads.head_dim, 2.0).tensor()));
         let (q, k) = (norm(10)?, norm(11)?);
         let (mut qkv, mut out, mut workspace) = (device.buffer(), device.buffer(), device.workspace());
         let width = self.heads.qkv_width();
-        let mut all = Vec::new();
+        let mut outputs = Vec::new();
         for (number, batch) in steps.iter().enumerate() {
             device.upload(batch, &mut step, &mut workspace)?;
             // Shared tokens occur once in the batch, as rows of the first sequence.
@@ -163,7 +168,7 @@ impl AttentionCase {
             )?;
             let op = RopeStore {
                 heads: self.heads,
-                qk_norm: self.qk_norm.then_some(QkNorm {
+                qk_norm: self.has_qk_norm.then_some(QkNorm {
                     q: &q,
                     k: &k,
                     eps: 1e-6,
@@ -171,27 +176,29 @@ impl AttentionCase {
                 rope: 1,
             };
             device.rope_store(op, &step, &mut qkv, &mut pool)?;
-            device.attention(self.of, &step, &qkv, &pool, &mut out, &mut workspace)?;
+            device.attention(self.params, &step, &qkv, &pool, &mut out, &mut workspace)?;
             let rows = device.read(&out)?;
-            let seconds = time(&mut || device.attention(self.of, &step, &qkv, &pool, &mut out, &mut workspace))?;
-            all.push((rows, seconds));
+            let seconds = time(&mut || device.attention(self.params, &step, &qkv, &pool, &mut out, &mut workspace))?;
+            outputs.push((rows, seconds));
         }
-        Ok(all)
+        Ok(outputs)
     }
 
-    /// The number of keys that each query of a step sees, summed over the queries, and the number
+    /// The number of keys that the queries of a step see, summed over the queries, and the number
     /// of keys that must be read from memory.
-    fn keys(&self, step: &StepBatch) -> (f64, f64) {
-        let window = match self.of.spec {
+    fn count_keys(&self, step: &StepBatch) -> (f64, f64) {
+        let window = match self.params.spec {
             KvSpec::Full => u32::MAX,
             KvSpec::Window(window) => window,
         };
         let (mut seen, mut read) = (0.0, 0.0);
         for (i, s) in step.sequences.iter().enumerate() {
             let positions = s.kv_len - s.q_len..s.kv_len;
-            seen += positions.map(|at| f64::from((at + 1).min(window))).sum::<f64>();
-            let shared = if i > 0 { self.shared } else { 0 };
-            read += f64::from((s.kv_len - shared).min(window.saturating_add(s.q_len)));
+            seen += positions
+                .map(|position| f64::from((position + 1).min(window)))
+                .sum::<f64>();
+            let prefix_len = if i > 0 { self.prefix_len } else { 0 };
+            read += f64::from((s.kv_len - prefix_len).min(window.saturating_add(s.q_len)));
         }
         (seen, read)
     }
@@ -199,7 +206,7 @@ impl AttentionCase {
 
 /// Reports each step of a case as a finding. The first step is a prefill; the second has one token
 /// or a few tokens per sequence.
-pub(super) fn all<D: Device>(
+pub(super) fn check_all<D: Device>(
     comparison: &Comparison<'_, D>,
     report: &mut dyn FnMut(Finding),
 ) -> Result<(), DeviceError> {
@@ -211,7 +218,7 @@ pub(super) fn all<D: Device>(
             kv_heads,
             head_dim,
         } = case.heads;
-        let kind = kind(case.of, case.shared);
+        let kind = describe(case.params, case.prefix_len);
         let (steps, _) = case.steps(comparison.device.block_tokens());
         for ((step, (want, _)), (got, seconds)) in steps.iter().zip(&want).zip(got) {
             let stored: u32 = step.sequences.iter().map(|s| s.kv_len).sum();
@@ -219,13 +226,19 @@ pub(super) fn all<D: Device>(
                 "{} of {stored} x {heads}/{kv_heads} x {head_dim}{kind}",
                 step.tokens.len()
             );
-            let name = ("rope_store, attention", comparison.kv.word(), shape);
-            let mut finding = compare(name, Tolerance::attention(comparison.kv), heads * head_dim, want, &got);
+            let name = ("rope_store, attention", comparison.kv_format.name(), shape);
+            let mut finding = compare(
+                name,
+                Tolerance::attention(comparison.kv_format),
+                heads * head_dim,
+                want,
+                &got,
+            );
             // Seconds, operations and bytes are those of attention alone.
-            let (seen, read) = case.keys(step);
+            let (seen, read) = case.count_keys(step);
             finding.seconds = seconds;
             finding.operations = 4.0 * seen * (heads * head_dim) as f64;
-            finding.bytes = 2.0 * read * (kv_heads * head_dim) as f64 * f64::from(comparison.kv.bits()) / 8.0
+            finding.bytes = 2.0 * read * (kv_heads * head_dim) as f64 * f64::from(comparison.kv_format.bits()) / 8.0
                 + 4.0 * (step.tokens.len() * heads * head_dim) as f64;
             report(finding);
         }
@@ -233,29 +246,29 @@ pub(super) fn all<D: Device>(
     Ok(())
 }
 
-/// Sequences of a step as (sequence, first token, end of its tokens).
+/// The sequences of a step as (sequence, first token, end of its tokens).
 type StepSplit = Vec<(u32, u32, u32)>;
 
-/// Attention's output for the tokens of sequence 0, concatenated over deterministic steps. The two
-/// sequences share their first `shared` tokens and the blocks of these tokens. A token's input
+/// Output of attention for the tokens of sequence 0, concatenated over deterministic steps. The two
+/// sequences share their first `prefix_len` tokens and the blocks of these tokens. A token's input
 /// depends only on its position.
 fn first_sequence_outputs<D: Device>(
     device: &D,
     (heads, spec): (HeadShape, KvSpec),
     steps: &[StepSplit],
-    shared: u32,
+    prefix_len: u32,
 ) -> Result<Vec<f32>, DeviceError> {
     let longest = steps.iter().flatten().map(|(_, _, to)| *to).max().unwrap_or(0);
     let blocks = longest.div_ceil(device.block_tokens());
-    let block = |sequence, at| {
-        if at < shared / device.block_tokens() {
-            at
+    let block = |sequence, index| {
+        if index < prefix_len / device.block_tokens() {
+            index
         } else {
-            sequence * blocks + at
+            sequence * blocks + index
         }
     };
     let mut pool = device.kv_pool(heads, 2 * blocks as usize)?;
-    let of = Attention::plain(heads, spec);
+    let params = Attention::plain(heads, spec);
     let mut on_device = device.step(heads, vec![rope(heads)], &[spec])?;
     let (mut qkv, mut out, mut workspace) = (device.buffer(), device.buffer(), device.workspace());
     let mut results = Vec::new();
@@ -266,7 +279,7 @@ fn first_sequence_outputs<D: Device>(
         };
         let mut rows = Vec::new();
         for &(sequence, from, to) in step {
-            let table = (0..to.div_ceil(device.block_tokens())).map(|at| block(sequence, at));
+            let table = (0..to.div_ceil(device.block_tokens())).map(|index| block(sequence, index));
             batch.push(from..to, to, table);
             rows.extend((from..to).flat_map(|position| numbers(u64::from(position) << 8, heads.qkv_width())));
         }
@@ -278,7 +291,7 @@ fn first_sequence_outputs<D: Device>(
             rope: 0,
         };
         device.rope_store(op, &on_device, &mut qkv, &mut pool)?;
-        device.attention(of, &on_device, &qkv, &pool, &mut out, &mut workspace)?;
+        device.attention(params, &on_device, &qkv, &pool, &mut out, &mut workspace)?;
         let first: u32 = step
             .iter()
             .filter(|(s, ..)| *s == 0)
@@ -291,7 +304,7 @@ fn first_sequence_outputs<D: Device>(
 
 /// Checks that deterministic steps give the same bits for a sequence, however its tokens are split
 /// into steps and whatever else is in the batch.
-pub(super) fn deterministic<D: Device>(
+pub(super) fn check_deterministic<D: Device>(
     comparison: &Comparison<'_, D>,
     report: &mut dyn FnMut(Finding),
 ) -> Result<(), DeviceError> {
@@ -299,10 +312,10 @@ pub(super) fn deterministic<D: Device>(
         Extent::Quick => (heads(4, 2, 32), 1200),
         Extent::Full => (heads(32, 8, 128), 4200),
     };
-    // `cut` splits the sequence inside a block and inside a piece (see docs/decisions/075), ends
-    // with few tokens, and has another sequence in the batch. `same_prefix` computes the last tokens
-    // beside a sequence with the same prefix.
-    let cut = vec![
+    // `split_in_block` splits the sequence inside a block and inside a piece (see
+    // docs/decisions/075). Its last step has few tokens, and its batches contain another sequence.
+    // `same_prefix` computes the last tokens in a batch with a sequence that has the same prefix.
+    let split_in_block = vec![
         vec![(0, 0, 1000), (1, 0, 300)],
         vec![(0, 1000, end - 3)],
         vec![(0, end - 3, end), (1, 300, 301)],
@@ -313,21 +326,21 @@ pub(super) fn deterministic<D: Device>(
         vec![(0, end - 1, end)],
     ];
     let cases = [
-        (KvSpec::Full, vec![(&cut, 0), (&same_prefix, 1024)]),
-        (KvSpec::Window(700), vec![(&cut, 0)]),
+        (KvSpec::Full, vec![(&split_in_block, 0), (&same_prefix, 1024)]),
+        (KvSpec::Window(700), vec![(&split_in_block, 0)]),
     ];
     for (spec, splits) in cases {
         let whole = first_sequence_outputs(comparison.device, (heads, spec), &[vec![(0, 0, end)]], 0)?;
-        for (split, shared) in splits {
-            let got = first_sequence_outputs(comparison.device, (heads, spec), split, shared)?;
+        for (split, prefix_len) in splits {
+            let got = first_sequence_outputs(comparison.device, (heads, spec), split, prefix_len)?;
             let shape = format!(
                 "{end} x {}/{} x {}{}",
                 heads.heads,
                 heads.kv_heads,
                 heads.head_dim,
-                kind(Attention::plain(heads, spec), shared)
+                describe(Attention::plain(heads, spec), prefix_len)
             );
-            let name = ("attention, deterministic", comparison.kv.word(), shape);
+            let name = ("attention, deterministic", comparison.kv_format.name(), shape);
             let width = heads.heads * heads.head_dim;
             report(compare(name, Tolerance::exact(), width, &whole, &got));
         }

@@ -1,4 +1,4 @@
-//! Seeded random inputs, rounded to BF16 so that every device is given the same numbers.
+//! Seeded random inputs, rounded to BF16 so that every device gets the same numbers.
 
 use half::bf16;
 use rayon::prelude::*;
@@ -11,21 +11,22 @@ pub(super) fn numbers(seed: u64, count: usize) -> Vec<f32> {
     (0..count)
         .into_par_iter()
         .with_min_len(1 << 14)
-        .map(|at| bf16::from_f32(uniform(seed, at as u64)).to_f32())
+        .map(|index| bf16::from_f32(uniform(seed, index as u64)).to_f32())
         .collect()
 }
 
-/// Rows that `precision` holds exactly, with scales that are powers of two. Quantization leaves
-/// such operands unchanged, so a product is exact up to the rounding of its result.
-pub(super) fn exact(precision: Precision, seed: u64, rows: usize, width: usize) -> Vec<f32> {
+/// Random rows that `precision` represents exactly, with scales that are powers of two.
+/// Quantization leaves such operands unchanged, so a matmul is exact up to the rounding of its
+/// result.
+pub(super) fn exact_rows(precision: Precision, seed: u64, rows: usize, width: usize) -> Vec<f32> {
     let mut values = numbers(seed, rows * width);
     if !matches!(precision, Precision::Int8 | Precision::Fp8) {
         return values;
     }
     let int8 = precision == Precision::Int8;
-    // The largest magnitude of a row, which determines the row's scale: 127 or 448 times a power of
+    // The largest magnitude of each row, which determines its scale: 127 or 448 times a power of
     // two.
-    let most = if int8 { 127.0 / 128.0 } else { 448.0 / 512.0 };
+    let magnitude_max = if int8 { 127.0 / 128.0 } else { 448.0 / 512.0 };
     values
         .par_chunks_exact_mut(width)
         .enumerate()
@@ -34,17 +35,17 @@ pub(super) fn exact(precision: Precision, seed: u64, rows: usize, width: usize) 
                 *value = if int8 {
                     (*value * 127.0).round() / 128.0
                 } else {
-                    four_bits(*value * most)
+                    round_to_four_bits(*value * magnitude_max)
                 };
             }
-            let at = row * 7 % width;
-            values[at] = most.copysign(values[at]);
+            let index = row * 7 % width;
+            values[index] = magnitude_max.copysign(values[index]);
         });
     values
 }
 
-/// Rounded to four significant bits, as E4M3 keeps them; magnitudes below 2^-10 become zero.
-fn four_bits(x: f32) -> f32 {
+/// Rounds to four significant bits, the precision of E4M3; magnitudes below 2^-10 become zero.
+fn round_to_four_bits(x: f32) -> f32 {
     if x.abs() < 1.0 / 1024.0 {
         return 0.0;
     }
@@ -52,7 +53,7 @@ fn four_bits(x: f32) -> f32 {
     f32::from_bits((x.to_bits() + half) & !((1 << 20) - 1))
 }
 
-/// A matrix as a checkpoint would store it, in BF16.
+/// A matrix in BF16, as a checkpoint would store it.
 pub(super) struct TestTensor {
     rows: usize,
     columns: usize,
@@ -62,11 +63,11 @@ pub(super) struct TestTensor {
 impl TestTensor {
     /// A matrix of random numbers times `scale`, a power of two.
     pub(super) fn new(seed: u64, rows: usize, columns: usize, scale: f32) -> TestTensor {
-        TestTensor::of(&numbers(seed, rows * columns), rows, columns, scale)
+        TestTensor::from_values(&numbers(seed, rows * columns), rows, columns, scale)
     }
 
     /// A matrix of `values` times `scale`.
-    pub(super) fn of(values: &[f32], rows: usize, columns: usize, scale: f32) -> TestTensor {
+    pub(super) fn from_values(values: &[f32], rows: usize, columns: usize, scale: f32) -> TestTensor {
         let mut data = vec![0; values.len() * 2];
         data.par_chunks_exact_mut(2)
             .with_min_len(1 << 14)
@@ -94,20 +95,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn exact_rows_are_whole_steps_of_their_scale() {
+    fn exact_rows_are_representable_with_their_scale() {
         for (precision, top) in [(Precision::Int8, 127.0), (Precision::Fp8, 448.0)] {
-            let rows = exact(precision, 3, 4, 100);
+            let rows = exact_rows(precision, 3, 4, 100);
             for row in rows.chunks_exact(100) {
                 let scale = row.iter().fold(0.0f32, |most, x| most.max(x.abs())) / top;
                 assert_eq!(scale.log2().fract(), 0.0);
                 for x in row {
                     let step = x / scale;
-                    let held = match precision {
+                    let is_exact = match precision {
                         Precision::Int8 => step.fract() == 0.0,
                         // Four significant bits, none below 2^-9.
                         _ => step.to_bits() & 0xfffff == 0 && (step * 512.0).fract() == 0.0,
                     };
-                    assert!(held, "{step} in {precision:?}");
+                    assert!(is_exact, "{step} in {precision:?}");
                     assert_eq!(bf16::from_f32(*x).to_f32(), *x);
                 }
             }

@@ -1,4 +1,4 @@
-//! Compares whole small models with random weights, of every family, with the CPU in F32.
+//! Compares small models of every family, with random weights, with the CPU in F32.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -23,11 +23,11 @@ pub struct ModelFinding {
     pub divergence_max: f64,
     /// Number of rows of logits whose largest logit belongs to the same token as in F32.
     pub same: usize,
-    /// Number of rows whose largest logit belongs to another token than in F32, although the F32
+    /// Number of rows whose largest logit belongs to a token other than in F32, although the F32
     /// logits of these two tokens differ by more than eight times the RMS error of all logits.
     pub wrong: usize,
     pub rows: usize,
-    /// Whether a sequence's logits are the same bits when it is alone in the batch.
+    /// Whether a sequence's logits are bit-identical when it is alone in the batch.
     pub alone_alike: bool,
 }
 
@@ -37,18 +37,19 @@ impl ModelFinding {
     }
 }
 
-/// Maximum divergence of these formats on such models. For BF16 and INT8 it is twice the maximum of
-/// the CPU's own formats. For E4M3 it is ten times that of INT8: E4M3's steps are some three times
-/// those of INT8, and divergence grows with the square.
+/// Maximum divergence of these formats on the small models. For BF16 and INT8 it is twice the
+/// maximum that the CPU shows in these formats. For E4M3 it is larger: its steps are about three
+/// times those of INT8, and divergence grows with the square of the step.
 fn divergence_max(precision: Precision, kv: KvFormat) -> f64 {
-    let of = |int8: bool, fp8: bool| -> f64 {
+    let format_max = |int8: bool, fp8: bool| -> f64 {
         match (fp8, int8) {
             (true, _) => 0.03,
             (_, true) => 0.008,
             _ => 0.002,
         }
     };
-    of(precision == Precision::Int8, precision == Precision::Fp8).max(of(kv == KvFormat::Int8, kv == KvFormat::Fp8))
+    format_max(precision == Precision::Int8, precision == Precision::Fp8)
+        .max(format_max(kv == KvFormat::Int8, kv == KvFormat::Fp8))
 }
 
 /// A model to check.
@@ -85,31 +86,34 @@ impl TestModel {
 /// # Errors
 /// None with the sizes given here.
 pub fn families() -> Result<Vec<TestModel>, ModelError> {
-    let sizes = |architecture: &str, more: serde_json::Value| {
+    let parse_config = |architecture: &str, overrides: serde_json::Value| {
         let mut map = serde_json::json!({
             "architectures": [architecture], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
             "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 200, "rope_theta": 10000.0,
             "rms_norm_eps": 1e-5, "max_position_embeddings": 512, "hidden_act": "silu",
         });
-        if let (Some(map), Some(more)) = (map.as_object_mut(), more.as_object()) {
-            map.extend(more.clone());
+        if let (Some(map), Some(overrides)) = (map.as_object_mut(), overrides.as_object()) {
+            map.extend(overrides.clone());
         }
         Config::parse(std::path::Path::new(architecture), &map.to_string())
     };
     let shapes = [
-        ("llama", sizes("LlamaForCausalLM", serde_json::json!({}))?),
+        ("llama", parse_config("LlamaForCausalLM", serde_json::json!({}))?),
         (
             "mistral, window",
-            sizes("MistralForCausalLM", serde_json::json!({"sliding_window": 40}))?,
+            parse_config("MistralForCausalLM", serde_json::json!({"sliding_window": 40}))?,
         ),
         (
             "qwen2, biases",
-            sizes("Qwen2ForCausalLM", serde_json::json!({"tie_word_embeddings": true}))?,
+            parse_config("Qwen2ForCausalLM", serde_json::json!({"tie_word_embeddings": true}))?,
         ),
-        ("qwen3, normed heads", sizes("Qwen3ForCausalLM", serde_json::json!({}))?),
+        (
+            "qwen3, q/k norms",
+            parse_config("Qwen3ForCausalLM", serde_json::json!({}))?,
+        ),
         (
             "gemma2, soft caps",
-            sizes(
+            parse_config(
                 "Gemma2ForCausalLM",
                 serde_json::json!({"sliding_window": 40, "query_pre_attn_scalar": 4, "attn_logit_softcapping": 2.0,
                     "final_logit_softcapping": 4.0}),
@@ -117,14 +121,14 @@ pub fn families() -> Result<Vec<TestModel>, ModelError> {
         ),
         (
             "gemma3, two rotations",
-            sizes(
+            parse_config(
                 "Gemma3ForCausalLM",
                 serde_json::json!({"sliding_window": 40, "sliding_window_pattern": 2, "query_pre_attn_scalar": 24,
                     "rope_local_base_freq": 50.0}),
             )?,
         ),
     ];
-    let subject = |(name, config): (&str, Config)| TestModel {
+    let test_model = |(name, config): (&str, Config)| TestModel {
         name: name.into(),
         config,
         weights: Box::new(RandomWeights {
@@ -132,21 +136,21 @@ pub fn families() -> Result<Vec<TestModel>, ModelError> {
             dtype: Dtype::Bf16,
         }),
     };
-    Ok(shapes.into_iter().map(subject).collect())
+    Ok(shapes.into_iter().map(test_model).collect())
 }
 
-/// Checks every model in these formats, on a device that `make` creates for it.
+/// Checks each model in these formats, on a device that `new_device` creates for the model.
 ///
 /// # Errors
 /// The device failed.
 pub fn models<D: Device + 'static>(
-    subjects: &[TestModel],
-    make: impl Fn() -> Result<D, DeviceError>,
+    test_models: &[TestModel],
+    new_device: impl Fn() -> Result<D, DeviceError>,
     (precision, kv_format): (Precision, KvFormat),
     threads: &Arc<Threads>,
     report: &mut dyn FnMut(ModelFinding),
 ) -> Result<(), ModelError> {
-    for TestModel { name, config, weights } in subjects {
+    for TestModel { name, config, weights } in test_models {
         let options = |precision, kv_format, blocks| LoadOptions {
             precision,
             kv_format,
@@ -161,7 +165,7 @@ pub fn models<D: Device + 'static>(
         let reference = options(Precision::F32, KvFormat::F32, 128);
         let mut reference = Transformer::from_weights(config.clone(), weights, &reference)?;
         let loaded = options(precision, kv_format, 32);
-        let mut model = Transformer::on_device(make()?, config.clone(), weights, &loaded)?;
+        let mut model = Transformer::on_device(new_device()?, config.clone(), weights, &loaded)?;
         let (want, got) = (logits(&mut reference, None)?, logits(&mut model, None)?);
         let alone = logits(&mut model, Some(1))?;
         let rows = want.len();
@@ -170,7 +174,7 @@ pub fn models<D: Device + 'static>(
             divergence: want.iter().zip(&got).map(|(p, q)| divergence(p, q)).sum::<f64>() / rows as f64,
             divergence_max: divergence_max(precision, kv_format),
             same: want.iter().zip(&got).filter(|(p, q)| largest(p) == largest(q)).count(),
-            wrong: wrong(&want, &got),
+            wrong: count_wrong(&want, &got),
             rows,
             alone_alike: alone == got[LENGTHS[0] as usize..][..alone.len()],
         });
@@ -181,16 +185,16 @@ pub fn models<D: Device + 'static>(
 /// Number of tokens of each sequence in the batch.
 const LENGTHS: [u32; 3] = [70, 33, 5];
 
-/// Logits of all tokens of all sequences together, or of sequence `only` alone. The first step
-/// computes all tokens but the last of each sequence, the second step the last.
-fn logits<D: Device>(model: &mut Transformer<D>, only: Option<usize>) -> Result<Vec<Vec<f32>>, ModelError> {
-    let chosen: Vec<usize> = (0..LENGTHS.len())
-        .filter(|i| only.is_none_or(|only| only == *i))
+/// Logits of all tokens of all sequences, or only of sequence `only_sequence`. The first step
+/// computes all tokens of each sequence except the last, the second step computes the last tokens.
+fn logits<D: Device>(model: &mut Transformer<D>, only_sequence: Option<usize>) -> Result<Vec<Vec<f32>>, ModelError> {
+    let sequences: Vec<usize> = (0..LENGTHS.len())
+        .filter(|i| only_sequence.is_none_or(|only_sequence| only_sequence == *i))
         .collect();
     let mut rows: Vec<Vec<Vec<f32>>> = vec![vec![]; LENGTHS.len()];
     for last in [false, true] {
         let mut batch = StepBatch::default();
-        for &i in &chosen {
+        for &i in &sequences {
             let length = LENGTHS[i];
             let (from, to) = if last { (length - 1, length) } else { (0, length - 1) };
             // Each sequence has eight blocks of its own.
@@ -204,7 +208,7 @@ fn logits<D: Device>(model: &mut Transformer<D>, only: Option<usize>) -> Result<
             crate::engine::ForwardError::Batch(why) => ModelError::Options(why),
         })?;
         let mut logits = logits.chunks_exact(vocabulary).map(<[f32]>::to_vec);
-        for (s, &i) in batch.sequences.iter().zip(&chosen) {
+        for (s, &i) in batch.sequences.iter().zip(&sequences) {
             rows[i].extend(logits.by_ref().take(s.q_len as usize));
         }
     }
@@ -216,7 +220,7 @@ fn largest(row: &[f32]) -> Option<usize> {
 }
 
 /// Counts [`ModelFinding::wrong`].
-fn wrong(want: &[Vec<f32>], got: &[Vec<f32>]) -> usize {
+fn count_wrong(want: &[Vec<f32>], got: &[Vec<f32>]) -> usize {
     let pairs = || want.iter().flatten().zip(got.iter().flatten());
     let error = (pairs().map(|(p, q)| f64::from(p - q).powi(2)).sum::<f64>() / pairs().count().max(1) as f64).sqrt();
     let is_wrong = |(p, q): &(&Vec<f32>, &Vec<f32>)| {
@@ -231,9 +235,9 @@ fn wrong(want: &[Vec<f32>], got: &[Vec<f32>]) -> usize {
 /// Kullback-Leibler divergence of `q` from `p`, in nats; NaN if a logit is NaN.
 fn divergence(p: &[f32], q: &[f32]) -> f64 {
     let log_softmax = |row: &[f32]| -> Vec<f64> {
-        let most = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-        let sum: f64 = row.iter().map(|x| f64::from(x - most).exp()).sum();
-        row.iter().map(|x| f64::from(x - most) - sum.ln()).collect()
+        let max = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let sum: f64 = row.iter().map(|x| f64::from(x - max).exp()).sum();
+        row.iter().map(|x| f64::from(x - max) - sum.ln()).collect()
     };
     let (p, q) = (log_softmax(p), log_softmax(q));
     p.iter().zip(&q).map(|(p, q)| p.exp() * (p - q)).sum()

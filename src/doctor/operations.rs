@@ -2,12 +2,13 @@
 
 use std::fmt::Display;
 
-use super::inputs::{TestTensor, exact, numbers};
+use super::inputs::{TestTensor, exact_rows, numbers};
 use super::tolerance::Tolerance;
 use super::{Comparison, Extent, Finding, LibraryResult, compare};
 use crate::device::batch::StepBatch;
 use crate::device::{
-    Activation, AddNorm, Delta, Device, DeviceError, Head, HeadShape, KvSpec, Linear, Precision, RopeSpec, TensorError,
+    Activation, AddNorm, Delta, Device, DeviceError, HeadShape, KvSpec, Linear, OutputHead, Precision, RopeSpec,
+    TensorError,
 };
 
 const EPS: f32 = 1e-5;
@@ -22,7 +23,7 @@ pub(super) fn to_device_error<T>(result: Result<T, TensorError>) -> Result<T, De
 }
 
 /// A step of one sequence that has no earlier tokens.
-fn step_of(tokens: Vec<u32>, logits_at: Vec<u32>, block_tokens: u32) -> StepBatch {
+fn prefill_batch(tokens: Vec<u32>, logits_at: Vec<u32>, block_tokens: u32) -> StepBatch {
     let length = tokens.len() as u32;
     let mut batch = StepBatch {
         logits_at,
@@ -32,7 +33,7 @@ fn step_of(tokens: Vec<u32>, logits_at: Vec<u32>, block_tokens: u32) -> StepBatc
     batch
 }
 
-fn uploaded<D: Device>(
+fn upload_step<D: Device>(
     device: &D,
     (tokens, logits_at): (&[u32], &[u32]),
     workspace: &mut D::Workspace,
@@ -47,7 +48,7 @@ fn uploaded<D: Device>(
         scale: 1.0,
     };
     let mut step = device.step(heads, vec![rope], &[KvSpec::Full])?;
-    let batch = step_of(tokens.to_vec(), logits_at.to_vec(), device.block_tokens());
+    let batch = prefill_batch(tokens.to_vec(), logits_at.to_vec(), device.block_tokens());
     device.upload(&batch, &mut step, workspace)?;
     Ok(step)
 }
@@ -61,25 +62,28 @@ fn widths(extent: Extent) -> &'static [usize] {
     }
 }
 
-fn embedded<D: Device>(device: &D, table: &TestTensor, scale: f32, tokens: &[u32]) -> Result<Vec<f32>, DeviceError> {
-    let table = to_device_error(device.table(table.tensor()))?;
+fn run_embed<D: Device>(device: &D, table: &TestTensor, scale: f32, tokens: &[u32]) -> Result<Vec<f32>, DeviceError> {
+    let table = to_device_error(device.embedding_table(table.tensor()))?;
     let (mut out, mut workspace) = (device.buffer(), device.workspace());
-    let step = uploaded(device, (tokens, &[]), &mut workspace)?;
+    let step = upload_step(device, (tokens, &[]), &mut workspace)?;
     device.embed(&table, scale, &step, &mut out, &workspace)?;
     device.read(&out)
 }
 
-pub(super) fn embed<D: Device>(
+pub(super) fn check_embed<D: Device>(
     comparison: &Comparison<'_, D>,
     report: &mut dyn FnMut(Finding),
 ) -> Result<(), DeviceError> {
     for width in [16, 896, 4096] {
         let table = TestTensor::new(1, 131, width, 1.0);
         let tokens = [0, 130, 7, 7, 64];
-        let scaled = Tolerance::rows(Precision::Bf16, 1);
-        for (operation, scale, tolerance) in [("embed", 1.0, Tolerance::exact()), ("embed, scaled", 55.5, scaled)] {
-            let want = embedded(&comparison.reference, &table, scale, &tokens)?;
-            let got = embedded(comparison.device, &table, scale, &tokens)?;
+        let one_rounding = Tolerance::rounded_rows(Precision::Bf16, 1);
+        for (operation, scale, tolerance) in [
+            ("embed", 1.0, Tolerance::exact()),
+            ("embed, scaled", 55.5, one_rounding),
+        ] {
+            let want = run_embed(&comparison.reference, &table, scale, &tokens)?;
+            let got = run_embed(comparison.device, &table, scale, &tokens)?;
             let name = (operation, "bf16", format!("{} x {width}", tokens.len()));
             report(compare(name, tolerance, width, &want, &got));
         }
@@ -91,17 +95,17 @@ pub(super) fn embed<D: Device>(
 struct NormInput {
     residual: Vec<f32>,
     delta: Vec<f32>,
-    /// Weight of the norm that is applied to the delta first, if any.
+    /// Weight of a norm that is applied to the delta before the addition.
     delta_weight: Option<TestTensor>,
     weight: TestTensor,
     width: usize,
-    /// Rows to normalize; `None`: all rows.
-    picked: Option<Vec<u32>>,
+    /// Rows to normalise. `None` means all rows.
+    picked_rows: Option<Vec<u32>>,
 }
 
-/// The normalised rows, and the residual stream afterwards (empty with `picked`, which leaves it
-/// undefined).
-fn normed<D: Device>(device: &D, input: &NormInput) -> Result<(Vec<f32>, Vec<f32>), DeviceError> {
+/// The normalised rows, and the residual stream afterwards (empty with `picked_rows`, where the
+/// stream is undefined).
+fn run_norm<D: Device>(device: &D, input: &NormInput) -> Result<(Vec<f32>, Vec<f32>), DeviceError> {
     let (mut residual, mut delta, mut out) = (device.buffer(), device.buffer(), device.buffer());
     device.write(&input.residual, input.width, &mut residual)?;
     device.write(&input.delta, input.width, &mut delta)?;
@@ -119,71 +123,75 @@ fn normed<D: Device>(device: &D, input: &NormInput) -> Result<(Vec<f32>, Vec<f32
         weight: &weight,
         eps: EPS,
     };
-    match &input.picked {
+    match &input.picked_rows {
         None => {
             device.add_norm(op, &mut residual, &mut out)?;
             Ok((device.read(&out)?, device.read(&residual)?))
         }
-        Some(picked) => {
+        Some(picked_rows) => {
             let tokens = vec![0; input.residual.len() / input.width];
-            let step = uploaded(device, (&tokens, picked), &mut device.workspace())?;
+            let step = upload_step(device, (&tokens, picked_rows), &mut device.workspace())?;
             device.add_norm_logits_rows(op, &step, &mut residual, &mut out)?;
             Ok((device.read(&out)?, vec![]))
         }
     }
 }
 
-pub(super) fn norms<D: Device>(
+pub(super) fn check_norms<D: Device>(
     comparison: &Comparison<'_, D>,
     report: &mut dyn FnMut(Finding),
 ) -> Result<(), DeviceError> {
     for &width in widths(comparison.extent) {
-        norms_of(comparison, width, false, report)?;
-        norms_of(comparison, width, true, report)?;
+        check_norm(comparison, width, false, report)?;
+        check_norm(comparison, width, true, report)?;
     }
     Ok(())
 }
 
-/// Checks norms of rows of `width`. With `delta_norm`, a norm is applied to the delta first, which
-/// rounds it once more.
-fn norms_of<D: Device>(
+/// Checks norms of rows of `width`. With `has_delta_norm`, a norm is applied to the delta before
+/// the addition, which adds one rounding.
+fn check_norm<D: Device>(
     comparison: &Comparison<'_, D>,
     width: usize,
-    delta_norm: bool,
+    has_delta_norm: bool,
     report: &mut dyn FnMut(Finding),
 ) -> Result<(), DeviceError> {
-    let (rows, format) = (5, comparison.precision.word());
+    let (rows, format) = (5, comparison.precision.name());
     let mut input = NormInput {
         residual: numbers(2, rows * width).iter().map(|x| x * 4.0).collect(),
         delta: numbers(3, rows * width),
-        delta_weight: delta_norm.then(|| TestTensor::new(21, 1, width, 2.0)),
+        delta_weight: has_delta_norm.then(|| TestTensor::new(21, 1, width, 2.0)),
         weight: TestTensor::new(4, 1, width, 2.0),
         width,
-        picked: None,
+        picked_rows: None,
     };
-    let more = if delta_norm { 1 } else { 0 };
-    let [all, residual, picked] = if !delta_norm {
+    let extra_roundings = if has_delta_norm { 1 } else { 0 };
+    let [all, residual, picked] = if !has_delta_norm {
         ["add_norm", "residual", "add_norm of picked rows"]
     } else {
-        ["add_norm of a norm", "residual of a norm", "add_norm of a norm, picked"]
+        [
+            "add_norm with post-norm",
+            "residual with post-norm",
+            "add_norm with post-norm, picked",
+        ]
     };
     let (want, got) = (
-        normed(&comparison.reference, &input)?,
-        normed(comparison.device, &input)?,
+        run_norm(&comparison.reference, &input)?,
+        run_norm(comparison.device, &input)?,
     );
     let shape = format!("{rows} x {width}");
-    let rounded = Tolerance::rows(comparison.precision, 2 + more);
-    report(compare((all, format, shape.clone()), rounded, width, &want.0, &got.0));
-    let rounded = Tolerance::rows(Precision::Bf16, 1 + more);
-    report(compare((residual, "bf16", shape), rounded, width, &want.1, &got.1));
-    input.picked = Some(vec![1, 4]);
+    let tolerance = Tolerance::rounded_rows(comparison.precision, 2 + extra_roundings);
+    report(compare((all, format, shape.clone()), tolerance, width, &want.0, &got.0));
+    let tolerance = Tolerance::rounded_rows(Precision::Bf16, 1 + extra_roundings);
+    report(compare((residual, "bf16", shape), tolerance, width, &want.1, &got.1));
+    input.picked_rows = Some(vec![1, 4]);
     let (want, got) = (
-        normed(&comparison.reference, &input)?,
-        normed(comparison.device, &input)?,
+        run_norm(&comparison.reference, &input)?,
+        run_norm(comparison.device, &input)?,
     );
-    let rounded = Tolerance::rows(Precision::Bf16, 2 + more);
+    let tolerance = Tolerance::rounded_rows(Precision::Bf16, 2 + extra_roundings);
     let name = (picked, "bf16", format!("2 x {width}"));
-    report(compare(name, rounded, width, &want.0, &got.0));
+    report(compare(name, tolerance, width, &want.0, &got.0));
     Ok(())
 }
 
@@ -197,7 +205,7 @@ fn linear_shapes(extent: Extent) -> Vec<(usize, usize, usize)> {
         (65, 272, 112),
         (127, 128, 400),
         (129, 400, 64),
-        // Large enough that a device measures which way of computing it is fastest.
+        // Large enough for a device to measure which matmul kernel is fastest.
         (256, 1024, 1024),
     ];
     if extent == Extent::Full {
@@ -269,25 +277,25 @@ impl<D: Device> PreparedLinear<D> {
     }
 }
 
-pub(super) fn linears<D: Device>(
+pub(super) fn check_linears<D: Device>(
     comparison: &Comparison<'_, D>,
     report: &mut dyn FnMut(Finding),
 ) -> Result<(), DeviceError> {
-    let format = comparison.precision.word();
+    let format = comparison.precision.name();
     for (m, n, k) in linear_shapes(comparison.extent) {
         for (operation, gated) in [
             ("linear", None),
             ("gated_linear", Some(Activation::Silu)),
-            ("gated_linear by GELU", Some(Activation::GeluTanh)),
+            ("gated_linear, GELU", Some(Activation::GeluTanh)),
         ] {
-            // Gated operations are checked at widths that split into two halves of a multiple of
-            // 16. Above 1000 only 28672 is checked: the gate and up matrices of a published model.
+            // Gated operations are checked at widths whose halves are multiples of 16. Above 1000,
+            // only 28672 is checked: the gate and up matrices of a published model.
             if gated.is_some() && (!n.is_multiple_of(32) || n > 1000 && n != 28672) {
                 continue;
             }
             let input = LinearInput {
-                x: exact(comparison.precision, 5, m, k),
-                weight: TestTensor::of(&exact(comparison.precision, 6, n, k), n, k, 1.0 / 16.0),
+                x: exact_rows(comparison.precision, 5, m, k),
+                weight: TestTensor::from_values(&exact_rows(comparison.precision, 6, n, k), n, k, 1.0 / 16.0),
                 bias: (n % 3 == 1).then(|| TestTensor::new(7, 1, n, 0.5)),
                 columns: k,
                 gated,
@@ -295,25 +303,25 @@ pub(super) fn linears<D: Device>(
             let mut cpu = PreparedLinear::new(&comparison.reference, &input)?;
             cpu.run(&comparison.reference)?;
             let want = comparison.reference.read(&cpu.out)?;
-            let mut ready = PreparedLinear::new(comparison.device, &input)?;
-            ready.run(comparison.device)?;
-            let got = comparison.device.read(&ready.out)?;
+            let mut prepared = PreparedLinear::new(comparison.device, &input)?;
+            prepared.run(comparison.device)?;
+            let got = comparison.device.read(&prepared.out)?;
             let tolerance = match gated {
                 Some(_) => Tolerance::gated(comparison.precision),
                 // The operands are exact in 8 bits.
-                None => Tolerance::products(),
+                None => Tolerance::matmul(),
             };
             let width = if gated.is_some() { n / 2 } else { n };
             let name = (operation, format, format!("{m} x {n} x {k}"));
             let mut finding = compare(name, tolerance, width, &want, &got);
             if m * n * k > 1 << 24 {
-                finding.seconds = comparison.time(comparison.device, || ready.run(comparison.device))?;
+                finding.seconds = comparison.time(comparison.device, || prepared.run(comparison.device))?;
                 let bits = f64::from(comparison.precision.bits());
                 finding.bytes = (n * k) as f64 * bits / 8.0 + (m * (n + k)) as f64 * 2.0;
                 finding.operations = 2.0 * (m * n * k) as f64;
             }
             if let Some(library) = comparison.library.filter(|_| gated.is_none()) {
-                finding.by_library = measured(comparison, library, &input, &finding, &want)?;
+                finding.by_library = run_library(comparison, library, &input, &finding, &want)?;
             }
             report(finding);
         }
@@ -321,13 +329,13 @@ pub(super) fn linears<D: Device>(
     Ok(())
 }
 
-/// Checks that a product gives the same bits in each of `ways`; `set` selects a way on the device.
-/// With these inputs every addition rounds.
-pub(super) fn bitwise_equal<D: Device, W: Display>(
+/// Checks that a matmul gives the same bits with each of `variants`; `select` selects one of them
+/// on the device. With these inputs every addition rounds.
+pub(super) fn check_bitwise_equal<D: Device, W: Display>(
     comparison: &Comparison<'_, D>,
     device: &mut D,
-    ways: impl IntoIterator<Item = W>,
-    set: impl Fn(&mut D, W),
+    variants: impl IntoIterator<Item = W>,
+    select: impl Fn(&mut D, W),
     report: &mut dyn FnMut(Finding),
 ) -> Result<(), DeviceError> {
     let (m, n, k) = (129, 272, 1040);
@@ -339,40 +347,40 @@ pub(super) fn bitwise_equal<D: Device, W: Display>(
         gated: None,
     };
     let mut first: Option<Vec<f32>> = None;
-    for way in ways {
-        let shape = format!("{m} x {n} x {k} in {way}");
-        set(device, way);
-        // Logits are F32, so every sum's last bit is visible. In 8 bits, another order of additions
-        // changes a sum by more.
+    for variant in variants {
+        let shape = format!("{m} x {n} x {k} in {variant}");
+        select(device, variant);
+        // Logits are F32, which shows differences in the last bit of a sum. With 8-bit operands,
+        // another order of additions causes larger differences.
         let (operation, got) = match comparison.precision {
             Precision::Bf16 => (
-                "logits, the same bits",
-                logits_of(device, &input.weight, (n, None), &input.x, k)?,
+                "logits, bitwise equal",
+                run_logits(device, &input.weight, (n, None), &input.x, k)?,
             ),
             _ => {
-                let mut ready = PreparedLinear::new(device, &input)?;
-                ready.run(device)?;
-                ("linear, the same bits", device.read(&ready.out)?)
+                let mut prepared = PreparedLinear::new(device, &input)?;
+                prepared.run(device)?;
+                ("linear, bitwise equal", device.read(&prepared.out)?)
             }
         };
         let want = first.get_or_insert_with(|| got.clone());
-        let name = (operation, comparison.precision.word(), shape);
+        let name = (operation, comparison.precision.name(), shape);
         report(compare(name, Tolerance::exact(), n, want, &got));
     }
     Ok(())
 }
 
-/// The library's result for the operation of a finding. `None`: the library does not support the
-/// operation, or fails. If the failure lost the GPU, the next operation reports it.
-fn measured<D: Device>(
+/// The library's result for the operation of a finding. `None` if the library does not support the
+/// operation, or fails. If the failure lost the device, the next operation reports the loss.
+fn run_library<D: Device>(
     comparison: &Comparison<'_, D>,
     library: &D,
     input: &LinearInput,
     finding: &Finding,
     want: &[f32],
 ) -> Result<Option<LibraryResult>, DeviceError> {
-    let mut ready = PreparedLinear::new(library, input)?;
-    let computed = ready.run(library).and_then(|()| library.read(&ready.out));
+    let mut prepared = PreparedLinear::new(library, input)?;
+    let computed = prepared.run(library).and_then(|()| library.read(&prepared.out));
     let Ok(got) = computed else {
         return Ok(None);
     };
@@ -380,7 +388,7 @@ fn measured<D: Device>(
     let theirs = compare(name, finding.tolerance, input.weight.rows(), want, &got);
     let right = theirs.is_right();
     let seconds = match finding.seconds.filter(|_| right) {
-        Some(_) => comparison.time(library, || ready.run(library))?,
+        Some(_) => comparison.time(library, || prepared.run(library))?,
         None => None,
     };
     Ok(Some(LibraryResult {
@@ -390,27 +398,27 @@ fn measured<D: Device>(
     }))
 }
 
-/// Logits of the first `ids` ids of a head.
-fn logits_of<D: Device>(
+/// Logits of the first `vocab_size` ids of an output head.
+fn run_logits<D: Device>(
     device: &D,
     head: &TestTensor,
-    (ids, soft_cap): (usize, Option<f32>),
+    (vocab_size, soft_cap): (usize, Option<f32>),
     x: &[f32],
     width: usize,
 ) -> Result<Vec<f32>, DeviceError> {
-    let head = to_device_error(device.table(head.tensor()))?;
+    let head = to_device_error(device.embedding_table(head.tensor()))?;
     let (mut rows, mut workspace) = (device.buffer(), device.workspace());
     device.write(x, width, &mut rows)?;
-    let head = Head {
+    let head = OutputHead {
         weight: &head,
-        ids,
+        vocab_size,
         soft_cap,
     };
     device.logits(head, &rows, &mut workspace)?;
     Ok(device.read_logits(&mut workspace)?.to_vec())
 }
 
-pub(super) fn logits<D: Device>(
+pub(super) fn check_logits<D: Device>(
     comparison: &Comparison<'_, D>,
     report: &mut dyn FnMut(Finding),
 ) -> Result<(), DeviceError> {
@@ -427,17 +435,17 @@ pub(super) fn logits<D: Device>(
     }
     for (m, rows, ids, k, soft_cap) in shapes {
         let (x, head) = (numbers(8, m * k), TestTensor::new(9, rows, k, 1.0 / 16.0));
-        let want = logits_of(&comparison.reference, &head, (ids, soft_cap), &x, k)?;
-        let got = logits_of(comparison.device, &head, (ids, soft_cap), &x, k)?;
+        let want = run_logits(&comparison.reference, &head, (ids, soft_cap), &x, k)?;
+        let got = run_logits(comparison.device, &head, (ids, soft_cap), &x, k)?;
         let finding = |got: &[f32]| {
             let operation = if soft_cap.is_some() { "logits, capped" } else { "logits" };
             let name = (operation, "bf16", format!("{m} x {ids} x {k}"));
-            compare(name, Tolerance::products(), ids, &want, got)
+            compare(name, Tolerance::matmul(), ids, &want, got)
         };
         let mut ours = finding(&got);
         if let Some(Ok(got)) = comparison
             .library
-            .map(|library| logits_of(library, &head, (ids, soft_cap), &x, k))
+            .map(|library| run_logits(library, &head, (ids, soft_cap), &x, k))
         {
             let theirs = finding(&got);
             ours.by_library = Some(LibraryResult {

@@ -1,39 +1,41 @@
-//! Compares drawn tokens with those that the CPU draws.
+//! Compares the tokens that a device draws with those that the CPU draws.
 
 use super::inputs::{TestTensor, numbers};
 use super::operations::to_device_error;
 use super::tolerance::Tolerance;
 use super::{Comparison, Extent, Finding};
-use crate::device::draw::{Allowed, Draw, DrawError, Drawn, Sampling};
+use crate::device::draw::{Allowed, Draw, DrawError, DrawnToken, Sampling};
 use crate::device::random::uniform;
-use crate::device::{Device, DeviceError, Head};
+use crate::device::{Device, DeviceError, OutputHead};
 
 /// Width of the activations that logits are computed from. Each activation row is a unit vector, so
 /// a row of logits is a column of the head.
 const WIDTH: usize = 16;
-/// Distance within which a draw is ambiguous: either neighbour is right if the uniform number is
-/// this near to the end of a token's share, or a token's probability this near to the bound of
-/// top-p or min-p. Sums of a hundred thousand F32 numbers in another order differ by less.
-const NEAR: f64 = 1.0 / (1 << 18) as f64;
+/// Distance within which a draw is ambiguous: two tokens are right if the uniform number is this
+/// near to the boundary between their cumulative probabilities, or if a probability is this near to
+/// the bound of top-p or min-p. The order of additions changes a sum of a hundred thousand F32
+/// numbers by less.
+const AMBIGUITY: f64 = 1.0 / (1 << 18) as f64;
 /// Maximum difference of log probabilities: three roundings of 2^-24 of numbers up to 20, and the
 /// error of a sum of a hundred thousand numbers.
 const LOG_PROBABILITY_MAX: f64 = 1e-4;
 
-/// Name and settings of a way of drawing.
+/// Parameters of a draw, and their name in the report.
 type NamedDraw<'a> = (&'static str, Draw<'a>);
 
-/// Shapes and histories that ways of drawing refer to.
+/// Masks, id lists and histories that the parameters of draws refer to.
 struct DrawInputs {
     mask: Vec<u32>,
-    /// Ids to choose among (`few`), and ids without a token (`unused_ids`).
-    few: Vec<u32>,
+    /// Ids to choose among.
+    choice_ids: Vec<u32>,
+    /// Ids without a token.
     unused_ids: Vec<u32>,
     prompt: Vec<u32>,
     completion: Vec<u32>,
 }
 
 impl DrawInputs {
-    fn of(ids: usize) -> DrawInputs {
+    fn new(ids: usize) -> DrawInputs {
         let ids = ids as u32;
         let mut mask = vec![0; ids.div_ceil(32) as usize];
         (0..ids)
@@ -41,7 +43,7 @@ impl DrawInputs {
             .for_each(|id| mask[id as usize / 32] |= 1 << (id % 32));
         DrawInputs {
             mask,
-            few: vec![ids - 1, 3, 17],
+            choice_ids: vec![ids - 1, 3, 17],
             unused_ids: vec![0, 5, ids - 2],
             prompt: (0..10).map(|i| i * 3).collect(),
             completion: vec![1, 6, 6],
@@ -55,14 +57,14 @@ impl DrawInputs {
         };
         let with = |sampling| Draw {
             sampling,
-            log_sum: true,
+            wants_log_sum_exp: true,
             ..Draw::GREEDY
         };
         let masked = |sampling| Draw {
             allowed: Allowed::Mask(&self.mask),
             ..with(sampling)
         };
-        let three = Sampling {
+        let all_filters = Sampling {
             top_k: 50,
             top_p: 0.95,
             min_p: 0.02,
@@ -80,7 +82,7 @@ impl DrawInputs {
             ("top-k", with(Sampling { top_k: 20, ..plain })),
             ("top-p", with(Sampling { top_p: 0.9, ..plain })),
             ("min-p", with(Sampling { min_p: 0.1, ..plain })),
-            ("all three", with(three)),
+            ("all three", with(all_filters)),
             (
                 "penalties",
                 Draw {
@@ -101,8 +103,8 @@ impl DrawInputs {
             (
                 "choice",
                 Draw {
-                    allowed: Allowed::Ids(&self.few),
-                    logits: true,
+                    allowed: Allowed::Ids(&self.choice_ids),
+                    wants_logits: true,
                     ..with(plain)
                 },
             ),
@@ -110,36 +112,36 @@ impl DrawInputs {
     }
 }
 
-/// A device's draws, and seconds of one run if it is timed. The rows of logits are the head's
-/// columns, repeated cyclically.
-type Tried = (Vec<Result<Drawn, DrawError>>, Option<f64>);
+/// A device's draws, and seconds of one run if it is timed.
+type DrawResults = (Vec<Result<DrawnToken, DrawError>>, Option<f64>);
 
-fn tried<D: Device>(
+/// Draws from rows of logits that are the head's columns, repeated cyclically.
+fn run_draws<D: Device>(
     device: &D,
     (head, ids): (&TestTensor, usize),
     draws: &[Draw<'_>],
     time: impl Fn(&mut dyn FnMut() -> Result<(), DeviceError>) -> Result<Option<f64>, DeviceError>,
-) -> Result<Tried, DeviceError> {
-    let head = to_device_error(device.table(head.tensor()))?;
+) -> Result<DrawResults, DeviceError> {
+    let head = to_device_error(device.embedding_table(head.tensor()))?;
     let (mut x, mut workspace) = (device.buffer(), device.workspace());
     let rows: Vec<f32> = (0..draws.len() * WIDTH)
-        .map(|at| if at % WIDTH == at / WIDTH % WIDTH { 1.0 } else { 0.0 })
+        .map(|i| if i % WIDTH == i / WIDTH % WIDTH { 1.0 } else { 0.0 })
         .collect();
     device.write(&rows, WIDTH, &mut x)?;
-    let head = Head {
+    let head = OutputHead {
         weight: &head,
-        ids,
+        vocab_size: ids,
         soft_cap: None,
     };
     device.logits(head, &x, &mut workspace)?;
     device.draw(ids, draws, &mut workspace)?;
-    let drawn = device.drawn(&mut workspace)?;
+    let drawn = device.take_drawn(&mut workspace)?;
     let seconds = time(&mut || device.draw(ids, draws, &mut workspace))?;
     Ok((drawn, seconds))
 }
 
-/// Checks every way of drawing; `report` receives each finding as it is made.
-pub(super) fn sampling<D: Device>(
+/// Checks draws with all named parameters; `report` receives each finding as it is made.
+pub(super) fn check_sampling<D: Device>(
     comparison: &Comparison<'_, D>,
     report: &mut dyn FnMut(Finding),
 ) -> Result<(), DeviceError> {
@@ -148,15 +150,15 @@ pub(super) fn sampling<D: Device>(
         Extent::Full => &[33, 1024, 5003, 32_000, 151_936],
     };
     for &ids in vocabularies {
-        let head = TestTensor::of(&numbers(30, ids * WIDTH), ids, WIDTH, 8.0);
-        for way in DrawInputs::of(ids).named_draws() {
-            report(one(comparison, (&head, ids), way)?);
+        let head = TestTensor::from_values(&numbers(30, ids * WIDTH), ids, WIDTH, 8.0);
+        for named_draw in DrawInputs::new(ids).named_draws() {
+            report(check_draw(comparison, (&head, ids), named_draw)?);
         }
     }
     Ok(())
 }
 
-fn one<D: Device>(
+fn check_draw<D: Device>(
     comparison: &Comparison<'_, D>,
     (head, ids): (&TestTensor, usize),
     (name, draw): NamedDraw<'_>,
@@ -169,21 +171,21 @@ fn one<D: Device>(
             ..draw
         })
         .collect();
-    let (want, _) = tried(&comparison.reference, (head, ids), &draws, |_| Ok(None))?;
-    let (got, seconds) = tried(comparison.device, (head, ids), &draws, |run| {
+    let (want, _) = run_draws(&comparison.reference, (head, ids), &draws, |_| Ok(None))?;
+    let (got, seconds) = run_draws(comparison.device, (head, ids), &draws, |run| {
         comparison.time(comparison.device, run)
     })?;
     let (mut differ, mut worst, mut mismatch) = (0, 0.0f64, None);
     for (row, (want, got)) in want.iter().zip(&got).enumerate() {
-        let want = match as_good(comparison, (head, ids), (row, &draws[row]), (want, got))? {
-            Some(as_good) => as_good,
+        let want = match equally_good(comparison, (head, ids), (row, &draws[row]), (want, got))? {
+            Some(equally_good) => equally_good,
             None => want.clone(),
         };
         let want = &want;
         match (want, got) {
             (Ok(want), Ok(got)) if want.token == got.token && want.logits == got.logits => {
-                let off = want.log_probability() - got.log_probability();
-                worst = worst.max(f64::from(off.abs()));
+                let difference = want.log_probability() - got.log_probability();
+                worst = worst.max(f64::from(difference.abs()));
             }
             _ => {
                 differ += 1;
@@ -212,25 +214,25 @@ fn one<D: Device>(
 }
 
 /// The reference's result with the device's token, if a change of the uniform number, top-p or
-/// min-p by `NEAR` makes the reference draw that token. `None` otherwise, if both drew the same
-/// token, and for greedy draws.
-fn as_good<D: Device>(
+/// min-p by `AMBIGUITY` makes the reference draw that token. `None` otherwise, or if both drew the
+/// same token, or for greedy draws.
+fn equally_good<D: Device>(
     comparison: &Comparison<'_, D>,
     (head, ids): (&TestTensor, usize),
     (row, draw): (usize, &Draw<'_>),
-    (want, got): (&Result<Drawn, DrawError>, &Result<Drawn, DrawError>),
-) -> Result<Option<Result<Drawn, DrawError>>, DeviceError> {
+    (want, got): (&Result<DrawnToken, DrawError>, &Result<DrawnToken, DrawError>),
+) -> Result<Option<Result<DrawnToken, DrawError>>, DeviceError> {
     let (Ok(want), Ok(got)) = (want, got) else {
         return Ok(None);
     };
     if want.token == got.token || draw.sampling.temperature == 0.0 {
         return Ok(None);
     }
-    let sides = [0.0, -NEAR, NEAR];
-    let near = sides
+    let sides = [0.0, -AMBIGUITY, AMBIGUITY];
+    let offsets = sides
         .into_iter()
         .flat_map(|uniform| sides.map(|bound| (uniform, bound)));
-    let draws: Vec<Draw<'_>> = near
+    let draws: Vec<Draw<'_>> = offsets
         .map(|(uniform, bound)| Draw {
             sampling: Sampling {
                 top_p: if draw.sampling.top_p < 1.0 {
@@ -249,10 +251,9 @@ fn as_good<D: Device>(
             ..*draw
         })
         .collect();
-    // Each draw is made from every column of the head, and only the results of the row's own column
-    // are kept.
+    // Draws from all columns of the head, but only the results of the row's own column are used.
     let all: Vec<Draw<'_>> = draws.iter().flat_map(|draw| [*draw; WIDTH]).collect();
-    let (drawn, _) = tried(&comparison.reference, (head, ids), &all, |_| Ok(None))?;
+    let (drawn, _) = run_draws(&comparison.reference, (head, ids), &all, |_| Ok(None))?;
     let of_row = drawn.into_iter().skip(row % WIDTH).step_by(WIDTH);
     Ok(of_row
         .into_iter()

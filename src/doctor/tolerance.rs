@@ -1,8 +1,8 @@
-//! Maximum errors of each format, compared with F32. A tolerance belongs to the format: a test
+//! Maximum errors of each format, compared with F32. Tolerances are set per format, so a test
 //! cannot choose its own.
 //!
-//! Errors are relative to the root mean square (RMS) of the right values. With values uniform in
-//! [-1, 1):
+//! Errors are relative to the root mean square (RMS) of the correct values. If values are uniform
+//! in [-1, 1):
 //!
 //! - BF16 keeps 8 significant bits. A value's error is at most 2^-8 of the value, and below 2^-9 on
 //!   average. Every operation rounds its result.
@@ -13,19 +13,18 @@
 //!   and 2^-4 at the upper end. The error is step / sqrt(12), which is 0.026 of the value on
 //!   average.
 //!
-//! The inputs of linear operations are rows that the format holds exactly, so that only the
-//! rounding of the result makes products differ. Among millions of such sums, the largest is almost
-//! six times their RMS.
+//! The inputs of linear operations are rows that the format represents exactly, so results differ
+//! only by their rounding. Among millions of such sums, the largest is almost six times their RMS.
 //!
-//! The allowed RMS error is twice the expected one. The largest single differences occur at the
+//! The allowed RMS error is twice the expected error. The largest single differences occur at the
 //! largest values, which reach about four times the RMS (products of two such values: sixteen
-//! times). There each rounding to BF16 adds at most 2^-8 of the value. A rounding to E4M3 adds at
-//! most 2^-4 of the value, two and a half times the expected error. Among many sums of errors, one
-//! is about six standard deviations off.
+//! times). At these values, each rounding to BF16 adds at most 2^-8 of the value. A rounding to
+//! E4M3 adds at most 2^-4 of the value, two and a half times the expected error. Among many sums of
+//! errors, the largest is about six standard deviations.
 
 use crate::device::{KvFormat, Precision};
 
-/// Maximum errors of a result, relative to the RMS of the right values.
+/// Maximum errors of a result, relative to the RMS of the correct values.
 #[derive(Debug, Clone, Copy, PartialEq, serde::Serialize)]
 pub struct Tolerance {
     /// Maximum RMS of the differences.
@@ -35,63 +34,63 @@ pub struct Tolerance {
 }
 
 /// Expected error of one rounding to BF16.
-const BF16: f64 = 1.0 / 512.0;
+const BF16_ERROR: f64 = 1.0 / 512.0;
 /// Expected error of one rounding of bell-shaped rows to INT8, as derived above.
-const INT8: f64 = 4.0 / (127.0 * 3.4641);
-const E4M3: f64 = 0.026;
+const INT8_ERROR: f64 = 4.0 / (127.0 * 3.4641);
+const E4M3_ERROR: f64 = 0.026;
 
 impl Tolerance {
-    /// Tolerance of values that are rounded `roundings` times to BF16 and `times` times to 8 bits.
-    /// `eight_bit_error` is the expected error of one rounding to 8 bits.
-    fn of(roundings: f64, eight_bit_error: f64, times: f64) -> Tolerance {
-        Tolerance::with_peak(4.0, roundings, eight_bit_error, times)
+    /// Tolerance of values that are rounded `roundings` times to BF16 and quantized `quantizations`
+    /// times to 8 bits. `eight_bit_error` is the expected error of one quantization.
+    fn for_roundings(roundings: f64, eight_bit_error: f64, quantizations: f64) -> Tolerance {
+        Tolerance::with_peak(4.0, roundings, eight_bit_error, quantizations)
     }
 
-    /// Like [`of`](Self::of), where the largest values are `peak` times their RMS.
-    fn with_peak(peak: f64, roundings: f64, eight_bit_error: f64, times: f64) -> Tolerance {
+    /// As [`for_roundings`](Self::for_roundings), if the largest values are `peak` times their RMS.
+    fn with_peak(peak: f64, roundings: f64, eight_bit_error: f64, quantizations: f64) -> Tolerance {
         Tolerance {
-            error: 2.0 * (BF16 * roundings.sqrt() + eight_bit_error * times.sqrt()),
-            worst: peak * (2.0 * BF16 * roundings + 2.5 * eight_bit_error * times.sqrt()),
+            error: 2.0 * (BF16_ERROR * roundings.sqrt() + eight_bit_error * quantizations.sqrt()),
+            worst: peak * (2.0 * BF16_ERROR * roundings + 2.5 * eight_bit_error * quantizations.sqrt()),
         }
     }
 
-    /// Values that are copied: no error is allowed.
+    /// For values that are copied: no error is allowed.
     pub fn exact() -> Tolerance {
         Tolerance { error: 0.0, worst: 0.0 }
     }
 
-    /// Rows that are rounded `roundings` times to BF16 and then quantized.
-    pub fn rows(precision: Precision, roundings: u32) -> Tolerance {
-        Tolerance::of(f64::from(roundings), eight_bit_error(precision), 1.0)
+    /// For rows that are rounded `roundings` times to BF16 and then quantized.
+    pub fn rounded_rows(precision: Precision, roundings: u32) -> Tolerance {
+        Tolerance::for_roundings(f64::from(roundings), eight_bit_error(precision), 1.0)
     }
 
-    /// Products of operands that the format holds exactly, rounded to BF16 at the end.
-    pub fn products() -> Tolerance {
+    /// For matmuls of operands that the format represents exactly. The result is rounded to BF16.
+    pub fn matmul() -> Tolerance {
         Tolerance::with_peak(6.0, 1.0, 0.0, 0.0)
     }
 
-    /// activation(gate) * up of such products. The two products, the activation and the result are
-    /// rounded to BF16, and the result is quantized.
+    /// For `activation(gate) * up` after such matmuls. The two matmuls, the activation and the
+    /// result are rounded to BF16, and the result is quantized.
     pub fn gated(precision: Precision) -> Tolerance {
         Tolerance::with_peak(16.0, 5.0, eight_bit_error(precision), 1.0)
     }
 
-    /// Attention: queries (twice, with their rotation), keys, weights and values are rounded, and
-    /// the result.
+    /// For attention: queries (twice, because of their rotation), keys, weights, values and the
+    /// result are rounded.
     pub fn attention(kv: KvFormat) -> Tolerance {
         let eight_bit_error = match kv {
             KvFormat::F32 | KvFormat::Bf16 => 0.0,
-            KvFormat::Int8 => INT8,
-            KvFormat::Fp8 => E4M3,
+            KvFormat::Int8 => INT8_ERROR,
+            KvFormat::Fp8 => E4M3_ERROR,
         };
-        Tolerance::of(6.0, eight_bit_error, 4.0)
+        Tolerance::for_roundings(6.0, eight_bit_error, 4.0)
     }
 }
 
 fn eight_bit_error(precision: Precision) -> f64 {
     match precision {
         Precision::F32 | Precision::Bf16 => 0.0,
-        Precision::Int8 => INT8,
-        Precision::Fp8 => E4M3,
+        Precision::Int8 => INT8_ERROR,
+        Precision::Fp8 => E4M3_ERROR,
     }
 }

@@ -2,12 +2,12 @@
 //! shared, and which may be evicted.
 //!
 //! Bookkeeping only: it never touches keys, values or the model. A block is in one of three states:
-//! *held* (by one or more sequences), *cached* (held by none, but indexed and reusable) or *free*.
-//! A new block is, in this order of preference:
+//! *held* (by one or more sequences), *cached* (held by no sequence, but indexed and reusable) or
+//! *free*. Blocks are allocated in this order of preference:
 //!
 //! 1. a free block that was in use before;
-//! 2. the cached block that was released longest ago, which is evicted, if more than a bound are
-//!    cached;
+//! 2. the cached block that was released longest ago, which is evicted, if more blocks than a bound
+//!    are cached;
 //! 3. a block that was never in use;
 //! 4. the cached block that was released longest ago.
 //!
@@ -15,40 +15,40 @@
 //! prefixes that no later sequence shares.
 //!
 //! Sequences release their last block first, and a sequence that holds a block holds all blocks
-//! before it. A block is therefore always evicted before the blocks it continues, and every indexed
-//! block has its whole prefix in the index.
+//! before it. A block is therefore always evicted before the blocks that precede it, and the whole
+//! prefix of every indexed block is in the index.
 
 use std::collections::{BTreeMap, HashMap};
 
 use sha2::{Digest, Sha256};
 
-/// Once more blocks are cached than `CACHED_FIRST` and than the pool's blocks / `CACHED_PART`, a
-/// cached block is evicted before a never-used block is taken.
-const CACHED_FIRST: usize = 1024;
-const CACHED_PART: usize = 16;
+/// Once more blocks are cached than `CACHED_BLOCKS_MIN` and than the pool's blocks /
+/// `CACHED_POOL_DIVISOR`, a cached block is evicted before a never-used block is allocated.
+const CACHED_BLOCKS_MIN: usize = 1024;
+const CACHED_POOL_DIVISOR: usize = 16;
 
-/// Names the contents of a full block: all tokens from the start of the sequence to the block's
-/// end, and the model and settings that computed them.
+/// Identifies the contents of a full block: all tokens from the start of the sequence to the
+/// block's end, and the model and settings that computed their keys and values.
 ///
-/// The first 16 bytes of SHA-256 over the parent's key and the block's token ids (little endian),
-/// so that the key means the same on every machine. A lookup compares the token ids as well.
+/// A key is the first 16 bytes of SHA-256 over the parent's key and the block's token ids (little
+/// endian), so it is the same on every machine. A lookup compares the token ids as well.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct BlockKey([u8; 16]);
 
 impl BlockKey {
-    /// The parent of every first block: a hash of everything besides token ids that determines keys
-    /// and values (model, KV format, …).
+    /// The parent key of every first block: a hash of `description`, which must hold everything
+    /// besides token ids that determines keys and values (model, KV format, …).
     pub fn root(description: &str) -> BlockKey {
         BlockKey::digest(Sha256::new_with_prefix(b"gristmill-kv\0").chain_update(description.as_bytes()))
     }
 
-    /// The root of prefixes that are shared only among sequences of the same salt.
+    /// The root for prefixes that are shared only among sequences of the same salt.
     pub fn salted(self, salt: &str) -> BlockKey {
         let hash = Sha256::new_with_prefix(b"gristmill-salt\0").chain_update(self.0);
         BlockKey::digest(hash.chain_update(salt.as_bytes()))
     }
 
-    /// The key of the block that holds `tokens` and follows the block `self`.
+    /// The key of the block that holds `tokens` and follows the block with key `self`.
     pub fn child(self, tokens: &[u32]) -> BlockKey {
         let mut hash = Sha256::new_with_prefix(self.0);
         for token in tokens {
@@ -68,15 +68,15 @@ impl BlockKey {
 /// The state of one block.
 #[derive(Debug, Clone, Default)]
 struct Block {
-    /// Sequences that hold it.
+    /// Number of sequences that hold it.
     holders: u32,
-    /// Its key in the index, with the tokens it holds.
-    indexed: Option<(BlockKey, Box<[u32]>)>,
-    /// Counter value of its last release; its key in `cached` while no sequence holds it.
+    /// Its key in the index, and its tokens.
+    index_entry: Option<(BlockKey, Box<[u32]>)>,
+    /// Value of `releases` at its last release: its key in `cached` while no sequence holds it.
     released_at: u64,
-    /// Whether it is the source of a copy in the step being planned; it must not be reallocated
-    /// before the plan ends.
-    copy_source: bool,
+    /// Whether it is the source of a copy in the step being planned. A source must not be
+    /// reallocated before the plan ends.
+    is_copy_source: bool,
 }
 
 /// The pool. See the module's description.
@@ -84,12 +84,12 @@ struct Block {
 pub struct BlockPool {
     block_tokens: usize,
     blocks: Vec<Block>,
-    /// Free blocks; the last is allocated next. Blocks that were never in use are allocated after
-    /// all others.
+    /// Free blocks; the last one is allocated next. Blocks that were never in use are at the front,
+    /// so they are allocated after all others.
     free: Vec<u32>,
     /// Blocks with this index or a higher one were never in use.
-    untouched: u32,
-    /// Indexed blocks that no sequence holds, by the time of their release.
+    high_water: u32,
+    /// Indexed blocks that no sequence holds, by `released_at`.
     cached: BTreeMap<u64, u32>,
     index: HashMap<BlockKey, u32>,
     copy_sources: Vec<u32>,
@@ -104,7 +104,7 @@ impl BlockPool {
             block_tokens: block_tokens as usize,
             blocks: vec![Block::default(); blocks as usize],
             free: (0..blocks).rev().collect(),
-            untouched: 0,
+            high_water: 0,
             cached: BTreeMap::new(),
             index: HashMap::new(),
             copy_sources: Vec::new(),
@@ -127,24 +127,25 @@ impl BlockPool {
         self.free.len() + self.cached.len()
     }
 
-    /// Blocks that were in use at some time: the part of the pool whose memory has been written to.
-    pub fn touched(&self) -> usize {
-        self.untouched as usize
+    /// Number of blocks that were ever in use: the part of the pool whose memory has been written
+    /// to.
+    pub fn blocks_ever_used(&self) -> usize {
+        self.high_water as usize
     }
 
-    /// Allocates a block, evicting a cached one where the module's description says so. `None`: all
+    /// Allocates a block in the order of preference of the module's description. `None` if all
     /// blocks are held.
     pub fn allocate(&mut self) -> Option<u32> {
-        let many = self.cached.len() > CACHED_FIRST.max(self.blocks.len() / CACHED_PART);
+        let is_cache_full = self.cached.len() > CACHED_BLOCKS_MIN.max(self.blocks.len() / CACHED_POOL_DIVISOR);
         let block = match self.free.last() {
-            Some(block) if !many || *block < self.untouched => self.free.pop()?,
+            Some(block) if !is_cache_full || *block < self.high_water => self.free.pop()?,
             _ => {
                 let (_, block) = self.cached.pop_first()?;
-                self.forget(block);
+                self.remove_from_index(block);
                 block
             }
         };
-        self.untouched = self.untouched.max(block + 1);
+        self.high_water = self.high_water.max(block + 1);
         self.blocks[block as usize].holders = 1;
         Some(block)
     }
@@ -158,8 +159,8 @@ impl BlockPool {
         entry.holders += 1;
     }
 
-    /// Removes one holder of this block. A sequence that releases several blocks releases its last
-    /// block first.
+    /// Removes one holder of this block. A sequence that releases several blocks must release its
+    /// last block first.
     pub fn release(&mut self, block: u32) {
         let entry = &mut self.blocks[block as usize];
         assert!(
@@ -170,11 +171,11 @@ impl BlockPool {
         if entry.holders > 0 {
             return;
         }
-        if entry.indexed.is_some() {
+        if entry.index_entry.is_some() {
             self.releases += 1;
             entry.released_at = self.releases;
             self.cached.insert(self.releases, block);
-        } else if !entry.copy_source {
+        } else if !entry.is_copy_source {
             self.free.push(block);
         }
     }
@@ -187,31 +188,30 @@ impl BlockPool {
     /// The block that holds `tokens` and whose key is `key`, if there is one.
     pub fn lookup(&self, key: BlockKey, tokens: &[u32]) -> Option<u32> {
         let block = *self.index.get(&key)?;
-        let (_, held) = self.blocks[block as usize].indexed.as_ref()?;
-        (**held == *tokens).then_some(block)
+        let (_, indexed_tokens) = self.blocks[block as usize].index_entry.as_ref()?;
+        (**indexed_tokens == *tokens).then_some(block)
     }
 
-    /// Indexes a full held block. If a block of the same contents is indexed already, that block
-    /// stays in the index.
+    /// Adds a full held block to the index, unless a block of the same contents is in the index.
     pub fn register(&mut self, block: u32, key: BlockKey, tokens: &[u32]) {
         assert_eq!(tokens.len(), self.block_tokens, "only full blocks are indexed");
         let entry = &mut self.blocks[block as usize];
         assert!(entry.holders > 0, "block {block} is indexed while nobody holds it");
-        if entry.indexed.is_none() && !self.index.contains_key(&key) {
-            entry.indexed = Some((key, tokens.into()));
+        if entry.index_entry.is_none() && !self.index.contains_key(&key) {
+            entry.index_entry = Some((key, tokens.into()));
             self.index.insert(key, block);
         }
     }
 
-    /// Replaces a shared block by a new one for the caller alone; the contents must be copied
+    /// Replaces the caller's hold on a shared block by a new block. The contents must be copied
     /// before the step runs.
     ///
-    /// The old block is not reallocated before [`BlockPool::end_plan`], so copies of one step may
-    /// run in any order. `None`: no block is available, and nothing changed.
+    /// The shared block is not reallocated before [`BlockPool::end_plan`], so copies of one step
+    /// may run in any order. `None` if no block is available; then nothing has changed.
     pub fn copy_on_write(&mut self, block: u32) -> Option<u32> {
         let copy = self.allocate()?;
         let entry = &mut self.blocks[block as usize];
-        entry.copy_source = true;
+        entry.is_copy_source = true;
         self.copy_sources.push(block);
         self.release(block);
         Some(copy)
@@ -221,27 +221,28 @@ impl BlockPool {
     pub fn end_plan(&mut self) {
         for block in std::mem::take(&mut self.copy_sources) {
             let entry = &mut self.blocks[block as usize];
-            if std::mem::take(&mut entry.copy_source) && entry.holders == 0 && entry.indexed.is_none() {
+            if std::mem::take(&mut entry.is_copy_source) && entry.holders == 0 && entry.index_entry.is_none() {
                 self.free.push(block);
             }
         }
     }
 
     /// Empties the index, because the contents of the blocks are invalid.
-    pub fn forget_all(&mut self) {
+    pub fn clear_index(&mut self) {
         self.index.clear();
-        self.blocks.iter_mut().for_each(|block| block.indexed = None);
+        self.blocks.iter_mut().for_each(|block| block.index_entry = None);
         self.free.extend(std::mem::take(&mut self.cached).into_values());
     }
 
     /// Removes an evicted block from the index.
-    fn forget(&mut self, block: u32) {
-        if let Some((key, _)) = self.blocks[block as usize].indexed.take() {
+    fn remove_from_index(&mut self, block: u32) {
+        if let Some((key, _)) = self.blocks[block as usize].index_entry.take() {
             self.index.remove(&key);
         }
     }
 
-    /// Panics unless every block is in exactly one state and held as often as `tables` say. For tests.
+    /// Panics unless every block is in exactly one state and is held as often as it occurs in
+    /// `tables`. For tests.
     #[cfg(test)]
     pub fn check<'a>(&self, tables: impl Iterator<Item = &'a [u32]>) {
         let mut holders = vec![0; self.blocks.len()];
@@ -260,16 +261,18 @@ impl BlockPool {
                 u32::from(block.holders == 0),
                 "block {i} is in no list or in two"
             );
-            if let Some((key, _)) = &block.indexed {
+            if let Some((key, _)) = &block.index_entry {
                 assert_eq!(self.index.get(key), Some(&(i as u32)), "index of block {i}");
             }
         }
         assert!(
-            self.free.iter().all(|b| self.blocks[*b as usize].indexed.is_none()),
+            self.free.iter().all(|b| self.blocks[*b as usize].index_entry.is_none()),
             "a free block is indexed"
         );
         assert!(
-            self.index.values().all(|b| self.blocks[*b as usize].indexed.is_some()),
+            self.index
+                .values()
+                .all(|b| self.blocks[*b as usize].index_entry.is_some()),
             "a stale index entry"
         );
         assert!(self.copy_sources.is_empty(), "the plan was not ended");
@@ -280,18 +283,18 @@ impl BlockPool {
 mod tests {
     use super::*;
 
-    fn pool_with_chain(blocks: u32, chain: &[[u32; 2]]) -> (BlockPool, Vec<u32>, Vec<BlockKey>) {
-        let mut pool = BlockPool::new(blocks, 2);
+    fn pool_with_chain(pool_blocks: u32, chain: &[[u32; 2]]) -> (BlockPool, Vec<u32>, Vec<BlockKey>) {
+        let mut pool = BlockPool::new(pool_blocks, 2);
         let mut key = BlockKey::root("test");
-        let (mut held, mut keys) = (Vec::new(), Vec::new());
+        let (mut blocks, mut keys) = (Vec::new(), Vec::new());
         for tokens in chain {
             key = key.child(tokens);
             let block = pool.allocate().unwrap();
             pool.register(block, key, tokens);
-            held.push(block);
+            blocks.push(block);
             keys.push(key);
         }
-        (pool, held, keys)
+        (pool, blocks, keys)
     }
 
     #[test]
@@ -305,33 +308,33 @@ mod tests {
 
     #[test]
     fn a_key_with_other_tokens_is_not_found() {
-        let (pool, held, keys) = pool_with_chain(4, &[[1, 2]]);
-        assert_eq!(pool.lookup(keys[0], &[1, 2]), Some(held[0]));
+        let (pool, blocks, keys) = pool_with_chain(4, &[[1, 2]]);
+        assert_eq!(pool.lookup(keys[0], &[1, 2]), Some(blocks[0]));
         assert_eq!(pool.lookup(keys[0], &[1, 3]), None, "a collision must not mix contents");
     }
 
     #[test]
     fn the_tail_is_evicted_before_its_beginning() {
-        let (mut pool, held, keys) = pool_with_chain(2, &[[1, 2], [3, 4]]);
+        let (mut pool, blocks, keys) = pool_with_chain(2, &[[1, 2], [3, 4]]);
         assert_eq!(pool.available(), 0);
-        held.iter().rev().for_each(|b| pool.release(*b));
+        blocks.iter().rev().for_each(|b| pool.release(*b));
         assert_eq!(pool.available(), 2);
-        assert_eq!(pool.allocate(), Some(held[1]));
-        assert_eq!(pool.lookup(keys[0], &[1, 2]), Some(held[0]));
+        assert_eq!(pool.allocate(), Some(blocks[1]));
+        assert_eq!(pool.lookup(keys[0], &[1, 2]), Some(blocks[0]));
         assert_eq!(pool.lookup(keys[1], &[3, 4]), None);
-        pool.acquire(held[0]);
+        pool.acquire(blocks[0]);
         assert_eq!(pool.allocate(), None);
-        pool.check([&held[..]].into_iter());
+        pool.check([&blocks[..]].into_iter());
     }
 
     #[test]
-    fn a_cached_block_comes_back_and_ages_anew() {
-        let (mut pool, held, _) = pool_with_chain(2, &[[1, 2], [3, 4]]);
-        pool.release(held[0]);
-        pool.release(held[1]);
-        pool.acquire(held[0]);
-        pool.release(held[0]);
-        assert_eq!(pool.allocate(), Some(held[1]), "the one used longest ago goes first");
+    fn a_reused_cached_block_becomes_the_newest() {
+        let (mut pool, blocks, _) = pool_with_chain(2, &[[1, 2], [3, 4]]);
+        pool.release(blocks[0]);
+        pool.release(blocks[1]);
+        pool.acquire(blocks[0]);
+        pool.release(blocks[0]);
+        assert_eq!(pool.allocate(), Some(blocks[1]), "the one used longest ago goes first");
     }
 
     /// Rows come and go, each with its own prefix. The cache of old prefixes stays bounded, and the
@@ -340,17 +343,17 @@ mod tests {
     fn finished_rows_do_not_fill_the_pool() {
         let mut pool = BlockPool::new(100_000, 1);
         let root = BlockKey::root("test");
-        let held: Vec<u32> = (0..10).map(|_| pool.allocate().unwrap()).collect();
+        let blocks: Vec<u32> = (0..10).map(|_| pool.allocate().unwrap()).collect();
         for token in 0..20_000u32 {
             let block = pool.allocate().unwrap();
             pool.register(block, root.child(&[token]), &[token]);
             pool.release(block);
         }
-        assert_eq!(pool.touched(), 10 + 100_000 / CACHED_PART + 1);
+        assert_eq!(pool.blocks_ever_used(), 10 + 100_000 / CACHED_POOL_DIVISOR + 1);
         assert!(pool.lookup(root.child(&[19_999]), &[19_999]).is_some());
         assert!(pool.lookup(root.child(&[15_000]), &[15_000]).is_some());
         assert_eq!(pool.lookup(root.child(&[0]), &[0]), None);
-        pool.check([&held[..]].into_iter());
+        pool.check([&blocks[..]].into_iter());
     }
 
     #[test]

@@ -1,11 +1,11 @@
 //! Tokens that a completion must not contain: anywhere, as its first token, or (tokens that would
 //! end it) before it reaches a minimum length.
 //!
-//! Checkpoints ask for them by `suppress_tokens`, `begin_suppress_tokens`, `bad_words_ids`,
-//! `min_new_tokens` and `min_length`. They are masked out before any other processing of the
+//! Checkpoints request them by `suppress_tokens`, `begin_suppress_tokens`, `bad_words_ids`,
+//! `min_new_tokens` and `min_length`. Such tokens are masked out before any other processing of the
 //! logits. Two kinds stay allowed under a grammar: tokens that end the text, since the grammar
-//! decides where it may end, and forced tokens. A choice is never masked; one that would need a
-//! forbidden token is refused ([`Forbidden::check_choices`]).
+//! decides where the text may end, and forced tokens. Choices are not masked: a choice that needs a
+//! forbidden token is refused ([`ForbiddenTokens::check_choices`]).
 //!
 //! See docs/decisions/053-forbidden-tokens-are-a-mask.md.
 
@@ -15,10 +15,10 @@ use crate::engine::constraint::{Constraint, ConstraintError};
 
 /// Tokens that must not be drawn. The default forbids nothing.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Forbidden {
-    /// Forbidden everywhere.
+pub struct ForbiddenTokens {
+    /// Tokens that are forbidden everywhere.
     pub tokens: Vec<u32>,
-    /// Forbidden as the first token of a completion.
+    /// Tokens that are forbidden as the first token of a completion.
     pub first: Vec<u32>,
     /// Minimum tokens of a completion before it may end.
     pub min_new_tokens: u32,
@@ -26,26 +26,26 @@ pub struct Forbidden {
     pub min_length: u32,
 }
 
-impl Forbidden {
+impl ForbiddenTokens {
     /// Whether nothing is forbidden.
     pub fn is_empty(&self) -> bool {
-        *self == Forbidden::default()
+        *self == ForbiddenTokens::default()
     }
 
-    /// Whether a completion of this length must go on.
-    fn must_continue(&self, prompt: usize, completion: usize) -> bool {
-        completion < self.min_new_tokens as usize || prompt + completion < self.min_length as usize
+    /// Whether a completion of this length must not end yet.
+    fn must_continue(&self, prompt_tokens: usize, completion_tokens: usize) -> bool {
+        completion_tokens < self.min_new_tokens as usize || prompt_tokens + completion_tokens < self.min_length as usize
     }
 
-    /// Checks that each choice can be spelled without tokens that are forbidden at their position.
+    /// Checks that no choice needs a token that is forbidden at its position.
     ///
     /// # Errors
-    /// The first choice that needs a forbidden token, and that token.
+    /// A choice needs a forbidden token. The error names the first such choice and the token.
     pub fn check_choices(&self, constraint: &Constraint) -> Result<(), ConstraintError> {
         let Constraint::Choice { choices, .. } = constraint else {
             return Ok(());
         };
-        for (text, path) in choices.spelled() {
+        for (text, path) in choices.texts_and_tokens() {
             let first = path.first().filter(|token| self.first.contains(token));
             if let Some(&token) = path.iter().find(|token| self.tokens.contains(token)).or(first) {
                 return Err(ConstraintError::Forbidden {
@@ -58,14 +58,22 @@ impl Forbidden {
     }
 }
 
+/// The properties of a position in a completion that determine its forbidden tokens.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Position {
+    is_first: bool,
+    /// Whether tokens that end the completion are masked out.
+    must_continue: bool,
+    /// Whether a grammar applies, whose mask omits ids without a token.
+    has_grammar: bool,
+}
+
 /// The tokens that are masked out at a completion's current position.
 #[derive(Debug, Default)]
 pub(super) struct BannedTokens {
-    /// The position that `ids` was computed for: whether it is the first token, whether tokens that
-    /// end the completion are masked out, and whether a grammar applies (whose mask omits ids
-    /// without a token).
-    at: Option<(bool, bool, bool)>,
-    /// Ascending. Without a grammar, ids without a token are included.
+    /// The position for which `ids` was computed.
+    position: Option<Position>,
+    /// Banned ids, ascending. Without a grammar, they include ids without a token.
     ids: Vec<u32>,
     /// The grammar's mask without `ids`.
     mask: Vec<u32>,
@@ -76,19 +84,35 @@ impl BannedTokens {
     /// token. `ends`: tokens that end the completion.
     pub(super) fn prepare<'a>(
         &mut self,
-        forbidden: &Forbidden,
-        (prompt, completion): (usize, usize),
+        forbidden: &ForbiddenTokens,
+        prompt_tokens: usize,
+        completion_tokens: usize,
         unused_ids: &[u32],
         ends: impl Iterator<Item = &'a u32>,
     ) {
-        let must_continue = forbidden.must_continue(prompt, completion);
-        self.gather(forbidden, (completion == 0, must_continue, false), unused_ids, ends);
+        let position = Position {
+            is_first: completion_tokens == 0,
+            must_continue: forbidden.must_continue(prompt_tokens, completion_tokens),
+            has_grammar: false,
+        };
+        self.update_ids(forbidden, position, unused_ids, ends);
     }
 
-    /// Computes [`mask`](Self::mask) for a completion whose grammar allows `mask`; `eos` stays in
-    /// it.
-    pub(super) fn prepare_mask(&mut self, forbidden: &Forbidden, completion: usize, mask: &[u32], eos: &[u32]) {
-        self.gather(forbidden, (completion == 0, false, true), &[], std::iter::empty());
+    /// Computes [`mask`](Self::mask) for a completion whose grammar allows `mask`. Ids of `eos`
+    /// stay allowed.
+    pub(super) fn prepare_mask(
+        &mut self,
+        forbidden: &ForbiddenTokens,
+        completion_tokens: usize,
+        mask: &[u32],
+        eos: &[u32],
+    ) {
+        let position = Position {
+            is_first: completion_tokens == 0,
+            must_continue: false,
+            has_grammar: true,
+        };
+        self.update_ids(forbidden, position, &[], std::iter::empty());
         self.mask.clear();
         self.mask.extend(mask);
         for id in self.ids.iter().filter(|id| !eos.contains(id)) {
@@ -98,23 +122,23 @@ impl BannedTokens {
         }
     }
 
-    fn gather<'a>(
+    fn update_ids<'a>(
         &mut self,
-        forbidden: &Forbidden,
-        at: (bool, bool, bool),
+        forbidden: &ForbiddenTokens,
+        position: Position,
         unused_ids: &[u32],
         ends: impl Iterator<Item = &'a u32>,
     ) {
-        // The ids change only after the first token and where the completion becomes long enough.
-        if self.at.replace(at) == Some(at) {
+        // The ids change only after the first token and once the completion is long enough.
+        if self.position.replace(position) == Some(position) {
             return;
         }
         self.ids.clear();
         self.ids.extend(unused_ids.iter().chain(&forbidden.tokens));
-        if at.0 {
+        if position.is_first {
             self.ids.extend(&forbidden.first);
         }
-        if at.1 {
+        if position.must_continue {
             self.ids.extend(ends);
         }
         self.ids.sort_unstable();
@@ -136,14 +160,14 @@ mod tests {
 
     /// The mask is reused between a grammar's answer and a thought, in either order.
     #[test]
-    fn ids_that_no_token_has_are_out_without_a_grammar() {
-        let forbidden = Forbidden {
+    fn unused_ids_are_banned_without_a_grammar() {
+        let forbidden = ForbiddenTokens {
             tokens: vec![2, 5],
-            ..Forbidden::default()
+            ..ForbiddenTokens::default()
         };
         let mut banned = BannedTokens::default();
         banned.prepare_mask(&forbidden, 1, &[u32::MAX], &[2]);
-        banned.prepare(&forbidden, (4, 1), &[90], std::iter::empty());
+        banned.prepare(&forbidden, 4, 1, &[90], std::iter::empty());
         assert_eq!(banned.ids(), [2, 5, 90]);
         banned.prepare_mask(&forbidden, 1, &[u32::MAX], &[2]);
         // The grammar decides where a text may end: token 2 ends it and stays allowed.
@@ -151,46 +175,46 @@ mod tests {
     }
 
     #[test]
-    fn what_is_out_depends_on_the_place() {
-        let forbidden = Forbidden {
+    fn banned_ids_depend_on_the_position() {
+        let forbidden = ForbiddenTokens {
             tokens: vec![5],
             first: vec![7],
             min_new_tokens: 2,
             min_length: 6,
         };
-        let out_at = |prompt, completion| {
+        let banned_at = |prompt, completion| {
             let mut banned = BannedTokens::default();
-            banned.prepare(&forbidden, (prompt, completion), &[90], [1, 2].iter());
+            banned.prepare(&forbidden, prompt, completion, &[90], [1, 2].iter());
             banned.ids().to_vec()
         };
-        assert_eq!(out_at(9, 0), [1, 2, 5, 7, 90]);
-        assert_eq!(out_at(9, 1), [1, 2, 5, 90]);
-        assert_eq!(out_at(9, 2), [5, 90]);
+        assert_eq!(banned_at(9, 0), [1, 2, 5, 7, 90]);
+        assert_eq!(banned_at(9, 1), [1, 2, 5, 90]);
+        assert_eq!(banned_at(9, 2), [5, 90]);
         assert_eq!(
-            out_at(1, 4),
+            banned_at(1, 4),
             [1, 2, 5, 90],
-            "prompt and completion have five tokens of six"
+            "prompt and completion have five tokens together, and need six"
         );
-        assert_eq!(out_at(1, 5), [5, 90]);
+        assert_eq!(banned_at(1, 5), [5, 90]);
     }
 
     #[test]
-    fn one_place_after_the_other() {
-        let forbidden = Forbidden {
+    fn banned_ids_follow_the_position() {
+        let forbidden = ForbiddenTokens {
             first: vec![7],
             min_new_tokens: 2,
-            ..Forbidden::default()
+            ..ForbiddenTokens::default()
         };
         let mut banned = BannedTokens::default();
         for (completion, ids) in [(0, vec![1, 7]), (1, vec![1]), (2, vec![]), (3, vec![])] {
-            banned.prepare(&forbidden, (4, completion), &[], [1].iter());
+            banned.prepare(&forbidden, 4, completion, &[], [1].iter());
             assert_eq!(banned.ids(), ids, "{completion}");
         }
     }
 
     #[test]
-    fn a_grammar_keeps_its_ends() {
-        let forbidden = Forbidden {
+    fn a_grammar_keeps_its_end_of_sequence_ids() {
+        let forbidden = ForbiddenTokens {
             tokens: vec![1, 2, 70, 900],
             first: vec![3],
             min_new_tokens: 9,

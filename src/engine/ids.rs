@@ -1,17 +1,17 @@
-//! Hash maps keyed by ids that the engine counts up itself, with a cheap hash. Each step looks up
-//! every sequence some ten times. SipHash protects against keys that an attacker chose to collide,
-//! and nobody can choose these ids.
+//! Hash maps with a cheap hash, keyed by ids that the engine counts up itself. Each step looks up
+//! every sequence about ten times. SipHash would protect against keys that an attacker chooses to
+//! collide, but these ids cannot be chosen.
 //!
 //! See docs/decisions/058-per-token-work-uses-flat-memory.md.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 
-/// A map keyed by the id of a unit or a sequence.
+/// A map keyed by the key of a sample or a sequence.
 pub type ById<V> = HashMap<u64, V, BuildHasherDefault<CounterHasher>>;
 
-/// Spreads a counter over all bits: hash tables take the bucket from the low bits and a tag from
-/// the high bits.
+/// Hashes a counter so that all bits vary: hash tables take the bucket from the low bits and a tag
+/// from the high bits.
 #[derive(Debug, Default, Clone, Copy)]
 pub struct CounterHasher(u64);
 

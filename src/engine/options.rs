@@ -12,12 +12,12 @@ pub struct EngineOptions {
     pub max_step_tokens: usize,
     /// Maximum sequences that run at once, at least 1.
     pub max_sequences: usize,
-    /// Everything besides token ids that determines keys and values: model, adapter, KV format. The
-    /// root of prefix keys.
+    /// Description of everything besides token ids that determines keys and values: model, adapter,
+    /// KV format. Prefix keys are derived from it.
     pub prefix_root: String,
     pub policy: Policy,
-    /// Threads that compute masks and process sampled tokens: the model's own threads where a step runs on the
-    /// CPU.
+    /// Threads that compute masks and process sampled tokens. On the CPU, these are the model's own
+    /// threads.
     pub threads: Arc<Threads>,
 }
 

@@ -1,16 +1,17 @@
 //! The order in which waiting prompts are started.
 //!
 //! Prompts that begin with the same blocks are adjacent, so that their shared blocks are computed
-//! once and are not evicted in between. Among these groups the longest row comes first, so that a
-//! window does not end with one long row running alone. The window is a tree (prompts that agree in
-//! their first blocks form a branch), walked depth first. At each node the branch or prompt with
-//! the longest row goes first, and ties go to the earlier prompt.
+//! once and are not evicted in between. The group with the longest row comes first, so that a
+//! window (the waiting prompts that are ordered together) does not end with one long row running
+//! alone. The window is treated as a tree, in which prompts with the same first blocks form a
+//! branch, and is walked depth first. At each node the branch or prompt with the longest row goes
+//! first; among equal ones, the one with the earliest prompt.
 //!
 //! The scheduler fills each step up to its token budget in this order, cutting prompts into chunks.
 
 use std::cmp::Reverse;
 
-/// The properties of a waiting prompt that decide its position.
+/// The properties of a waiting prompt that determine its position in the order.
 #[derive(Debug, Clone, Copy)]
 pub struct WaitingPrompt<'a> {
     pub prompt: &'a [u32],
@@ -25,14 +26,14 @@ impl WaitingPrompt<'_> {
     }
 }
 
-/// A run of prompts in sorted order.
+/// Adjacent prompts in sorted order.
 struct Branch {
     from: usize,
     to: usize,
 }
 
-/// The order in which to start `window`: a permutation of its indices. Only agreement in whole
-/// blocks counts as shared.
+/// The order in which to start the prompts of `window`: a permutation of its indices. Only whole
+/// blocks count as shared.
 ///
 /// A pure function of its inputs.
 pub fn order(window: &[WaitingPrompt], block_tokens: usize) -> Vec<usize> {
@@ -55,10 +56,10 @@ pub fn order(window: &[WaitingPrompt], block_tokens: usize) -> Vec<usize> {
             ordered.extend(&sorted[from..to]);
             continue;
         }
-        // Split where neighbours share the fewest blocks: this cuts at least once, and never inside
-        // a group that shares more.
-        let depth = shared[from + 1..to].iter().copied().min().unwrap_or(0);
-        let mut parts = split(&shared, from, to, depth);
+        // Splitting where neighbours share the fewest blocks cuts at least once, and never inside a
+        // group that shares more.
+        let fewest = shared[from + 1..to].iter().copied().min().unwrap_or(0);
+        let mut parts = split(&shared, from, to, fewest);
         parts.sort_by_key(|part| {
             let rows = &sorted[part.from..part.to];
             let longest = rows.iter().map(|i| window[*i].length()).max();
@@ -69,15 +70,15 @@ pub fn order(window: &[WaitingPrompt], block_tokens: usize) -> Vec<usize> {
     ordered
 }
 
-/// Cuts a branch where neighbours share at most `depth` blocks.
-fn split(shared: &[usize], from: usize, to: usize, depth: usize) -> Vec<Branch> {
+/// Cuts a branch where neighbours share at most `max_shared` blocks.
+fn split(shared: &[usize], from: usize, to: usize, max_shared: usize) -> Vec<Branch> {
     let mut parts = Vec::new();
     let mut start = from;
     for (cut, _) in shared[..to]
         .iter()
         .enumerate()
         .skip(from + 1)
-        .filter(|(_, shared)| **shared <= depth)
+        .filter(|(_, shared)| **shared <= max_shared)
     {
         parts.push(Branch { from: start, to: cut });
         start = cut;

@@ -3,10 +3,10 @@
 use std::sync::Arc;
 
 use crate::device::draw::Sampling;
-use crate::engine::forbidden::Forbidden;
+use crate::engine::forbidden::ForbiddenTokens;
 use crate::engine::thinking::Thinking;
 
-/// Checked generation parameters. `job/` validates them once, when it reads the job.
+/// Checked generation parameters. `job/` validates them once, when the job is read.
 #[derive(Debug, Clone, PartialEq)]
 pub struct GenerationParams {
     /// Maximum tokens to generate per sample, thought and answer together; at least 1.
@@ -21,7 +21,7 @@ pub struct GenerationParams {
     /// Whether to continue past the model's end-of-sequence ids, up to `max_tokens`.
     pub ignore_eos: bool,
     /// Tokens that must not be drawn: anywhere, as the first token, or before a minimum length.
-    pub forbidden: Forbidden,
+    pub forbidden: ForbiddenTokens,
     /// Whether to return the log probability of each chosen token (of the raw distribution, before
     /// penalties and filters).
     pub logprobs: bool,
@@ -30,7 +30,7 @@ pub struct GenerationParams {
     /// Whether every bit of the result must be independent of the rest of the batch, at the cost of
     /// speed.
     pub deterministic: bool,
-    /// Constraint on the answer's text.
+    /// Constraint on the answer's text. In names and comments, *shape* means an output constraint.
     pub shape: OutputConstraint,
     /// Delimiters and limits of thoughts; `None`: the model does not think.
     pub thinking: Option<Arc<Thinking>>,
@@ -47,7 +47,7 @@ pub enum OutputConstraint {
     },
     /// JSON that is valid under this JSON Schema.
     JsonSchema(serde_json::Value),
-    /// Text that this regular expression (Rust `regex` syntax) matches as a whole.
+    /// Text that matches this regular expression (Rust `regex` syntax) as a whole.
     Regex(String),
 }
 
@@ -60,7 +60,7 @@ impl Default for GenerationParams {
             stop: Vec::new(),
             stop_token_ids: Vec::new(),
             ignore_eos: false,
-            forbidden: Forbidden::default(),
+            forbidden: ForbiddenTokens::default(),
             logprobs: false,
             samples: 1,
             deterministic: false,

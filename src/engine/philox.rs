@@ -1,15 +1,16 @@
-//! Philox4x32-10, the counter-based random numbers of Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (SC11).
+//! Philox4x32-10, the counter-based random number generator of Salmon et al., "Parallel Random
+//! Numbers: As Easy as 1, 2, 3" (SC11).
 //!
 //! A number is a pure function of key and counter, so a draw is independent of earlier draws, of
 //! its batch slot and of the machine.
 
 use sha2::{Digest, Sha256};
 
-use crate::engine::request::UnitId;
+use crate::engine::request::SampleId;
 
 const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
-/// Added to the key before each round but the first: the golden ratio and √3 − 1, as 32-bit
-/// fractions.
+/// Added to the key before each round except the first: the fractional part of the golden ratio,
+/// and √3 − 1, as 32-bit fractions.
 const KEY_STEPS: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
 const ROUNDS: usize = 10;
 
@@ -18,20 +19,21 @@ const ROUNDS: usize = 10;
 pub struct StreamKey([u32; 2]);
 
 impl StreamKey {
-    /// The stream of one unit of a job. Its key is the first eight bytes of SHA-256 over seed, row,
-    /// sample and attempt.
-    pub fn of(seed: u64, id: UnitId) -> StreamKey {
+    /// The key of one sample's stream: the first eight bytes of SHA-256 over seed, row, sample and
+    /// attempt.
+    pub fn of(seed: u64, id: SampleId) -> StreamKey {
         let hash = Sha256::new_with_prefix(b"gristmill-draw\0")
             .chain_update(seed.to_le_bytes())
             .chain_update(id.row.to_le_bytes())
             .chain_update(id.sample.to_le_bytes())
             .chain_update(id.attempt.to_le_bytes())
             .finalize();
-        let word = |at: usize| u32::from_le_bytes([hash[at], hash[at + 1], hash[at + 2], hash[at + 3]]);
+        let word =
+            |offset: usize| u32::from_le_bytes([hash[offset], hash[offset + 1], hash[offset + 2], hash[offset + 3]]);
         StreamKey([word(0), word(4)])
     }
 
-    /// A number in [0, 1) with 53 random bits, for the token at this position of the unit's
+    /// A number in [0, 1) with 53 random bits, for the token at this position of the sample's
     /// sequence.
     pub fn uniform(self, position: u32) -> f64 {
         let [a, b, ..] = philox4x32(self.0, [position, 0, 0, 0]);
@@ -46,13 +48,13 @@ pub fn philox4x32(mut key: [u32; 2], mut counter: [u32; 4]) -> [u32; 4] {
         if round > 0 {
             key = [key[0].wrapping_add(KEY_STEPS[0]), key[1].wrapping_add(KEY_STEPS[1])];
         }
-        let low = u64::from(MULTIPLIERS[0]) * u64::from(counter[0]);
-        let high = u64::from(MULTIPLIERS[1]) * u64::from(counter[2]);
+        let product_0 = u64::from(MULTIPLIERS[0]) * u64::from(counter[0]);
+        let product_2 = u64::from(MULTIPLIERS[1]) * u64::from(counter[2]);
         counter = [
-            (high >> 32) as u32 ^ counter[1] ^ key[0],
-            high as u32,
-            (low >> 32) as u32 ^ counter[3] ^ key[1],
-            low as u32,
+            (product_2 >> 32) as u32 ^ counter[1] ^ key[0],
+            product_2 as u32,
+            (product_0 >> 32) as u32 ^ counter[3] ^ key[1],
+            product_0 as u32,
         ];
     }
     counter
@@ -84,8 +86,8 @@ mod tests {
     }
 
     #[test]
-    fn a_stream_is_its_own() {
-        let id = UnitId {
+    fn streams_differ_by_seed_and_id() {
+        let id = SampleId {
             job: 0,
             row: 7,
             sample: 0,
@@ -95,9 +97,9 @@ mod tests {
         assert_eq!(key, StreamKey::of(1, id));
         for other in [
             StreamKey::of(2, id),
-            StreamKey::of(1, UnitId { row: 8, ..id }),
-            StreamKey::of(1, UnitId { sample: 1, ..id }),
-            StreamKey::of(1, UnitId { attempt: 1, ..id }),
+            StreamKey::of(1, SampleId { row: 8, ..id }),
+            StreamKey::of(1, SampleId { sample: 1, ..id }),
+            StreamKey::of(1, SampleId { attempt: 1, ..id }),
         ] {
             assert_ne!(key, other);
         }
@@ -108,7 +110,7 @@ mod tests {
     fn numbers_are_uniform() {
         let key = StreamKey::of(
             3,
-            UnitId {
+            SampleId {
                 job: 0,
                 row: 0,
                 sample: 0,

@@ -1,24 +1,23 @@
-//! Plans which tokens of which sequences the next step computes.
+//! Plans the sequences and tokens that the next step computes.
 //!
-//! Plain data in, plain data out, without clock, channel or model; the same calls give the same
-//! plans.
+//! The scheduler has no clock, channel or model: the same calls give the same plans.
 //!
 //! - Sequences run in order of age. A step is filled oldest first up to its token budget. A prompt
 //!   that exceeds the budget is cut and goes on in the next step, mixed with the single tokens of
 //!   decoding sequences.
-//! - New requests gather while a window of earlier ones is being started. When the window is empty,
-//!   [`packing`] orders the gathered requests, and they become the next window. So no request waits
-//!   for ever behind later ones.
+//! - New sequences gather while a window of earlier sequences is being started. When the window is
+//!   empty, [`packing`] orders the gathered sequences, and they become the next window. So no
+//!   sequence is overtaken for ever.
 //! - A sequence is started when the pool can hold all its tokens so far, with one spare block for
-//!   each running sequence. Its first blocks are taken from the prefix index where they are known,
-//!   including blocks that older sequences compute *in the same step*. It always computes its last
-//!   token itself. Deterministic sequences share blocks only with deterministic ones.
-//! - Where steps run ahead, a sequence's next token may be [guessed](Scheduler::guess): it is
-//!   planned before it is known. Its block is indexed once it is known.
+//!   each running sequence. Its first blocks are taken from the prefix index as far as the index
+//!   has them, including blocks that older sequences compute *in the same step*. A sequence always
+//!   computes its last token itself. Deterministic sequences share blocks only with each other.
+//! - Where steps run ahead, a sequence's next token may be [guessed](Scheduler::guess): the token
+//!   is planned before it is known. Its block is indexed once the token is known.
 //! - Where no block is available, the youngest running sequence is preempted: its blocks are
-//!   released (and may still be found when it resumes), and its tokens are kept. A sequence without
-//!   a younger one waits for the next step. The oldest always gets its blocks, because only
-//!   sequences that fit the pool alone are accepted.
+//!   released (and may still be in the index when it resumes), and its tokens are kept. If the
+//!   sequence that needs a block is the youngest, it waits for the next step. The oldest sequence
+//!   always gets its blocks, because every accepted sequence fits the pool alone.
 //!
 //! See docs/decisions/056-prefixes-are-shared-within-a-step.md.
 
@@ -28,6 +27,7 @@ use std::sync::Arc;
 
 use smallvec::SmallVec;
 
+use crate::device::batch::BlockCopy;
 use crate::engine::blocks::{BlockKey, BlockPool};
 use crate::engine::ids::ById;
 use crate::engine::packing::{self, WaitingPrompt};
@@ -37,45 +37,45 @@ pub type SequenceId = u64;
 
 /// Limits of a step.
 #[derive(Debug, Clone, Copy)]
-pub struct Limits {
+pub struct StepLimits {
     /// Maximum tokens computed in one step.
     pub max_step_tokens: usize,
-    /// Maximum sequences in one step. Sequences whose tokens are being drawn while the next step is
-    /// planned do not count.
+    /// Maximum sequences in one step, without those whose tokens are being drawn while the step is
+    /// planned.
     pub max_sequences: usize,
     pub policy: Policy,
 }
 
-/// The techniques by which the scheduler fills steps. All are on, except in measurements of a
-/// single technique.
+/// The techniques by which the scheduler fills steps. All are on, except when the effect of a
+/// technique is measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Policy {
-    /// Orders the window; otherwise sequences start in order of arrival.
-    pub sort: bool,
-    /// Shares computed blocks that prompts begin with.
-    pub share: bool,
-    /// Mixes prefill and decode in one step; otherwise prefill runs first, in steps of its own.
-    pub mix: bool,
-    /// Starts sequences as others end; otherwise only when all have ended.
+    /// Whether to order the window; otherwise sequences start in order of arrival.
+    pub sort_window: bool,
+    /// Whether to share computed blocks of common prefixes.
+    pub share_prefixes: bool,
+    /// Whether to mix prefill and decode in one step; otherwise prefill runs first, in steps of its
+    /// own.
+    pub mix_phases: bool,
+    /// Whether to start sequences as others end; otherwise they start only when all have ended.
     pub refill: bool,
 }
 
 impl Default for Policy {
     fn default() -> Policy {
         Policy {
-            sort: true,
-            share: true,
-            mix: true,
+            sort_window: true,
+            share_prefixes: true,
+            mix_phases: true,
             refill: true,
         }
     }
 }
 
-/// Order of sequences, oldest first: the position in the order of starting, then the order of
-/// forks.
+/// Orders sequences, oldest first: number in the order of starting, then number of the fork.
 type Age = (u64, u64);
 
-/// Which sequences a sequence may share blocks with.
+/// Determines the sequences with which a sequence may share blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Sharing {
     /// Whether its results must be bitwise independent of other sequences.
@@ -94,51 +94,53 @@ struct Sequence {
     prompt: Option<Arc<[u32]>>,
     /// Prompt (unless it is in `prompt`) and completion so far.
     tokens: Vec<u32>,
-    /// The last of `tokens` is not known yet: it is drawn from this row of the step's logits.
-    guessed: Option<u32>,
-    /// Maximum tokens still to come; only used to order the window.
+    /// If the last of `tokens` is not known yet: the row of the step's logits from which it is
+    /// drawn.
+    guessed_row: Option<u32>,
+    /// Maximum tokens that will be added; used only to order the window.
     max_tokens: u32,
     sharing: Sharing,
-    /// Tokens whose keys and values are in `blocks` once the planned step has run.
-    computed: usize,
+    /// Number of tokens whose keys and values are in `blocks` once the planned step has run.
+    computed_tokens: usize,
     blocks: Vec<u32>,
-    /// Keys of its first full blocks, as far as they have been needed.
+    /// Keys of its first full blocks, computed when needed.
     keys: Vec<BlockKey>,
     /// Whether it has been started before (and preempted since).
-    started: bool,
+    was_started: bool,
 }
 
 impl Sequence {
     /// Moves the prompt into `tokens`.
-    fn unfold(&mut self) {
+    fn merge_prompt(&mut self) {
         if let Some(prompt) = self.prompt.take() {
             self.tokens.splice(0..0, prompt.iter().copied());
         }
     }
 
-    fn pending(&self) -> usize {
-        self.tokens.len() - self.computed
+    /// Number of tokens that are not yet computed.
+    fn pending_tokens(&self) -> usize {
+        self.tokens.len() - self.computed_tokens
     }
 
     /// Number of leading tokens that are known.
-    fn known(&self) -> usize {
-        self.tokens.len() - usize::from(self.guessed.is_some())
+    fn known_tokens(&self) -> usize {
+        self.tokens.len() - usize::from(self.guessed_row.is_some())
     }
 
-    /// The key of its full block at index `at`.
-    fn key(&mut self, at: usize, block_tokens: usize) -> BlockKey {
-        while self.keys.len() <= at {
+    /// The key of its full block with this index.
+    fn block_key(&mut self, index: usize, block_tokens: usize) -> BlockKey {
+        while self.keys.len() <= index {
             let parent = self.keys.last().unwrap_or(&self.sharing.root);
             let from = self.keys.len() * block_tokens;
             self.keys.push(parent.child(&self.tokens[from..from + block_tokens]));
         }
-        self.keys[at]
+        self.keys[index]
     }
 }
 
 /// One sequence's share of a step.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Planned {
+pub struct PlannedSequence {
     pub id: SequenceId,
     /// Position of the first token computed.
     pub start: usize,
@@ -147,12 +149,12 @@ pub struct Planned {
     /// Range in [`StepPlan::blocks`] of the blocks that hold all tokens up to the last one
     /// computed.
     pub blocks: Range<usize>,
-    /// Whether the last token computed is the sequence's last, so that the next token can be
-    /// sampled.
-    pub samples: bool,
-    /// The last token computed is not known yet: it is drawn from this row of the previous step's
-    /// logits.
-    pub guessed: Option<u32>,
+    /// Whether the last token computed is the sequence's last, so that the next token is sampled
+    /// from its logits.
+    pub needs_logits: bool,
+    /// If the last token computed is not known yet: the row of the previous step's logits from
+    /// which it is drawn.
+    pub guessed_row: Option<u32>,
     /// Whether its results must be bitwise independent of other sequences.
     pub deterministic: bool,
 }
@@ -160,38 +162,39 @@ pub struct Planned {
 /// A step to run.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct StepPlan {
-    pub sequences: Vec<Planned>,
+    pub sequences: Vec<PlannedSequence>,
     /// Blocks of all sequences, one sequence after the other.
     pub blocks: Vec<u32>,
-    /// Blocks to copy before anything is computed: (from, to).
-    pub copies: Vec<(u32, u32)>,
-    /// Sequences started for the first time, and how many of their tokens the prefix index held.
+    /// Blocks to copy before anything is computed.
+    pub copies: Vec<BlockCopy>,
+    /// Sequences started for the first time, each with the number of its tokens that the prefix
+    /// index held.
     pub started: Vec<(SequenceId, usize)>,
     /// Sequences that lost their blocks.
     pub preempted: Vec<SequenceId>,
 }
 
-/// Running and waiting sequences and the blocks they hold. See the module's description.
+/// Running and waiting sequences, and the blocks that they hold. See the module's description.
 #[derive(Debug, Clone)]
 pub struct Scheduler {
-    limits: Limits,
+    limits: StepLimits,
     pool: BlockPool,
     root: BlockKey,
-    /// Sequences that arrived after the window was ordered.
+    /// Sequences that have arrived since the window was ordered.
     incoming: Vec<Sequence>,
-    /// The window: ordered sequences that are not started, and preempted ones.
+    /// The window: ordered sequences that are not started, and preempted sequences.
     waiting: BTreeMap<Age, Sequence>,
     /// Oldest first.
     running: Vec<Sequence>,
     /// The age of each waiting or running sequence; sequences in `incoming` have none yet.
     ages: ById<Age>,
-    next_place: u64,
+    next_start: u64,
     next_fork: u64,
 }
 
 impl Scheduler {
     /// An empty scheduler. All [roots](Scheduler::sharing) are derived from `root`.
-    pub fn new(limits: Limits, pool: BlockPool, root: BlockKey) -> Scheduler {
+    pub fn new(limits: StepLimits, pool: BlockPool, root: BlockKey) -> Scheduler {
         assert!(
             limits.max_step_tokens > 0 && limits.max_sequences > 0,
             "a step must hold a token and a sequence"
@@ -204,13 +207,12 @@ impl Scheduler {
             waiting: BTreeMap::new(),
             running: Vec::new(),
             ages: ById::default(),
-            next_place: 0,
+            next_start: 0,
             next_fork: 0,
         }
     }
 
-    /// The sharing of sequences with this salt. Deterministic sequences share blocks only with each
-    /// other.
+    /// The `Sharing` of sequences with this salt.
     pub fn sharing(&self, salt: &str, deterministic: bool) -> Sharing {
         let root = self.root.salted(salt);
         Sharing {
@@ -219,12 +221,12 @@ impl Scheduler {
         }
     }
 
-    /// Sequences that hold blocks.
+    /// Number of sequences that run; they hold blocks.
     pub fn running(&self) -> usize {
         self.running.len()
     }
 
-    /// Sequences that wait to be started or resumed.
+    /// Number of sequences that wait to be started or resumed.
     pub fn waiting(&self) -> usize {
         self.waiting.len() + self.incoming.len()
     }
@@ -239,8 +241,8 @@ impl Scheduler {
         self.pool.total() * self.pool.block_tokens()
     }
 
-    /// Adds a sequence: a prompt of at least one token, and `tokens` that are certain to follow it.
-    /// At most `max_tokens` will be added later; all together must fit the pool.
+    /// Adds a sequence: a prompt of at least one token, and forced `tokens` that follow it. At most
+    /// `max_tokens` may be added later. All of them together must fit the pool.
     pub fn submit(&mut self, id: SequenceId, prompt: Arc<[u32]>, tokens: Vec<u32>, max_tokens: u32, sharing: Sharing) {
         assert!(!prompt.is_empty(), "sequence {id} has no tokens");
         let (blocks, keys) = (Vec::new(), Vec::new());
@@ -249,68 +251,69 @@ impl Scheduler {
             age: (0, 0),
             prompt: Some(prompt),
             tokens,
-            guessed: None,
+            guessed_row: None,
             max_tokens,
             sharing,
-            computed: 0,
+            computed_tokens: 0,
             blocks,
             keys,
-            started: false,
+            was_started: false,
         });
     }
 
-    /// Guesses that a running sequence goes on with the token drawn from this row of the logits of
-    /// the last planned step. [`extend`](Self::extend) later provides the token, or
-    /// [`remove`](Self::remove) ends the sequence.
+    /// Guesses that a running sequence goes on with the token that is drawn from `row` of the
+    /// logits of the last planned step. The caller must later provide the token by
+    /// [`extend`](Self::extend), or end the sequence by [`remove`](Self::remove).
     pub fn guess(&mut self, id: SequenceId, row: u32) {
-        if let Some(at) = self.place(id) {
-            let sequence = &mut self.running[at];
+        if let Some(index) = self.running_index(id) {
+            let sequence = &mut self.running[index];
             sequence.tokens.push(0);
-            sequence.guessed = Some(row);
+            sequence.guessed_row = Some(row);
         }
     }
 
-    /// Whether it runs and the planned step has computed all its tokens.
+    /// Whether the sequence runs and all its tokens are computed, the planned step included.
     pub fn is_computed(&self, id: SequenceId) -> bool {
-        self.place(id).is_some_and(|at| self.running[at].pending() == 0)
+        self.running_index(id)
+            .is_some_and(|index| self.running[index].pending_tokens() == 0)
     }
 
-    /// Adds tokens, sampled or forced, to a sequence that has been running; the next steps compute
-    /// them. If a token was guessed, the first of them replaces it.
+    /// Adds tokens, sampled or forced, to a running or preempted sequence. The next steps compute
+    /// them. If a token was guessed, the first of `tokens` replaces it.
     pub fn extend(&mut self, id: SequenceId, tokens: &[u32]) {
-        let at = self.place(id);
-        let sequence = match at {
-            Some(at) => Some(&mut self.running[at]),
+        let index = self.running_index(id);
+        let sequence = match index {
+            Some(index) => Some(&mut self.running[index]),
             None => self.ages.get(&id).and_then(|age| self.waiting.get_mut(age)),
         };
         let Some(sequence) = sequence else {
             return;
         };
-        if sequence.guessed.take().is_some() {
+        if sequence.guessed_row.take().is_some() {
             sequence.tokens.pop();
         }
         let known = sequence.tokens.len();
         sequence.tokens.extend_from_slice(tokens);
-        let computed = sequence.computed;
-        if let Some(at) = at
+        let computed = sequence.computed_tokens;
+        if let Some(index) = index
             && computed > known
         {
-            self.index(at, known, computed);
+            self.index_blocks(index, known, computed);
         }
     }
 
     /// Index of a sequence in `running`, which is in order of age.
-    fn place(&self, id: SequenceId) -> Option<usize> {
+    fn running_index(&self, id: SequenceId) -> Option<usize> {
         let age = self.ages.get(&id)?;
         self.running.binary_search_by_key(age, |s| s.age).ok()
     }
 
-    /// Adds a sequence that continues the tokens of `parent`, which has been running, with
-    /// `tokens`. It shares the parent's blocks. If no more sequences may run or the parent has been
+    /// Adds a sequence that continues the tokens of `parent`, a running or preempted sequence, with
+    /// `tokens`. It shares the parent's blocks. If no more sequences may run or the parent is
     /// preempted, it waits without blocks.
     pub fn fork(&mut self, parent: SequenceId, id: SequenceId, tokens: &[u32]) {
-        let running = self.place(parent).map(|at| &self.running[at]);
-        let runs = running.is_some();
+        let running = self.running_index(parent).map(|index| &self.running[index]);
+        let is_running = running.is_some();
         let Some(parent) = running.or_else(|| self.waiting.get(self.ages.get(&parent)?)) else {
             return;
         };
@@ -322,20 +325,20 @@ impl Scheduler {
         };
         sequence.tokens.extend_from_slice(tokens);
         self.ages.insert(id, sequence.age);
-        if runs && self.running.len() < self.limits.max_sequences {
+        if is_running && self.running.len() < self.limits.max_sequences {
             sequence.blocks.iter().for_each(|b| self.pool.acquire(*b));
-            self.start(sequence);
+            self.insert_running(sequence);
         } else {
             sequence.blocks.clear();
-            sequence.computed = 0;
+            sequence.computed_tokens = 0;
             self.waiting.insert(sequence.age, sequence);
         }
     }
 
     /// Ends a sequence, whether it runs or waits.
     pub fn remove(&mut self, id: SequenceId) {
-        if let Some(at) = self.place(id) {
-            let mut sequence = self.running.remove(at);
+        if let Some(index) = self.running_index(id) {
+            let mut sequence = self.running.remove(index);
             release_all(&mut self.pool, &mut sequence);
         }
         match self.ages.remove(&id) {
@@ -346,13 +349,14 @@ impl Scheduler {
         }
     }
 
-    /// Plans the next step and treats it as done. The plan is empty if there is nothing to compute.
+    /// Plans the next step, whose tokens count as computed from now on. The plan is empty if
+    /// nothing needs to be computed.
     pub fn plan(&mut self) -> StepPlan {
         let mut plan = StepPlan::default();
-        if self.limits.policy.mix {
+        if self.limits.policy.mix_phases {
             self.fill(&mut plan, |_| true, true);
         } else {
-            self.fill(&mut plan, |sequence| sequence.pending() > 1, true);
+            self.fill(&mut plan, |sequence| sequence.pending_tokens() > 1, true);
             if plan.sequences.is_empty() {
                 self.fill(&mut plan, |_| true, false);
             }
@@ -363,8 +367,9 @@ impl Scheduler {
 
     /// Undoes a planned step that did not run: the contents of all blocks are discarded, and all
     /// running sequences wait to be computed from their beginning. From now on, steps have half as
-    /// many tokens and sequences. `None`: a step is limited to one token already; nothing changed.
-    pub fn start_over(&mut self) -> Option<Limits> {
+    /// many tokens and sequences. `None` if steps are already limited to one token; then nothing
+    /// has changed.
+    pub fn start_over(&mut self) -> Option<StepLimits> {
         if self.limits.max_step_tokens == 1 {
             return None;
         }
@@ -372,28 +377,32 @@ impl Scheduler {
             release_all(&mut self.pool, &mut sequence);
             self.waiting.insert(sequence.age, sequence);
         }
-        self.pool.forget_all();
+        self.pool.clear_index();
         self.limits.max_step_tokens /= 2;
         self.limits.max_sequences = (self.limits.max_sequences / 2).max(1);
         Some(self.limits)
     }
 
-    /// Gives the step's tokens to running sequences that are `wanted`, then to new ones if `start`
-    /// is set and they may start.
-    fn fill(&mut self, plan: &mut StepPlan, wanted: impl Fn(&Sequence) -> bool, start: bool) {
+    /// Fills the step with tokens of running sequences for which `may_run` holds, and then of
+    /// waiting sequences if `may_start`.
+    fn fill(&mut self, plan: &mut StepPlan, may_run: impl Fn(&Sequence) -> bool, may_start: bool) {
         let mut budget = self.limits.max_step_tokens;
-        // Sequences whose last token is being drawn: it is unknown whether they go on, and most
-        // have ended. They take no part in this step.
-        let awaited = self.running.iter().filter(|sequence| sequence.pending() == 0).count();
-        let mut at = 0;
-        while at < self.running.len() && budget > 0 && plan.sequences.len() < self.limits.max_sequences {
-            if self.running[at].pending() == 0 || !wanted(&self.running[at]) {
-                at += 1;
+        // Sequences whose last token is being drawn are not part of this step: it is not yet known
+        // whether they go on, and most have ended.
+        let awaited = self
+            .running
+            .iter()
+            .filter(|sequence| sequence.pending_tokens() == 0)
+            .count();
+        let mut index = 0;
+        while index < self.running.len() && budget > 0 && plan.sequences.len() < self.limits.max_sequences {
+            if self.running[index].pending_tokens() == 0 || !may_run(&self.running[index]) {
+                index += 1;
                 continue;
             }
             let planned = loop {
-                let planned = self.grant(at, budget, plan);
-                if planned.is_some() || self.running.len() <= at + 1 {
+                let planned = self.plan_sequence(index, budget, plan);
+                if planned.is_some() || self.running.len() <= index + 1 {
                     break planned;
                 }
                 self.preempt_youngest(plan);
@@ -402,41 +411,41 @@ impl Scheduler {
                 budget -= planned.tokens.len();
                 plan.sequences.push(planned);
             }
-            at += 1;
+            index += 1;
         }
-        if start && plan.preempted.is_empty() && (self.limits.policy.refill || self.running.is_empty()) {
+        if may_start && plan.preempted.is_empty() && (self.limits.policy.refill || self.running.is_empty()) {
             self.start_waiting(plan, budget, awaited);
         }
     }
 
-    /// Starts sequences of the window, in its order, while there is room. The `awaited` sequences
-    /// take no room.
+    /// Starts sequences of the window, in its order, while the limits allow. The `awaited` running
+    /// sequences, whose last token is being drawn, do not count.
     fn start_waiting(&mut self, plan: &mut StepPlan, mut budget: usize, awaited: usize) {
-        let most = self.limits.max_sequences;
-        while budget > 0 && self.running.len() - awaited < most && plan.sequences.len() < most {
+        let max_sequences = self.limits.max_sequences;
+        while budget > 0 && self.running.len() - awaited < max_sequences && plan.sequences.len() < max_sequences {
             if self.waiting.is_empty() {
                 self.order_incoming();
             }
             let Some((_, mut sequence)) = self.waiting.pop_first() else {
                 return;
             };
-            sequence.unfold();
-            if !self.take_prefix(&mut sequence) {
+            sequence.merge_prompt();
+            if !self.share_prefix(&mut sequence) {
                 self.waiting.insert(sequence.age, sequence);
                 return;
             }
-            if !std::mem::replace(&mut sequence.started, true) {
-                plan.started.push((sequence.id, sequence.computed));
+            if !std::mem::replace(&mut sequence.was_started, true) {
+                plan.started.push((sequence.id, sequence.computed_tokens));
             }
-            let at = self.start(sequence);
-            if let Some(planned) = self.grant(at, budget, plan) {
+            let index = self.insert_running(sequence);
+            if let Some(planned) = self.plan_sequence(index, budget, plan) {
                 budget -= planned.tokens.len();
                 plan.sequences.push(planned);
             }
         }
     }
 
-    /// Orders the requests that have arrived into the next window.
+    /// Orders the sequences that have arrived into the next window.
     fn order_incoming(&mut self) {
         let window: Vec<WaitingPrompt> = self
             .incoming
@@ -446,7 +455,7 @@ impl Scheduler {
                 max_tokens: s.max_tokens,
             })
             .collect();
-        let order = if self.limits.policy.sort {
+        let order = if self.limits.policy.sort_window {
             packing::order(&window, self.pool.block_tokens())
         } else {
             (0..window.len()).collect()
@@ -454,28 +463,28 @@ impl Scheduler {
         let mut sequences: Vec<Option<Sequence>> = std::mem::take(&mut self.incoming).into_iter().map(Some).collect();
         for i in order {
             if let Some(mut sequence) = sequences[i].take() {
-                sequence.age = (self.next_place, 0);
-                self.next_place += 1;
+                sequence.age = (self.next_start, 0);
+                self.next_start += 1;
                 self.ages.insert(sequence.id, sequence.age);
                 self.waiting.insert(sequence.age, sequence);
             }
         }
     }
 
-    /// Shares the indexed blocks that a sequence begins with. `false`: the pool has no room to
-    /// start it; nothing changed.
-    fn take_prefix(&mut self, sequence: &mut Sequence) -> bool {
+    /// Gives a sequence the indexed blocks of its prefix. Returns `false`, without any change, if
+    /// the pool has too few blocks to start it.
+    fn share_prefix(&mut self, sequence: &mut Sequence) -> bool {
         let block_tokens = self.pool.block_tokens();
-        let most = if self.limits.policy.share {
+        let shareable_tokens = if self.limits.policy.share_prefixes {
             sequence.tokens.len() - 1
         } else {
             0
         };
-        for at in 0..most / block_tokens {
-            let key = sequence.key(at, block_tokens);
+        for index in 0..shareable_tokens / block_tokens {
+            let key = sequence.block_key(index, block_tokens);
             let Some(block) = self
                 .pool
-                .lookup(key, &sequence.tokens[at * block_tokens..][..block_tokens])
+                .lookup(key, &sequence.tokens[index * block_tokens..][..block_tokens])
             else {
                 break;
             };
@@ -487,63 +496,67 @@ impl Scheduler {
             release_all(&mut self.pool, sequence);
             return false;
         }
-        sequence.computed = sequence.blocks.len() * block_tokens;
+        sequence.computed_tokens = sequence.blocks.len() * block_tokens;
         true
     }
 
-    /// Inserts a sequence among the running ones, by age.
-    fn start(&mut self, sequence: Sequence) -> usize {
-        let at = self.running.partition_point(|s| s.age < sequence.age);
-        self.running.insert(at, sequence);
-        at
+    /// Inserts a sequence into `running`, by age, and returns its index.
+    fn insert_running(&mut self, sequence: Sequence) -> usize {
+        let index = self.running.partition_point(|s| s.age < sequence.age);
+        self.running.insert(index, sequence);
+        index
     }
 
-    /// Gives a running sequence as many of its pending tokens as budget and blocks allow. `None`:
-    /// none at all.
-    fn grant(&mut self, at: usize, budget: usize, plan: &mut StepPlan) -> Option<Planned> {
+    /// Plans as many pending tokens of a running sequence as budget and blocks allow. `None` if not
+    /// a single token fits.
+    fn plan_sequence(&mut self, index: usize, budget: usize, plan: &mut StepPlan) -> Option<PlannedSequence> {
         let block_tokens = self.pool.block_tokens();
-        let sequence = &mut self.running[at];
-        let wanted = sequence.computed + sequence.pending().min(budget);
+        let sequence = &mut self.running[index];
+        let wanted_end = sequence.computed_tokens + sequence.pending_tokens().min(budget);
         // Shared blocks are copied before they are written to.
-        for i in sequence.computed / block_tokens..sequence.blocks.len().min(wanted.div_ceil(block_tokens)) {
+        for i in sequence.computed_tokens / block_tokens..sequence.blocks.len().min(wanted_end.div_ceil(block_tokens)) {
             if self.pool.is_shared(sequence.blocks[i]) {
                 let copy = self.pool.copy_on_write(sequence.blocks[i])?;
-                plan.copies.push((sequence.blocks[i], copy));
+                plan.copies.push(BlockCopy {
+                    from: sequence.blocks[i],
+                    to: copy,
+                });
                 sequence.blocks[i] = copy;
             }
         }
-        while sequence.blocks.len() * block_tokens < wanted {
+        while sequence.blocks.len() * block_tokens < wanted_end {
             let Some(block) = self.pool.allocate() else { break };
             sequence.blocks.push(block);
         }
-        let end = wanted.min(sequence.blocks.len() * block_tokens);
-        if end == sequence.computed {
+        let end = wanted_end.min(sequence.blocks.len() * block_tokens);
+        if end == sequence.computed_tokens {
             return None;
         }
-        let start = std::mem::replace(&mut sequence.computed, end);
+        let start = std::mem::replace(&mut sequence.computed_tokens, end);
         let first_block = plan.blocks.len();
         plan.blocks
             .extend_from_slice(&sequence.blocks[..end.div_ceil(block_tokens)]);
-        let planned = Planned {
+        let planned = PlannedSequence {
             id: sequence.id,
             start,
             tokens: SmallVec::from_slice(&sequence.tokens[start..end]),
             blocks: first_block..plan.blocks.len(),
-            samples: end == sequence.tokens.len(),
-            guessed: sequence.guessed.filter(|_| end == sequence.tokens.len()),
+            needs_logits: end == sequence.tokens.len(),
+            guessed_row: sequence.guessed_row.filter(|_| end == sequence.tokens.len()),
             deterministic: sequence.sharing.deterministic,
         };
-        let known = sequence.known();
-        self.index(at, start, end.min(known));
+        let known = sequence.known_tokens();
+        self.index_blocks(index, start, end.min(known));
         Some(planned)
     }
 
-    /// Indexes the blocks that a running sequence's tokens from `start` to `end` have filled.
-    fn index(&mut self, at: usize, start: usize, end: usize) {
+    /// Adds to the index the blocks that a running sequence's tokens from `start` to `end` have
+    /// filled.
+    fn index_blocks(&mut self, index: usize, start: usize, end: usize) {
         let block_tokens = self.pool.block_tokens();
-        let sequence = &mut self.running[at];
+        let sequence = &mut self.running[index];
         for i in start / block_tokens..end / block_tokens {
-            let key = sequence.key(i, block_tokens);
+            let key = sequence.block_key(i, block_tokens);
             self.pool.register(
                 sequence.blocks[i],
                 key,
@@ -564,7 +577,7 @@ impl Scheduler {
 /// Releases all blocks of a sequence, the last one first.
 fn release_all(pool: &mut BlockPool, sequence: &mut Sequence) {
     sequence.blocks.drain(..).rev().for_each(|b| pool.release(b));
-    sequence.computed = 0;
+    sequence.computed_tokens = 0;
 }
 
 #[cfg(test)]
@@ -573,7 +586,7 @@ mod tests {
     use proptest::prelude::*;
 
     fn scheduler(blocks: u32, max_step_tokens: usize, max_sequences: usize) -> Scheduler {
-        let limits = Limits {
+        let limits = StepLimits {
             max_step_tokens,
             max_sequences,
             policy: Policy::default(),
@@ -584,7 +597,7 @@ mod tests {
     fn shares(plan: &StepPlan) -> Vec<(SequenceId, usize, usize, bool)> {
         plan.sequences
             .iter()
-            .map(|p| (p.id, p.start, p.tokens.len(), p.samples))
+            .map(|p| (p.id, p.start, p.tokens.len(), p.needs_logits))
             .collect()
     }
 
@@ -630,7 +643,7 @@ mod tests {
     /// A sequence with another salt finds no cached prefix, which would reveal that a guessed
     /// prompt is right.
     #[test]
-    fn sequences_share_with_those_of_their_salt() {
+    fn sequences_share_only_within_their_salt() {
         let mut s = scheduler(64, 64, 8);
         let prompt: Arc<[u32]> = (0..10).collect();
         for (id, salt) in [(0, "a"), (1, "b"), (2, "a"), (3, "")] {
@@ -683,7 +696,7 @@ mod tests {
     }
 
     #[test]
-    fn the_youngest_makes_room_and_comes_back() {
+    fn the_youngest_sequence_is_preempted_and_resumes() {
         let mut s = scheduler(4, 64, 8);
         submit(&mut s, 0, (0..7).collect(), 9);
         assert_eq!(s.plan().sequences.len(), 1);
@@ -699,7 +712,7 @@ mod tests {
         assert_eq!(
             shares(&s.plan()),
             [(0, 7, 1, false)],
-            "what fits goes on without preemption"
+            "the tokens that fit are computed without preemption"
         );
         let plan = s.plan();
         assert_eq!(plan.preempted, [1]);
@@ -729,7 +742,7 @@ mod tests {
 
     /// Starting a sequence that the running ones would soon preempt wastes its computation.
     #[test]
-    fn who_starts_leaves_a_block_to_each_that_runs() {
+    fn starting_leaves_a_spare_block_for_each_running_sequence() {
         let mut s = scheduler(4, 64, 8);
         submit(&mut s, 0, vec![1, 2, 3], 9);
         s.plan();
@@ -738,7 +751,7 @@ mod tests {
         assert_eq!(
             shares(&s.plan()),
             [(0, 3, 1, true)],
-            "three blocks are free, and one of them is spoken for"
+            "three blocks are free, and one of them is a spare block"
         );
         s.extend(0, &[5]);
         let plan = s.plan();
@@ -755,8 +768,11 @@ mod tests {
         s.guess(0, 5);
         let plan = s.plan();
         let planned = &plan.sequences[0];
-        assert_eq!((planned.start, planned.tokens.len(), planned.guessed), (3, 1, Some(5)));
-        assert!(planned.samples && s.is_computed(0));
+        assert_eq!(
+            (planned.start, planned.tokens.len(), planned.guessed_row),
+            (3, 1, Some(5))
+        );
+        assert!(planned.needs_logits && s.is_computed(0));
         // Its block is full, but is not indexed before its last token is known: until then, 0
         // stands there.
         submit(&mut s, 1, vec![1, 2, 3, 0, 5], 9);
@@ -776,10 +792,10 @@ mod tests {
         assert_eq!(s.pool.available(), 32);
     }
 
-    /// Sequences that have most likely ended leave room for others to start. If they go on after
-    /// all, a step still takes no more sequences than its limit.
+    /// Sequences whose token is being drawn do not count against `max_sequences`, since most have
+    /// ended. If they go on after all, a step still has at most `max_sequences` sequences.
     #[test]
-    fn awaited_sequences_leave_room_for_others() {
+    fn awaited_sequences_do_not_count_against_the_limit() {
         let mut s = scheduler(32, 64, 2);
         (0..6).for_each(|i| submit(&mut s, i, vec![10 * i as u32, 1, 2], 1));
         let ids = |plan: StepPlan| plan.sequences.iter().map(|p| p.id).collect::<Vec<_>>();
@@ -801,7 +817,7 @@ mod tests {
     /// The next step has been planned before a sequence's token becomes known, and may have
     /// preempted the sequence.
     #[test]
-    fn what_was_preempted_meanwhile_keeps_its_tokens() {
+    fn a_sequence_preempted_before_its_token_is_known_keeps_its_tokens() {
         let mut s = scheduler(4, 64, 8);
         submit(&mut s, 0, (0..8).collect(), 9);
         submit(&mut s, 1, vec![90, 91, 92, 93], 9);
@@ -818,7 +834,7 @@ mod tests {
         let tokens: Vec<_> = plan
             .sequences
             .iter()
-            .map(|p| (p.id, p.guessed, p.tokens.to_vec()))
+            .map(|p| (p.id, p.guessed_row, p.tokens.to_vec()))
             .collect();
         // The parent's own block was given away; the fork shares the block that the parent computes
         // in this step.
@@ -827,7 +843,7 @@ mod tests {
         s.pool.check(std::iter::empty());
     }
 
-    /// A step that did not run leaves nothing behind, not even a guessed token.
+    /// A step that did not run leaves no state behind, not even a guessed token.
     #[test]
     fn a_step_that_did_not_run_is_planned_again_in_halves() {
         let mut s = scheduler(8, 9, 2);
@@ -852,31 +868,41 @@ mod tests {
         assert_eq!(s.pool.available(), 8);
     }
 
-    /// A sequence to simulate: length of a shared head, length of its own tail, tokens to generate,
-    /// tokens per extension, step of arrival.
-    type Case = (usize, usize, usize, usize, usize);
+    /// A sequence to simulate.
+    #[derive(Debug)]
+    struct SimulatedSequence {
+        /// Tokens at the beginning of its prompt that other sequences share.
+        shared_tokens: usize,
+        /// Tokens at the end of its prompt that no other sequence has.
+        own_tokens: usize,
+        tokens_to_generate: usize,
+        tokens_per_extension: usize,
+        arrival_step: usize,
+    }
 
     /// Runs all sequences to their end and returns the plans.
-    fn simulate(cases: &[Case], blocks: u32, budget: usize, max_sequences: usize) -> Vec<StepPlan> {
+    fn simulate(cases: &[SimulatedSequence], blocks: u32, budget: usize, max_sequences: usize) -> Vec<StepPlan> {
         let mut s = scheduler(blocks, budget, max_sequences);
         let mut left: BTreeMap<SequenceId, usize> = BTreeMap::new();
         let mut plans = Vec::new();
         for step in 0.. {
             assert!(step < 20_000, "it does not come to an end");
-            for (i, (head, tail, generate, _, arrives)) in cases.iter().enumerate() {
-                if *arrives == step {
+            for (i, case) in cases.iter().enumerate() {
+                if case.arrival_step == step {
                     let id = i as SequenceId;
                     let own = 1000 * (id as u32 + 1);
                     submit(
                         &mut s,
                         id,
-                        (0..*head as u32).chain(own..own + *tail as u32).collect(),
-                        *generate as u32,
+                        (0..case.shared_tokens as u32)
+                            .chain(own..own + case.own_tokens as u32)
+                            .collect(),
+                        case.tokens_to_generate as u32,
                     );
-                    left.insert(id, *generate);
+                    left.insert(id, case.tokens_to_generate);
                 }
             }
-            let oldest = s.running.first().map(|o| (o.id, o.computed));
+            let oldest = s.running.first().map(|o| (o.id, o.computed_tokens));
             let plan = s.plan();
             s.pool.check(s.running.iter().map(|r| &r.blocks[..]));
             assert!(s.running.is_sorted_by_key(|r| r.age));
@@ -890,21 +916,19 @@ mod tests {
                 !plan.sequences.is_empty() || left.is_empty(),
                 "nothing is planned while there is work"
             );
-            for planned in plan.sequences.iter().filter(|p| p.samples) {
+            for planned in plan.sequences.iter().filter(|p| p.needs_logits) {
                 let rest = left.get_mut(&planned.id).expect("a sequence that has ended is planned");
-                *rest = rest.saturating_sub(cases[planned.id as usize].3);
+                let per_extension = cases[planned.id as usize].tokens_per_extension;
+                *rest = rest.saturating_sub(per_extension);
                 if *rest == 0 {
                     left.remove(&planned.id);
                     s.remove(planned.id);
                 } else {
-                    s.extend(
-                        planned.id,
-                        &vec![planned.id as u32; cases[planned.id as usize].3.min(*rest)],
-                    );
+                    s.extend(planned.id, &vec![planned.id as u32; per_extension.min(*rest)]);
                 }
             }
             plans.push(plan);
-            if left.is_empty() && cases.iter().all(|c| c.4 <= step) {
+            if left.is_empty() && cases.iter().all(|case| case.arrival_step <= step) {
                 break;
             }
         }
@@ -923,6 +947,18 @@ mod tests {
             budget in 1usize..40,
             max_sequences in 1usize..8,
         ) {
+            let cases: Vec<SimulatedSequence> = cases
+                .into_iter()
+                .map(|(shared_tokens, own_tokens, tokens_to_generate, tokens_per_extension, arrival_step)| {
+                    SimulatedSequence {
+                        shared_tokens,
+                        own_tokens,
+                        tokens_to_generate,
+                        tokens_per_extension,
+                        arrival_step,
+                    }
+                })
+                .collect();
             let plans = simulate(&cases, blocks, budget, max_sequences);
             prop_assert_eq!(plans, simulate(&cases, blocks, budget, max_sequences), "same input, same plan");
         }

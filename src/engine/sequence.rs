@@ -8,46 +8,48 @@
 //! - at a stop text, which may begin inside a token and span several. The text before it is kept;
 //!   token ids are kept up to and including the token that completed it;
 //! - where its shape is complete and nothing can follow, even if the model would go on. Under a
-//!   shape, an end-of-sequence id always ends it, since only a complete text allows one;
+//!   shape, an end-of-sequence id always ends the completion, since the mask allows such an id only
+//!   where the text is complete;
 //! - at `max_tokens`, or where the model's context is full.
 //!
 //! Tokens that the shape forces are not sampled: they are appended to the sampled token, or to the
-//! prompt, and computed in the same step. Otherwise they are like sampled tokens; their log
-//! probability is 0.
+//! prompt, and computed in the same step. Their log probability is 0. In all other respects they
+//! are like sampled tokens.
 //!
-//! Where the model thinks, the thought comes first ([`thinking`](crate::engine::thinking) says
-//! where it ends). All rules above except `max_tokens` then apply to the answer alone.
+//! Where the model thinks, the thought comes first (for its end, see
+//! [`thinking`](crate::engine::thinking)). All rules above except `max_tokens` then apply to the
+//! answer alone.
 //!
 //! Where the tokenizer puts a space in front of every text (SentencePiece's `▁`), a completion
-//! usually begins with that space. It comes from the tokenizer, so exactly one space is removed
-//! from the text, as transformers' decoding does. Token ids keep it, stop texts are searched with
-//! it, and a grammar's text keeps it, because it has to fit the grammar.
+//! usually begins with that space. Exactly one space is removed from the text, as transformers'
+//! decoding does. The space stays in the token ids, in the text that is searched for stop texts,
+//! and in the text of a grammar, because the whole text must fit the grammar.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
 use smallvec::{SmallVec, smallvec};
 
-use crate::device::draw::{Allowed, Draw, DrawError, Drawn};
-use crate::engine::choice::{ChoiceState, Chosen, NodeId};
+use crate::device::draw::{Allowed, Draw, DrawError, DrawnToken};
+use crate::engine::choice::{ChoiceResult, ChoiceState, NodeId};
 use crate::engine::constraint::{Constraint, GrammarState};
 use crate::engine::forbidden::BannedTokens;
 use crate::engine::params::GenerationParams;
 use crate::engine::philox::StreamKey;
-use crate::engine::request::{Completion, FinishReason, Request, UnitId};
+use crate::engine::request::{Completion, FinishReason, Request, SampleId};
 use crate::engine::thinking::{TextEffect, ThoughtState};
 use crate::tokenizer::Tokenizer;
 
 /// One completion while it is generated.
 pub struct SampleState {
-    id: UnitId,
+    id: SampleId,
     prompt: Arc<[u32]>,
     /// The prompt's distinct ids, ascending; empty until a repetition penalty needs them.
     prompt_ids: Vec<u32>,
     params: Arc<GenerationParams>,
     eos: Arc<[u32]>,
     cache_salt: Arc<str>,
-    key: StreamKey,
+    stream_key: StreamKey,
     /// Maximum tokens of the completion: `max_tokens`, or fewer where the context ends earlier.
     max_tokens: usize,
     /// Tokens of thought and answer, except the tokens of a choice.
@@ -57,14 +59,15 @@ pub struct SampleState {
     bytes: Vec<u8>,
     thought_state: ThoughtState,
     /// Tokens that may be drawn where a thought or the answer may begin.
-    start: StartsWith,
-    /// Per node of a choice: the tokens that penalties count there, if a thought precedes them.
+    first_tokens: FirstTokens,
+    /// Per node of a choice: the tokens that penalties count at the node, if a thought precedes
+    /// them.
     histories: HashMap<NodeId, Vec<u32>>,
-    /// Tokens that are forbidden at the current position, if any.
+    /// Tokens that are forbidden at the current position.
     banned: BannedTokens,
-    /// Prompt tokens that were found in the prefix cache when it first started.
+    /// Number of prompt tokens that the prefix cache held when the first sequence started.
     cached_tokens: Option<u32>,
-    state: OutputState,
+    output: OutputState,
 }
 
 enum OutputState {
@@ -75,7 +78,7 @@ enum OutputState {
 
 /// Tokens that may be drawn where a thought, or an answer with a shape, may begin.
 #[derive(Default)]
-struct StartsWith {
+struct FirstTokens {
     ids: Vec<u32>,
     mask: Vec<u32>,
 }
@@ -83,32 +86,33 @@ struct StartsWith {
 /// How a sequence goes on.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Continuation {
-    /// The node of a choice whose logits the sequence computes next; 0 for other shapes.
+    /// Node of a choice whose logits the sequence computes next; 0 for other shapes.
     pub node: NodeId,
     /// Tokens to append to the sequence.
     pub tokens: SmallVec<[u32; 4]>,
 }
 
-/// The effect of a token.
-pub enum Next {
-    /// The sequence goes on as the first entry; each further entry is a fork of it. If there is
-    /// none, the sequence ends and the unit's other sequences go on.
-    Go(SmallVec<[Continuation; 1]>),
-    /// The unit has ended; all its sequences end.
+/// The effect of a drawn token on its sequence and sample.
+pub enum TokenOutcome {
+    /// The sequence goes on as the first entry; each further entry is a fork of it. Without
+    /// entries, the sequence ends and the sample's other sequences go on.
+    Continue(SmallVec<[Continuation; 1]>),
+    /// The sample has ended; all its sequences end.
     Finished(Result<Completion, String>),
 }
 
 impl SampleState {
-    /// An empty completion, and how its first sequence continues the prompt.
+    /// An empty completion, and the continuation of the prompt by its first sequence. `Finished` if
+    /// nothing needs to be computed.
     ///
-    /// `max_tokens` is already cut to the model's context. `Finished`: there is nothing to compute.
+    /// `max_tokens` must already be cut to the model's context.
     pub fn new(
         request: Request,
         constraint: Constraint,
         max_tokens: usize,
         tokenizer: &Tokenizer,
-    ) -> (SampleState, Next) {
-        let state = match constraint {
+    ) -> (SampleState, TokenOutcome) {
+        let output = match constraint {
             Constraint::Free => OutputState::Free,
             Constraint::Grammar(grammar) => OutputState::Grammar(Box::new(GrammarState::new(grammar))),
             Constraint::Choice { choices, probabilities } => {
@@ -116,10 +120,10 @@ impl SampleState {
             }
         };
         let thinking = request.params.thinking.clone();
-        let mut unit = SampleState {
+        let mut state = SampleState {
             id: request.id,
-            key: StreamKey::of(request.params.seed, request.id),
-            thought_state: ThoughtState::new(thinking, &request.prompt, !matches!(state, OutputState::Free)),
+            stream_key: StreamKey::of(request.params.seed, request.id),
+            thought_state: ThoughtState::new(thinking, &request.prompt, !matches!(output, OutputState::Free)),
             prompt: request.prompt,
             prompt_ids: Vec::new(),
             params: request.params,
@@ -129,71 +133,73 @@ impl SampleState {
             completion: Vec::new(),
             logprobs: Vec::new(),
             bytes: Vec::new(),
-            start: StartsWith::default(),
+            first_tokens: FirstTokens::default(),
             histories: HashMap::new(),
             banned: BannedTokens::default(),
             cached_tokens: None,
-            state,
+            output,
         };
-        let next = unit.go_on(SmallVec::new(), tokenizer);
-        (unit, next)
+        let outcome = state.continue_with(SmallVec::new(), tokenizer);
+        (state, outcome)
     }
 
-    /// How the sequence goes on after `tokens`, with the tokens that are certain to follow them.
-    fn go_on(&mut self, mut tokens: SmallVec<[u32; 4]>, tokenizer: &Tokenizer) -> Next {
-        if let Some(ended) = self.force(&mut tokens, tokenizer) {
+    /// Continues the sequence with `tokens` and the tokens that are forced to follow them.
+    fn continue_with(&mut self, mut tokens: SmallVec<[u32; 4]>, tokenizer: &Tokenizer) -> TokenOutcome {
+        if let Some(ended) = self.append_forced(&mut tokens, tokenizer) {
             return ended;
         }
         let mut node = 0;
-        if let (OutputState::Choice(state), true) = (&self.state, self.thought_state.answers()) {
+        if let (OutputState::Choice(state), true) = (&self.output, self.thought_state.is_answering()) {
             let walk = state.choices().follow_forced(0);
-            if walk.ended.is_some() {
+            if walk.ended_choice.is_some() {
                 return self.finish(FinishReason::Stop, tokenizer);
             }
-            if self.thought_state.thought()
-                && self.completion.len() + state.choices().deepest_choice() > self.max_tokens
+            if self.thought_state.has_thought()
+                && self.completion.len() + state.choices().deepest_branching() > self.max_tokens
             {
-                // The thought has left too little room for a choice.
-                return self.finish_at(FinishReason::Length, true, tokenizer);
+                // The thought has left too few tokens for a choice.
+                return self.finish_text(FinishReason::Length, true, tokenizer);
             }
             tokens.extend(walk.forced);
             node = walk.node;
-            self.keep_history(node);
+            self.store_history(node);
         }
-        Next::Go(smallvec![Continuation { node, tokens }])
+        TokenOutcome::Continue(smallvec![Continuation { node, tokens }])
     }
 
-    /// Appends forced tokens to the completion and to `tokens`. `Some`: the completion has ended.
-    fn force(&mut self, tokens: &mut SmallVec<[u32; 4]>, tokenizer: &Tokenizer) -> Option<Next> {
+    /// Appends forced tokens to the completion and to `tokens`. `Some` if the completion has ended.
+    fn append_forced(&mut self, tokens: &mut SmallVec<[u32; 4]>, tokenizer: &Tokenizer) -> Option<TokenOutcome> {
         loop {
-            let mut forced = self.thought_state.certain(&self.completion);
-            if let (OutputState::Grammar(state), true) = (&mut self.state, self.thought_state.answers()) {
-                forced = state.forced();
+            let mut forced = self.thought_state.forced_tokens(&self.completion);
+            if let (OutputState::Grammar(state), true) = (&mut self.output, self.thought_state.is_answering()) {
+                forced = state.forced_tokens();
             }
             if forced.is_empty() {
                 return None;
             }
             tokens.extend_from_slice(&forced);
-            // Forced tokens have the log probability 0.
-            let ended = forced.into_iter().find_map(|token| self.push(token, || 0.0, tokenizer));
+            // The log probability of forced tokens is 0.
+            let ended = forced
+                .into_iter()
+                .find_map(|token| self.append(token, || 0.0, tokenizer));
             if ended.is_some() {
                 return ended;
             }
         }
     }
 
-    /// Stores the tokens that penalties count at a node of a choice, if they include more than the
-    /// node's path.
-    fn keep_history(&mut self, node: NodeId) {
+    /// Stores the tokens that penalties count at `node` of a choice, if the node's path is not all
+    /// of them.
+    fn store_history(&mut self, node: NodeId) {
         let params = &self.params;
         let penalises = params.sampling.penalises();
-        if let (OutputState::Choice(state), true) = (&self.state, penalises && !self.completion.is_empty()) {
+        if let (OutputState::Choice(state), true) = (&self.output, penalises && !self.completion.is_empty()) {
             let history = [self.completion.as_slice(), state.choices().path_to(node)].concat();
             self.histories.insert(node, history);
         }
     }
 
-    pub fn id(&self) -> UnitId {
+    pub fn id(&self) -> SampleId {
         self.id
     }
 
@@ -209,54 +215,56 @@ impl SampleState {
         &self.cache_salt
     }
 
-    /// Whether a request with the same prompt also has the same parameters and end ids. Only greedy
-    /// requests then have the same answer.
-    pub fn asks(&self, request: &Request) -> bool {
+    /// Whether `request`, which has the same prompt, also has the same parameters and end ids. If
+    /// so, greedy requests have the same answer.
+    pub fn has_params_of(&self, request: &Request) -> bool {
         let same_params = Arc::ptr_eq(&self.params, &request.params) || self.params == request.params;
         same_params && self.eos == request.eos
     }
 
-    /// Records the prompt tokens found in the prefix cache when its first sequence started.
-    pub fn started(&mut self, cached: usize) {
-        self.cached_tokens.get_or_insert(cached.min(self.prompt.len()) as u32);
+    /// Records the number of prompt tokens that the prefix cache held when the first sequence
+    /// started.
+    pub fn record_cached_tokens(&mut self, tokens: usize) {
+        self.cached_tokens.get_or_insert(tokens.min(self.prompt.len()) as u32);
     }
 
-    /// Whether a step may be planned with the next token before it is known. False where the
-    /// completion surely ends, or where a choice may fork.
-    pub fn may_go_on(&self) -> bool {
-        let parts = matches!(self.state, OutputState::Choice(_)) && !self.thought_state.thinks();
-        !parts && self.completion.len() + 1 < self.max_tokens
+    /// Whether a step may be planned with the next token before the token is known. False where the
+    /// completion certainly ends, or where a choice may fork.
+    pub fn may_guess_next(&self) -> bool {
+        let may_fork = matches!(self.output, OutputState::Choice(_)) && !self.thought_state.is_thinking();
+        !may_fork && self.completion.len() + 1 < self.max_tokens
     }
 
-    /// Its grammar's state, whose mask must be prepared before [`draw`](Self::draw).
+    /// The state of the sample's grammar, whose mask must be prepared before [`draw`](Self::draw).
     pub fn grammar(&mut self) -> Option<&mut GrammarState> {
-        match &mut self.state {
-            OutputState::Grammar(state) if !self.thought_state.thinks() => Some(state),
+        match &mut self.output {
+            OutputState::Grammar(state) if !self.thought_state.is_thinking() => Some(state),
             _ => None,
         }
     }
 
-    /// Prepares the data for [`draw`](Self::draw); the grammar's mask must be prepared before.
+    /// Prepares the data for [`draw`](Self::draw). The grammar's mask must be prepared first.
     pub fn prepare(&mut self, tokenizer: &Tokenizer) {
         if self.params.sampling.repetition_penalty != 1.0 && self.prompt_ids.is_empty() {
             self.prompt_ids = self.prompt.to_vec();
             self.prompt_ids.sort_unstable();
             self.prompt_ids.dedup();
         }
-        if self.thought_state.may_answer() {
-            self.prepare_start();
+        if self.thought_state.is_at_start() {
+            self.compute_first_tokens();
         }
         let (params, generated) = (&*self.params, self.completion.len());
-        match &self.state {
+        match &self.output {
             _ if params.forbidden.is_empty() => {}
-            _ if self.is_free() => {
+            _ if self.is_unconstrained() => {
                 let ends = self.eos.iter().chain(&params.stop_token_ids);
-                let at = (self.prompt.len(), generated);
-                self.banned.prepare(&params.forbidden, at, tokenizer.unused_ids(), ends);
+                let (prompt_tokens, unused_ids) = (self.prompt.len(), tokenizer.unused_ids());
+                self.banned
+                    .prepare(&params.forbidden, prompt_tokens, generated, unused_ids, ends);
             }
             OutputState::Grammar(state) => {
-                let mask = if self.thought_state.may_answer() {
-                    &self.start.mask[..]
+                let mask = if self.thought_state.is_at_start() {
+                    &self.first_tokens.mask[..]
                 } else {
                     state.mask().unwrap_or_default()
                 };
@@ -267,26 +275,26 @@ impl SampleState {
     }
 
     /// Whether the next token is unconstrained.
-    fn is_free(&self) -> bool {
-        matches!(self.state, OutputState::Free) || self.thought_state.thinks()
+    fn is_unconstrained(&self) -> bool {
+        matches!(self.output, OutputState::Free) || self.thought_state.is_thinking()
     }
 
     /// Computes the tokens that may be drawn where a thought or the answer may begin: the shape's
     /// first tokens, and tokens that open a thought.
-    fn prepare_start(&mut self) {
-        let (opening, answers) = self.thought_state.openings(&self.completion);
-        let StartsWith { ids, mask } = &mut self.start;
+    fn compute_first_tokens(&mut self) {
+        let (opening, may_answer) = self.thought_state.opening_tokens(&self.completion);
+        let FirstTokens { ids, mask } = &mut self.first_tokens;
         ids.clear();
         mask.clear();
-        match &self.state {
-            OutputState::Choice(state) if answers => state.first_ids(ids),
-            OutputState::Grammar(state) if answers => state.first_mask(mask),
+        match &self.output {
+            OutputState::Choice(state) if may_answer => state.first_ids(ids),
+            OutputState::Grammar(state) if may_answer => state.write_first_mask(mask),
             _ => {}
         }
         let (forbidden, is_first) = (&self.params.forbidden, self.completion.is_empty());
-        let is_out = |id: &u32| forbidden.tokens.contains(id) || (is_first && forbidden.first.contains(id));
+        let is_forbidden = |id: &u32| forbidden.tokens.contains(id) || (is_first && forbidden.first.contains(id));
         // Opening tokens that are the only way to go on stay allowed even if they are forbidden.
-        for id in opening.into_iter().filter(|id| !answers || !is_out(id)) {
+        for id in opening.into_iter().filter(|id| !may_answer || !is_forbidden(id)) {
             if !ids.contains(&id) {
                 ids.push(id);
             }
@@ -296,43 +304,44 @@ impl SampleState {
         }
     }
 
-    /// The sampling settings for the logits of its sequence at `node`.
+    /// The sampling settings for the logits of the sequence at `node`.
     pub fn draw<'a>(&'a self, node: NodeId, tokenizer: &'a Tokenizer) -> Draw<'a> {
         let params = &*self.params;
-        let forbids = !params.forbidden.is_empty();
+        let has_forbidden = !params.forbidden.is_empty();
         let draw = |generated: usize| Draw {
             sampling: params.sampling,
-            allowed: Allowed::AllBut(if forbids {
+            allowed: Allowed::AllBut(if has_forbidden {
                 self.banned.ids()
             } else {
                 tokenizer.unused_ids()
             }),
             prompt: &self.prompt_ids,
             completion: &self.completion,
-            uniform: self.key.uniform((self.prompt.len() + generated) as u32),
-            log_sum: params.logprobs,
-            logits: false,
+            uniform: self.stream_key.uniform((self.prompt.len() + generated) as u32),
+            wants_log_sum_exp: params.logprobs,
+            wants_logits: false,
         };
         let generated = self.completion.len();
-        match &self.state {
-            _ if self.is_free() => draw(generated),
+        match &self.output {
+            _ if self.is_unconstrained() => draw(generated),
             OutputState::Free => draw(generated),
             OutputState::Choice(state) => {
-                let mut asked = state.draw(node, draw(generated + state.choices().depth(node)));
+                let mut choice_draw = state.draw(node, draw(generated + state.choices().depth(node)));
                 if let Some(history) = self.histories.get(&node) {
-                    asked.completion = history;
+                    choice_draw.completion = history;
                 }
-                if self.thought_state.may_answer() {
-                    (asked.allowed, asked.completion) = (Allowed::Ids(&self.start.ids), &self.completion);
+                if self.thought_state.is_at_start() {
+                    (choice_draw.allowed, choice_draw.completion) =
+                        (Allowed::Ids(&self.first_tokens.ids), &self.completion);
                 }
-                asked
+                choice_draw
             }
             OutputState::Grammar(state) => Draw {
-                // If the mask could not be computed, the row fails when its token is taken.
-                allowed: Allowed::Mask(if forbids {
+                // If the mask could not be computed, the row fails when its token is processed.
+                allowed: Allowed::Mask(if has_forbidden {
                     self.banned.mask()
-                } else if self.thought_state.may_answer() {
-                    &self.start.mask
+                } else if self.thought_state.is_at_start() {
+                    &self.first_tokens.mask
                 } else {
                     state.mask().unwrap_or_default()
                 }),
@@ -341,75 +350,93 @@ impl SampleState {
         }
     }
 
-    /// Takes the token drawn from the logits of its sequence at `node`.
-    pub fn take(&mut self, node: NodeId, drawn: Result<Drawn, DrawError>, tokenizer: &Tokenizer) -> Next {
+    /// Processes the token drawn from the logits of the sequence at `node`.
+    pub fn consume(
+        &mut self,
+        node: NodeId,
+        drawn: Result<DrawnToken, DrawError>,
+        tokenizer: &Tokenizer,
+    ) -> TokenOutcome {
         if let Some(state) = self.grammar()
             && let Err(why) = state.mask()
         {
-            return Next::Finished(Err(why));
+            return TokenOutcome::Finished(Err(why));
         }
         let drawn = match drawn {
             Ok(drawn) => drawn,
-            Err(why) => return Next::Finished(Err(why.to_string())),
+            Err(why) => return TokenOutcome::Finished(Err(why.to_string())),
         };
         let token = drawn.token;
-        let begins = self.thought_state.may_answer() && !self.thought_state.opens(&self.completion, token);
-        if begins && !matches!(self.state, OutputState::Free) {
-            self.thought_state.answer();
+        let begins_answer =
+            self.thought_state.is_at_start() && !self.thought_state.continues_opening(&self.completion, token);
+        if begins_answer && !matches!(self.output, OutputState::Free) {
+            self.thought_state.begin_answer();
         }
-        if self.thought_state.answers() && matches!(self.state, OutputState::Choice(_)) {
-            return self.take_choice(node, &drawn, begins, tokenizer);
+        if self.thought_state.is_answering() && matches!(self.output, OutputState::Choice(_)) {
+            return self.consume_choice(node, &drawn, begins_answer, tokenizer);
         }
-        let shaped = matches!(self.state, OutputState::Grammar(_)) && self.thought_state.answers();
+        let in_grammar = matches!(self.output, OutputState::Grammar(_)) && self.thought_state.is_answering();
         if self.eos.contains(&token)
-            && (shaped || !self.params.ignore_eos)
-            && !self.thought_state.closes(&self.completion, token)
-            && !self.thought_state.opens(&self.completion, token)
+            && (in_grammar || !self.params.ignore_eos)
+            && !self.thought_state.continues_closing(&self.completion, token)
+            && !self.thought_state.continues_opening(&self.completion, token)
         {
             return self.finish(FinishReason::Stop, tokenizer);
         }
-        match self.push(token, || drawn.log_probability(), tokenizer) {
+        match self.append(token, || drawn.log_probability(), tokenizer) {
             Some(ended) => ended,
-            None => self.go_on(smallvec![token], tokenizer),
+            None => self.continue_with(smallvec![token], tokenizer),
         }
     }
 
-    /// Takes the token drawn at a node of a choice. `begins`: the token is the answer's first,
-    /// where a thought could have begun instead.
-    fn take_choice(&mut self, node: NodeId, drawn: &Drawn, begins: bool, tokenizer: &Tokenizer) -> Next {
-        let OutputState::Choice(state) = &mut self.state else {
-            return Next::Finished(Err("the completion has no choice to make".into()));
+    /// Processes the token drawn at a node of a choice. `begins_answer`: the token is the first of
+    /// the answer, where a thought could have begun instead.
+    fn consume_choice(
+        &mut self,
+        node: NodeId,
+        drawn: &DrawnToken,
+        begins_answer: bool,
+        tokenizer: &Tokenizer,
+    ) -> TokenOutcome {
+        let OutputState::Choice(state) = &mut self.output else {
+            return TokenOutcome::Finished(Err("the completion has no choice to make".into()));
         };
-        if begins && state.take_certain(drawn, self.params.logprobs) {
-            return self.go_on(SmallVec::new(), tokenizer);
+        if begins_answer && state.consume_forced_first(drawn, self.params.logprobs) {
+            return self.continue_with(SmallVec::new(), tokenizer);
         }
-        let next = state.take(node, drawn, self.params.logprobs);
+        let next = state.consume(node, drawn, self.params.logprobs);
         if state.is_decided() {
             return self.finish(FinishReason::Stop, tokenizer);
         }
-        next.iter().for_each(|(node, _)| self.keep_history(*node));
+        next.iter().for_each(|(node, _)| self.store_history(*node));
         let continuation = |(node, tokens): (NodeId, Vec<u32>)| Continuation {
             node,
             tokens: tokens.into(),
         };
-        Next::Go(next.into_iter().map(continuation).collect())
+        TokenOutcome::Continue(next.into_iter().map(continuation).collect())
     }
 
-    /// Appends a token to the completion. `Some`: the completion has ended.
-    fn push(&mut self, token: u32, log_probability: impl FnOnce() -> f32, tokenizer: &Tokenizer) -> Option<Next> {
-        let stops = !self.thought_state.thinks() && !self.thought_state.opens(&self.completion, token);
-        if stops && self.params.stop_token_ids.contains(&token) && !self.is_before(token, tokenizer) {
+    /// Appends a token to the completion. `Some` if the completion has ended.
+    fn append(
+        &mut self,
+        token: u32,
+        log_probability: impl FnOnce() -> f32,
+        tokenizer: &Tokenizer,
+    ) -> Option<TokenOutcome> {
+        let may_stop =
+            !self.thought_state.is_thinking() && !self.thought_state.continues_opening(&self.completion, token);
+        if may_stop && self.params.stop_token_ids.contains(&token) && !self.is_leading_space(token, tokenizer) {
             return Some(self.finish(FinishReason::Stop, tokenizer));
         }
         self.completion.push(token);
         if self.params.logprobs {
             self.logprobs.push(log_probability());
         }
-        match self.thought_state.take(&self.completion, tokenizer) {
+        match self.thought_state.consume(&self.completion, tokenizer) {
             TextEffect::Nothing => {}
             TextEffect::Cleared => self.bytes.clear(),
             TextEffect::From(from) => {
-                if let Some(ended) = self.spell(from, tokenizer) {
+                if let Some(ended) = self.append_text(from, tokenizer) {
                     return Some(ended);
                 }
             }
@@ -417,56 +444,64 @@ impl SampleState {
         (self.completion.len() >= self.max_tokens).then(|| self.finish(FinishReason::Length, tokenizer))
     }
 
-    /// Whether this token is white space between a thought and free text.
-    fn is_before(&self, token: u32, tokenizer: &Tokenizer) -> bool {
+    /// Whether `token` is white space between a thought and free text.
+    fn is_leading_space(&self, token: u32, tokenizer: &Tokenizer) -> bool {
         let bytes = tokenizer.token_bytes(token);
         let is_space = !bytes.is_empty() && bytes.iter().all(u8::is_ascii_whitespace);
-        is_space && self.bytes.is_empty() && self.thought_state.thought() && matches!(self.state, OutputState::Free)
+        is_space
+            && self.bytes.is_empty()
+            && self.thought_state.has_thought()
+            && matches!(self.output, OutputState::Free)
     }
 
-    /// Appends the text of the tokens from index `from` to the answer; only the last of them is new
-    /// to the shape. `Some`: the completion has ended.
-    fn spell(&mut self, from: usize, tokenizer: &Tokenizer) -> Option<Next> {
-        let known = self.bytes.len();
+    /// Appends the text of the completion's tokens from index `from` to the answer. The grammar
+    /// consumes the last of them only. `Some` if the completion has ended.
+    fn append_text(&mut self, from: usize, tokenizer: &Tokenizer) -> Option<TokenOutcome> {
+        let searched = self.bytes.len();
         for token in &self.completion[from..] {
             let mut bytes = tokenizer.token_bytes(*token);
-            if self.bytes.is_empty() && self.thought_state.thought() && matches!(self.state, OutputState::Free) {
+            if self.bytes.is_empty() && self.thought_state.has_thought() && matches!(self.output, OutputState::Free) {
                 bytes = bytes.trim_ascii_start();
             }
             self.bytes.extend_from_slice(bytes);
         }
-        let shape_ended = match (&mut self.state, self.completion.last()) {
-            (OutputState::Grammar(state), Some(token)) => match state.take(*token) {
+        let shape_ended = match (&mut self.output, self.completion.last()) {
+            (OutputState::Grammar(state), Some(token)) => match state.consume(*token) {
                 Ok(ended) => ended,
-                Err(why) => return Some(Next::Finished(Err(format!("the shape's matcher failed: {why}")))),
+                Err(why) => {
+                    return Some(TokenOutcome::Finished(Err(format!(
+                        "the shape's matcher failed: {why}"
+                    ))));
+                }
             },
             _ => false,
         };
-        if let Some(at) = find_stop(&self.bytes, known, &self.params.stop) {
+        if let Some(at) = find_stop(&self.bytes, searched, &self.params.stop) {
             self.bytes.truncate(at);
-            return Some(self.finish_at(FinishReason::Stop, true, tokenizer));
+            return Some(self.finish_text(FinishReason::Stop, true, tokenizer));
         }
         shape_ended.then(|| self.finish(FinishReason::Stop, tokenizer))
     }
 
-    fn finish(&mut self, reason: FinishReason, tokenizer: &Tokenizer) -> Next {
-        match &self.state {
-            OutputState::Choice(state) if self.thought_state.answers() => {
+    fn finish(&mut self, reason: FinishReason, tokenizer: &Tokenizer) -> TokenOutcome {
+        match &self.output {
+            OutputState::Choice(state) if self.thought_state.is_answering() => {
                 let chosen = state.chosen(self.params.sampling.temperature == 0.0);
                 self.finish_choice(chosen, reason, tokenizer)
             }
-            _ => self.finish_at(reason, false, tokenizer),
+            _ => self.finish_text(reason, false, tokenizer),
         }
     }
 
-    /// Ends with the chosen text, cut to the remaining tokens.
-    fn finish_choice(&mut self, mut chosen: Chosen, reason: FinishReason, tokenizer: &Tokenizer) -> Next {
-        let room = self.max_tokens.saturating_sub(self.completion.len());
-        let cut = chosen.tokens.len() > room;
-        chosen.tokens.truncate(room);
-        chosen.logprobs.truncate(room);
-        let mut completion = self.completion(if cut { FinishReason::Length } else { reason }, !cut, tokenizer);
-        completion.text = if cut {
+    /// Ends the completion with the chosen text, cut to the remaining tokens.
+    fn finish_choice(&mut self, mut chosen: ChoiceResult, reason: FinishReason, tokenizer: &Tokenizer) -> TokenOutcome {
+        let remaining = self.max_tokens.saturating_sub(self.completion.len());
+        let is_cut = chosen.tokens.len() > remaining;
+        chosen.tokens.truncate(remaining);
+        chosen.logprobs.truncate(remaining);
+        let mut completion =
+            self.empty_completion(if is_cut { FinishReason::Length } else { reason }, !is_cut, tokenizer);
+        completion.text = if is_cut {
             without_prefix(&tokenizer.decode(&chosen.tokens), tokenizer).to_string()
         } else {
             chosen.text
@@ -478,38 +513,38 @@ impl SampleState {
             *logprobs = std::mem::take(&mut self.logprobs);
             logprobs.extend(chosen.logprobs);
         }
-        Next::Finished(Ok(completion))
+        TokenOutcome::Finished(Ok(completion))
     }
 
-    /// Ends with the text of `bytes`. `cut`: a stop text was removed, so `bytes` lacks text that
-    /// the shape's matcher has seen.
-    fn finish_at(&mut self, reason: FinishReason, cut: bool, tokenizer: &Tokenizer) -> Next {
+    /// Ends the completion with the text of `bytes`. `is_cut`: a stop text was removed, so `bytes`
+    /// lacks text that the grammar's matcher has consumed.
+    fn finish_text(&mut self, reason: FinishReason, is_cut: bool, tokenizer: &Tokenizer) -> TokenOutcome {
         let text = String::from_utf8_lossy(&self.bytes);
-        let text = match self.state {
-            OutputState::Free if !self.thought_state.thought() => without_prefix(&text, tokenizer).to_string(),
+        let text = match self.output {
+            OutputState::Free if !self.thought_state.has_thought() => without_prefix(&text, tokenizer).to_string(),
             _ => text.into_owned(),
         };
         // A thought that used up `max_tokens` has left no answer.
-        let no_answer = self.thought_state.thinks()
-            || (self.thought_state.thought() && text.is_empty() && reason == FinishReason::Length);
-        let fits = !no_answer
-            && match &mut self.state {
+        let has_no_answer = self.thought_state.is_thinking()
+            || (self.thought_state.has_thought() && text.is_empty() && reason == FinishReason::Length);
+        let fits_shape = !has_no_answer
+            && match &mut self.output {
                 OutputState::Free => true,
-                OutputState::Grammar(state) if cut => state.grammar().accepts(&text),
+                OutputState::Grammar(state) if is_cut => state.grammar().accepts(&text),
                 OutputState::Grammar(state) => state.is_complete(),
                 OutputState::Choice(_) => false,
             };
-        let mut completion = self.completion(reason, fits, tokenizer);
+        let mut completion = self.empty_completion(reason, fits_shape, tokenizer);
         completion.text = text;
         completion.token_ids = std::mem::take(&mut self.completion);
         if let Some(logprobs) = &mut completion.logprobs {
             *logprobs = std::mem::take(&mut self.logprobs);
         }
-        Next::Finished(Ok(completion))
+        TokenOutcome::Finished(Ok(completion))
     }
 
     /// A completion without text and tokens.
-    fn completion(&self, finish_reason: FinishReason, fits_shape: bool, tokenizer: &Tokenizer) -> Completion {
+    fn empty_completion(&self, finish_reason: FinishReason, fits_shape: bool, tokenizer: &Tokenizer) -> Completion {
         Completion {
             id: self.id,
             token_ids: Vec::new(),
@@ -534,11 +569,11 @@ fn without_prefix<'a>(text: &'a str, tokenizer: &Tokenizer) -> &'a str {
     }
 }
 
-/// Start of the first stop text that ends after `known` bytes; the first `known` bytes contain
-/// none.
-fn find_stop(bytes: &[u8], known: usize, stops: &[String]) -> Option<usize> {
+/// Start of the first stop text that ends after `searched` bytes. The first `searched` bytes must
+/// contain no stop text.
+fn find_stop(bytes: &[u8], searched: usize, stops: &[String]) -> Option<usize> {
     let starts = stops.iter().filter(|s| !s.is_empty()).filter_map(|stop| {
-        let from = known.saturating_sub(stop.len() - 1);
+        let from = searched.saturating_sub(stop.len() - 1);
         bytes[from..]
             .windows(stop.len())
             .position(|window| window == stop.as_bytes())
@@ -555,8 +590,8 @@ mod tests {
     use crate::engine::params::OutputConstraint;
     use proptest::prelude::*;
 
-    /// The completion of a shape where the model wants these tokens.
-    fn complete(tokenizer: &Arc<Tokenizer>, shape: OutputConstraint, order: &[u32], max_tokens: u32) -> Completion {
+    /// The completion under a shape by a model that prefers these tokens, one after the other.
+    fn complete(tokenizer: &Arc<Tokenizer>, shape: OutputConstraint, preferred: &[u32], max_tokens: u32) -> Completion {
         let params = GenerationParams {
             sampling: Sampling {
                 temperature: 0.0,
@@ -567,14 +602,14 @@ mod tests {
             shape,
             ..GenerationParams::default()
         };
-        complete_with(tokenizer, params, order)
+        complete_with(tokenizer, params, preferred)
     }
 
-    fn complete_with(tokenizer: &Arc<Tokenizer>, params: GenerationParams, order: &[u32]) -> Completion {
+    fn complete_with(tokenizer: &Arc<Tokenizer>, params: GenerationParams, preferred: &[u32]) -> Completion {
         let max_tokens = params.max_tokens;
         let constraint = Constraint::compile(&params.shape, tokenizer, &[2]).unwrap();
         let request = Request {
-            id: UnitId {
+            id: SampleId {
                 job: 0,
                 row: 0,
                 sample: 0,
@@ -585,23 +620,24 @@ mod tests {
             eos: [2].into(),
             cache_salt: Arc::default(),
         };
-        let (mut unit, mut next) = SampleState::new(request, constraint, max_tokens as usize, tokenizer);
-        for token in order {
+        let (mut state, mut outcome) = SampleState::new(request, constraint, max_tokens as usize, tokenizer);
+        for token in preferred {
             let mut logits = vec![0.0; tokenizer.vocab_size()];
             logits[*token as usize] = 1.0;
-            next = match next {
-                Next::Go(at) => {
-                    unit.grammar().into_iter().for_each(GrammarState::prepare);
-                    unit.prepare(tokenizer);
-                    let drawn = sample(&logits, unit.draw(at[0].node, tokenizer), &mut Scratch::default());
-                    unit.take(at[0].node, drawn, tokenizer)
+            outcome = match outcome {
+                TokenOutcome::Continue(continuations) => {
+                    let node = continuations[0].node;
+                    state.grammar().into_iter().for_each(GrammarState::prepare);
+                    state.prepare(tokenizer);
+                    let drawn = sample(&logits, state.draw(node, tokenizer), &mut Scratch::default());
+                    state.consume(node, drawn, tokenizer)
                 }
                 ended => ended,
             };
         }
-        match next {
-            Next::Finished(result) => result.unwrap(),
-            Next::Go(_) => panic!("it goes on"),
+        match outcome {
+            TokenOutcome::Finished(result) => result.unwrap(),
+            TokenOutcome::Continue(_) => panic!("it goes on"),
         }
     }
 
@@ -636,7 +672,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_shape_forces_is_cut_like_other_tokens() {
+    fn forced_tokens_are_cut_like_sampled_tokens() {
         let tokenizer = Arc::new(Tokenizer::from_words(&["shipping", "delay"], &["<pad>", "<unk>", "<eos>"]).unwrap());
         let shape = || OutputConstraint::Regex("shipping delay x?".into());
         let whole = complete(&tokenizer, shape(), &[2], 9);
@@ -676,7 +712,7 @@ mod tests {
 
     proptest! {
         /// Bytes come in pieces. The stop text is found with the piece that completes it, at the
-        /// same place as in a search over all bytes.
+        /// same offset as in a search over all bytes.
         #[test]
         fn stops_are_found_across_pieces(
             pieces in prop::collection::vec(prop::collection::vec(97u8..100, 0..4), 1..12),
@@ -684,11 +720,11 @@ mod tests {
         ) {
             let mut bytes = Vec::new();
             for piece in pieces {
-                let known = bytes.len();
+                let searched = bytes.len();
                 bytes.extend(piece);
                 let whole = stops.iter().filter(|s| !s.is_empty())
                     .filter_map(|s| bytes.windows(s.len()).position(|w| w == s.as_bytes())).min();
-                let found = find_stop(&bytes, known, &stops);
+                let found = find_stop(&bytes, searched, &stops);
                 prop_assert_eq!(found, whole);
                 if found.is_some() {
                     break;

@@ -1,16 +1,16 @@
-//! Sizes of an engine's steps, and time spent in each phase.
+//! Sizes of an engine's steps, and the time spent in each phase.
 
 use std::time::Duration;
 
-use crate::engine::scheduler::StepPlan;
+use crate::engine::scheduler::{PlannedSequence, StepPlan};
 
 /// The size of one step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct StepShape {
-    /// Tokens of sequences that compute more than one token, or one that is not their last:
+pub struct StepSize {
+    /// Tokens of sequences that compute several tokens, or a single token that is not their last:
     /// prefill.
     pub prefill_tokens: usize,
-    /// Sequences that compute only their last token: decode.
+    /// Tokens of sequences that compute only their last token: decode.
     pub decode_tokens: usize,
     /// Sequences in the step.
     pub sequences: usize,
@@ -18,13 +18,13 @@ pub struct StepShape {
     pub preempted: usize,
 }
 
-impl StepShape {
+impl StepSize {
     /// The size of a plan.
-    pub fn of(plan: &StepPlan) -> StepShape {
-        let decodes = |planned: &&crate::engine::scheduler::Planned| planned.samples && planned.tokens.len() == 1;
-        let decode_tokens = plan.sequences.iter().filter(decodes).count();
+    pub fn of(plan: &StepPlan) -> StepSize {
+        let is_decode = |planned: &&PlannedSequence| planned.needs_logits && planned.tokens.len() == 1;
+        let decode_tokens = plan.sequences.iter().filter(is_decode).count();
         let tokens: usize = plan.sequences.iter().map(|planned| planned.tokens.len()).sum();
-        StepShape {
+        StepSize {
             prefill_tokens: tokens - decode_tokens,
             decode_tokens,
             sequences: plan.sequences.len(),
@@ -44,11 +44,10 @@ pub struct StepTotals {
     pub steps: u64,
     /// Time spent planning steps.
     pub planning: Duration,
-    /// Time in the model, from input tokens to drawn tokens. On a device of its own, the time spent
-    /// waiting for it.
+    /// Time in the model, from input tokens to drawn tokens. On a GPU, the time spent waiting for
+    /// it.
     pub forward: Duration,
-    /// Time spent on masks of constrained sequences, and on applying drawn tokens to their
-    /// sequences.
+    /// Time spent on computing masks and on applying drawn tokens to their sequences.
     pub advance: Duration,
-    pub last: StepShape,
+    pub last_step: StepSize,
 }

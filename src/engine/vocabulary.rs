@@ -1,5 +1,5 @@
-//! A model's vocabulary in the form that grammars need: a trie of each token's bytes with the
-//! end-of-sequence ids marked, and the tokenization of bytes that a grammar forces.
+//! A model's vocabulary in the form that grammars need: a trie of all tokens' bytes in which the
+//! end-of-sequence ids are marked, and the tokenization of bytes that a grammar forces.
 
 use std::sync::Arc;
 
@@ -7,8 +7,8 @@ use toktrie::{INVALID_TOKEN, TokRxInfo, TokTrie, TokenId, TokenizerEnv};
 
 use crate::tokenizer::Tokenizer;
 
-/// Maximum bytes of a token under a grammar: the trie stores a depth in one byte. Longer tokens
-/// (runs of white space) are not used.
+/// Maximum bytes of a token under a grammar, since the trie stores a depth in one byte. Longer
+/// tokens (runs of white space) are not used.
 const TOKEN_BYTES_MAX: usize = 255;
 
 /// See the module's description.
@@ -18,10 +18,10 @@ pub struct Vocabulary {
 }
 
 impl Vocabulary {
-    /// `eos`: the model's end-of-sequence ids. Ids that the tokenizer does not have are ignored.
+    /// `eos`: the model's end-of-sequence ids. Ids beyond the tokenizer's vocabulary are ignored.
     pub fn new(tokenizer: &Arc<Tokenizer>, eos: &[u32]) -> Vocabulary {
         let size = tokenizer.vocab_size() as u32;
-        let words: Vec<Vec<u8>> = (0..size)
+        let token_texts: Vec<Vec<u8>> = (0..size)
             .map(|id| {
                 let bytes = tokenizer.token_bytes(id);
                 if tokenizer.is_special(id) || eos.contains(&id) {
@@ -35,13 +35,13 @@ impl Vocabulary {
                 }
             })
             .collect();
-        let known: Vec<u32> = eos.iter().copied().filter(|id| *id < size).collect();
+        let known_eos: Vec<u32> = eos.iter().copied().filter(|id| *id < size).collect();
         let mut trie = TokTrie::from(
-            &TokRxInfo::new(size, known.first().copied().unwrap_or(INVALID_TOKEN)),
-            &words,
+            &TokRxInfo::new(size, known_eos.first().copied().unwrap_or(INVALID_TOKEN)),
+            &token_texts,
         );
-        if !known.is_empty() {
-            trie = trie.with_eos_tokens(&known);
+        if !known_eos.is_empty() {
+            trie = trie.with_eos_tokens(&known_eos);
         }
         Vocabulary {
             tokenizer: tokenizer.clone(),
@@ -55,19 +55,19 @@ impl TokenizerEnv for Vocabulary {
         &self.trie
     }
 
-    /// The tokenizer's own tokens, as in the middle of a text. A normalizer may change the text,
-    /// and the bytes may end inside a character. Then the result is the longest matching tokens
+    /// The tokenizer's own tokens, as in the middle of a text. If the bytes are not whole
+    /// characters, or a normalizer would change the text, the result is the longest matching tokens
     /// from left to right, as far as the vocabulary has the bytes.
     fn tokenize_bytes(&self, bytes: &[u8]) -> Vec<TokenId> {
-        let spelled = |tokens: &[TokenId]| self.trie.decode_raw(tokens);
+        let bytes_of = |tokens: &[TokenId]| self.trie.decode_raw(tokens);
         if let Ok(text) = str::from_utf8(bytes) {
             let tokens = self.tokenizer.encode_plain(text);
-            if spelled(&tokens) == bytes {
+            if bytes_of(&tokens) == bytes {
                 return tokens;
             }
         }
         let mut tokens = self.trie.greedy_tokenize(bytes);
-        while !bytes.starts_with(&spelled(&tokens)) {
+        while !bytes.starts_with(&bytes_of(&tokens)) {
             tokens.pop();
         }
         tokens

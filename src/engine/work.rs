@@ -1,22 +1,22 @@
-//! A step's work, from the scheduler's plan to the results of its units.
+//! A step's work, from the scheduler's plan to the results of its samples.
 
 use smallvec::SmallVec;
 
 use crate::device::batch::StepBatch;
 use crate::device::cpu::Threads;
-use crate::device::draw::{DrawError, Drawn};
+use crate::device::draw::{DrawError, DrawnToken};
 use crate::engine::choice::NodeId;
 use crate::engine::constraint::GrammarState;
-use crate::engine::request::{Completion, Finished, UnitId};
+use crate::engine::request::{Completion, FinishedSample, SampleId};
 use crate::engine::scheduler::{SequenceId, StepPlan};
-use crate::engine::sequence::{Next, SampleState};
+use crate::engine::sequence::{SampleState, TokenOutcome};
 
-/// A unit and the sequences that work for it.
-pub(super) struct ActiveUnit {
-    pub unit: SampleState,
-    /// Ids of the requests that get this result: the first one and identical ones. Cancelled ones are
-    /// removed.
-    pub ids: Vec<UnitId>,
+/// A sample, and the sequences that compute it.
+pub(super) struct ActiveSample {
+    pub state: SampleState,
+    /// Ids of the requests that get this result: the first request and equal ones. Ids of cancelled
+    /// requests are removed.
+    pub ids: Vec<SampleId>,
     pub sequences: SmallVec<[SequenceId; 2]>,
     pub computed_tokens: u64,
 }
@@ -25,60 +25,62 @@ pub(super) struct ActiveUnit {
 pub(super) struct LogitsRow {
     pub sequence: SequenceId,
     pub node: NodeId,
-    pub at: usize,
+    /// Index of the row in the step's logits.
+    pub index: usize,
 }
 
-/// One unit's share of a step's logits.
-pub(super) struct UnitWork {
-    pub key: u64,
-    pub active: Box<ActiveUnit>,
+/// One sample's share of a step's logits.
+pub(super) struct SampleWork {
+    /// Key of the sample in the engine's `samples`.
+    pub sample_key: u64,
+    pub sample: Box<ActiveSample>,
     pub rows: SmallVec<[LogitsRow; 1]>,
-    pub drawn: SmallVec<[Result<Drawn, DrawError>; 1]>,
-    /// How each row's sequence goes on, in the order of `rows`.
-    pub next: SmallVec<[Next; 1]>,
+    pub drawn: SmallVec<[Result<DrawnToken, DrawError>; 1]>,
+    /// The outcome of each row's token, in the order of `rows`.
+    pub outcomes: SmallVec<[TokenOutcome; 1]>,
 }
 
 /// A step whose tokens are being drawn.
 pub(super) struct PendingStep {
-    /// Sequences, and the index of each one's row of the logits.
+    /// Each sequence, with the index of its row in the logits.
     pub rows: Vec<(SequenceId, usize)>,
-    /// Rows of the logits, including rows whose token nobody waits for.
-    pub count: usize,
+    /// Number of rows of the logits, including rows of sequences that have ended.
+    pub logits_rows: usize,
     /// Tokens computed, by job.
     pub tokens: Vec<(u32, u64)>,
 }
 
-/// Computes the masks of grammars. Grammars of one lane run one after the other.
-pub(super) fn prepare(threads: &Threads, work: &mut [UnitWork]) {
+/// Computes the grammars' masks. The grammars of one lane run one after the other.
+pub(super) fn compute_masks(threads: &Threads, work: &mut [SampleWork]) {
     let mut lanes: Vec<Vec<&mut GrammarState>> = Vec::new();
-    for state in work.iter_mut().filter_map(|w| w.active.unit.grammar()) {
-        lanes.resize_with(GrammarState::lanes(), Vec::new);
+    for state in work.iter_mut().filter_map(|w| w.sample.state.grammar()) {
+        lanes.resize_with(GrammarState::lane_count(), Vec::new);
         lanes[state.lane()].push(state);
     }
-    threads.share_mut(usize::MAX, &mut lanes, |_, lanes| {
+    threads.parallel_for_each(usize::MAX, &mut lanes, |_, lanes| {
         lanes.flatten().for_each(|state| state.prepare());
     });
 }
 
-/// One result per request that waits for it. The first one carries the computed tokens; the prompts
-/// of the others count as cached.
+/// One result per request that waits for it. The first result carries the computed tokens; the
+/// prompts of the others count as cached.
 pub(super) fn results(
-    ids: Vec<UnitId>,
+    ids: Vec<SampleId>,
     result: Result<Completion, String>,
     computed_tokens: u64,
-) -> impl Iterator<Item = Finished> {
-    ids.into_iter().enumerate().map(move |(at, id)| Finished {
+) -> impl Iterator<Item = FinishedSample> {
+    ids.into_iter().enumerate().map(move |(index, id)| FinishedSample {
         id,
         result: result.clone().map(|completion| Completion {
             id,
-            cached_tokens: if at == 0 {
+            cached_tokens: if index == 0 {
                 completion.cached_tokens
             } else {
                 completion.prompt_tokens
             },
             ..completion
         }),
-        computed_tokens: if at == 0 { computed_tokens } else { 0 },
+        computed_tokens: if index == 0 { computed_tokens } else { 0 },
     })
 }
 
@@ -93,10 +95,10 @@ pub(super) fn batch(plan: &StepPlan) -> StepBatch {
         let end = planned.start + planned.tokens.len();
         let blocks = &plan.blocks[planned.blocks.clone()];
         batch.push(planned.tokens.iter().copied(), end as u32, blocks.iter().copied());
-        if let Some(row) = planned.guessed {
-            batch.drawn.push((batch.tokens.len() as u32 - 1, row));
+        if let Some(row) = planned.guessed_row {
+            batch.pending_tokens.push((batch.tokens.len() as u32 - 1, row));
         }
-        if planned.samples {
+        if planned.needs_logits {
             batch.logits_at.push(batch.tokens.len() as u32 - 1);
         }
     }

@@ -5,22 +5,22 @@ use std::cell::Cell;
 use crate::engine::philox::philox4x32;
 
 thread_local! {
-    /// The seed, and the number of ids made.
+    /// The seed, and the number of ids that were derived from it.
     static STATE: Cell<Option<(u64, u64)>> = const { Cell::new(None) };
 }
 
 /// Derives all further ids of this thread from `seed`.
-pub fn follow(seed: u64) {
+pub fn seed_thread(seed: u64) {
     STATE.set(Some((seed, 0)));
 }
 
 /// The next id's bytes, at most 16; `None` if this thread has no seed.
-pub fn next<const N: usize>() -> Option<[u8; N]> {
-    let (seed, made) = STATE.get()?;
-    STATE.set(Some((seed, made + 1)));
+pub fn next_id<const N: usize>() -> Option<[u8; N]> {
+    let (seed, count) = STATE.get()?;
+    STATE.set(Some((seed, count + 1)));
     let words = philox4x32(
         [seed as u32, (seed >> 32) as u32],
-        [made as u32, (made >> 32) as u32, 0, 0],
+        [count as u32, (count >> 32) as u32, 0, 0],
     );
     Some(std::array::from_fn(|i| words[i / 4].to_le_bytes()[i % 4]))
 }

@@ -1,5 +1,5 @@
-//! A device that computes a known function of each row's prompt, in steps that take time as a real
-//! device's do.
+//! A device that computes a known function of each row's prompt, in steps that take time like those
+//! of a real device.
 //!
 //! The function is the SHA-256 of the prompt's token ids, each as four little-endian bytes. The
 //! text is `k-` and the first 8 bytes in hex. Completion token i is the little-endian number in
@@ -14,7 +14,7 @@ use std::time::Duration;
 use data_encoding::HEXLOWER;
 use sha2::{Digest, Sha256};
 
-use crate::engine::request::{Completion, FinishReason, Finished, Request};
+use crate::engine::request::{Completion, FinishReason, FinishedSample, Request};
 use crate::engine::{EngineError, Generator, RequestError};
 
 /// A prompt with this first id aborts the process in the step that computes it.
@@ -28,9 +28,9 @@ const STEP_ROWS: std::ops::RangeInclusive<usize> = 16..=64;
 /// [`KnownDevice::wants_more`] is true until this many rows wait.
 const WAITING_ROWS: usize = 256;
 
-/// Time and completion tokens per row, and rows to fail.
+/// Settings of a known device: time and completion tokens per row, and which rows fail.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Pace {
+pub struct KnownDeviceConfig {
     /// Milliseconds per row; 0 answers at once.
     pub ms_per_row: f64,
     pub completion_tokens: usize,
@@ -38,9 +38,9 @@ pub struct Pace {
     pub errors_below: u32,
 }
 
-impl Default for Pace {
-    fn default() -> Pace {
-        Pace {
+impl Default for KnownDeviceConfig {
+    fn default() -> KnownDeviceConfig {
+        KnownDeviceConfig {
             ms_per_row: 1.0,
             completion_tokens: 4,
             errors_below: 0,
@@ -48,8 +48,8 @@ impl Default for Pace {
     }
 }
 
-impl Pace {
-    /// Tokens that a row counts for, even if it fails.
+impl KnownDeviceConfig {
+    /// Tokens to count as computed for a row, even if it fails.
     fn tokens_of(&self, request: &Request) -> u64 {
         (request.prompt.len() + self.completion_tokens) as u64
     }
@@ -58,7 +58,7 @@ impl Pace {
 /// A known device (see the module's description).
 #[derive(Debug)]
 pub struct KnownDevice {
-    pace: Pace,
+    config: KnownDeviceConfig,
     trace: Option<File>,
     waiting: VecDeque<Request>,
     steps: usize,
@@ -73,17 +73,17 @@ impl KnownDevice {
 
     /// Builds the device from the environment; an invalid value ends the process.
     pub fn from_env() -> KnownDevice {
-        let default = Pace::default();
-        let pace = Pace {
-            ms_per_row: number("GRISTMILL_KNOWN_MS_PER_ROW", default.ms_per_row, |ms: &f64| {
+        let default = KnownDeviceConfig::default();
+        let config = KnownDeviceConfig {
+            ms_per_row: number_variable("GRISTMILL_KNOWN_MS_PER_ROW", default.ms_per_row, |ms: &f64| {
                 (0.0..=60_000.0).contains(ms)
             }),
-            completion_tokens: number(
+            completion_tokens: number_variable(
                 "GRISTMILL_KNOWN_COMPLETION_TOKENS",
                 default.completion_tokens,
                 |tokens: &usize| *tokens <= 1 << 16,
             ),
-            errors_below: number("GRISTMILL_KNOWN_ERRORS_BELOW", default.errors_below, |_| true),
+            errors_below: number_variable("GRISTMILL_KNOWN_ERRORS_BELOW", default.errors_below, |_| true),
         };
         let trace = std::env::var_os("GRISTMILL_KNOWN_TRACE").map(|path| {
             let opened = OpenOptions::new().create(true).append(true).open(&path);
@@ -94,13 +94,13 @@ impl KnownDevice {
                 )
             })
         });
-        KnownDevice::new(pace, trace)
+        KnownDevice::new(config, trace)
     }
 
-    /// Creates a device at `pace`. It appends a line `JOB,ROW` to `trace` for each computed row.
-    pub fn new(pace: Pace, trace: Option<File>) -> KnownDevice {
+    /// Creates a device that appends a line `JOB,ROW` to `trace` for each computed row.
+    pub fn new(config: KnownDeviceConfig, trace: Option<File>) -> KnownDevice {
         KnownDevice {
-            pace,
+            config,
             trace,
             waiting: VecDeque::new(),
             steps: 0,
@@ -110,9 +110,10 @@ impl KnownDevice {
 
     /// Number of rows of the next step.
     fn step_rows(&self) -> usize {
-        let (least, most) = (*STEP_ROWS.start(), *STEP_ROWS.end());
-        // 29 has no common divisor with the number of sizes, so steps do not align with shards.
-        least + self.steps * 29 % (most - least + 1)
+        let (min_rows, max_rows) = (*STEP_ROWS.start(), *STEP_ROWS.end());
+        // 29 has no common divisor with the number of sizes (49), so all sizes occur, and steps do
+        // not align with shards.
+        min_rows + self.steps * 29 % (max_rows - min_rows + 1)
     }
 
     /// Appends the step's rows in a single write, so that lines of several processes do not mix.
@@ -145,7 +146,7 @@ impl Generator for KnownDevice {
         Ok(())
     }
 
-    fn step(&mut self) -> Result<Vec<Finished>, EngineError> {
+    fn step(&mut self) -> Result<Vec<FinishedSample>, EngineError> {
         let rows = self.step_rows().min(self.waiting.len());
         let step: Vec<Request> = self.waiting.drain(..rows).collect();
         self.steps += 1;
@@ -154,22 +155,22 @@ impl Generator for KnownDevice {
             eprintln!("gristmill: a row that aborts the process is on the device");
             std::process::abort();
         }
-        let time = Duration::from_secs_f64(self.pace.ms_per_row * rows as f64 / 1000.0);
+        let time = Duration::from_secs_f64(self.config.ms_per_row * rows as f64 / 1000.0);
         if !time.is_zero() {
             std::thread::sleep(time);
         }
         for request in &step {
-            let tokens = self.pace.tokens_of(request);
+            let tokens = self.config.tokens_of(request);
             match self.step_tokens.iter_mut().find(|(job, _)| *job == request.id.job) {
                 Some((_, sum)) => *sum += tokens,
                 None => self.step_tokens.push((request.id.job, tokens)),
             }
         }
         self.write_trace(&step);
-        let finished = step.iter().map(|request| Finished {
+        let finished = step.iter().map(|request| FinishedSample {
             id: request.id,
-            result: completion(request, &self.pace),
-            computed_tokens: self.pace.tokens_of(request),
+            result: completion(request, &self.config),
+            computed_tokens: self.config.tokens_of(request),
         });
         Ok(finished.collect())
     }
@@ -184,8 +185,8 @@ impl Generator for KnownDevice {
     }
 }
 
-fn completion(request: &Request, pace: &Pace) -> Result<Completion, String> {
-    if request.prompt.first().is_some_and(|first| *first < pace.errors_below) {
+fn completion(request: &Request, config: &KnownDeviceConfig) -> Result<Completion, String> {
+    if request.prompt.first().is_some_and(|first| *first < config.errors_below) {
         return Err("the known device is out of order for this prompt".into());
     }
     if request.prompt.first() == Some(&ERROR_ID) {
@@ -200,7 +201,7 @@ fn completion(request: &Request, pace: &Pace) -> Result<Completion, String> {
     let hex: String = HEXLOWER.encode(&hash[..8]);
     Ok(Completion {
         id: request.id,
-        token_ids: (0..pace.completion_tokens).map(token).collect(),
+        token_ids: (0..config.completion_tokens).map(token).collect(),
         text: format!("k-{hex}"),
         finish_reason: FinishReason::Stop,
         fits_shape: true,
@@ -213,11 +214,11 @@ fn completion(request: &Request, pace: &Pace) -> Result<Completion, String> {
 }
 
 /// The number in `variable`, or `default` if it is unset.
-fn number<T: std::str::FromStr>(variable: &str, default: T, fits: impl Fn(&T) -> bool) -> T {
+fn number_variable<T: std::str::FromStr>(variable: &str, default: T, is_valid: impl Fn(&T) -> bool) -> T {
     let Ok(text) = std::env::var(variable) else {
         return default;
     };
-    match text.parse().ok().filter(fits) {
+    match text.parse().ok().filter(is_valid) {
         Some(number) => number,
         None => super::refuse(variable, &format!("`{text}` is no number that it can be")),
     }
@@ -230,9 +231,9 @@ mod tests {
 
     use super::*;
     use crate::engine::params::GenerationParams;
-    use crate::engine::request::UnitId;
+    use crate::engine::request::SampleId;
 
-    const AT_ONCE: Pace = Pace {
+    const WITHOUT_DELAY: KnownDeviceConfig = KnownDeviceConfig {
         ms_per_row: 0.0,
         completion_tokens: 4,
         errors_below: 0,
@@ -240,7 +241,7 @@ mod tests {
 
     fn request(job: u32, row: u64, prompt: &[u32]) -> Request {
         Request {
-            id: UnitId {
+            id: SampleId {
                 job,
                 row,
                 sample: 0,
@@ -253,7 +254,7 @@ mod tests {
         }
     }
 
-    fn drain(device: &mut KnownDevice) -> Vec<Finished> {
+    fn drain(device: &mut KnownDevice) -> Vec<FinishedSample> {
         let mut all = Vec::new();
         while !device.is_idle() {
             all.extend(device.step().unwrap());
@@ -262,8 +263,8 @@ mod tests {
     }
 
     #[test]
-    fn the_function_is_the_one_that_the_checker_knows() {
-        let mut device = KnownDevice::new(AT_ONCE, None);
+    fn the_function_equals_the_checkers() {
+        let mut device = KnownDevice::new(WITHOUT_DELAY, None);
         device.submit(request(0, 0, &[1, 2, 300])).unwrap();
         let done = drain(&mut device).remove(0).result.unwrap();
         // python3: hashlib.sha256(struct.pack("<3I", 1, 2, 300)).hexdigest()
@@ -273,10 +274,10 @@ mod tests {
     }
 
     #[test]
-    fn every_row_comes_back_once_in_steps_of_many_sizes() {
+    fn each_row_is_completed_once_in_steps_of_many_sizes() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("trace");
-        let mut device = KnownDevice::new(AT_ONCE, Some(File::create(&path).unwrap()));
+        let mut device = KnownDevice::new(WITHOUT_DELAY, Some(File::create(&path).unwrap()));
         for row in 0..500 {
             device.submit(request((row % 2) as u32, row, &[row as u32])).unwrap();
         }
@@ -295,8 +296,8 @@ mod tests {
     }
 
     #[test]
-    fn cancelled_rows_never_come_back_and_bad_ones_are_errors() {
-        let mut device = KnownDevice::new(AT_ONCE, None);
+    fn cancelled_rows_are_not_completed_and_bad_rows_are_errors() {
+        let mut device = KnownDevice::new(WITHOUT_DELAY, None);
         for row in 0..10 {
             device.submit(request(0, row, &[row as u32])).unwrap();
             device.submit(request(1, row, &[ERROR_ID, row as u32])).unwrap();

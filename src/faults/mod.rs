@@ -25,19 +25,19 @@ pub mod switches;
 
 pub use known::KnownDevice;
 pub use points::{Injected, point, point_blocking};
-pub use switches::switch;
+pub use switches::is_switched_on;
 
 /// The value of `GRISTMILL_STEP_MAX_MS`.
-pub fn step_max() -> Option<std::time::Duration> {
-    parsed("GRISTMILL_STEP_MAX_MS", "number of milliseconds").map(std::time::Duration::from_millis)
+pub fn step_timeout() -> Option<std::time::Duration> {
+    parse_variable("GRISTMILL_STEP_MAX_MS", "number of milliseconds").map(std::time::Duration::from_millis)
 }
 
 /// The value of `GRISTMILL_ROOM_BYTES`.
-pub fn room_bytes() -> Option<usize> {
-    parsed("GRISTMILL_ROOM_BYTES", "number of bytes")
+pub fn carried_bytes_max() -> Option<usize> {
+    parse_variable("GRISTMILL_ROOM_BYTES", "number of bytes")
 }
 
-fn parsed<T: std::str::FromStr>(variable: &str, what: &str) -> Option<T> {
+fn parse_variable<T: std::str::FromStr>(variable: &str, what: &str) -> Option<T> {
     let text = std::env::var(variable).ok()?;
     let value = text.parse();
     Some(value.unwrap_or_else(|_| refuse(variable, &format!("`{text}` is no {what}"))))
@@ -45,14 +45,14 @@ fn parsed<T: std::str::FromStr>(variable: &str, what: &str) -> Option<T> {
 
 /// Aborts if `GRISTMILL_ABORT_AT_READING` names a row that was just read.
 pub fn abort_at_reading(is_read: impl Fn(u64) -> bool) {
-    if let Some(row) = parsed("GRISTMILL_ABORT_AT_READING", "row").filter(|row| is_read(*row)) {
+    if let Some(row) = parse_variable("GRISTMILL_ABORT_AT_READING", "row").filter(|row| is_read(*row)) {
         eprintln!("gristmill: row {row} was read: Abort");
         std::process::abort();
     }
 }
 
-/// Reports an invalid variable on stderr and ends the process: a fault test that is armed otherwise
-/// than intended would prove nothing.
+/// Reports an invalid variable on stderr and ends the process: a fault test whose fault is not
+/// armed would prove nothing.
 fn refuse(variable: &str, why: &str) -> ! {
     eprintln!("gristmill: {variable}: {why}");
     std::process::exit(2);

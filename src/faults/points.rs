@@ -46,10 +46,10 @@ enum Action {
 }
 
 #[derive(Debug)]
-struct Armed {
+struct ArmedPoint {
     action: Action,
-    /// The number of the pass at which it acts, from 1.
-    at: u64,
+    /// The number of the pass at which the point acts, from 1.
+    pass: u64,
     passes: AtomicU64,
 }
 
@@ -58,12 +58,12 @@ struct Armed {
 /// # Errors
 /// The point is armed with `error`, and this is its pass.
 pub async fn point(name: &'static str) -> Result<(), Injected> {
-    match due(name) {
+    match due_action(name) {
         Some(Action::Pause(time)) => {
             tokio::time::sleep(time).await;
             Ok(())
         }
-        due => act(name, due),
+        action => perform_blocking(name, action),
     }
 }
 
@@ -72,11 +72,11 @@ pub async fn point(name: &'static str) -> Result<(), Injected> {
 /// # Errors
 /// See [`point`].
 pub fn point_blocking(name: &'static str) -> Result<(), Injected> {
-    act(name, due(name))
+    perform_blocking(name, due_action(name))
 }
 
-fn act(name: &'static str, due: Option<Action>) -> Result<(), Injected> {
-    match due {
+fn perform_blocking(name: &'static str, action: Option<Action>) -> Result<(), Injected> {
+    match action {
         None => Ok(()),
         Some(Action::Abort) => std::process::abort(),
         Some(Action::Error) => Err(Injected(name)),
@@ -87,10 +87,10 @@ fn act(name: &'static str, due: Option<Action>) -> Result<(), Injected> {
     }
 }
 
-/// The action due at this pass. It is reported on stderr first, so that a test can see that it
-/// happened.
-fn due(name: &'static str) -> Option<Action> {
-    static ARMED: OnceLock<HashMap<&'static str, Armed>> = OnceLock::new();
+/// Counts a pass of the point, and returns the action that is due at it. The action is reported on
+/// stderr, so that a test can see that it happened.
+fn due_action(name: &'static str) -> Option<Action> {
+    static ARMED: OnceLock<HashMap<&'static str, ArmedPoint>> = OnceLock::new();
     let armed = ARMED.get_or_init(|| {
         let text = std::env::var(VARIABLE).unwrap_or_default();
         parse(&text).unwrap_or_else(|why| super::refuse(VARIABLE, &why))
@@ -98,30 +98,30 @@ fn due(name: &'static str) -> Option<Action> {
     debug_assert!(POINTS.contains(&name), "no point `{name}`");
     let armed = armed.get(name)?;
     let pass = armed.passes.fetch_add(1, Ordering::Relaxed) + 1;
-    if pass != armed.at {
+    if pass != armed.pass {
         return None;
     }
     eprintln!("gristmill: failpoint `{name}`: {:?} at pass {pass}", armed.action);
     Some(armed.action)
 }
 
-fn parse(text: &str) -> Result<HashMap<&'static str, Armed>, String> {
+fn parse(text: &str) -> Result<HashMap<&'static str, ArmedPoint>, String> {
     let mut armed = HashMap::new();
     for entry in text.split(';').map(str::trim).filter(|entry| !entry.is_empty()) {
-        let form = || format!("`{entry}`: write `NAME=abort@N`, `NAME=error@N` or `NAME=pause:MILLISECONDS@N`");
-        let (name, rest) = entry.split_once('=').ok_or_else(form)?;
-        let (action, at) = rest.split_once('@').ok_or_else(form)?;
+        let syntax_error = || format!("`{entry}`: write `NAME=abort@N`, `NAME=error@N` or `NAME=pause:MILLISECONDS@N`");
+        let (name, rest) = entry.split_once('=').ok_or_else(syntax_error)?;
+        let (action, pass) = rest.split_once('@').ok_or_else(syntax_error)?;
         let action = match (action, action.strip_prefix("pause:")) {
             ("abort", _) => Action::Abort,
             ("error", _) => Action::Error,
-            (_, Some(ms)) => Action::Pause(Duration::from_millis(ms.parse().map_err(|_| form())?)),
-            _ => return Err(form()),
+            (_, Some(ms)) => Action::Pause(Duration::from_millis(ms.parse().map_err(|_| syntax_error())?)),
+            _ => return Err(syntax_error()),
         };
-        let at = at.parse().ok().filter(|at| *at > 0).ok_or_else(form)?;
+        let pass = pass.parse().ok().filter(|pass| *pass > 0).ok_or_else(syntax_error)?;
         let known = POINTS.iter().find(|known| **known == name);
         let name = known.ok_or_else(|| format!("there is no failpoint `{name}`"))?;
         let passes = AtomicU64::new(0);
-        if armed.insert(*name, Armed { action, at, passes }).is_some() {
+        if armed.insert(*name, ArmedPoint { action, pass, passes }).is_some() {
             return Err(format!("failpoint `{name}` is armed twice"));
         }
     }
@@ -136,19 +136,19 @@ mod tests {
     fn arming_names_point_action_and_pass() {
         let armed =
             parse("keeper.before-log=abort@3; keeper.after-log=error@1;device.before-step=pause:1500@2").unwrap();
-        let of = |name: &str| (armed[name].action, armed[name].at);
+        let armed_at = |name: &str| (armed[name].action, armed[name].pass);
         assert_eq!(armed.len(), 3);
-        assert_eq!(of("keeper.before-log"), (Action::Abort, 3));
-        assert_eq!(of("keeper.after-log"), (Action::Error, 1));
+        assert_eq!(armed_at("keeper.before-log"), (Action::Abort, 3));
+        assert_eq!(armed_at("keeper.after-log"), (Action::Error, 1));
         assert_eq!(
-            of("device.before-step"),
+            armed_at("device.before-step"),
             (Action::Pause(Duration::from_millis(1500)), 2)
         );
         assert!(parse("").unwrap().is_empty());
     }
 
     #[test]
-    fn what_cannot_be_armed_is_refused() {
+    fn invalid_settings_are_refused() {
         for (text, why) in [
             ("keeper.before-lunch=abort@1", "no failpoint"),
             ("keeper.before-log=abort", "write `NAME"),
@@ -162,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn names_stand_once() {
+    fn names_are_unique() {
         let mut names = POINTS.to_vec();
         names.sort_unstable();
         names.dedup();

@@ -24,7 +24,7 @@ pub const SWITCHES: &[(&str, &str)] = &[
 ];
 
 /// Whether the switch `name` is on in this process.
-pub fn switch(name: &str) -> bool {
+pub fn is_switched_on(name: &str) -> bool {
     static ON: OnceLock<Vec<&'static str>> = OnceLock::new();
     let on = ON.get_or_init(|| {
         let text = std::env::var(VARIABLE).unwrap_or_default();
@@ -37,9 +37,9 @@ pub fn switch(name: &str) -> bool {
 /// The bytes of a record of version `version`. If the switch `next-version` is on, their version is
 /// `next`.
 pub fn as_next_version(bytes: Vec<u8>, version: u32, next: u32) -> Vec<u8> {
-    let begins = format!("{{\"v\":{version},");
-    match bytes.strip_prefix(begins.as_bytes()) {
-        Some(rest) if switch("next-version") => {
+    let prefix = format!("{{\"v\":{version},");
+    match bytes.strip_prefix(prefix.as_bytes()) {
+        Some(rest) if is_switched_on("next-version") => {
             let mut next = format!("{{\"v\":{next},").into_bytes();
             next.extend_from_slice(rest);
             next
@@ -65,7 +65,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_known_switches_are_taken() {
+    fn unknown_switches_are_refused() {
         assert_eq!(parse("").unwrap(), Vec::<&str>::new());
         assert_eq!(
             parse("put-unconditional, exists-is-success,").unwrap(),

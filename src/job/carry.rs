@@ -10,8 +10,8 @@ use super::check::{FieldError, bad, check_length};
 use super::spec::{Output, RESULT_COLUMNS};
 
 const FIELD: &str = "output.carry";
-/// Stands for all columns that are not listed.
-pub(super) const ALL: &str = "*";
+/// The text that stands for all columns that are not listed.
+pub(super) const ALL_COLUMNS: &str = "*";
 
 /// As a job file has it.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -28,7 +28,7 @@ pub enum CarryFile {
     Renamed(#[schemars(with = "BTreeMap<String, String>")] Map<String, Value>),
 }
 
-/// The carried columns, checked.
+/// The checked `output.carry`; the fields are those of [`Output`].
 #[derive(Debug, Default, PartialEq)]
 pub(super) struct Carry {
     pub columns: Vec<String>,
@@ -41,7 +41,7 @@ impl Carry {
         let mut carry = Carry::default();
         match file {
             None => {}
-            Some(CarryFile::All(text)) if text == ALL => carry.all = true,
+            Some(CarryFile::All(text)) if text == ALL_COLUMNS => carry.all = true,
             Some(CarryFile::All(text)) => {
                 return bad(
                     FIELD,
@@ -55,8 +55,8 @@ impl Carry {
                         return bad(FIELD, format!("gives the name `{new}` to {column}, which is no column"));
                     };
                     match (new.as_str(), column.as_str()) {
-                        (ALL, ALL) => carry.all = true,
-                        (ALL, _) | (_, ALL) => {
+                        (ALL_COLUMNS, ALL_COLUMNS) => carry.all = true,
+                        (ALL_COLUMNS, _) | (_, ALL_COLUMNS) => {
                             return bad(
                                 FIELD,
                                 "takes `*` as it is: `\"*\": \"*\"` stands for all the other columns",
@@ -77,9 +77,9 @@ impl Carry {
     }
 }
 
-/// Checks that these columns can be carried together under these names.
+/// Checks that `columns` can be carried together; `renamed` maps columns to their output names.
 fn check_carry(columns: &[String], renamed: &BTreeMap<String, String>) -> Result<(), FieldError> {
-    let (mut seen, mut names) = (HashSet::new(), HashSet::new());
+    let (mut columns_seen, mut names_seen) = (HashSet::new(), HashSet::new());
     for column in columns {
         let name = renamed.get(column).unwrap_or(column);
         for text in [column, name] {
@@ -96,14 +96,14 @@ fn check_carry(columns: &[String], renamed: &BTreeMap<String, String>) -> Result
                 ),
             );
         }
-        if !seen.insert(column) {
+        if !columns_seen.insert(column) {
             return bad(FIELD, format!("holds `{column}` twice"));
         }
-        if !names.insert(name) {
+        if !names_seen.insert(name) {
             return bad(FIELD, format!("gives two columns the name `{name}`"));
         }
     }
-    match renamed.keys().find(|column| !seen.contains(column)) {
+    match renamed.keys().find(|column| !columns_seen.contains(column)) {
         Some(column) => bad(FIELD, format!("renames `{column}`, which is not carried")),
         None => Ok(()),
     }
@@ -115,8 +115,8 @@ impl Output {
         check_carry(&self.carry, &self.renamed)
     }
 
-    /// The name of an input column in the output.
-    pub fn name_of<'a>(&'a self, column: &'a str) -> &'a str {
+    /// The output's name for an input column.
+    pub fn output_name<'a>(&'a self, column: &'a str) -> &'a str {
         self.renamed.get(column).map_or(column, String::as_str)
     }
 }
@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn columns_are_carried_in_order_and_by_their_names() {
+    fn columns_are_carried_in_order_under_their_names() {
         let carry = check(json!({"z": "a", "b": "b", "input_status": "status", "*": "*"})).unwrap();
         assert_eq!((carry.columns.join(" "), carry.all), ("a b status".into(), true));
         let renamed: Vec<(&str, &str)> = carry.renamed.iter().map(|(a, b)| (a.as_str(), b.as_str())).collect();
@@ -151,8 +151,8 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_carried_is_refused() {
-        for (file, words) in [
+    fn invalid_carry_values_are_refused() {
+        for (file, message) in [
             (json!("id"), "is `id`; it takes a list of columns"),
             (
                 json!(["status"]),
@@ -168,7 +168,7 @@ mod tests {
             (json!(7), "expected a list of columns"),
         ] {
             let error = check(file.clone()).unwrap_err();
-            assert!(error.contains(words), "{file}: {error}");
+            assert!(error.contains(message), "{file}: {error}");
         }
         let names = BTreeMap::from([("a".to_string(), "b".to_string())]);
         let two = ["a".to_string(), "b".to_string()];

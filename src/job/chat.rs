@@ -11,10 +11,10 @@ use crate::tokenizer::{Tokenizer, TokenizerConfig};
 /// A text that no template produces by itself.
 const PROBE: &str = "gristmill probe text";
 
-/// Marker behind the content to be continued while it is rendered. Its space shows whether the
-/// template keeps spaces there. It is as long as transformers' own, for templates that count
-/// characters.
-const CONTINUED: &str = "GRISTMILL_CONTINUES_BEHIND ";
+/// Marker that is appended to the content to be continued, and shows where the rendering continues.
+/// The space at its end shows whether the template keeps spaces there. The marker is as long as
+/// transformers' own, since some templates count characters.
+const CONTINUATION_MARKER: &str = "GRISTMILL_CONTINUES_BEHIND ";
 
 /// How a rendered conversation ends. The names in the variants' docs are those of transformers'
 /// `apply_chat_template`.
@@ -24,31 +24,31 @@ pub enum Turn {
     Generate,
     /// Neither flag: ends with the last message, as the template closes it.
     Closed,
-    /// `continue_final_message`: ends right behind the last message's content.
+    /// `continue_final_message`: ends right after the last message's content.
     Continue,
 }
 
 impl Turn {
-    /// The variables of `chat_template_kwargs` that also set the turn.
+    /// The names of the two fields that set the turn; `chat_template_kwargs` may have them, too.
     pub const SWITCHES: [&str; 2] = ["add_generation_prompt", "continue_final_message"];
 
-    /// The turn set by `fields` (the two switches themselves) and by `kwargs`; `None` if neither
-    /// sets it. The error goes behind the name of the enclosing block.
-    pub fn of(fields: [Option<&Value>; 2], kwargs: &Map<String, Value>) -> Result<Option<Turn>, String> {
-        let mut said = [None; 2];
+    /// The turn that `fields` (the values of [`Turn::SWITCHES`]) and `kwargs` set; `None` if neither
+    /// sets one. The error continues the name of the enclosing block.
+    pub fn from_switches(fields: [Option<&Value>; 2], kwargs: &Map<String, Value>) -> Result<Option<Turn>, String> {
+        let mut switches = [None; 2];
         for (i, name) in Turn::SWITCHES.into_iter().enumerate() {
             for value in [fields[i], kwargs.get(name)].into_iter().flatten() {
-                match (value, said[i]) {
+                match (value, switches[i]) {
                     (Value::Null, _) => {}
                     (Value::Bool(flag), Some(other)) if *flag != other => {
                         return Err(format!("sets `{name}` to true and to false"));
                     }
-                    (Value::Bool(flag), _) => said[i] = Some(*flag),
+                    (Value::Bool(flag), _) => switches[i] = Some(*flag),
                     _ => return Err(format!("sets `{name}` to {value}, neither true nor false")),
                 }
             }
         }
-        match said {
+        match switches {
             [None, None] => Ok(None),
             [Some(true), Some(true)] => Err(
                 "sets both `add_generation_prompt` and `continue_final_message`: the model \
@@ -68,15 +68,16 @@ pub struct ChatTemplate {
     source: String,
     /// `bos_token`, `eos_token`, …: the variables that transformers sets.
     tokens: Map<String, Value>,
-    /// Whether contents may be lists of parts; otherwise parts are joined to one text.
-    takes_parts: bool,
+    /// Whether the template accepts contents that are lists of parts; else parts are joined to one
+    /// text.
+    accepts_parts: bool,
 }
 
 impl ChatTemplate {
     /// Selects and compiles the template: the job's choice, else `tool_use` if the checkpoint has
-    /// it and there are tools, else `default`. `now` is the time that `strftime_now` returns.
+    /// it and the job gives tools, else `default`. `now` is the time that `strftime_now` returns.
     ///
-    /// The error is one line without a place.
+    /// The error is one line without a location.
     pub fn choose(
         config: &TokenizerConfig,
         choice: Option<&ChatTemplateChoice>,
@@ -118,13 +119,13 @@ impl ChatTemplate {
 
     fn compile(config: &TokenizerConfig, source: String, now: NaiveDateTime) -> Result<ChatTemplate, String> {
         let template = Template::for_chat("chat_template", &source, now).map_err(|e| format!("chat template: {e}"))?;
-        let roles = [
+        let token_variables = [
             ("bos_token", &config.bos_token),
             ("eos_token", &config.eos_token),
             ("unk_token", &config.unk_token),
             ("pad_token", &config.pad_token),
         ];
-        let tokens = roles
+        let tokens = token_variables
             .into_iter()
             .filter_map(|(name, token)| Some((name.to_string(), Value::from(token.clone()?))))
             .collect();
@@ -132,11 +133,11 @@ impl ChatTemplate {
             template,
             source,
             tokens,
-            takes_parts: false,
+            accepts_parts: false,
         };
         let parts = json!([{"role": "user", "content": [{"type": "text", "text": PROBE}]}]);
-        chat.takes_parts = chat.render_with(parts, &Map::new(), true).is_ok_and(|text| {
-            // A template that expects texts prints the list itself, or nothing.
+        chat.accepts_parts = chat.render_with(parts, &Map::new(), true).is_ok_and(|text| {
+            // A template that expects texts prints the whole list, or nothing.
             text.contains(PROBE) && !text.contains("'type'") && !text.contains("\"type\"")
         });
         Ok(chat)
@@ -147,34 +148,34 @@ impl ChatTemplate {
         &self.source
     }
 
-    /// Renders a conversation up to the model's answer. `kwargs` are further variables.
+    /// Renders a conversation up to the model's answer. `kwargs` are further template variables.
     pub fn render(&self, mut messages: Vec<Value>, kwargs: &Map<String, Value>, turn: Turn) -> Result<String, String> {
         for message in &mut messages {
-            self.adapt(message);
+            self.adapt_message(message);
         }
-        let continued = match turn {
-            Turn::Continue => Some(mark_end(&mut messages)?),
+        let marked_content = match turn {
+            Turn::Continue => Some(append_marker(&mut messages)?),
             Turn::Generate | Turn::Closed => None,
         };
         let text = self
             .render_with(Value::Array(messages), kwargs, turn == Turn::Generate)
             .map_err(|e| format!("chat template: {e}"))?;
-        match continued {
-            Some(content) => cut_behind(text, &content),
+        match marked_content {
+            Some(content) => cut_at_marker(text, &content),
             None => Ok(text),
         }
     }
 
-    /// Why the template cannot use `kwargs`; the text continues the name of their field.
-    pub fn refuses(&self, kwargs: &Map<String, Value>) -> Option<String> {
-        let reads = self.template.reads();
+    /// Why the template cannot use `kwargs`, if it cannot. The text continues the field's name.
+    pub fn kwargs_error(&self, kwargs: &Map<String, Value>) -> Option<String> {
+        let reads = self.template.variables_read();
         for name in kwargs.keys() {
             if self.template.has_function(name) {
                 return Some(format!("sets `{name}`, which is a function of chat templates"));
             }
             if !reads.contains(name) && !Turn::SWITCHES.contains(&name.as_str()) {
-                let given = |name: &str| name == "messages" || self.tokens.contains_key(name);
-                let known = reads.iter().map(String::as_str).filter(|name| !given(name));
+                let is_standard = |name: &str| name == "messages" || self.tokens.contains_key(name);
+                let known = reads.iter().map(String::as_str).filter(|name| !is_standard(name));
                 let hint = suggest(name, known.filter(|name| !self.template.has_function(name)));
                 return Some(format!("sets `{name}`, which the chat template never reads{hint}"));
             }
@@ -182,10 +183,10 @@ impl ChatTemplate {
         None
     }
 
-    /// A variable that the template reads and nothing sets, if its name is similar to a variable
-    /// that is set. `kwargs` are the job's.
-    pub fn misspells(&self, kwargs: &Map<String, Value>) -> Option<String> {
-        const GIVEN: [&str; 8] = [
+    /// A message about a variable that the template reads, that nothing sets, and whose name is
+    /// similar to a standard variable. `kwargs` are the job's.
+    pub fn misspelling_message(&self, kwargs: &Map<String, Value>) -> Option<String> {
+        const STANDARD_VARIABLES: [&str; 8] = [
             "messages",
             "tools",
             "documents",
@@ -195,49 +196,55 @@ impl ChatTemplate {
             "unk_token",
             "pad_token",
         ];
-        let reads = self.template.reads();
-        let is_set =
-            |name: &str| GIVEN.contains(&name) || kwargs.contains_key(name) || self.template.has_function(name);
+        let reads = self.template.variables_read();
+        let is_set = |name: &str| {
+            STANDARD_VARIABLES.contains(&name) || kwargs.contains_key(name) || self.template.has_function(name)
+        };
         reads.iter().filter(|name| !is_set(name)).find_map(|name| {
-            let hint = suggest(name, GIVEN);
+            let hint = suggest(name, STANDARD_VARIABLES);
             hint.contains("did you mean")
                 .then(|| format!("it reads `{name}`, which nobody sets{hint}"))
         })
     }
 
-    /// Unknown filters, tests, methods and functions, a line each.
-    pub fn unknown(&self) -> Vec<String> {
-        self.template.unknown()
+    /// Messages about unknown filters, tests, methods and functions, one line each.
+    pub fn unknown_name_messages(&self) -> Vec<String> {
+        self.template.unknown_name_messages()
     }
 
-    /// Whether the template tells the model the date.
-    pub fn tells_time(&self) -> bool {
+    /// Whether the template can put the date into prompts.
+    pub fn shows_date(&self) -> bool {
         self.template.calls("strftime_now")
     }
 
-    fn render_with(&self, messages: Value, kwargs: &Map<String, Value>, ask: bool) -> Result<String, String> {
+    fn render_with(
+        &self,
+        messages: Value,
+        kwargs: &Map<String, Value>,
+        add_generation_prompt: bool,
+    ) -> Result<String, String> {
         let mut context = self.tokens.clone();
-        // These are set to none, as in transformers: templates test them for none.
+        // As in transformers, these variables exist and are none: templates test them for none.
         for name in ["tools", "documents"] {
             context.insert(name.to_string(), Value::Null);
         }
         context.extend(kwargs.clone());
-        // This switch is not a template variable, as in transformers.
+        // As in transformers, this switch is no template variable.
         context.remove("continue_final_message");
-        context.insert("add_generation_prompt".into(), ask.into());
+        context.insert("add_generation_prompt".into(), add_generation_prompt.into());
         context.insert("messages".into(), messages);
         self.template
             .render(minijinja::Value::from(minijinja::value::Serde(&context)))
     }
 
     /// Converts a message into the form that this template expects.
-    fn adapt(&self, message: &mut Value) {
+    fn adapt_message(&self, message: &mut Value) {
         let Value::Object(message) = message else { return };
         message.retain(|_, value| !value.is_null());
         if message.get("role").is_some_and(|role| role == "developer") && !self.source.contains("developer") {
             message.insert("role".into(), "system".into());
         }
-        // The assistant's thought has several names; each template reads one of them.
+        // Inputs name the assistant's thought differently, and each template reads one of the names.
         let names = ["reasoning_content", "thinking", "reasoning"];
         let thought = names
             .iter()
@@ -246,7 +253,7 @@ impl ChatTemplate {
             message.entry("thinking").or_insert_with(|| thought.clone());
             message.insert("reasoning_content".into(), thought);
         }
-        if self.takes_parts {
+        if self.accepts_parts {
             return;
         }
         if let Some(Value::Array(parts)) = message.get("content") {
@@ -256,15 +263,15 @@ impl ChatTemplate {
         }
     }
 
-    /// How the template renders an answer with a thought before it.
-    pub(super) fn with_thought(&self, thought: &str, answer: &str) -> Option<String> {
-        let mut said = json!({"role": "assistant", "content": answer, "reasoning_content": thought});
-        self.adapt(&mut said);
-        let conversation = json!([{"role": "user", "content": "a"}, said]);
+    /// Renders an assistant message with this thought and answer; `None` if the template fails.
+    pub(super) fn render_thought(&self, thought: &str, answer: &str) -> Option<String> {
+        let mut message = json!({"role": "assistant", "content": answer, "reasoning_content": thought});
+        self.adapt_message(&mut message);
+        let conversation = json!([{"role": "user", "content": "a"}, message]);
         self.render_with(conversation, &Map::new(), false).ok()
     }
 
-    /// The token that the template puts after the assistant's content, if it is a special token: it
+    /// The special token, if any, that the template writes right after the assistant's content. It
     /// ends the model's turn like an end-of-sequence token.
     pub fn end_of_turn(&self, tokenizer: &Tokenizer) -> Option<u32> {
         let conversation = json!([{"role": "user", "content": "a"}, {"role": "assistant", "content": PROBE}]);
@@ -280,8 +287,8 @@ impl ChatTemplate {
     }
 }
 
-/// Puts the marker behind the content of the last message; returns the content.
-fn mark_end(messages: &mut [Value]) -> Result<String, String> {
+/// Appends the marker to the content of the last message. Returns the content without the marker.
+fn append_marker(messages: &mut [Value]) -> Result<String, String> {
     let content = messages.last_mut().and_then(|message| message.get_mut("content"));
     let text = match content {
         Some(Value::Array(parts)) => parts.iter_mut().rev().find_map(|part| part.get_mut("text")),
@@ -290,18 +297,18 @@ fn mark_end(messages: &mut [Value]) -> Result<String, String> {
     match text {
         Some(Value::String(text)) => {
             let content = text.clone();
-            text.push_str(CONTINUED);
+            text.push_str(CONTINUATION_MARKER);
             Ok(content)
         }
         _ => Err("`continue_final_message`: the last message has no text to continue".into()),
     }
 }
 
-/// Cuts a rendering behind the marked `content`, by transformers' rule: if the template trims
-/// spaces behind a content, spaces before the marker are cut as well.
-fn cut_behind(mut text: String, content: &str) -> Result<String, String> {
+/// Cuts a rendering at the marker that follows `content`. If the template trims spaces after
+/// contents, spaces before the marker are cut as well, as in transformers.
+fn cut_at_marker(mut text: String, content: &str) -> Result<String, String> {
     let end = text
-        .rfind(CONTINUED.trim_end())
+        .rfind(CONTINUATION_MARKER.trim_end())
         .filter(|_| text.contains(content.trim()));
     let Some(end) = end else {
         return Err(
@@ -310,15 +317,15 @@ fn cut_behind(mut text: String, content: &str) -> Result<String, String> {
                 .into(),
         );
     };
-    // In this case transformers leaves its own marker in the prompt.
-    if text[..end].contains(CONTINUED.trim_end()) {
+    // With two markers, transformers would leave one in the prompt.
+    if text[..end].contains(CONTINUATION_MARKER.trim_end()) {
         return Err(
             "`continue_final_message`: the chat template writes the last message more than once, so there is no \
                     one place to continue"
                 .into(),
         );
     }
-    let keeps_spaces = text[end..].starts_with(CONTINUED);
+    let keeps_spaces = text[end..].starts_with(CONTINUATION_MARKER);
     text.truncate(end);
     if !keeps_spaces {
         text.truncate(text.trim_end().len());

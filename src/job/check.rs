@@ -1,13 +1,14 @@
-//! Helpers for checks of a job file: the error for a field's value, and limits of texts and
-//! numbers.
+//! Helpers for checks of a job: the error for an invalid field, and limits of texts and numbers.
 
 /// Maximum length of names, columns, stops and choices, in bytes.
 const TEXT_BYTES_MAX: usize = 16 << 10;
 
-/// An invalid value of a field; `field` is its path in the file.
+/// An invalid value of a field.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct FieldError {
+    /// The field's path in the job file.
     pub field: String,
+    /// Continues the field's name: `is empty`.
     pub why: String,
 }
 
@@ -17,7 +18,7 @@ impl std::fmt::Display for FieldError {
     }
 }
 
-/// Fails with an invalid value of `field`.
+/// Returns the error that the value of `field` is invalid; `why` continues the field's name.
 pub(super) fn bad<T>(field: impl Into<String>, why: impl Into<String>) -> Result<T, FieldError> {
     Err(FieldError {
         field: field.into(),
@@ -25,21 +26,21 @@ pub(super) fn bad<T>(field: impl Into<String>, why: impl Into<String>) -> Result
     })
 }
 
-/// Checks a name or address: not empty, and within the length limit.
-pub(super) fn text(field: &str, value: String) -> Result<String, FieldError> {
-    filled(field, &value)?;
+/// Returns a name or address that is not blank and is within the length limit.
+pub(super) fn checked_text(field: &str, value: String) -> Result<String, FieldError> {
+    check_text(field, &value)?;
     Ok(value)
 }
 
-/// Like [`text`], for a borrowed value.
-pub(super) fn filled(field: &str, value: &str) -> Result<(), FieldError> {
+/// Like [`checked_text`], for a borrowed value.
+pub(super) fn check_text(field: &str, value: &str) -> Result<(), FieldError> {
     if value.trim().is_empty() {
         return bad(field, "is empty");
     }
     check_length(field, value)
 }
 
-/// Checks the length limit of names and phrases.
+/// Checks the length of a text, which may be empty.
 pub(super) fn check_length(field: &str, value: &str) -> Result<(), FieldError> {
     match value.len() {
         0..=TEXT_BYTES_MAX => Ok(()),
@@ -50,7 +51,7 @@ pub(super) fn check_length(field: &str, value: &str) -> Result<(), FieldError> {
     }
 }
 
-/// A whole number from `low` to `high`.
+/// Returns `value`, or `default` if it is unset, as a whole number from `low` to `high`.
 pub(super) fn integer_in(
     field: &str,
     value: Option<i64>,
@@ -65,10 +66,10 @@ pub(super) fn integer_in(
     }
 }
 
-/// A number from `low` to `high`.
-pub(super) fn within(field: &str, value: Option<f64>, default: f64, low: f64, high: f64) -> Result<f32, FieldError> {
+/// Like [`integer_in`], for a number with a fraction.
+pub(super) fn number_in(field: &str, value: Option<f64>, default: f64, low: f64, high: f64) -> Result<f32, FieldError> {
     let value = value.unwrap_or(default);
-    // NaN is in no range.
+    // NaN is refused here: it is in no range.
     if (low..=high).contains(&value) {
         Ok(value as f32)
     } else {

@@ -4,11 +4,11 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::{Map, Value};
 
-use super::carry::ALL;
+use super::carry::ALL_COLUMNS;
 
-/// Maximum number of differences that a line names.
-const NAMED_MAX: usize = 3;
-/// Longest value in a line, in characters.
+/// Maximum number of differences that a message describes.
+const LISTED_MAX: usize = 3;
+/// Maximum length of a value in a message, in characters.
 const VALUE_CHARS_MAX: usize = 60;
 
 /// A field with different values in two jobs.
@@ -16,70 +16,70 @@ const VALUE_CHARS_MAX: usize = 60;
 pub struct Difference {
     /// The field's path in the job file.
     field: String,
-    was: Option<Value>,
-    is: Option<Value>,
+    old: Option<Value>,
+    new: Option<Value>,
 }
 
 impl Difference {
-    /// Whether this difference makes it another job.
-    pub fn is_of_another_job(&self) -> bool {
+    /// Whether jobs that differ in this field are different jobs.
+    pub fn makes_another_job(&self) -> bool {
         let harmless = ["name", "model", "precision", "kv_cache", "shards.rows", "output.uri"];
         !harmless.contains(&self.field.as_str())
     }
 
-    /// Whether the field was fixed when the job began, so that its new value is ignored.
-    pub fn is_settled_at_the_start(&self) -> bool {
+    /// Whether the field is fixed once the job has begun, so that its new value is ignored.
+    pub fn is_fixed_at_start(&self) -> bool {
         ["name", "shards.rows"].contains(&self.field.as_str())
     }
 
-    /// The differences in one line; `None` if there are none.
+    /// Describes the differences in one line; `None` if there are none.
     pub fn list<'a>(found: impl Iterator<Item = &'a Difference>) -> Option<String> {
-        let lines: Vec<String> = found.map(Difference::line).collect();
+        let lines: Vec<String> = found.map(Difference::describe).collect();
         match lines.len() {
             0 => None,
-            count @ 1..=NAMED_MAX => Some(lines[..count].join(", ")),
+            count @ 1..=LISTED_MAX => Some(lines[..count].join(", ")),
             count => Some(format!(
                 "{}, and {} more",
-                lines[..NAMED_MAX].join(", "),
-                count - NAMED_MAX
+                lines[..LISTED_MAX].join(", "),
+                count - LISTED_MAX
             )),
         }
     }
 
-    fn line(&self) -> String {
-        let [was, is] = [&self.was, &self.is].map(|value| value.as_ref().map(Value::to_string));
-        // Long values are shown from shortly before the first difference.
-        let alike = match (&was, &is) {
-            (Some(was), Some(is)) => was.chars().zip(is.chars()).take_while(|(a, b)| a == b).count(),
+    fn describe(&self) -> String {
+        let [old, new] = [&self.old, &self.new].map(|value| value.as_ref().map(Value::to_string));
+        // An excerpt of a long value shows the first character that differs.
+        let common_chars = match (&old, &new) {
+            (Some(old), Some(new)) => old.chars().zip(new.chars()).take_while(|(a, b)| a == b).count(),
             _ => 0,
         };
-        let [was, is] = [was, is].map(|text| text.map(|text| short(&text, alike)));
-        match (was, is) {
-            (Some(was), Some(is)) => format!("`{}` was {was} and is {is}", self.field),
-            (Some(was), None) => format!("`{}` was {was} and is left out", self.field),
-            (None, is) => format!("`{}` was left out and is {}", self.field, is.unwrap_or_default()),
+        let [old, new] = [old, new].map(|text| text.map(|text| excerpt(&text, common_chars)));
+        match (old, new) {
+            (Some(old), Some(new)) => format!("`{}` was {old} and is {new}", self.field),
+            (Some(old), None) => format!("`{}` was {old} and is left out", self.field),
+            (None, new) => format!("`{}` was left out and is {}", self.field, new.unwrap_or_default()),
         }
     }
 }
 
-/// The differences of `is` from `was`, both made by [`Job::resolved`](super::Job::resolved).
-/// Budgets, `on_finish` and the job files' locations are ignored.
-pub fn differences(was: &Value, is: &Value) -> Vec<Difference> {
+/// The differences between two jobs, both made by [`Job::resolved`](super::Job::resolved). Budgets,
+/// `on_finish`, and the locations and hashes of the job files are ignored.
+pub fn differences(old: &Value, new: &Value) -> Vec<Difference> {
     let mut found = Vec::new();
-    let [was, is] = [was, is].map(with_written_fields);
-    compare(Some(&was), Some(&is), "", &mut found);
-    found.retain(|one| {
-        let top = one.field.split(['.', '[']).next().unwrap_or_default();
+    let [old, new] = [old, new].map(in_job_file_form);
+    compare(Some(&old), Some(&new), "", &mut found);
+    found.retain(|difference| {
+        let top = difference.field.split(['.', '[']).next().unwrap_or_default();
         !["budget", "on_finish", "base_dir", "file", "hash"].contains(&top)
     });
     found
 }
 
-/// A resolved job with the fields that a job file has in place of the resolved ones.
-fn with_written_fields(job: &Value) -> Value {
+/// Converts a resolved job to the fields of a job file.
+fn in_job_file_form(job: &Value) -> Value {
     let mut job = job.clone();
     if let Some(Value::Object(output)) = job.get_mut("output") {
-        let carry = written_carry(output);
+        let carry = carry_in_job_file(output);
         output.insert("carry".into(), carry);
     }
     if let Some(Value::Object(generate)) = job.get_mut("generate")
@@ -98,26 +98,28 @@ fn with_written_fields(job: &Value) -> Value {
         input.extend(csv);
     }
     if let Some(template) = job.pointer_mut("/prompt/chat_template")
-        && let Some(written) = ["named", "source"].iter().find_map(|kind| template.get(kind).cloned())
+        && let Some(source) = ["named", "source"].iter().find_map(|kind| template.get(kind).cloned())
     {
-        *template = written;
+        *template = source;
     }
     job
 }
 
-/// The `output.carry` that a job file would have for the columns of `output`.
-fn written_carry(output: &mut Map<String, Value>) -> Value {
+/// The value of `output.carry` in a job file that carries the columns of `output`.
+fn carry_in_job_file(output: &mut Map<String, Value>) -> Value {
     let [columns, renamed, all] = ["carry", "renamed", "carry_all"].map(|name| output.shift_remove(name));
     let columns: Vec<String> = serde_json::from_value(columns.unwrap_or_default()).unwrap_or_default();
     let renamed: BTreeMap<String, String> = serde_json::from_value(renamed.unwrap_or_default()).unwrap_or_default();
-    let all = all.filter(|all| *all == true).map(|_| ALL);
+    let all = all.filter(|all| *all == true).map(|_| ALL_COLUMNS);
     match all {
         None if columns.is_empty() => Value::Null,
         None if renamed.is_empty() => columns.into(),
         Some(all) if columns.is_empty() => all.into(),
         all => {
-            let new = |column: &String| renamed.get(column).unwrap_or(column).clone();
-            let named = columns.iter().map(|column| (new(column), Value::from(column.as_str())));
+            let name = |column: &String| renamed.get(column).unwrap_or(column).clone();
+            let named = columns
+                .iter()
+                .map(|column| (name(column), Value::from(column.as_str())));
             named
                 .chain(all.map(|all| (all.to_string(), Value::from(all))))
                 .collect()
@@ -125,36 +127,36 @@ fn written_carry(output: &mut Map<String, Value>) -> Value {
     }
 }
 
-fn compare(was: Option<&Value>, is: Option<&Value>, path: &str, found: &mut Vec<Difference>) {
-    // A null field equals a missing field.
-    let [was, is] = [was, is].map(|value| value.filter(|value| !value.is_null()));
-    match (was, is) {
-        (was, is) if was == is => {}
-        (Some(Value::Object(was)), Some(Value::Object(is))) => {
-            let keys: BTreeSet<&String> = was.keys().chain(is.keys()).collect();
+fn compare(old: Option<&Value>, new: Option<&Value>, path: &str, found: &mut Vec<Difference>) {
+    // Null is the same as a missing field.
+    let [old, new] = [old, new].map(|value| value.filter(|value| !value.is_null()));
+    match (old, new) {
+        (old, new) if old == new => {}
+        (Some(Value::Object(old)), Some(Value::Object(new))) => {
+            let keys: BTreeSet<&String> = old.keys().chain(new.keys()).collect();
             for key in keys {
-                let below = match path {
+                let key_path = match path {
                     "" => key.clone(),
                     path => format!("{path}.{key}"),
                 };
-                compare(was.get(key), is.get(key), &below, found);
+                compare(old.get(key), new.get(key), &key_path, found);
             }
         }
-        (Some(Value::Array(was)), Some(Value::Array(is))) if was.len() == is.len() => {
-            for (i, (was, is)) in was.iter().zip(is).enumerate() {
-                compare(Some(was), Some(is), &format!("{path}[{i}]"), found);
+        (Some(Value::Array(old)), Some(Value::Array(new))) if old.len() == new.len() => {
+            for (i, (old, new)) in old.iter().zip(new).enumerate() {
+                compare(Some(old), Some(new), &format!("{path}[{i}]"), found);
             }
         }
-        (was, is) => found.push(Difference {
-            field: as_written(path),
-            was: was.cloned(),
-            is: is.cloned(),
+        (old, new) => found.push(Difference {
+            field: field_in_job_file(path),
+            old: old.cloned(),
+            new: new.cloned(),
         }),
     }
 }
 
-/// The job file's field for `path` of a resolved job.
-fn as_written(path: &str) -> String {
+/// The path in a job file of the field that is at `path` in a resolved job.
+fn field_in_job_file(path: &str) -> String {
     let path = match path {
         "shard_rows" => "shards.rows",
         "gold" => "report.gold",
@@ -168,17 +170,17 @@ fn as_written(path: &str) -> String {
         .replace(".parts", ".content")
 }
 
-/// A value for a line; a long value is cut to the part around its `at`-th character.
-fn short(text: &str, at: usize) -> String {
+/// Shortens a long text to an excerpt around its character number `center`.
+fn excerpt(text: &str, center: usize) -> String {
     let length = text.chars().count();
     if length <= VALUE_CHARS_MAX {
         return text.to_string();
     }
-    let start = at.saturating_sub(VALUE_CHARS_MAX / 3).min(length - VALUE_CHARS_MAX);
+    let start = center.saturating_sub(VALUE_CHARS_MAX / 3).min(length - VALUE_CHARS_MAX);
     let part: String = text.chars().skip(start).take(VALUE_CHARS_MAX).collect();
     let before = if start > 0 { "…" } else { "" };
-    let behind = if start + VALUE_CHARS_MAX < length { "…" } else { "" };
-    format!("{before}{part}{behind}")
+    let after = if start + VALUE_CHARS_MAX < length { "…" } else { "" };
+    format!("{before}{part}{after}")
 }
 
 #[cfg(test)]
@@ -186,18 +188,18 @@ mod tests {
     use super::*;
     use serde_json::json;
 
-    fn list(was: Value, is: Value) -> Option<String> {
-        Difference::list(differences(&was, &is).iter())
+    fn list(old: Value, new: Value) -> Option<String> {
+        Difference::list(differences(&old, &new).iter())
     }
 
     #[test]
-    fn fields_are_named_as_the_job_file_has_them() {
-        let was = json!({"input": {"uris": ["a.csv"]}, "prompt": {"kind": {"messages": [{"parts": ["x"]}]}}, "shard_rows": 5,
+    fn fields_have_their_names_in_the_job_file() {
+        let old = json!({"input": {"uris": ["a.csv"]}, "prompt": {"kind": {"messages": [{"parts": ["x"]}]}}, "shard_rows": 5,
             "generate": {"seed": 1}, "gold": null, "budget": {"usd": 1}, "on_finish": {"url": "http://a/"}, "base_dir": "/a", "file": "a.yaml", "hash": "1"});
-        let is = json!({"input": {"uris": ["b.csv"]}, "prompt": {"kind": {"messages": [{"parts": ["y"]}]}}, "shard_rows": 6,
+        let new = json!({"input": {"uris": ["b.csv"]}, "prompt": {"kind": {"messages": [{"parts": ["y"]}]}}, "shard_rows": 6,
             "generate": {}, "gold": "g", "budget": {"usd": 2}, "base_dir": "/b", "file": "b.yaml", "hash": "2"});
-        let found = differences(&was, &is);
-        let lines: Vec<String> = found.iter().map(Difference::line).collect();
+        let found = differences(&old, &new);
+        let lines: Vec<String> = found.iter().map(Difference::describe).collect();
         assert_eq!(
             lines,
             [
@@ -208,15 +210,18 @@ mod tests {
                 "`shards.rows` was 5 and is 6",
             ]
         );
-        assert!(found.iter().filter(|one| one.is_of_another_job()).count() == 4);
-        assert_eq!(found.iter().filter(|one| one.is_settled_at_the_start()).count(), 1);
+        assert!(found.iter().filter(|difference| difference.makes_another_job()).count() == 4);
+        assert_eq!(
+            found.iter().filter(|difference| difference.is_fixed_at_start()).count(),
+            1
+        );
     }
 
     #[test]
-    fn what_is_carried_is_told_as_it_is_written() {
+    fn carry_and_constraints_are_reported_in_job_file_form() {
         let carry = |columns: Value, renamed: Value, all: bool| json!({"output": {"carry": columns, "renamed": renamed, "carry_all": all}});
         let names = || json!(["a", "b"]);
-        for (was, is, line) in [
+        for (old, new, line) in [
             (
                 carry(json!([]), json!(null), true),
                 carry(names(), json!(null), false),
@@ -233,10 +238,10 @@ mod tests {
                 r#"`output.carry.x` was "a" and is left out, `output.carry.y` was left out and is "a""#,
             ),
         ] {
-            assert_eq!(list(was, is).as_deref(), Some(line));
+            assert_eq!(list(old, new).as_deref(), Some(line));
         }
         let generate = |shape: Value| json!({"generate": {"shape": shape}});
-        for (was, is, line) in [
+        for (old, new, line) in [
             (
                 json!("free"),
                 json!({"regex": "a"}),
@@ -248,7 +253,7 @@ mod tests {
                 r#"`generate.choice[1]` was "b" and is "c", `generate.choice_probabilities` was left out and is true"#,
             ),
         ] {
-            assert_eq!(list(generate(was), generate(is)).as_deref(), Some(line));
+            assert_eq!(list(generate(old), generate(new)).as_deref(), Some(line));
         }
         let other = json!({"input": {"csv": {"delimiter": ";"}}, "prompt": {"chat_template": {"named": "x"}}});
         assert_eq!(
@@ -259,7 +264,7 @@ mod tests {
             .as_deref(),
             Some(r#"`input.delimiter` was ";" and is left out, `prompt.chat_template` was "x" and is "{{ a }}""#)
         );
-        // The record is of a gristmill without the newer fields.
+        // A record of an older gristmill does not have the newer fields.
         assert_eq!(
             list(
                 json!({"output": {"carry": ["a"]}}),
@@ -270,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_is_short() {
+    fn lists_of_differences_are_short() {
         let many = |from: i32| json!({"generate": (from..from + 9).map(|i| (format!("f{}", i - from), json!(i))).collect::<serde_json::Map<_, _>>()});
         let line = list(many(0), many(100)).unwrap();
         assert!(line.ends_with("`generate.f2` was 2 and is 102, and 6 more"), "{line}");

@@ -13,18 +13,18 @@ use super::precision::RequestedPrecision;
 use super::recheck::Recheck;
 use super::sampling::Defaults;
 use super::thinking::ThinkingFile;
-use crate::dataset::writing::Codec;
+use crate::dataset::writing::PartCodec;
 use crate::device::Precision;
 
 /// Allowed values of a field that names a number format, for the JSON Schema.
-fn precisions() -> Vec<Option<&'static str>> {
-    RequestedPrecision::words().map(Some).chain([None]).collect()
+fn precision_names() -> Vec<Option<&'static str>> {
+    RequestedPrecision::names().map(Some).chain([None]).collect()
 }
 
 /// The same for a recheck.
-fn recheck_precisions() -> Vec<Option<&'static str>> {
+fn recheck_precision_names() -> Vec<Option<&'static str>> {
     Recheck::PRECISIONS
-        .map(Precision::word)
+        .map(Precision::name)
         .map(Some)
         .into_iter()
         .chain([None])
@@ -42,21 +42,21 @@ pub struct JobFile {
     pub model: String,
     /// Number format to compute in. `auto` is what suits the device: `f32` on a CPU.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schemars(extend("enum" = precisions()))]
+    #[schemars(extend("enum" = precision_names()))]
     pub precision: Option<String>,
-    /// Number format of keys and values. `auto` is what goes with the precision: its own name.
+    /// Number format of keys and values. `auto`: the same format as `precision`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schemars(extend("enum" = precisions()))]
+    #[schemars(extend("enum" = precision_names()))]
     pub kv_cache: Option<String>,
-    /// A row's answer does not depend, to the bit, on what is computed beside it, on a GPU either, for a little of its speed.
+    /// Whether a row's answer is the same to the bit whatever else is in its batch, on a GPU, too, which is then a little slower.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub deterministic: Option<bool>,
     /// Jobs with the same salt share computed prompt prefixes within a worker; without it, a job shares with itself alone. Whoever
     /// knows the salt can find out by `cached_tokens` how another job's prompts begin, so it is a secret between tenants.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cache_salt: Option<String>,
-    /// Longest sequence (prompt and completion) in tokens; by default what the checkpoint declares. More is possible as far as
-    /// its RoPE scaling stretches (`dynamic` is fixed for this length over the whole job).
+    /// Longest sequence (prompt and completion) in tokens; by default what the checkpoint declares, at most what
+    /// its RoPE scaling supports (`dynamic` scaling is computed once, for this length).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub context: Option<i64>,
     /// The rows to work on.
@@ -81,7 +81,7 @@ pub struct JobFile {
     /// What the final report compares.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub report: Option<ReportFile>,
-    /// What happens when the job is done. Changes no answer, so that it can change under a begun job.
+    /// What happens when the job is done. It does not affect answers, so it may be changed after the job has begun.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub on_finish: Option<OnFinishFile>,
 }
@@ -182,7 +182,7 @@ impl Role {
     }
 
     /// The role of this name.
-    pub fn of(name: &str) -> Option<Role> {
+    pub fn from_name(name: &str) -> Option<Role> {
         [Role::System, Role::Developer, Role::User, Role::Assistant, Role::Tool]
             .into_iter()
             .find(|role| role.as_str() == name)
@@ -309,7 +309,7 @@ pub struct OutputFile {
     pub format: Option<OutputFormat>,
     /// What pages of the parts are compressed with (zstd).
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub compression: Option<Codec>,
+    pub compression: Option<PartCodec>,
     /// Level of the compression: 1 to 22 for zstd (3), 1 to 9 for gzip (6).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 1, max = 22))]
@@ -439,7 +439,7 @@ pub struct RecheckFile {
     pub rows: Option<i64>,
     /// Number format to compute in, higher than the job's own (f32).
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schemars(extend("enum" = recheck_precisions()))]
+    #[schemars(extend("enum" = recheck_precision_names()))]
     pub precision: Option<String>,
 }
 

@@ -6,7 +6,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use super::check::{FieldError, bad, check_length, filled, text};
+use super::check::{FieldError, bad, check_length, check_text, checked_text};
 use super::one_or_many::OneOrMany;
 use crate::dataset::csv::layout::{CsvOptions, CsvType, check_delimiter, check_names};
 use crate::dataset::kinds::KEYS_MAX;
@@ -21,7 +21,7 @@ pub struct InputFile {
     /// Paths (relative to this file) or URLs, with `*`, `?`, `[…]` and `**`; their rows follow one another in the
     /// order of this list and, within a pattern, of the names.
     pub uri: OneOrMany,
-    /// Told apart by content where it is left out, CSV by its file's name.
+    /// Format of the files. By default it is detected from their content; CSV and text from their names.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub format: Option<Format>,
     /// CSV: the character between cells. A comma, in `.tsv` and `.tab` files a tab.
@@ -85,10 +85,10 @@ enum FolderValue {
     Null(()),
 }
 
-/// The checked `input` block.
+/// A job's checked `input` block.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Input {
-    /// As written, at least one; may contain wildcards.
+    /// As in the job file, at least one; an entry may be a glob.
     pub uris: Vec<String>,
     /// `None`: detected by content.
     pub format: Option<Format>,
@@ -101,7 +101,7 @@ pub struct Input {
 impl Input {
     pub(super) fn check(raw: InputFile) -> Result<Input, FieldError> {
         let uris = raw.uri.into_vec();
-        let uris = uris.into_iter().map(|uri| text("input.uri", uri));
+        let uris = uris.into_iter().map(|uri| checked_text("input.uri", uri));
         let delimiter = raw.delimiter.map(|text| {
             let mut characters = text.chars();
             match (characters.next(), characters.next()) {
@@ -122,20 +122,20 @@ impl Input {
                 filter: raw.filter.unwrap_or_default(),
                 missing_columns: raw.missing_columns.unwrap_or_default(),
                 skip_unreadable: raw.skip_unreadable.unwrap_or(false),
-                limit: raw.limit.map(|rows| positive("input.limit", rows)).transpose()?,
+                limit: raw.limit.map(|rows| at_least_one("input.limit", rows)).transpose()?,
                 sample: raw.sample,
             },
         };
-        input.check_again()?;
+        input.validate()?;
         Ok(input)
     }
 
-    /// Applies the checks of a job file to an input that may come from elsewhere.
-    pub(super) fn check_again(&self) -> Result<(), FieldError> {
+    /// Checks the values of an input that comes from a job file or from a record.
+    pub(super) fn validate(&self) -> Result<(), FieldError> {
         if self.uris.is_empty() {
             return bad("input.uri", "is an empty list");
         }
-        self.uris.iter().try_for_each(|uri| filled("input.uri", uri))?;
+        self.uris.iter().try_for_each(|uri| check_text("input.uri", uri))?;
         let CsvOptions {
             delimiter,
             columns,
@@ -169,7 +169,7 @@ impl Input {
     }
 }
 
-fn positive(field: &str, rows: i64) -> Result<u64, FieldError> {
+fn at_least_one(field: &str, rows: i64) -> Result<u64, FieldError> {
     match u64::try_from(rows) {
         Ok(rows) if rows > 0 => Ok(rows),
         _ => bad(field, format!("is {rows}; it must be at least 1")),

@@ -1,13 +1,13 @@
-//! The job file, the checked job, and the prompts that it makes of rows.
+//! The job file, the checked job, and the prompts that a job renders from rows.
 //!
 //! * `file`: the raw job file, read by `parse`, which fills in `parameters` and `included` files;
 //!   `unknown` locates an unknown field.
 //! * `spec`, `input`, `generate`, `queue`, `recheck`, `on_finish`: the valid job, checked with
 //!   `check`. `record` applies the same checks to a job read back from a ledger; nothing downstream
 //!   checks again. `sampling` fills unset values from the checkpoint.
-//! * `prompt`: rows to token ids, using `template` (column templates; `names` finds the names in
-//!   them, `python` provides Python's behaviour), `chat` (the checkpoint's chat template), `guard`
-//!   (data never becomes a control token) and `openai` (lines of OpenAI batch files).
+//! * `prompt`: converts rows to token ids, using `template` (column templates; `names` finds the
+//!   names in them, `python` provides Python's behaviour), `chat` (the checkpoint's chat template),
+//!   `guard` (keeps control tokens out of row data) and `openai` (lines of OpenAI batch files).
 
 pub mod carry;
 pub mod chat;
@@ -51,7 +51,7 @@ use data_encoding::HEXLOWER;
 
 use crate::tokenizer::one_line;
 
-/// A job that cannot start until someone edits it (or gives it another model).
+/// Why a job cannot start; someone must edit its file or use another model.
 #[derive(Debug, thiserror::Error)]
 pub enum JobError {
     #[error("cannot read `{}`: {source}", path.display())]
@@ -60,15 +60,15 @@ pub enum JobError {
         #[source]
         source: std::io::Error,
     },
-    /// `place` is the file, with the line if known.
-    #[error("{place}: {message}")]
-    Invalid { place: String, message: String },
-    #[error("{place}: {message}")]
-    Template { place: String, message: String },
-    /// A column that the job names and its input lacks.
-    #[error("{place}: column `{column}`, used in `{field}`, does not exist in `{input}`{hint}")]
+    /// `location` is the job file, with the line if it is known.
+    #[error("{location}: {message}")]
+    Invalid { location: String, message: String },
+    #[error("{location}: {message}")]
+    Template { location: String, message: String },
+    /// The job names a column that its input does not have.
+    #[error("{location}: column `{column}`, used in `{field}`, does not exist in `{input}`{hint}")]
     Column {
-        place: String,
+        location: String,
         column: String,
         field: String,
         input: String,
@@ -76,22 +76,22 @@ pub enum JobError {
     },
 }
 
-/// `; did you mean …?` if one of `known` is similar to `word`, else the list of `known` if it is
-/// short.
+/// The end of a message about the unknown `word`: `; did you mean …?` if one of `known` is similar,
+/// else the list of `known` if it is short.
 pub(crate) fn suggest<'a>(word: &str, known: impl IntoIterator<Item = &'a str>) -> String {
     let known: Vec<&str> = known.into_iter().collect();
     let lower = word.to_lowercase();
     let length = lower.chars().count();
-    let furthest = |name: &str| (name.chars().count() / 3).max(1);
-    let near = known
+    let distance_max = |name: &str| (name.chars().count() / 3).max(1);
+    let nearest = known
         .iter()
-        // This skips the distance computation for long words: a larger difference in length already
-        // rules the name out.
-        .filter(|name| name.chars().count().abs_diff(length) <= furthest(name))
+        // A large difference in length already rules a name out, so that no distance is computed
+        // for a very long word.
+        .filter(|name| name.chars().count().abs_diff(length) <= distance_max(name))
         .map(|name| (strsim::damerau_levenshtein(&lower, &name.to_lowercase()), name))
-        .filter(|(distance, name)| *distance <= furthest(name))
+        .filter(|(distance, name)| *distance <= distance_max(name))
         .min_by_key(|(distance, _)| *distance);
-    match near {
+    match nearest {
         Some((_, name)) => format!("; did you mean `{name}`?"),
         None if known.is_empty() || known.len() > 24 => String::new(),
         None => format!("; known are `{}`", known.join("`, `")),
@@ -99,7 +99,7 @@ pub(crate) fn suggest<'a>(word: &str, known: impl IntoIterator<Item = &'a str>) 
 }
 
 /// SHA-256 in lower-case hexadecimal.
-fn sha256(bytes: impl AsRef<[u8]>) -> String {
+fn sha256_hex(bytes: impl AsRef<[u8]>) -> String {
     use sha2::Digest;
     let digest = sha2::Sha256::digest(bytes);
     HEXLOWER.encode(&digest)

@@ -1,9 +1,9 @@
 //! The names in a template: its variables, its calls, and the filters, tests and methods that it
 //! applies.
 //!
-//! They are read from minijinja's syntax tree, including branches that no row reaches. The tree is
-//! in minijinja's `machinery` module, which may change with any release; only this file and
-//! `template/` use it.
+//! They are read from minijinja's syntax tree, also in branches that no row reaches. minijinja may
+//! change the tree (its module `machinery`) with any release, so only this file and `template/` use
+//! it.
 //!
 //! See docs/decisions/046-names-in-templates-are-read-off-the-tree.md.
 
@@ -17,71 +17,72 @@ use minijinja::{Environment, ErrorKind, Value};
 use super::suggest;
 use super::template::is_large_constant;
 
-/// The names that a template uses; calls and filters are stored with the first line of their use.
+/// The names that a template uses. Each number is the line where the name is used first.
 #[derive(Debug, Default)]
 pub(super) struct Names {
-    /// Variables that are read (besides calls) and that the template does not set before.
+    /// Variables that the template reads without having set them; calls do not count.
     pub reads: BTreeSet<String>,
-    /// Constant fields of the given variable (`row.a`, `row["b c"]`), except fields whose existence
-    /// the template tests (`is defined`, `in row`, `default`). Empty if the template sets the
-    /// variable itself.
+    /// Constant fields of the variable given to [`Names::of`] (`row.a`, `row["b c"]`), except fields
+    /// whose existence the template tests (`is defined`, `in row`, `default`). Empty if the template
+    /// sets the variable itself.
     pub fields: BTreeSet<String>,
     /// Fields whose existence the template tests.
-    pub asked: BTreeSet<String>,
-    /// Functions called that the template does not define.
+    pub tested_fields: BTreeSet<String>,
+    /// Functions that the template calls and does not define.
     pub calls: BTreeMap<String, u16>,
     methods: BTreeMap<String, u16>,
     filters: BTreeMap<String, u16>,
     tests: BTreeMap<String, u16>,
-    /// First line with an import or include of another template, which does not exist.
-    others: Option<u16>,
-    /// First line with a constant expression that evaluates to a large value.
-    pub large_constant: Option<u16>,
+    /// First line that imports or includes another template; there is none.
+    other_template_line: Option<u16>,
+    /// First line with a constant expression whose value is large.
+    pub large_constant_line: Option<u16>,
 }
 
 impl Names {
-    /// The names in `source`, or none if it cannot be parsed; `of` is the variable whose fields are
-    /// collected.
-    pub(super) fn of(source: &str, name: &str, syntax: &SyntaxConfig, of: &str) -> Names {
+    /// The names in `source`, or none if it cannot be parsed. Fields of `variable` are collected,
+    /// too.
+    pub(super) fn of(source: &str, name: &str, syntax: &SyntaxConfig, variable: &str) -> Names {
         let Ok(tree) = parse(source, name, syntax.clone()) else {
             return Names::default();
         };
-        let mut walk = Walk {
-            of,
+        let mut walker = Walker {
+            variable,
             scopes: vec![BTreeSet::from(["self", "super"])],
-            ..Walk::default()
+            ..Walker::default()
         };
-        walk.statement(&tree);
-        let (bound, own) = (walk.bound, walk.own);
-        let mut names = walk.names;
-        // A macro may be called before its definition.
-        names.calls.retain(|name, _| !bound.contains(name.as_str()));
-        names.methods.retain(|name, _| !own.contains(name));
-        (names.fields, names.asked) = if bound.contains(of) {
+        walker.statement(&tree);
+        let (bound_variables, own_attributes) = (walker.bound_variables, walker.own_attributes);
+        let mut names = walker.names;
+        // A macro may be called before the line that defines it.
+        names.calls.retain(|name, _| !bound_variables.contains(name.as_str()));
+        names.methods.retain(|name, _| !own_attributes.contains(name));
+        (names.fields, names.tested_fields) = if bound_variables.contains(variable) {
             Default::default()
         } else {
-            (&names.fields - &walk.asked, walk.asked)
+            (&names.fields - &walker.tested_fields, walker.tested_fields)
         };
         names
     }
 
-    /// Calls and filters that `env` lacks, a line each with the most similar known name.
-    pub(super) fn unknown(&self, env: &Environment) -> Vec<String> {
+    /// One message for each filter, test, method and function that `env` does not have, with a
+    /// similar known name.
+    pub(super) fn unknown_name_messages(&self, env: &Environment) -> Vec<String> {
         let functions: Vec<&str> = env.globals().map(|(name, _)| name).collect();
         let mut found = Vec::new();
-        let mut look = |kind: &str, names: &BTreeMap<String, u16>, known: &str, has: &dyn Fn(&str) -> bool| {
+        let mut report = |kind: &str, names: &BTreeMap<String, u16>, known: &str, has: &dyn Fn(&str) -> bool| {
             for (name, line) in names.iter().filter(|(name, _)| !has(name)) {
                 let hint = suggest(name, known.split_whitespace());
                 found.push((*line, format!("line {line}: unknown {kind} `{name}`{hint}")));
             }
         };
-        look("filter", &self.filters, FILTERS, &|name| is_known(env, "filter", name));
-        look("test", &self.tests, TESTS, &|name| is_known(env, "test", name));
-        look("method", &self.methods, METHODS, &|name| has_method(env, name));
-        look("function", &self.calls, &functions.join(" "), &|name| {
+        report("filter", &self.filters, FILTERS, &|name| is_known(env, "filter", name));
+        report("test", &self.tests, TESTS, &|name| is_known(env, "test", name));
+        report("method", &self.methods, METHODS, &|name| has_method(env, name));
+        report("function", &self.calls, &functions.join(" "), &|name| {
             functions.contains(&name)
         });
-        if let Some(line) = self.others {
+        if let Some(line) = self.other_template_line {
             found.push((
                 line,
                 format!("line {line}: it wants another template, and there is none"),
@@ -92,16 +93,15 @@ impl Names {
     }
 }
 
-/// Whether the environment has a `kind` (`filter`, `test`) of this name, determined by an
-/// expression that tests for it.
+/// Whether the environment has a filter or test of this name; `kind` is `filter` or `test`. The
+/// environment does not list them, so a template expression tests for the name.
 fn is_known(env: &Environment, kind: &str, name: &str) -> bool {
-    let asked = env.compile_expression(if kind == "filter" {
+    let test = env.compile_expression(if kind == "filter" {
         "name is filter"
     } else {
         "name is test"
     });
-    asked
-        .and_then(|asked| asked.eval(Value::from_pairs([("name", name)])))
+    test.and_then(|test| test.eval(Value::from_pairs([("name", name)])))
         .is_ok_and(|answer| answer.is_true())
 }
 
@@ -118,7 +118,7 @@ fn has_method(env: &Environment, name: &str) -> bool {
     })
 }
 
-/// Names for suggestions, since minijinja does not list its own.
+/// Known names for suggestions; minijinja does not list them.
 const FILTERS: &str = "abs attr batch bool capitalize chain count d default dictsort e escape first float format groupby indent int items \
     join last length lines list lower map max min pprint reject rejectattr replace reverse round safe select \
     selectattr slice sort split string sum title tojson trim unique upper zip";
@@ -129,29 +129,29 @@ const METHODS: &str = "capitalize casefold center count endswith find format get
     isupper items join keys ljust lower lstrip partition removeprefix removesuffix replace rfind rjust rpartition \
     rsplit rstrip split splitlines startswith strip swapcase title upper values zfill";
 
-/// Walks the tree in execution order.
+/// Walks the tree in execution order and collects names.
 #[derive(Default)]
-struct Walk<'a> {
-    of: &'a str,
-    /// Variables set here by scope, innermost last.
+struct Walker<'a> {
+    variable: &'a str,
+    /// Variables that are set in the scopes around the current node, innermost scope last.
     scopes: Vec<BTreeSet<&'a str>>,
     /// Variables that the template sets anywhere.
-    bound: BTreeSet<&'a str>,
-    /// Attributes that the template itself creates (`namespace(f=…)`, `{"f": …}`), which may hold
-    /// callables.
-    own: BTreeSet<String>,
-    asked: BTreeSet<String>,
+    bound_variables: BTreeSet<&'a str>,
+    /// Attributes that the template itself creates (`namespace(f=…)`, `{"f": …}`). They may hold
+    /// macros, so calls of them are not unknown methods.
+    own_attributes: BTreeSet<String>,
+    tested_fields: BTreeSet<String>,
     names: Names,
 }
 
-impl<'a> Walk<'a> {
+impl<'a> Walker<'a> {
     fn bind(&mut self, target: &Expr<'a>) {
         match target {
             Expr::Var(var) => self.bind_name(var.id),
             Expr::List(list) => list.items.iter().for_each(|item| self.bind(item)),
             Expr::Tuple(tuple) => tuple.items.iter().for_each(|item| self.bind(item)),
             Expr::GetAttr(attr) => {
-                self.own.insert(attr.name.to_string());
+                self.own_attributes.insert(attr.name.to_string());
                 self.expression(&attr.expr);
             }
             other => self.expression(other),
@@ -159,22 +159,22 @@ impl<'a> Walk<'a> {
     }
 
     fn bind_name(&mut self, name: &'a str) {
-        self.bound.insert(name);
+        self.bound_variables.insert(name);
         if let Some(scope) = self.scopes.last_mut() {
             scope.insert(name);
         }
     }
 
-    fn read(&mut self, name: &str) {
+    fn read_variable(&mut self, name: &str) {
         if !self.scopes.iter().any(|scope| scope.contains(name)) {
             self.names.reads.insert(name.to_string());
         }
     }
 
-    /// Walks in a nested scope, and returns the variables set there.
-    fn scope(&mut self, walk: impl FnOnce(&mut Self)) -> BTreeSet<&'a str> {
+    /// Calls `visit` in a nested scope, and returns the variables that are set there.
+    fn scope(&mut self, visit: impl FnOnce(&mut Self)) -> BTreeSet<&'a str> {
         self.scopes.push(BTreeSet::new());
-        walk(self);
+        visit(self);
         self.scopes.pop().unwrap_or_default()
     }
 
@@ -188,30 +188,35 @@ impl<'a> Walk<'a> {
             Stmt::Template(template) => self.body(&template.children),
             Stmt::EmitExpr(emit) => self.expression(&emit.expr),
             Stmt::EmitRaw(_) | Stmt::Continue(_) | Stmt::Break(_) => {}
-            Stmt::ForLoop(each) => {
-                self.expression(&each.iter);
-                self.scope(|walk| {
-                    walk.bind(&each.target);
-                    walk.bind_name("loop");
-                    each.filter_expr.iter().for_each(|filter| walk.expression(filter));
-                    walk.body(&each.body);
+            Stmt::ForLoop(each_loop) => {
+                self.expression(&each_loop.iter);
+                self.scope(|walker| {
+                    walker.bind(&each_loop.target);
+                    walker.bind_name("loop");
+                    each_loop
+                        .filter_expr
+                        .iter()
+                        .for_each(|filter| walker.expression(filter));
+                    walker.body(&each_loop.body);
                 });
-                self.scope(|walk| walk.body(&each.else_body));
+                self.scope(|walker| walker.body(&each_loop.else_body));
             }
             Stmt::IfCond(cond) => {
                 self.expression(&cond.expr);
-                let yes = self.scope(|walk| walk.body(&cond.true_body));
-                let no = self.scope(|walk| walk.body(&cond.false_body));
-                // A variable set in only one branch may still be undefined.
-                yes.intersection(&no).for_each(|name| self.bind_name(name));
+                let bound_if_true = self.scope(|walker| walker.body(&cond.true_body));
+                let bound_if_false = self.scope(|walker| walker.body(&cond.false_body));
+                // A variable that only one branch sets may be undefined afterwards.
+                bound_if_true
+                    .intersection(&bound_if_false)
+                    .for_each(|name| self.bind_name(name));
             }
             Stmt::WithBlock(with) => {
-                self.scope(|walk| {
+                self.scope(|walker| {
                     for (target, value) in &with.assignments {
-                        walk.expression(value);
-                        walk.bind(target);
+                        walker.expression(value);
+                        walker.bind(target);
                     }
-                    walk.body(&with.body);
+                    walker.body(&with.body);
                 });
             }
             Stmt::Set(set) => {
@@ -219,7 +224,7 @@ impl<'a> Walk<'a> {
                 self.bind(&set.target);
             }
             Stmt::SetBlock(set) => {
-                self.scope(|walk| walk.body(&set.body));
+                self.scope(|walker| walker.body(&set.body));
                 set.filter.iter().for_each(|filter| self.expression(filter));
                 self.bind(&set.target);
             }
@@ -232,49 +237,49 @@ impl<'a> Walk<'a> {
                 self.expression(&block.filter);
             }
             Stmt::Block(block) => {
-                self.scope(|walk| walk.body(&block.body));
+                self.scope(|walker| walker.body(&block.body));
             }
             Stmt::Import(import) => {
-                self.other(import.span());
+                self.other_template(import.span());
                 self.bind(&import.name);
             }
             Stmt::FromImport(import) => {
-                self.other(import.span());
+                self.other_template(import.span());
                 for (name, alias) in &import.names {
                     self.bind(alias.as_ref().unwrap_or(name));
                 }
             }
-            Stmt::Extends(extends) => self.other(extends.span()),
+            Stmt::Extends(extends) => self.other_template(extends.span()),
             Stmt::Include(include) if include.ignore_missing => {}
-            Stmt::Include(include) => self.other(include.span()),
-            Stmt::Macro(defined) => {
-                self.bind_name(defined.name);
-                self.defined(defined);
+            Stmt::Include(include) => self.other_template(include.span()),
+            Stmt::Macro(definition) => {
+                self.bind_name(definition.name);
+                self.macro_definition(definition);
             }
             Stmt::CallBlock(block) => {
                 self.call(&block.call, block.call.span());
-                self.defined(&block.macro_decl);
+                self.macro_definition(&block.macro_decl);
             }
             Stmt::Do(action) => self.call(&action.call, action.call.span()),
         }
     }
 
-    fn other(&mut self, span: Span) {
-        self.names.others.get_or_insert(span.start_line);
+    fn other_template(&mut self, span: Span) {
+        self.names.other_template_line.get_or_insert(span.start_line);
     }
 
-    fn defined(&mut self, defined: &Macro<'a>) {
-        self.scope(|walk| {
-            defined.args.iter().for_each(|arg| walk.bind(arg));
-            walk.bind_name("caller");
-            defined.defaults.iter().for_each(|value| walk.expression(value));
-            walk.body(&defined.body);
+    fn macro_definition(&mut self, definition: &Macro<'a>) {
+        self.scope(|walker| {
+            definition.args.iter().for_each(|arg| walker.bind(arg));
+            walker.bind_name("caller");
+            definition.defaults.iter().for_each(|value| walker.expression(value));
+            walker.body(&definition.body);
         });
     }
 
     fn expression(&mut self, expression: &Expr<'a>) {
         match expression {
-            Expr::Var(var) => self.read(var.id),
+            Expr::Var(var) => self.read_variable(var.id),
             Expr::Const(_) => {}
             Expr::Slice(slice) => {
                 self.expression(&slice.expr);
@@ -284,10 +289,10 @@ impl<'a> Walk<'a> {
             Expr::UnaryOp(op) => self.expression(&op.expr),
             Expr::BinOp(op) => {
                 if is_large_constant(expression) {
-                    self.names.large_constant.get_or_insert(op.span().start_line);
+                    self.names.large_constant_line.get_or_insert(op.span().start_line);
                 }
                 if matches!(op.op, BinOpKind::In) {
-                    self.ask_in(&op.left, &op.right);
+                    self.membership_test(&op.left, &op.right);
                 }
                 self.expression(&op.left);
                 self.expression(&op.right);
@@ -297,7 +302,7 @@ impl<'a> Walk<'a> {
                 self.expression(left);
                 for op in &compare.ops {
                     if matches!(op.op, CompareOpKind::In | CompareOpKind::NotIn) {
-                        self.ask_in(left, &op.expr);
+                        self.membership_test(left, &op.expr);
                     }
                     self.expression(&op.expr);
                     left = &op.expr;
@@ -310,9 +315,9 @@ impl<'a> Walk<'a> {
             }
             Expr::Filter(filter) => self.filter(filter, filter.span()),
             Expr::Test(test) => {
-                note(&mut self.names.tests, test.name, test.span());
+                add_name(&mut self.names.tests, test.name, test.span());
                 if matches!(test.name, "defined" | "undefined") {
-                    self.asked.extend(self.field(&test.expr));
+                    self.tested_fields.extend(self.field(&test.expr));
                 }
                 self.expression(&test.expr);
                 self.arguments(&test.args);
@@ -330,8 +335,8 @@ impl<'a> Walk<'a> {
             Expr::List(list) => list.items.iter().for_each(|item| self.expression(item)),
             Expr::Tuple(tuple) => tuple.items.iter().for_each(|item| self.expression(item)),
             Expr::Map(map) => {
-                let keys = map.keys.iter().filter_map(text);
-                self.own.extend(keys);
+                let keys = map.keys.iter().filter_map(string_literal);
+                self.own_attributes.extend(keys);
                 map.keys
                     .iter()
                     .chain(&map.values)
@@ -341,9 +346,9 @@ impl<'a> Walk<'a> {
     }
 
     fn filter(&mut self, filter: &Filter<'a>, span: Span) {
-        note(&mut self.names.filters, filter.name, span);
+        add_name(&mut self.names.filters, filter.name, span);
         if let ("default" | "d", Some(value)) = (filter.name, &filter.expr) {
-            self.asked.extend(self.field(value));
+            self.tested_fields.extend(self.field(value));
         }
         // `map("upper")` and `selectattr("a", "odd")` apply filters and tests by their names.
         let by_name = match filter.name {
@@ -352,11 +357,11 @@ impl<'a> Walk<'a> {
             "selectattr" | "rejectattr" => Some((&mut self.names.tests, 1)),
             _ => None,
         };
-        if let Some((names, at)) = by_name
-            && let Some(CallArg::Pos(arg)) = filter.args.get(at)
-            && let Some(name) = text(arg)
+        if let Some((names, position)) = by_name
+            && let Some(CallArg::Pos(arg)) = filter.args.get(position)
+            && let Some(name) = string_literal(arg)
         {
-            note(names, &name, span);
+            add_name(names, &name, span);
         }
         filter.expr.iter().for_each(|value| self.expression(value));
         self.arguments(&filter.args);
@@ -364,11 +369,11 @@ impl<'a> Walk<'a> {
 
     fn call(&mut self, call: &Call<'a>, span: Span) {
         match call.identify_call() {
-            CallType::Function(name) => note(&mut self.names.calls, name, span),
+            CallType::Function(name) => add_name(&mut self.names.calls, name, span),
             CallType::Method(value, name) => {
                 // `loop.cycle()` is a method of the loop object.
                 if !matches!(value, Expr::Var(var) if var.id == "loop") {
-                    note(&mut self.names.methods, name, span);
+                    add_name(&mut self.names.methods, name, span);
                 }
                 self.expression(value);
             }
@@ -381,7 +386,7 @@ impl<'a> Walk<'a> {
     fn arguments(&mut self, arguments: &[CallArg<'a>]) {
         for argument in arguments {
             if let CallArg::Kwarg(name, _) = argument {
-                self.own.insert(name.to_string());
+                self.own_attributes.insert(name.to_string());
             }
             match argument {
                 CallArg::Pos(value)
@@ -392,40 +397,40 @@ impl<'a> Walk<'a> {
         }
     }
 
-    /// The constant field of the given variable, if `expression` is one.
+    /// The field's name, if `expression` is a constant field of the variable.
     fn field(&self, expression: &Expr<'a>) -> Option<String> {
-        let is_of = |value: &Expr| matches!(value, Expr::Var(var) if var.id == self.of);
+        let is_variable = |value: &Expr| matches!(value, Expr::Var(var) if var.id == self.variable);
         match expression {
-            Expr::GetAttr(attr) if is_of(&attr.expr) => Some(attr.name.to_string()),
-            Expr::GetItem(item) if is_of(&item.expr) => text(&item.subscript_expr),
+            Expr::GetAttr(attr) if is_variable(&attr.expr) => Some(attr.name.to_string()),
+            Expr::GetItem(item) if is_variable(&item.expr) => string_literal(&item.subscript_expr),
             _ => None,
         }
     }
 
-    /// `"field" in row` tests a field's existence.
-    fn ask_in(&mut self, field: &Expr<'a>, whole: &Expr<'a>) {
-        if matches!(whole, Expr::Var(var) if var.id == self.of) {
-            self.asked.extend(text(field));
+    /// Notes a test of a field's existence: `"field" in row`.
+    fn membership_test(&mut self, field: &Expr<'a>, container: &Expr<'a>) {
+        if matches!(container, Expr::Var(var) if var.id == self.variable) {
+            self.tested_fields.extend(string_literal(field));
         }
     }
 }
 
-/// A text literal.
-fn text(expression: &Expr) -> Option<String> {
+/// The text, if the expression is a text literal.
+fn string_literal(expression: &Expr) -> Option<String> {
     match expression {
         Expr::Const(constant) => constant.value.as_str().map(String::from),
         _ => None,
     }
 }
 
-fn note(names: &mut BTreeMap<String, u16>, name: &str, span: Span) {
+fn add_name(names: &mut BTreeMap<String, u16>, name: &str, span: Span) {
     names.entry(name.to_string()).or_insert(span.start_line);
 }
 
 #[cfg(test)]
 mod tests {
     #[test]
-    fn the_documents_list_the_filters() {
+    fn docs_list_all_filters() {
         let docs = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/docs/job-file.md")).unwrap();
         let missing: Vec<&str> = super::FILTERS
             .split_whitespace()
@@ -445,7 +450,7 @@ mod tests {
     }
 
     #[test]
-    fn fields_are_found_where_they_can_be_told() {
+    fn constant_fields_are_found() {
         for (source, expected) in [
             ("{{ row[\"two wrods\"] }}", vec!["two wrods"]),
             (
@@ -476,7 +481,7 @@ mod tests {
     }
 
     #[test]
-    fn variables_are_read_where_the_template_gives_them_no_value() {
+    fn variables_that_the_template_does_not_set_are_read() {
         for (source, expected) in [
             ("{{ text[:500] }}{{ (a ~ b)[c:] | upper }}", vec!["a", "b", "c", "text"]),
             (
@@ -485,7 +490,7 @@ mod tests {
             ),
             ("{% set y = a.b[::2] %}{{ f(y[1:], z=row['c'][:2]) }}", vec!["a", "row"]),
             ("{{ {'a': b}['a'] }}{{ '[:]' ~ c }}", vec!["b", "c"]),
-            // A default for the same name still tests its existence first.
+            // The default for the same name reads the variable before it is set.
             ("{% set k = k | default(true) %}{{ k }}", vec!["k"]),
             ("{% if k is not defined %}{% set k = 1 %}{% endif %}{{ k }}", vec!["k"]),
             (
@@ -517,10 +522,10 @@ mod tests {
     }
 
     #[test]
-    fn unknown_names_are_told_with_line_and_nearest() {
+    fn unknown_names_are_reported_with_line_and_suggestion() {
         let mut env = Environment::new();
-        env.set_unknown_method_callback(super::super::python::method);
-        let unknown = |source: &str| names(source).unknown(&env);
+        env.set_unknown_method_callback(super::super::python::call_method);
+        let unknown = |source: &str| names(source).unknown_name_messages(&env);
         for (source, expected) in [
             (
                 "\n{{ a | uper }}",
@@ -565,9 +570,9 @@ mod tests {
     }
 
     #[test]
-    fn what_is_suggested_is_known() {
+    fn suggested_names_are_known() {
         let mut env = Environment::new();
-        env.set_unknown_method_callback(super::super::python::method);
+        env.set_unknown_method_callback(super::super::python::call_method);
         for name in FILTERS.split_whitespace() {
             assert!(is_known(&env, "filter", name), "{name}");
         }

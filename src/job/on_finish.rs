@@ -1,29 +1,29 @@
 //! Actions at the end of a job: a command that `run` starts, and an address that receives the
 //! result.
 //!
-//! Only the address is part of the job's record, for workers; the operator of a worker decides
-//! whether it posts there. The command is not recorded: anyone who can write to the output could
-//! change the record, so executing its contents would be unsafe.
+//! Only the address is in the job's record, for workers; the operator of a worker decides whether
+//! the worker posts there. The command is not recorded: whoever can write to the output can change
+//! the record, so it would be unsafe to execute a command from there.
 
 use serde::{Deserialize, Serialize};
 use url::Url;
 
-use super::check::{FieldError, bad, filled};
+use super::check::{FieldError, bad, check_text};
 use super::file::OnFinishFile;
-use crate::dataset::store::hosts::names_link_local;
+use crate::dataset::store::hosts::is_link_local_url;
 
 /// Maximum number of words in a command.
 const WORDS_MAX: usize = 256;
 /// Longest address, in bytes.
 const URL_BYTES_MAX: usize = 2048;
 
-/// The `on_finish` block; see the module.
+/// A job's checked `on_finish` block.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OnFinish {
-    /// A program and its arguments; empty if there is no command. Never read from a record.
+    /// A program and its arguments; empty if there is no command, and after reading from a record.
     #[serde(skip)]
     pub command: Vec<String>,
-    /// Checked to be a web address.
+    /// A checked web address.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub url: Option<String>,
 }
@@ -38,12 +38,12 @@ impl OnFinish {
             }
         };
         let on_finish = OnFinish { command, url: raw.url };
-        on_finish.check_again()?;
+        on_finish.validate()?;
         Ok(on_finish)
     }
 
-    /// Whether a record of this block would be empty.
-    pub fn is_unrecorded(&self) -> bool {
+    /// Whether the record of this block is empty.
+    pub fn is_record_empty(&self) -> bool {
         self.url.is_none()
     }
 
@@ -52,8 +52,8 @@ impl OnFinish {
         Url::parse(self.url.as_deref()?).ok()
     }
 
-    /// Applies the checks of a job file to a record.
-    pub(super) fn check_again(&self) -> Result<(), FieldError> {
+    /// Checks the address, which comes from a job file or from a record.
+    pub(super) fn validate(&self) -> Result<(), FieldError> {
         match &self.url {
             Some(url) => check_url(url).or_else(|why| bad("on_finish.url", why)),
             None => Ok(()),
@@ -69,7 +69,7 @@ fn check_command(command: &[String]) -> Result<(), FieldError> {
             "is an empty list: give a program and its arguments, each a text of its own",
         );
     };
-    filled(field, program)?;
+    check_text(field, program)?;
     if command.len() > WORDS_MAX {
         return bad(field, format!("has {} words, more than {WORDS_MAX}", command.len()));
     }
@@ -89,22 +89,22 @@ fn check_url(text: &str) -> Result<(), String> {
     let url = Url::parse(text).ok();
     let is_web = |url: &Url| matches!(url.scheme(), "http" | "https") && url.host().is_some();
     let Some(url) = url.filter(is_web) else {
-        // A user, a password or a query is shown to nobody.
+        // The text is not shown if it may hold a user, a password or a query.
         return Err(if text.contains(['@', '?', '#']) {
             "is no web address: write it as `https://host/path`".into()
         } else {
             format!("is `{text}`, which is no web address: write it as `https://host/path`")
         });
     };
-    // The address is stored in the job's record, which every reader of the output can read.
-    let secret = !url.username().is_empty() || url.password().is_some() || url.query().is_some();
-    if secret || url.fragment().is_some() {
+    // The address is stored in the job's record, which everyone with access to the output can read.
+    let may_hold_secret = !url.username().is_empty() || url.password().is_some() || url.query().is_some();
+    if may_hold_secret || url.fragment().is_some() {
         return Err(
             "has a user, a password, a query or a `#` in it: what is posted is signed, with `GRISTMILL_ON_FINISH_KEY`"
                 .into(),
         );
     }
-    if names_link_local(&url) {
+    if is_link_local_url(&url) {
         Err("names a link-local address or metadata service, to which nothing is posted".into())
     } else {
         Ok(())
@@ -122,8 +122,8 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_is_refused() {
-        for (command, url, says) in [
+    fn invalid_commands_and_addresses_are_refused() {
+        for (command, url, message) in [
             (Some(&[][..]), None, "`on_finish.command` is an empty list"),
             (Some(&[" "]), None, "is empty"),
             (Some(&["a", "b\0"]), None, "zero byte"),
@@ -142,7 +142,7 @@ mod tests {
             (None, Some("http://metadata.google.internal/x"), "metadata service"),
         ] {
             let why = checked(command, url).unwrap_err();
-            assert!(why.contains(says) && !why.contains("hush"), "{says}: {why}");
+            assert!(why.contains(message) && !why.contains("hush"), "{message}: {why}");
         }
         let many = vec!["x"; WORDS_MAX + 1];
         assert!(checked(Some(&many), None).unwrap_err().contains("257 words"));

@@ -1,8 +1,8 @@
-//! Lines of OpenAI batch files: the requests in their bodies.
+//! Lines of OpenAI batch files: prompts and generation parameters from their bodies.
 //!
-//! Every field of a body is either used, known to have no effect on the answer, or reported by name
-//! as the row's error. `model` is ignored, since the job's model answers. `n` and `logprobs` must
-//! equal the job's, since results have the same columns in all rows.
+//! Every field of a body is used or has no effect on the answer; any other field is the row's error,
+//! which names it. `model` is ignored, since the job's model answers. `n` and `logprobs` must equal
+//! the job's, since results have the same columns in all rows.
 
 use serde_json::{Map, Value};
 
@@ -12,8 +12,8 @@ use super::generate::Generate;
 use super::suggest;
 use super::thinking::{ThinkingFile, ThinkingSettings};
 
-/// Fields that affect how a request is served, but not its answer.
-const WITHOUT_EFFECT: [&str; 14] = [
+/// Fields that have no effect on the answer.
+const IGNORED_FIELDS: [&str; 14] = [
     "model",
     "user",
     "metadata",
@@ -30,8 +30,8 @@ const WITHOUT_EFFECT: [&str; 14] = [
     "request_id",
 ];
 
-/// Fields that are used.
-const USED: [&str; 34] = [
+/// Fields that this module reads, or accepts with the value that changes nothing.
+const USED_FIELDS: [&str; 34] = [
     "messages",
     "prompt",
     "max_tokens",
@@ -68,8 +68,8 @@ const USED: [&str; 34] = [
     "thinking_token_budget",
 ];
 
-/// Fields for the chat template.
-const CHAT_ONLY: [&str; 4] = [
+/// Fields that only chat requests may have: they concern the chat template.
+const CHAT_FIELDS: [&str; 4] = [
     "chat_template_kwargs",
     "reasoning_effort",
     "add_generation_prompt",
@@ -77,7 +77,7 @@ const CHAT_ONLY: [&str; 4] = [
 ];
 
 /// The prompt of a line.
-pub(super) enum Ask {
+pub(super) enum LinePrompt {
     Chat {
         messages: Vec<Value>,
         kwargs: Map<String, Value>,
@@ -88,8 +88,8 @@ pub(super) enum Ask {
     Tokens(Vec<Value>),
 }
 
-/// The body of a line, after checks of the fields around it, and whether it is a chat request.
-pub(super) fn body(fields: &Map<String, Value>) -> Result<(&Map<String, Value>, bool), String> {
+/// Checks the fields around a line's body. Returns the body, and whether it is a chat request.
+pub(super) fn request_body(fields: &Map<String, Value>) -> Result<(&Map<String, Value>, bool), String> {
     if let Some(method) = fields
         .get("method")
         .filter(|method| !method.is_null() && *method != "POST")
@@ -99,7 +99,7 @@ pub(super) fn body(fields: &Map<String, Value>) -> Result<(&Map<String, Value>, 
     let Some(Value::Object(body)) = fields.get("body") else {
         return Err("the line has no `body` object".into());
     };
-    let chat = match fields.get("url").and_then(Value::as_str) {
+    let is_chat = match fields.get("url").and_then(Value::as_str) {
         Some("/v1/chat/completions") => true,
         Some("/v1/completions") => false,
         Some(other) => {
@@ -109,25 +109,25 @@ pub(super) fn body(fields: &Map<String, Value>) -> Result<(&Map<String, Value>, 
         }
         None => body.contains_key("messages"),
     };
-    Ok((body, chat))
+    Ok((body, is_chat))
 }
 
 /// The prompt of a body.
-pub(super) fn ask(body: &Map<String, Value>, chat: bool) -> Result<Ask, String> {
-    if !chat {
-        let for_chat = CHAT_ONLY
+pub(super) fn prompt(body: &Map<String, Value>, is_chat: bool) -> Result<LinePrompt, String> {
+    if !is_chat {
+        let chat_field = CHAT_FIELDS
             .into_iter()
             .find(|name| body.get(*name).is_some_and(|value| !value.is_null()));
-        if let Some(name) = for_chat {
+        if let Some(name) = chat_field {
             return Err(format!(
                 "`{name}` in `body` is for chat completions; a completion uses no chat template"
             ));
         }
         return match body.get("prompt") {
-            Some(Value::String(text)) => Ok(Ask::Text(text.clone())),
-            Some(Value::Array(items)) if items.iter().all(Value::is_number) => Ok(Ask::Tokens(items.clone())),
+            Some(Value::String(text)) => Ok(LinePrompt::Text(text.clone())),
+            Some(Value::Array(items)) if items.iter().all(Value::is_number) => Ok(LinePrompt::Tokens(items.clone())),
             Some(Value::Array(items)) if items.len() == 1 && items[0].is_string() => {
-                Ok(Ask::Text(items[0].as_str().unwrap_or_default().to_string()))
+                Ok(LinePrompt::Text(items[0].as_str().unwrap_or_default().to_string()))
             }
             Some(Value::Array(_)) => Err("`prompt` is a list of prompts; a line takes one".into()),
             _ => Err("`prompt` is missing or neither a text nor token ids".into()),
@@ -155,8 +155,9 @@ pub(super) fn ask(body: &Map<String, Value>, chat: bool) -> Result<Ask, String> 
     if let Some(effort) = body.get("reasoning_effort").filter(|effort| !effort.is_null()) {
         kwargs.insert("reasoning_effort".into(), effort.clone());
     }
-    let turn = Turn::of(Turn::SWITCHES.map(|name| body.get(name)), &kwargs).map_err(|why| format!("`body` {why}"))?;
-    Ok(Ask::Chat { messages, kwargs, turn })
+    let turn = Turn::from_switches(Turn::SWITCHES.map(|name| body.get(name)), &kwargs)
+        .map_err(|why| format!("`body` {why}"))?;
+    Ok(LinePrompt::Chat { messages, kwargs, turn })
 }
 
 /// Checks one message and converts it to the form that chat templates expect.
@@ -165,11 +166,11 @@ fn message(i: usize, item: &Value) -> Result<Value, String> {
         return Err(format!("`messages[{i}]` is no object"));
     };
     let role = item.get("role").and_then(Value::as_str).unwrap_or_default();
-    if Role::of(role).is_none() {
+    if Role::from_name(role).is_none() {
         let known = ["system", "developer", "user", "assistant", "tool"];
         return Err(format!("`messages[{i}].role` is `{role}`{}", suggest(role, known)));
     }
-    let calls = item.get("tool_calls").is_some_and(Value::is_array);
+    let has_calls = item.get("tool_calls").is_some_and(Value::is_array);
     match item.get("content") {
         Some(Value::String(_)) => {}
         Some(Value::Array(parts)) => {
@@ -182,7 +183,7 @@ fn message(i: usize, item: &Value) -> Result<Value, String> {
                 }
             }
         }
-        None | Some(Value::Null) if calls => {}
+        None | Some(Value::Null) if has_calls => {}
         _ => return Err(format!("`messages[{i}].content` is neither a text nor a list of parts")),
     }
     let mut item = item.clone();
@@ -209,36 +210,36 @@ fn message(i: usize, item: &Value) -> Result<Value, String> {
 pub(super) fn generate(body: &Map<String, Value>, job: &Generate) -> Result<Generate, String> {
     let fields = Fields(body);
     check_fields(body)?;
-    let mut file = job.as_file();
-    replace(&mut file.max_tokens, fields.whole("max_tokens")?);
-    replace(&mut file.max_tokens, fields.whole("max_completion_tokens")?);
-    replace(&mut file.temperature, fields.number("temperature")?);
-    replace(&mut file.top_p, fields.number("top_p")?);
-    replace(&mut file.min_p, fields.number("min_p")?);
-    replace(&mut file.repetition_penalty, fields.number("repetition_penalty")?);
-    replace(&mut file.presence_penalty, fields.number("presence_penalty")?);
-    replace(&mut file.frequency_penalty, fields.number("frequency_penalty")?);
-    // In some servers' dialect, -1 keeps all tokens.
-    replace(
+    let mut file = job.to_file();
+    replace_if_some(&mut file.max_tokens, fields.integer("max_tokens")?);
+    replace_if_some(&mut file.max_tokens, fields.integer("max_completion_tokens")?);
+    replace_if_some(&mut file.temperature, fields.number("temperature")?);
+    replace_if_some(&mut file.top_p, fields.number("top_p")?);
+    replace_if_some(&mut file.min_p, fields.number("min_p")?);
+    replace_if_some(&mut file.repetition_penalty, fields.number("repetition_penalty")?);
+    replace_if_some(&mut file.presence_penalty, fields.number("presence_penalty")?);
+    replace_if_some(&mut file.frequency_penalty, fields.number("frequency_penalty")?);
+    // For some servers, -1 means no limit.
+    replace_if_some(
         &mut file.top_k,
-        fields.whole("top_k")?.map(|k| if k == -1 { 0 } else { k }),
+        fields.integer("top_k")?.map(|k| if k == -1 { 0 } else { k }),
     );
-    replace(&mut file.seed, fields.seed()?);
-    replace(&mut file.ignore_eos, fields.flag("ignore_eos")?);
-    replace(
+    replace_if_some(&mut file.seed, fields.seed()?);
+    replace_if_some(&mut file.ignore_eos, fields.flag("ignore_eos")?);
+    replace_if_some(
         &mut file.stop,
         fields.read::<OneOrMany>("stop", "a text or a list of texts")?,
     );
-    replace(
+    replace_if_some(
         &mut file.stop_token_ids,
         fields.read("stop_token_ids", "a list of token ids")?,
     );
-    budget(fields.whole("thinking_token_budget")?, &mut file)?;
+    set_thought_limit(fields.integer("thinking_token_budget")?, &mut file)?;
     let logprobs = match body.get("logprobs") {
         None | Some(Value::Null) => job.logprobs,
-        Some(Value::Bool(asked)) => *asked,
-        // Completions request a number of alternatives; only the chosen token's logprob is
-        // available.
+        Some(Value::Bool(requested)) => *requested,
+        // The value of a completion request is the number of alternatives per token; only the
+        // chosen token's log probability is available.
         Some(Value::Number(count)) if count.as_u64().is_some_and(|n| n <= 1) => true,
         Some(other) => {
             return Err(format!(
@@ -246,14 +247,14 @@ pub(super) fn generate(body: &Map<String, Value>, job: &Generate) -> Result<Gene
             ));
         }
     };
-    // Results have this column in all rows or in none; the same holds for lists of samples.
+    // All rows of the results have this column, or none has. The same holds for lists of samples.
     if logprobs != job.logprobs {
         return Err(format!(
             "`logprobs` is {}, but the job's `generate.logprobs` is {}; they must agree",
             body["logprobs"], job.logprobs
         ));
     }
-    if let Some(n) = fields.whole("n")?
+    if let Some(n) = fields.integer("n")?
         && n != i64::from(job.n)
     {
         return Err(format!(
@@ -261,13 +262,13 @@ pub(super) fn generate(body: &Map<String, Value>, job: &Generate) -> Result<Gene
             job.n
         ));
     }
-    shape(body, &mut file)?;
+    replace_constraint(body, &mut file)?;
     let checked = Generate::check(&file).map_err(|error| error.to_string())?;
-    Ok(checked.of_line(job))
+    Ok(checked.with_job_values(job))
 }
 
-/// Maximum tokens of a thought, by vLLM's field name; -1 means no limit.
-fn budget(tokens: Option<i64>, file: &mut GenerateFile) -> Result<(), String> {
+/// Sets the maximum tokens of a thought from vLLM's `thinking_token_budget`; -1 means no limit.
+fn set_thought_limit(tokens: Option<i64>, file: &mut GenerateFile) -> Result<(), String> {
     let Some(tokens) = tokens else { return Ok(()) };
     let mut settings = match file.thinking.take() {
         None | Some(ThinkingFile::Switch(true)) => ThinkingSettings::default(),
@@ -287,16 +288,16 @@ fn budget(tokens: Option<i64>, file: &mut GenerateFile) -> Result<(), String> {
 /// Refuses unsupported fields by name.
 fn check_fields(body: &Map<String, Value>) -> Result<(), String> {
     for (name, value) in body {
-        let nothing = match value {
+        let is_empty = match value {
             Value::Null => true,
             Value::Array(items) => items.is_empty(),
             Value::Object(map) => map.is_empty(),
             _ => false,
         };
-        if nothing || WITHOUT_EFFECT.contains(&name.as_str()) {
+        if is_empty || IGNORED_FIELDS.contains(&name.as_str()) {
             continue;
         }
-        let fine = match name.as_str() {
+        let is_supported = match name.as_str() {
             "tools" | "functions" | "function_call" | "logit_bias" | "audio" | "web_search_options" => false,
             "echo" => value == false,
             "best_of" => *value == 1,
@@ -306,43 +307,43 @@ fn check_fields(body: &Map<String, Value>) -> Result<(), String> {
             "tool_choice" => value == "none" || value == "auto",
             "top_logprobs" => *value == 0,
             "add_special_tokens" => value == true,
-            name if USED.contains(&name) => true,
-            name => return Err(format!("unknown field `{name}` in `body`{}", near(name))),
+            name if USED_FIELDS.contains(&name) => true,
+            name => return Err(format!("unknown field `{name}` in `body`{}", field_hint(name))),
         };
-        if !fine {
+        if !is_supported {
             return Err(format!("`{name}` in `body` is not supported"));
         }
     }
     Ok(())
 }
 
-/// The suggestion of a similar known field, if any.
-fn near(name: &str) -> String {
-    suggest(name, USED.iter().chain(&WITHOUT_EFFECT).copied())
+/// The end of the message about an unknown field: a similar known field, if any.
+fn field_hint(name: &str) -> String {
+    suggest(name, USED_FIELDS.iter().chain(&IGNORED_FIELDS).copied())
 }
 
-/// A body's output constraint replaces the job's.
-fn shape(body: &Map<String, Value>, file: &mut GenerateFile) -> Result<(), String> {
-    let mut asked: Vec<(&str, GenerateFile)> = Vec::new();
+/// Replaces the job's output constraint by the body's, if the body has one.
+fn replace_constraint(body: &Map<String, Value>, file: &mut GenerateFile) -> Result<(), String> {
+    let mut constraints: Vec<(&str, GenerateFile)> = Vec::new();
     if let Some(format) = body.get("response_format").filter(|format| !format.is_null()) {
-        asked.push(("response_format", response_format(format)?));
+        constraints.push(("response_format", response_format(format)?));
     }
-    let mut guided = |name: &'static str, kind: &str, value: &Value| -> Result<(), String> {
-        let mut one = GenerateFile::default();
+    let mut add_constraint = |name: &'static str, kind: &str, value: &Value| -> Result<(), String> {
+        let mut constraint = GenerateFile::default();
         match (kind, value) {
             ("choice", value) => {
                 let choices = serde_json::from_value(value.clone());
-                one.choice = Some(choices.map_err(|_| format!("`{name}` is no list of texts"))?);
+                constraint.choice = Some(choices.map_err(|_| format!("`{name}` is no list of texts"))?);
             }
-            ("regex", Value::String(regex)) => one.regex = Some(regex.clone()),
-            ("json", Value::Object(_)) => one.json_schema = Some(value.clone()),
+            ("regex", Value::String(regex)) => constraint.regex = Some(regex.clone()),
+            ("json", Value::Object(_)) => constraint.json_schema = Some(value.clone()),
             ("json", Value::String(text)) => {
                 let schema = serde_json::from_str(text);
-                one.json_schema = Some(schema.map_err(|e| format!("`{name}` is no JSON: {e}"))?);
+                constraint.json_schema = Some(schema.map_err(|e| format!("`{name}` is no JSON: {e}"))?);
             }
             _ => return Err(format!("`{name}` asks for `{kind}` in a form that is not supported")),
         }
-        asked.push((name, one));
+        constraints.push((name, constraint));
         Ok(())
     };
     for (name, kind) in [
@@ -351,36 +352,36 @@ fn shape(body: &Map<String, Value>, file: &mut GenerateFile) -> Result<(), Strin
         ("guided_regex", "regex"),
     ] {
         if let Some(value) = body.get(name).filter(|value| !value.is_null()) {
-            guided(name, kind, value)?;
+            add_constraint(name, kind, value)?;
         }
     }
     match body.get("structured_outputs") {
         None | Some(Value::Null) => {}
         Some(Value::Object(kinds)) => {
             for (kind, value) in kinds.iter().filter(|(_, value)| !value.is_null()) {
-                guided("structured_outputs", kind, value)?;
+                add_constraint("structured_outputs", kind, value)?;
             }
         }
         Some(_) => return Err("`structured_outputs` is no object".into()),
     }
-    if let [(first, _), (second, _), ..] = &asked[..] {
+    if let [(first, _), (second, _), ..] = &constraints[..] {
         return Err(format!(
             "`{second}` cannot stand beside `{first}`: an answer has one shape"
         ));
     }
-    if let Some((_, one)) = asked.pop() {
-        if one.choice.is_some() {
-            // The job's stops for free answers do not apply to a choice; a line's own stops beside
-            // a choice are refused.
+    if let Some((_, constraint)) = constraints.pop() {
+        if constraint.choice.is_some() {
+            // The job's stops, for free answers, do not apply to a choice. A line's own stops
+            // remain, so that the checks refuse them beside a choice.
             let given = |name: &str| body.get(name).is_some_and(|value| !value.is_null());
             file.stop.take_if(|_| !given("stop"));
             file.stop_token_ids.take_if(|_| !given("stop_token_ids"));
             file.ignore_eos.take_if(|_| !given("ignore_eos"));
         }
-        file.choice = one.choice;
+        file.choice = constraint.choice;
         file.choice_probabilities = None;
-        file.json_schema = one.json_schema;
-        file.regex = one.regex;
+        file.json_schema = constraint.json_schema;
+        file.regex = constraint.regex;
     }
     Ok(())
 }
@@ -409,7 +410,7 @@ fn response_format(format: &Value) -> Result<GenerateFile, String> {
     })
 }
 
-fn replace<T>(slot: &mut Option<T>, value: Option<T>) {
+fn replace_if_some<T>(slot: &mut Option<T>, value: Option<T>) {
     if value.is_some() {
         *slot = value;
     }
@@ -423,24 +424,23 @@ impl Fields<'_> {
         self.0.get(name).filter(|value| !value.is_null())
     }
 
-    fn whole(&self, name: &str) -> Result<Option<i64>, String> {
+    fn integer(&self, name: &str) -> Result<Option<i64>, String> {
         let Some(value) = self.get(name) else { return Ok(None) };
         let float = value
             .as_f64()
             .filter(|v| v.fract() == 0.0 && v.abs() < 9e15)
             .map(|v| v as i64);
         match value.as_i64().or(float) {
-            Some(whole) => Ok(Some(whole)),
+            Some(integer) => Ok(Some(integer)),
             None => Err(format!("`{name}` is {value}, not a whole number")),
         }
     }
 
-    /// Any 64-bit whole number; a negative one is reinterpreted as the unsigned number with the
-    /// same bits.
+    /// Any 64-bit whole number; a negative number counts as the unsigned number with the same bits.
     fn seed(&self) -> Result<Option<u64>, String> {
         match self.get("seed").and_then(Value::as_u64) {
             Some(seed) => Ok(Some(seed)),
-            None => Ok(self.whole("seed")?.map(|seed| seed as u64)),
+            None => Ok(self.integer("seed")?.map(|seed| seed as u64)),
         }
     }
 
@@ -475,12 +475,12 @@ mod tests {
 
     /// A line is checked like a job's own `generate` block.
     #[test]
-    fn a_line_is_checked_as_a_job_is() {
+    fn lines_are_checked_like_jobs() {
         let job = Generate::check(&GenerateFile::default()).unwrap();
         let labels = |count: usize| -> Vec<String> { (0..count).map(|i| format!("label {i}")).collect() };
         let long =
             |count: usize| -> Vec<String> { (0..count).map(|i| format!("{i} {}", "x".repeat(15_000))).collect() };
-        for (body, words) in [
+        for (body, message) in [
             (
                 json!({"n": 4_000_000_000_u64}),
                 "`n` is 4000000000, but the job's `generate.n` is 1",
@@ -529,8 +529,8 @@ mod tests {
                 "cannot stand beside `choice`",
             ),
         ] {
-            let refused = generate(body.as_object().unwrap(), &job).unwrap_err();
-            assert!(refused.contains(words) && !refused.contains('\n'), "{words}: {refused}");
+            let error = generate(body.as_object().unwrap(), &job).unwrap_err();
+            assert!(error.contains(message) && !error.contains('\n'), "{message}: {error}");
         }
         let stops = json!({"stop": vec!["y".repeat(64); 64], "n": 1, "logprobs": false, "top_k": -1});
         assert!(generate(stops.as_object().unwrap(), &job).is_ok());
@@ -538,7 +538,7 @@ mod tests {
 
     /// A name as long as the whole line is not compared with known names.
     #[test]
-    fn a_long_name_is_refused_at_once() {
+    fn long_names_are_refused_quickly() {
         let began = std::time::Instant::now();
         let name = "t".repeat(4 << 20);
         assert_eq!(

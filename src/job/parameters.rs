@@ -1,9 +1,9 @@
 //! Parameters of a job file: `${name}`, set with `--set name=value`, and `${env:NAME}` from the
 //! environment.
 //!
-//! They are filled into texts of the parsed file instead of its source, so that a value cannot add
-//! a field. `$${name}` is an escape for the literal text `${name}`. Any other `$` is unchanged,
-//! such as in `${{ price }}`.
+//! They are filled into the texts of the parsed file, not into its source, so a value cannot add a
+//! field. `$${name}` stands for the literal text `${name}`. Any other `$` is left alone, as in
+//! `${{ price }}`.
 
 use std::collections::BTreeMap;
 
@@ -11,29 +11,29 @@ use serde_json::Value;
 
 use super::suggest;
 
-/// Maximum total bytes of a job file's texts after filling.
+/// Maximum total bytes of the values that are filled into one job file.
 const FILLED_BYTES_MAX: usize = 4 << 20;
 
-/// The parameter values of one command.
+/// The parameter values given to one command.
 #[derive(Debug, Clone, Default)]
 pub struct Parameters {
-    given: BTreeMap<String, String>,
+    values: BTreeMap<String, String>,
     /// Replaces the environment in tests.
     environment: Option<BTreeMap<String, String>>,
 }
 
-/// The fields with filled parameters.
+/// The fields of a job file that have parameters.
 #[derive(Debug, Default, PartialEq)]
 pub(super) struct Filled {
-    /// Paths of texts with at least one parameter.
+    /// Paths of texts that parameters have changed.
     pub fields: Vec<String>,
-    /// Paths of texts that consisted of a single parameter: their fields may expect a number.
-    pub whole: Vec<String>,
+    /// Paths of texts that consisted of one parameter alone: their fields may need a number.
+    pub single_parameter_fields: Vec<String>,
 }
 
 impl Parameters {
     /// # Errors
-    /// A name is given twice, or is not valid in `${…}`.
+    /// A name is given twice or is not valid in `${…}`, or a value is empty.
     pub fn new(given: &[(String, String)]) -> Result<Parameters, String> {
         let mut parameters = Parameters::default();
         for (name, value) in given {
@@ -47,29 +47,29 @@ impl Parameters {
                     "`--set {name}=` has no value: is a variable of the shell not set?"
                 ));
             }
-            if parameters.given.insert(name.clone(), value.clone()).is_some() {
+            if parameters.values.insert(name.clone(), value.clone()).is_some() {
                 return Err(format!("`--set {name}=…` is given twice"));
             }
         }
         Ok(parameters)
     }
 
-    /// Starts filling the parameters into one job file.
-    pub(super) fn filling(&self) -> Filling<'_> {
-        Filling {
+    /// Creates a filler for one job file.
+    pub(super) fn filler(&self) -> ParameterFiller<'_> {
+        ParameterFiller {
             parameters: self,
-            used: Vec::new(),
-            bytes: 0,
+            used_names: Vec::new(),
+            filled_bytes: 0,
             filled: Filled::default(),
         }
     }
 
     fn value_of(&self, name: &str) -> Result<String, String> {
         let Some(variable) = name.strip_prefix("env:") else {
-            return self.given.get(name).cloned().ok_or_else(|| {
+            return self.values.get(name).cloned().ok_or_else(|| {
                 format!(
                     "`${{{name}}}` has no value: give it with `--set {name}=…` (`$${{{name}}}` stands for the text itself){}",
-                    suggest(name, self.given.keys().map(String::as_str))
+                    suggest(name, self.values.keys().map(String::as_str))
                 )
             });
         };
@@ -99,29 +99,29 @@ impl Parameters {
     }
 }
 
-/// Fills parameters into the texts of one job file.
-pub(super) struct Filling<'a> {
+/// Fills parameters into the texts of one job file; see [`Parameters::filler`].
+pub(super) struct ParameterFiller<'a> {
     parameters: &'a Parameters,
-    /// Names found so far.
-    used: Vec<String>,
-    bytes: usize,
+    /// Names that occurred in the texts so far.
+    used_names: Vec<String>,
+    filled_bytes: usize,
     filled: Filled,
 }
 
-impl Filling<'_> {
-    /// Fills every text of `value`, whose path is `path`.
-    pub(super) fn value(&mut self, value: &mut Value, path: &str) -> Result<(), String> {
+impl ParameterFiller<'_> {
+    /// Fills every text in `value`, which is at `path` in the job file.
+    pub(super) fn fill_value(&mut self, value: &mut Value, path: &str) -> Result<(), String> {
         match value {
             Value::String(text) if text.contains("${") => {
-                let place = |why| match path {
+                let with_path = |why| match path {
                     "" => why,
                     path => format!("`{path}`: {why}"),
                 };
-                let (filled, is_whole) = self.text(text).map_err(place)?;
+                let (filled, is_single_parameter) = self.fill_text(text).map_err(with_path)?;
                 if filled != *text {
                     self.filled.fields.push(path.to_string());
-                    if is_whole {
-                        self.filled.whole.push(path.to_string());
+                    if is_single_parameter {
+                        self.filled.single_parameter_fields.push(path.to_string());
                     }
                 }
                 *text = filled;
@@ -130,71 +130,77 @@ impl Filling<'_> {
             Value::Array(items) => items
                 .iter_mut()
                 .enumerate()
-                .try_for_each(|(i, item)| self.value(item, &format!("{path}[{i}]"))),
+                .try_for_each(|(i, item)| self.fill_value(item, &format!("{path}[{i}]"))),
             Value::Object(fields) => fields.iter_mut().try_for_each(|(key, field)| match path {
-                "" => self.value(field, key),
-                path => self.value(field, &format!("{path}.{key}")),
+                "" => self.fill_value(field, key),
+                path => self.fill_value(field, &format!("{path}.{key}")),
             }),
             _ => Ok(()),
         }
     }
 
-    /// The filled fields.
+    /// Ends the filling and returns the fields that have parameters.
     ///
     /// # Errors
-    /// A value was given for a name that the file does not contain.
-    pub(super) fn end(self) -> Result<Filled, String> {
-        match self.parameters.given.keys().find(|name| !self.used.contains(name)) {
+    /// The command gives a value for a name that is not in the file.
+    pub(super) fn finish(self) -> Result<Filled, String> {
+        match self
+            .parameters
+            .values
+            .keys()
+            .find(|name| !self.used_names.contains(name))
+        {
             None => Ok(self.filled),
             Some(name) => {
-                let near = suggest(name, self.used.iter().map(String::as_str));
+                let hint = suggest(name, self.used_names.iter().map(String::as_str));
                 Err(format!(
-                    "no text of the file has `${{{name}}}`, which `--set {name}=…` is for{near}"
+                    "no text of the file has `${{{name}}}`, which `--set {name}=…` is for{hint}"
                 ))
             }
         }
     }
 
-    /// The text with its parameters filled in, and whether it consisted of a single parameter.
-    pub(super) fn text(&mut self, text: &str) -> Result<(String, bool), String> {
+    /// Returns the text with its parameters filled in, and whether it consisted of one parameter
+    /// alone.
+    pub(super) fn fill_text(&mut self, text: &str) -> Result<(String, bool), String> {
         let mut out = String::new();
         let mut rest = text;
-        let mut is_whole = false;
-        while let Some(at) = rest.find("${") {
-            let Some(name) = name_at(&rest[at..]) else {
-                out.push_str(&rest[..at + 2]);
-                rest = &rest[at + 2..];
+        let mut is_single_parameter = false;
+        while let Some(start) = rest.find("${") {
+            let Some(name) = leading_name(&rest[start..]) else {
+                out.push_str(&rest[..start + 2]);
+                rest = &rest[start + 2..];
                 continue;
             };
-            let end = at + "${}".len() + name.len();
-            match rest[..at].strip_suffix('$') {
+            let end = start + "${}".len() + name.len();
+            match rest[..start].strip_suffix('$') {
                 Some(before) => {
                     out.push_str(before);
-                    out.push_str(&rest[at..end]);
+                    out.push_str(&rest[start..end]);
                 }
                 None => {
                     let value = self.parameters.value_of(name)?;
-                    self.bytes += value.len();
-                    if self.bytes > FILLED_BYTES_MAX {
+                    self.filled_bytes += value.len();
+                    if self.filled_bytes > FILLED_BYTES_MAX {
                         return Err(format!("parameters fill in more than {FILLED_BYTES_MAX} bytes"));
                     }
-                    out.push_str(&rest[..at]);
+                    out.push_str(&rest[..start]);
                     out.push_str(&value);
-                    is_whole = at == 0 && end == text.len();
-                    if !self.used.iter().any(|used| used == name) {
-                        self.used.push(name.to_string());
+                    is_single_parameter = start == 0 && end == text.len();
+                    if !self.used_names.iter().any(|used| used == name) {
+                        self.used_names.push(name.to_string());
                     }
                 }
             }
             rest = &rest[end..];
         }
         out.push_str(rest);
-        Ok((out, is_whole))
+        Ok((out, is_single_parameter))
     }
 }
 
 /// The name in `${name}` or `${env:NAME}` at the beginning of `text`.
-fn name_at(text: &str) -> Option<&str> {
+fn leading_name(text: &str) -> Option<&str> {
     let (inner, _) = text.strip_prefix("${")?.split_once('}')?;
     is_name(inner.strip_prefix("env:").unwrap_or(inner)).then_some(inner)
 }
@@ -241,9 +247,9 @@ mod tests {
 
     fn fill(content: &mut Value, given: &[(&str, &str)]) -> Result<Filled, String> {
         let parameters = parameters(given);
-        let mut filling = parameters.filling();
-        filling.value(content, "")?;
-        filling.end()
+        let mut filler = parameters.filler();
+        filler.fill_value(content, "")?;
+        filler.finish()
     }
 
     fn filled(text: &str, given: &[(&str, &str)]) -> Result<String, String> {
@@ -255,7 +261,7 @@ mod tests {
     #[test]
     fn values_are_filled_into_texts() {
         let date = [("date", "2026-11-24")];
-        for (text, want) in [
+        for (text, expected) in [
             ("s3://labels/${date}/", "s3://labels/2026-11-24/"),
             ("${date}${date}", "2026-11-242026-11-24"),
             ("${env:TEAM}-${date}", "red-2026-11-24"),
@@ -268,7 +274,7 @@ mod tests {
             ("{{ date }} ${date}", "{{ date }} 2026-11-24"),
             ("€${date}€", "€2026-11-24€"),
         ] {
-            assert_eq!(filled(text, &date).as_deref(), Ok(want), "{text}");
+            assert_eq!(filled(text, &date).as_deref(), Ok(expected), "{text}");
         }
     }
 
@@ -279,8 +285,8 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missing_or_left_over_is_named() {
-        for (text, given, want) in [
+    fn missing_and_unused_values_are_named() {
+        for (text, given, expected) in [
             ("x", &[("date", "1")][..], "no text of the file has `${date}`"),
             (
                 "${dat}",
@@ -292,9 +298,9 @@ mod tests {
             ("${env:NOBODY_SET}", &[], "the environment has no `NOBODY_SET`"),
         ] {
             let error = filled(text, given).unwrap_err();
-            assert!(error.contains(want), "{error}");
+            assert!(error.contains(expected), "{error}");
         }
-        // A parameter's name in another parameter's value does not count as a use.
+        // A name in the value of another parameter does not count as used.
         let error = filled("${a}", &[("a", "${b}"), ("b", "1")]).unwrap_err();
         assert!(error.contains("`--set b=…`"), "{error}");
     }
@@ -317,7 +323,7 @@ mod tests {
     }
 
     #[test]
-    fn names_are_words_and_given_once() {
+    fn names_are_identifiers_and_unique() {
         let new = |names: &[&str]| {
             Parameters::new(
                 &names
@@ -336,10 +342,10 @@ mod tests {
     }
 
     #[test]
-    fn a_text_of_one_parameter_is_told_from_others() {
+    fn fields_of_a_single_parameter_are_listed() {
         let mut content = json!({"a": "${n}", "b": ["x${n}", "$${n}", "${n}${n}"], "c": {"d": "${n}"}, "${n}": 1});
         let found = fill(&mut content, &[("n", "5")]).unwrap();
-        assert_eq!(found.whole, ["a", "c.d"]);
+        assert_eq!(found.single_parameter_fields, ["a", "c.d"]);
         assert_eq!(found.fields, ["a", "b[0]", "b[1]", "b[2]", "c.d"]);
         assert_eq!(
             content,
@@ -348,7 +354,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_filled_in_is_bounded() {
+    fn filled_bytes_are_limited() {
         let mut content = json!(vec!["${a}"; 5000]);
         let error = fill(&mut content, &[("a", &"x".repeat(1000))]).unwrap_err();
         assert!(error.contains("more than"), "{error}");

@@ -10,21 +10,22 @@ use super::file::JobFile;
 use super::included::include;
 use super::parameters::{Filled, Parameters};
 use super::unknown::{unknown_field, unknown_message};
-use super::wanted::{no_alternative, pointer, wrong_type};
+use super::wanted::{json_pointer, no_alternative_message, wrong_type_message};
 use super::yaml_hint::advice;
-use super::{JobError, one_line, sha256};
+use super::{JobError, one_line, sha256_hex};
 use crate::regular;
 
-/// Largest job file, in bytes.
+/// Maximum size of a job file.
 const FILE_BYTES_MAX: u64 = 4 << 20;
 /// The path that stands for standard input.
 const STDIN: &str = "-";
-/// Deepest nesting in a job file.
+/// Maximum nesting in a job file.
 const DEPTH_MAX: usize = 64;
-/// Prefix of the messages of types with alternatives, for a value that fits none of them.
-const EXPECTED: &str = "expected ";
-/// Part of the message for a mapping in place of one of several words.
-const OF_ENUM: &str = "externally tagged enum";
+/// Prefix of the `expecting` texts, which serde reports for a value that fits no alternative of its
+/// type.
+const EXPECTED_PREFIX: &str = "expected ";
+/// Part of serde's message for a mapping where one of several names is expected.
+const ENUM_MESSAGE: &str = "externally tagged enum";
 
 /// A parsed job file, with the hash of its content.
 #[derive(Debug, Clone)]
@@ -32,15 +33,15 @@ pub struct Parsed {
     pub file: JobFile,
     /// The hash that identifies the job, hexadecimal.
     pub hash: String,
-    /// The content as read, with parameters and files filled in.
+    /// The content of the file, with parameters and included files filled in.
     pub content: Value,
 }
 
 impl JobFile {
-    /// Reads a job file, and fills in `parameters`. `.json` files are JSON, all others YAML; `-` is
+    /// Reads a job file and fills in `parameters`. A `.json` file is JSON, any other is YAML; `-` is
     /// standard input.
     pub fn read(path: &Path, parameters: &Parameters) -> Result<Parsed, JobError> {
-        let place = path.display().to_string();
+        let location = path.display().to_string();
         let path = if path == Path::new(STDIN) {
             Path::new("/dev/stdin")
         } else {
@@ -54,17 +55,18 @@ impl JobFile {
         let size = std::fs::metadata(path).map_err(read)?.len();
         if size > FILE_BYTES_MAX {
             let message = format!("{size} bytes, more than the {FILE_BYTES_MAX} a job file may have");
-            return Err(JobError::Invalid { place, message });
+            return Err(JobError::Invalid { location, message });
         }
         let bytes = regular::read(path, FILE_BYTES_MAX).map_err(read)?;
         let text = String::from_utf8(bytes).map_err(|_| JobError::Invalid {
-            place: place.clone(),
+            location: location.clone(),
             message: "not UTF-8 text".into(),
         })?;
-        JobFile::parse_with(&text, &place, &folder, parameters)
+        JobFile::parse_with(&text, &location, &folder, parameters)
     }
 
-    /// Parses a job file's text. `name` is its file name, for messages; `.json` at its end means JSON.
+    /// Parses a job file's text. `name` is the file's name, for messages; if it ends in `.json`, the
+    /// text is JSON.
     pub fn parse(text: &str, name: &str) -> Result<Parsed, JobError> {
         JobFile::parse_with(text, name, Path::new("."), &Parameters::default())
     }
@@ -80,11 +82,12 @@ impl JobFile {
             yaml_content(text, name)
         }?;
         let filled = fill(&mut content, base_dir, parameters).map_err(|message| JobError::Invalid {
-            place: name.to_string(),
+            location: name.to_string(),
             message,
         })?;
         let file = match (filled, is_json) {
-            // Errors then have line numbers, since the types are parsed from the text itself.
+            // Without parameters and included files, the types are parsed from the text itself, so
+            // that errors have line numbers.
             (None, true) => typed_json(text, name, &content),
             (None, false) => typed_yaml(text, name, &content),
             (Some(filled), _) => typed_filled(&mut content, filled, name),
@@ -97,7 +100,7 @@ impl JobFile {
     }
 }
 
-/// The base folder of a job file's relative paths: its own folder, or the working directory for
+/// The folder that a job file's paths are relative to: its own, or the working directory for
 /// standard input.
 pub(super) fn base_dir(path: &Path) -> PathBuf {
     match path.parent() {
@@ -106,48 +109,49 @@ pub(super) fn base_dir(path: &Path) -> PathBuf {
     }
 }
 
-/// The location of an error in a content that is well-formed JSON or YAML.
-struct In<'a> {
+/// The content with an error, which is well-formed JSON or YAML, and the path to the error.
+struct ErrorContext<'a> {
     content: &'a Value,
-    /// Such as `generate.stop[0]`; `.` for the whole content.
+    /// For example `generate.stop[0]`; `.` for the whole content.
     path: String,
 }
 
-impl In<'_> {
-    /// A message about a value, with the value's path added; `None` if the path does not exist.
-    fn at(&self, message: &str) -> Option<String> {
-        self.content.pointer(&pointer(&self.path))?;
-        if message.starts_with(EXPECTED) {
-            no_alternative(&self.path, self.content, message)
+impl ErrorContext<'_> {
+    /// Adds the path to a message about the value there; `None` if the content has no such path.
+    fn message_at_path(&self, message: &str) -> Option<String> {
+        self.content.pointer(&json_pointer(&self.path))?;
+        if message.starts_with(EXPECTED_PREFIX) {
+            no_alternative_message(&self.path, self.content, message)
         } else {
             Some(format!("`{}`: {message}", self.path))
         }
     }
 
-    /// The user's message for serde's `message` about this path.
-    fn said(&self, message: &str) -> String {
-        let told = match unknown_field(message) {
+    /// Converts serde's `message` about this path to a message for the user.
+    fn user_message(&self, message: &str) -> String {
+        let found = match unknown_field(message) {
             Some(field) => return unknown_message(field, self.content),
-            None if is_of_type(message) => wrong_type(&self.path, self.content),
-            None => self.at(&one_line(message)),
+            None if is_type_error(message) => wrong_type_message(&self.path, self.content),
+            None => self.message_at_path(&one_line(message)),
         };
-        told.unwrap_or_else(|| one_line(message))
+        found.unwrap_or_else(|| one_line(message))
     }
 }
 
 /// Whether serde's message is about a value of the wrong type.
-fn is_of_type(message: &str) -> bool {
-    // serde_json reports an enum in the last form: the text is known to be JSON at this point.
-    let words = ["invalid type", "invalid value", "unknown variant", "expected value"];
-    words.iter().any(|word| message.starts_with(word))
+fn is_type_error(message: &str) -> bool {
+    // serde_json reports a wrong value of an enum in the last form. It cannot mean invalid JSON: the
+    // text was parsed before.
+    let prefixes = ["invalid type", "invalid value", "unknown variant", "expected value"];
+    prefixes.iter().any(|prefix| message.starts_with(prefix))
 }
 
-fn json_error(error: &serde_json::Error, name: &str, within: Option<&In>) -> JobError {
+fn json_error(error: &serde_json::Error, name: &str, context: Option<&ErrorContext>) -> JobError {
     let full = error.to_string();
     let message = full.split(" at line ").next().unwrap_or(&full);
-    let place = format!("{name}:{}", error.line());
-    let message = within.map_or_else(|| one_line(message), |within| within.said(message));
-    JobError::Invalid { place, message }
+    let location = format!("{name}:{}", error.line());
+    let message = context.map_or_else(|| one_line(message), |context| context.user_message(message));
+    JobError::Invalid { location, message }
 }
 
 fn json_content(text: &str, name: &str) -> Result<Value, JobError> {
@@ -158,23 +162,27 @@ fn typed_json(text: &str, name: &str, content: &Value) -> Result<JobFile, JobErr
     let mut json = serde_json::Deserializer::from_str(text);
     serde_path_to_error::deserialize(&mut json).map_err(|error| {
         let path = error.path().to_string();
-        json_error(error.inner(), name, Some(&In { content, path }))
+        json_error(error.inner(), name, Some(&ErrorContext { content, path }))
     })
 }
 
-fn yaml_error(error: &serde_saphyr::Error, name: &str, within: Option<&In>) -> JobError {
-    let place = match error.location() {
-        Some(at) if at.line() > 0 => format!("{name}:{}", at.line()),
+fn yaml_error(error: &serde_saphyr::Error, name: &str, context: Option<&ErrorContext>) -> JobError {
+    let location = match error.location() {
+        Some(start) if start.line() > 0 => format!("{name}:{}", start.line()),
         _ => name.to_string(),
     };
     let message = error
         .without_snippet()
         .render_with_formatter(&serde_saphyr::DefaultMessageFormatter);
     let message = one_line(message.split(" at line ").next().unwrap_or(&message));
-    let message = match (error.without_snippet(), within) {
-        (serde_saphyr::Error::SerdeUnknownField { field, .. }, Some(within)) => unknown_message(field, within.content),
+    let message = match (error.without_snippet(), context) {
+        (serde_saphyr::Error::SerdeUnknownField { field, .. }, Some(context)) => {
+            unknown_message(field, context.content)
+        }
         (serde_saphyr::Error::DuplicateMappingKey { key: Some(key), .. }, _) => format!("`{key}` is given twice"),
-        (_, Some(within)) if message.contains(OF_ENUM) => wrong_type(&within.path, within.content).unwrap_or(message),
+        (_, Some(context)) if message.contains(ENUM_MESSAGE) => {
+            wrong_type_message(&context.path, context.content).unwrap_or(message)
+        }
         (
             serde_saphyr::Error::InvalidScalar { .. }
             | serde_saphyr::Error::InvalidBooleanStrict { .. }
@@ -183,27 +191,27 @@ fn yaml_error(error: &serde_saphyr::Error, name: &str, within: Option<&In>) -> J
             | serde_saphyr::Error::SerdeUnknownVariant { .. }
             | serde_saphyr::Error::SerdeInvalidType { .. }
             | serde_saphyr::Error::ExternallyTaggedEnumExpectedScalarOrMapping { .. },
-            Some(within),
-        ) => wrong_type(&within.path, within.content).unwrap_or(message),
-        (_, Some(within)) => within.at(&message).unwrap_or(message),
+            Some(context),
+        ) => wrong_type_message(&context.path, context.content).unwrap_or(message),
+        (_, Some(context)) => context.message_at_path(&message).unwrap_or(message),
         (_, None) => message,
     };
-    JobError::Invalid { place, message }
+    JobError::Invalid { location, message }
 }
 
 fn yaml_content(text: &str, name: &str) -> Result<Value, JobError> {
     let content: Value = serde_saphyr::from_str_with_options(text, yaml_options()).map_err(|error| {
-        let line = error.location().map_or(0, |at| at.line() as usize);
-        let advice = line.checked_sub(1).and_then(|at| advice(text.lines().nth(at)?));
+        let line = error.location().map_or(0, |start| start.line() as usize);
+        let advice = line.checked_sub(1).and_then(|index| advice(text.lines().nth(index)?));
         match (yaml_error(&error, name, None), advice) {
-            (JobError::Invalid { place, .. }, Some(message)) => JobError::Invalid { place, message },
+            (JobError::Invalid { location, .. }, Some(message)) => JobError::Invalid { location, message },
             (error, _) => error,
         }
     })?;
     if !content.is_object() {
         let message = "a job file is a mapping of fields such as `name`, `model`, `input`".into();
         return Err(JobError::Invalid {
-            place: name.to_string(),
+            location: name.to_string(),
             message,
         });
     }
@@ -218,51 +226,54 @@ fn typed_yaml(text: &str, name: &str, content: &Value) -> Result<JobFile, JobErr
             error.into_inner()
         })
     });
-    read.map_err(|error| yaml_error(&error, name, Some(&In { content, path })))
+    read.map_err(|error| yaml_error(&error, name, Some(&ErrorContext { content, path })))
 }
 
-/// Fills files and parameters into `content`; `None` if there are none.
+/// Fills included files and parameters into `content`; `None` if it has neither.
 fn fill(content: &mut Value, base_dir: &Path, parameters: &Parameters) -> Result<Option<Filled>, String> {
-    let mut filling = parameters.filling();
-    let any = include(content, base_dir, &mut filling)?;
-    filling.value(content, "")?;
-    let filled = filling.end()?;
-    Ok((any || !filled.fields.is_empty()).then_some(filled))
+    let mut filler = parameters.filler();
+    let has_included_files = include(content, base_dir, &mut filler)?;
+    filler.fill_value(content, "")?;
+    let filled = filler.finish()?;
+    Ok((has_included_files || !filled.fields.is_empty()).then_some(filled))
 }
 
-/// Parses a filled content, which no longer has a text. A text that consisted of a single parameter
-/// becomes a number or boolean if its field requires one, or if the field accepts any value.
+/// Parses a filled content; the file's text no longer applies. A value that was a single parameter
+/// becomes a number or boolean if its field needs one, or if it is in `chat_template_kwargs`, where
+/// any value is allowed.
 fn typed_filled(content: &mut Value, filled: Filled, name: &str) -> Result<JobFile, JobError> {
-    let mut whole = filled.whole;
-    whole.retain(|path| !(path.starts_with("prompt.chat_template_kwargs.") && read_scalar(content, path)));
+    let mut single_parameter_fields = filled.single_parameter_fields;
+    single_parameter_fields
+        .retain(|path| !(path.starts_with("prompt.chat_template_kwargs.") && replace_by_scalar(content, path)));
     loop {
         let error = match serde_path_to_error::deserialize::<_, JobFile>(&*content) {
             Ok(file) => return Ok(file),
             Err(error) => error,
         };
         let path = error.path().to_string();
-        if let Some(at) = whole.iter().position(|one| *one == path) {
-            whole.swap_remove(at);
-            if read_scalar(content, &path) {
+        if let Some(index) = single_parameter_fields.iter().position(|field| *field == path) {
+            single_parameter_fields.swap_remove(index);
+            if replace_by_scalar(content, &path) {
                 continue;
             }
         }
         return Err(JobError::Invalid {
-            place: name.to_string(),
-            message: In { content, path }.said(&error.inner().to_string()),
+            location: name.to_string(),
+            message: ErrorContext { content, path }.user_message(&error.inner().to_string()),
         });
     }
 }
 
-/// Replaces the text at `path` by the number or boolean that it spells; false if it spells neither.
-fn read_scalar(content: &mut Value, path: &str) -> bool {
-    let Some(value) = content.pointer_mut(&pointer(path)) else {
+/// Replaces the text at `path` by the number or boolean that it spells. Returns whether it spells
+/// one.
+fn replace_by_scalar(content: &mut Value, path: &str) -> bool {
+    let Some(value) = content.pointer_mut(&json_pointer(path)) else {
         return false;
     };
-    let spelt = value.as_str().and_then(|text| serde_json::from_str::<Value>(text).ok());
-    match spelt {
-        Some(spelt @ (Value::Number(_) | Value::Bool(_))) => {
-            *value = spelt;
+    let scalar = value.as_str().and_then(|text| serde_json::from_str::<Value>(text).ok());
+    match scalar {
+        Some(scalar @ (Value::Number(_) | Value::Bool(_))) => {
+            *value = scalar;
             true
         }
         _ => false,
@@ -284,36 +295,35 @@ fn yaml_options() -> serde_saphyr::Options {
     options.budget = Some(budget);
     options.strict_booleans = true;
     options.with_snippet = false;
-    // NaN is passed on to the checks, which name the field.
+    // NaN is not refused here: the checks refuse it, and their message names the field.
     options.non_finite_float_policy = serde_saphyr::NonFiniteFloatPolicy::PassThrough;
     options
 }
 
-/// The hashes that older gristmills gave a job of this `content`. They include fields that no
-/// longer make it another job and, if the job was begun at a price of `usd_per_hour`, that price in
-/// `budget`.
-pub(super) fn earlier_hashes(content: &Value, usd_per_hour: Option<f64>) -> Vec<String> {
-    let content = without_limits(content);
-    let price = usd_per_hour.into_iter().flat_map(|price| {
-        // `5` and `5.0` are the same price with different texts.
-        let whole = (price.fract() == 0.0 && price < 1e15).then(|| Value::from(price as u64));
-        [Some(Value::from(price)), whole].into_iter().flatten()
+/// The hashes that older gristmills gave a job with this `content`. They cover fields that today's
+/// hash leaves out and, if the job was begun at a price of `usd_per_hour`, that price in `budget`.
+pub(super) fn hashes_of_older_versions(content: &Value, usd_per_hour: Option<f64>) -> Vec<String> {
+    let content = without_changeable_fields(content);
+    let prices = usd_per_hour.into_iter().flat_map(|price| {
+        // `5` and `5.0` are the same price, but have different hashes.
+        let integer = (price.fract() == 0.0 && price < 1e15).then(|| Value::from(price as u64));
+        [Some(Value::from(price)), integer].into_iter().flatten()
     });
-    let priced = price.map(|price| {
+    let hashes_with_price = prices.map(|price| {
         let mut content = content.clone();
         if let Value::Object(fields) = &mut content {
             fields.insert("budget".into(), serde_json::json!({"usd_per_hour": price}));
         }
         sorted_hash(&content)
     });
-    [sorted_hash(&content)].into_iter().chain(priced).collect()
+    [sorted_hash(&content)].into_iter().chain(hashes_with_price).collect()
 }
 
 /// The hash that identifies a job: SHA-256, hexadecimal, of all fields that can change an answer.
-/// The name, the rows per shard and the output's location are excluded. The model and the number
-/// formats are excluded too, since they are compared separately, wherever the model is stored.
+/// The name, the rows per shard and the output's location are left out. The model and the number
+/// formats are left out too: they are compared separately, so that the model may move.
 fn content_hash(content: &Value) -> String {
-    let mut content = without_limits(content);
+    let mut content = without_changeable_fields(content);
     if let Value::Object(fields) = &mut content {
         for field in ["name", "model", "precision", "kv_cache", "shards"] {
             fields.shift_remove(field);
@@ -328,9 +338,9 @@ fn content_hash(content: &Value) -> String {
     sorted_hash(&content)
 }
 
-/// `content` without `queue`, `on_finish`, `report.recheck` and `budget`. Another limit, price,
-/// queue, recheck or receiver of the result never made it another job.
-fn without_limits(content: &Value) -> Value {
+/// `content` without `queue`, `on_finish`, `report.recheck` and `budget`: jobs that differ only in
+/// these fields are the same job.
+fn without_changeable_fields(content: &Value) -> Value {
     let mut content = content.clone();
     if let Value::Object(fields) = &mut content {
         fields.shift_remove("queue");
@@ -363,5 +373,5 @@ fn sorted_hash(content: &Value) -> String {
             other => other.clone(),
         }
     }
-    sha256(sorted(content).to_string())
+    sha256_hex(sorted(content).to_string())
 }

@@ -1,4 +1,4 @@
-//! Number formats that a job file or an option asks for.
+//! Number formats that a job file or an option requests.
 
 use std::fmt::{self, Display, Formatter};
 use std::str::FromStr;
@@ -9,12 +9,12 @@ use super::check::{FieldError, bad};
 use super::suggest;
 use crate::device::Precision;
 
-/// The word that leaves the choice to the device or, for keys and values, to the precision.
+/// The name that leaves the choice to the device or, for keys and values, to the precision.
 const AUTO: &str = "auto";
-/// Formats that other programs know by these names.
+/// Names of formats that other programs have and gristmill does not support.
 const UNSUPPORTED: [&str; 3] = ["f16", "fp4", "int4"];
 
-/// Number format to compute in, or to keep keys and values in, as asked for.
+/// The requested number format of computation, or of keys and values.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum RequestedPrecision {
@@ -25,8 +25,8 @@ pub enum RequestedPrecision {
 
 impl RequestedPrecision {
     /// All names that job files, records and options may use.
-    pub fn words() -> impl Iterator<Item = &'static str> {
-        std::iter::once(AUTO).chain(Precision::ALL.map(Precision::word))
+    pub fn names() -> impl Iterator<Item = &'static str> {
+        std::iter::once(AUTO).chain(Precision::ALL.map(Precision::name))
     }
 
     /// The requested format, or `default` for `auto`.
@@ -37,49 +37,49 @@ impl RequestedPrecision {
         }
     }
 
-    /// Checks `word`, the value of a job file's `field`.
-    pub(super) fn check(field: &str, word: Option<&str>) -> Result<RequestedPrecision, FieldError> {
-        let Some(word) = word else {
+    /// Checks `name`, the value of a job file's `field`.
+    pub(super) fn check(field: &str, name: Option<&str>) -> Result<RequestedPrecision, FieldError> {
+        let Some(name) = name else {
             return Ok(RequestedPrecision::Auto);
         };
-        word.parse().or_else(|_: UnknownPrecision| {
+        name.parse().or_else(|_: UnknownPrecision| {
             bad(
                 field,
-                if UNSUPPORTED.contains(&word) {
-                    format!("is `{word}`, which this build does not support; it has `f32`, `bf16`, `int8` and `fp8`")
+                if UNSUPPORTED.contains(&name) {
+                    format!("is `{name}`, which this build does not support; it has `f32`, `bf16`, `int8` and `fp8`")
                 } else {
-                    format!("is `{word}`{}", suggest(word, RequestedPrecision::words()))
+                    format!("is `{name}`{}", suggest(name, RequestedPrecision::names()))
                 },
             )
         })
     }
 }
 
-/// A word that names no number format.
+/// The error for a name that is no number format.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("`{word}` is not a number format; the formats are {}", RequestedPrecision::words().collect::<Vec<_>>().join(", "))]
+#[error("`{name}` is not a number format; the formats are {}", RequestedPrecision::names().collect::<Vec<_>>().join(", "))]
 pub struct UnknownPrecision {
-    word: String,
+    name: String,
 }
 
 impl FromStr for RequestedPrecision {
     type Err = UnknownPrecision;
 
-    fn from_str(word: &str) -> Result<RequestedPrecision, UnknownPrecision> {
-        if word == AUTO {
+    fn from_str(name: &str) -> Result<RequestedPrecision, UnknownPrecision> {
+        if name == AUTO {
             return Ok(RequestedPrecision::Auto);
         }
-        Precision::named(word)
+        Precision::from_name(name)
             .map(RequestedPrecision::Fixed)
-            .ok_or_else(|| UnknownPrecision { word: word.into() })
+            .ok_or_else(|| UnknownPrecision { name: name.into() })
     }
 }
 
 impl TryFrom<String> for RequestedPrecision {
     type Error = UnknownPrecision;
 
-    fn try_from(word: String) -> Result<RequestedPrecision, UnknownPrecision> {
-        word.parse()
+    fn try_from(name: String) -> Result<RequestedPrecision, UnknownPrecision> {
+        name.parse()
     }
 }
 
@@ -87,7 +87,7 @@ impl Display for RequestedPrecision {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             RequestedPrecision::Auto => AUTO,
-            RequestedPrecision::Fixed(precision) => precision.word(),
+            RequestedPrecision::Fixed(precision) => precision.name(),
         })
     }
 }
@@ -109,15 +109,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_word_is_read_as_what_it_is_written_from() {
-        for word in RequestedPrecision::words() {
-            let json = format!("\"{word}\"");
+    fn names_round_trip() {
+        for name in RequestedPrecision::names() {
+            let json = format!("\"{name}\"");
             let read: RequestedPrecision = serde_json::from_str(&json).unwrap();
             assert_eq!(
                 (read.to_string().as_str(), serde_json::to_string(&read).unwrap()),
-                (word, json)
+                (name, json)
             );
-            assert_eq!(RequestedPrecision::check("precision", Some(word)).unwrap(), read);
+            assert_eq!(RequestedPrecision::check("precision", Some(name)).unwrap(), read);
         }
         let error = serde_json::from_str::<RequestedPrecision>("\"F32\"").unwrap_err();
         assert!(error.to_string().contains("auto, f32, bf16, int8, fp8"), "{error}");

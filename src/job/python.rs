@@ -1,8 +1,8 @@
 //! Behaviour that chat templates expect from Python and transformers: filters, tests, methods, and
 //! the printed form of values.
 //!
-//! Chat templates are written for Python's Jinja. minijinja is close to it, and this module adds
-//! the differences.
+//! Chat templates are written for Python's Jinja. minijinja differs from it in a few points, which
+//! this module corrects.
 
 use std::fmt::Write;
 use std::sync::Arc;
@@ -15,16 +15,17 @@ use super::template::{budget, sized};
 
 /// Maximum nesting of values written as JSON.
 const JSON_DEPTH_MAX: usize = 64;
-/// Maximum length of a separator between JSON values.
-const JSON_BETWEEN_MAX: usize = 64;
+/// Maximum length of an indent and of a separator in JSON, in bytes.
+const JSON_SEPARATOR_BYTES_MAX: usize = 64;
 
 /// Layout of JSON text.
-struct Layout {
-    /// One item per line, with this indent per level.
+struct JsonLayout {
+    /// One item per line, with this indent per level; `None`: everything on one line.
     indent: Option<String>,
-    item: String,
-    key: String,
-    ascii: bool,
+    item_separator: String,
+    key_separator: String,
+    /// Whether characters beyond ASCII are escaped.
+    ascii_only: bool,
     sort_keys: bool,
 }
 
@@ -35,11 +36,11 @@ pub(super) fn tojson(value: &Value, args: Rest<Value>, kwargs: Kwargs) -> Result
         let named: Option<Value> = kwargs.get(names[i])?;
         Ok(named.or_else(|| args.get(i).cloned()).filter(|value| !value.is_none()))
     };
-    let ascii = option(0)?.is_some_and(|v| v.is_true());
+    let ascii_only = option(0)?.is_some_and(|v| v.is_true());
     let indent = match option(1)? {
         Some(value) => Some(match (value.as_usize(), value.as_str()) {
-            (Some(n), _) if n <= JSON_BETWEEN_MAX => " ".repeat(n),
-            (_, Some(text)) if text.len() <= JSON_BETWEEN_MAX => text.to_string(),
+            (Some(n), _) if n <= JSON_SEPARATOR_BYTES_MAX => " ".repeat(n),
+            (_, Some(text)) if text.len() <= JSON_SEPARATOR_BYTES_MAX => text.to_string(),
             _ => {
                 return Err(Error::new(
                     ErrorKind::InvalidOperation,
@@ -49,11 +50,11 @@ pub(super) fn tojson(value: &Value, args: Rest<Value>, kwargs: Kwargs) -> Result
         }),
         None => None,
     };
-    let (item, key) = match option(2)? {
+    let (item_separator, key_separator) = match option(2)? {
         Some(pair) => {
             let part = |i| pair.get_item_by_index(i).map(|value| value.to_string());
             let (item, key) = (part(0)?, part(1)?);
-            if item.len().max(key.len()) > JSON_BETWEEN_MAX {
+            if item.len().max(key.len()) > JSON_SEPARATOR_BYTES_MAX {
                 return Err(Error::new(
                     ErrorKind::InvalidOperation,
                     "tojson: `separators` are too long",
@@ -69,11 +70,11 @@ pub(super) fn tojson(value: &Value, args: Rest<Value>, kwargs: Kwargs) -> Result
     let mut out = String::new();
     write_json(
         value,
-        &Layout {
+        &JsonLayout {
             indent,
-            item,
-            key,
-            ascii,
+            item_separator,
+            key_separator,
+            ascii_only,
             sort_keys,
         },
         0,
@@ -84,11 +85,11 @@ pub(super) fn tojson(value: &Value, args: Rest<Value>, kwargs: Kwargs) -> Result
 
 /// `value` as JSON without white space.
 pub(super) fn compact_json(value: &Value) -> Result<String, Error> {
-    let layout = Layout {
+    let layout = JsonLayout {
         indent: None,
-        item: ",".into(),
-        key: ":".into(),
-        ascii: false,
+        item_separator: ",".into(),
+        key_separator: ":".into(),
+        ascii_only: false,
         sort_keys: false,
     };
     let mut out = String::new();
@@ -96,12 +97,12 @@ pub(super) fn compact_json(value: &Value) -> Result<String, Error> {
     Ok(out)
 }
 
-fn write_json(value: &Value, layout: &Layout, depth: usize, out: &mut String) -> Result<(), Error> {
+fn write_json(value: &Value, layout: &JsonLayout, depth: usize, out: &mut String) -> Result<(), Error> {
     if depth > JSON_DEPTH_MAX {
         return Err(Error::new(ErrorKind::InvalidOperation, "tojson: nested too deeply"));
     }
-    budget::foresee(out.len())?;
-    let line = |out: &mut String, depth: usize| {
+    budget::check_fits(out.len())?;
+    let break_line = |out: &mut String, depth: usize| {
         if let Some(indent) = &layout.indent {
             out.push('\n');
             out.extend(std::iter::repeat_n(indent.as_str(), depth));
@@ -110,21 +111,21 @@ fn write_json(value: &Value, layout: &Layout, depth: usize, out: &mut String) ->
     match value.kind() {
         ValueKind::None => out.push_str("null"),
         ValueKind::Bool => out.push_str(if value.is_true() { "true" } else { "false" }),
-        ValueKind::Number => out.push_str(&number(value)),
-        ValueKind::String => write_json_text(value.as_str().unwrap_or_default(), layout.ascii, out),
+        ValueKind::Number => out.push_str(&number_repr(value)),
+        ValueKind::String => write_json_text(value.as_str().unwrap_or_default(), layout.ascii_only, out),
         ValueKind::Seq | ValueKind::Iterable => {
             let mut empty = true;
             out.push('[');
             for item in value.try_iter()?.checked() {
                 if !empty {
-                    out.push_str(&layout.item);
+                    out.push_str(&layout.item_separator);
                 }
                 empty = false;
-                line(out, depth + 1);
+                break_line(out, depth + 1);
                 write_json(&item?, layout, depth + 1, out)?;
             }
             if !empty {
-                line(out, depth);
+                break_line(out, depth);
             }
             out.push(']');
         }
@@ -136,15 +137,15 @@ fn write_json(value: &Value, layout: &Layout, depth: usize, out: &mut String) ->
             out.push('{');
             for (i, key) in keys.iter().enumerate() {
                 if i > 0 {
-                    out.push_str(&layout.item);
+                    out.push_str(&layout.item_separator);
                 }
-                line(out, depth + 1);
-                write_json_text(&key.to_string(), layout.ascii, out);
-                out.push_str(&layout.key);
+                break_line(out, depth + 1);
+                write_json_text(&key.to_string(), layout.ascii_only, out);
+                out.push_str(&layout.key_separator);
                 write_json(&value.get_item(key)?, layout, depth + 1, out)?;
             }
             if !keys.is_empty() {
-                line(out, depth);
+                break_line(out, depth);
             }
             out.push('}');
         }
@@ -158,7 +159,7 @@ fn write_json(value: &Value, layout: &Layout, depth: usize, out: &mut String) ->
     Ok(())
 }
 
-fn write_json_text(text: &str, ascii: bool, out: &mut String) {
+fn write_json_text(text: &str, ascii_only: bool, out: &mut String) {
     out.push('"');
     for c in text.chars() {
         match c {
@@ -170,8 +171,8 @@ fn write_json_text(text: &str, ascii: bool, out: &mut String) {
             '\u{8}' => out.push_str("\\b"),
             '\u{C}' => out.push_str("\\f"),
             c if (c as u32) < 0x20 => push_escape(c as u32, out),
-            // The guard's marks are not escaped, since they must be found afterwards.
-            c if ascii && (c as u32) > 0x7E && !guard::is_mark(c) => {
+            // The guard's marks are not escaped: the guard must find them in the rendered prompt.
+            c if ascii_only && (c as u32) > 0x7E && !guard::is_mark(c) => {
                 let mut units = [0; 2];
                 for unit in c.encode_utf16(&mut units) {
                     push_escape((*unit).into(), out);
@@ -189,7 +190,7 @@ fn push_escape(code: u32, out: &mut String) {
 }
 
 /// A number as Python prints it.
-fn number(value: &Value) -> String {
+fn number_repr(value: &Value) -> String {
     if value.is_integer() {
         return value.to_string();
     }
@@ -212,8 +213,8 @@ pub(super) fn float_repr(value: f64) -> String {
             "-Infinity".into()
         };
     }
-    let size = value.abs();
-    if size != 0.0 && !(1e-4..1e16).contains(&size) {
+    let magnitude = value.abs();
+    if magnitude != 0.0 && !(1e-4..1e16).contains(&magnitude) {
         let text = format!("{value:e}");
         let (digits, exponent) = text.split_once('e').unwrap_or((&text, "0"));
         let (sign, exponent) = match exponent.strip_prefix('-') {
@@ -229,7 +230,7 @@ pub(super) fn float_repr(value: f64) -> String {
 /// Maximum width of a `format` field, in characters.
 const FORMAT_WIDTH_MAX: u64 = 4096;
 
-/// The `format` filter with bounded field widths: `"%9999999999d"` would use up all memory.
+/// The `format` filter with limited field widths: `"%9999999999d"` would use up all memory.
 pub(super) fn format(state: &mut State, text: &Value, args: Rest<ValueOrKwargs>) -> Result<Value, Error> {
     let values: Vec<Value> = args.iter().map(|arg| Value::clone(arg)).collect();
     for spec in text.as_str().unwrap_or_default().split('%').skip(1) {
@@ -243,23 +244,23 @@ pub(super) fn format(state: &mut State, text: &Value, args: Rest<ValueOrKwargs>)
     minijinja::filters::format(state, text, args)
 }
 
-/// Refuses a format field if its width, or an argument that gives its width, is too large.
+/// Refuses a format field `spec` if its width, or an argument that may give the width, is too large.
 fn check_widths(spec: &str, args: &[Value]) -> Result<(), Error> {
-    let wide = |width: u64| width > FORMAT_WIDTH_MAX;
+    let is_too_wide = |width: u64| width > FORMAT_WIDTH_MAX;
     let mut numbers = spec
         .split(|c: char| !c.is_ascii_digit())
         .filter(|digits| !digits.is_empty());
-    let written = numbers.any(|digits| digits.parse().map_or(true, wide));
-    let large = |value: &Value| value.as_i64().is_some_and(|n| wide(n.unsigned_abs()));
-    let holds_large = |value: &Value| match value.kind() {
+    let has_wide_number = numbers.any(|digits| digits.parse().map_or(true, is_too_wide));
+    let is_wide = |value: &Value| value.as_i64().is_some_and(|n| is_too_wide(n.unsigned_abs()));
+    let holds_wide = |value: &Value| match value.kind() {
         // Named arguments.
         ValueKind::Map => value
             .try_iter()
-            .is_ok_and(|mut keys| keys.any(|key| value.get_item(&key).is_ok_and(|item| large(&item)))),
-        _ => large(value),
+            .is_ok_and(|mut keys| keys.any(|key| value.get_item(&key).is_ok_and(|item| is_wide(&item)))),
+        _ => is_wide(value),
     };
-    let taken = spec.contains(['*', '{']) && args.iter().any(holds_large);
-    if written || taken {
+    let has_wide_argument = spec.contains(['*', '{']) && args.iter().any(holds_wide);
+    if has_wide_number || has_wide_argument {
         return Err(Error::new(
             ErrorKind::InvalidOperation,
             format!("format: a field is wider than {FORMAT_WIDTH_MAX} characters"),
@@ -307,20 +308,21 @@ pub(super) fn indent(text: &str, width: Option<Value>, args: Rest<Value>, kwargs
     Ok(out)
 }
 
-/// Whether the value is iterable in Python's sense, as texts and mappings are.
+/// Jinja's `iterable` test: texts and mappings are iterable, as in Python.
 pub(super) fn is_iterable(value: &Value) -> bool {
     use ValueKind::{Iterable, Map, Seq, String, Undefined};
     matches!(value.kind(), String | Seq | Map | Iterable | Undefined)
 }
 
-/// Jinja's `sequence` test: the value has a length and items, as texts and mappings do.
+/// Jinja's `sequence` test: texts and mappings are sequences, since they have a length and items.
 pub(super) fn is_sequence(value: &Value) -> bool {
     use ValueKind::{Map, Seq, String, Undefined};
     matches!(value.kind(), String | Seq | Map | Undefined)
 }
 
-/// Python methods of texts, lists and mappings: those of minijinja-contrib and some that it lacks.
-pub(super) fn method(state: &mut State, value: &Value, name: &str, args: &[Value]) -> Result<Value, Error> {
+/// Calls a Python method of a text, list or mapping: one of minijinja-contrib's, or one of those
+/// that it does not have.
+pub(super) fn call_method(state: &mut State, value: &Value, name: &str, args: &[Value]) -> Result<Value, Error> {
     check_method(value, name, args)?;
     if let Some(text) = value.as_str()
         && let Some(result) = text_method(text, name, args)?
@@ -346,7 +348,7 @@ fn check_method(value: &Value, name: &str, args: &[Value]) -> Result<(), Error> 
         ("join", Some(list)) => sized::check_join(text, list),
         ("replace" | "split" | "rsplit" | "splitlines", _) => {
             let all: Vec<Value> = [value].into_iter().chain(args).cloned().collect();
-            sized::check(name, &all)
+            sized::check_result(name, &all)
         }
         ("format", _) => sized::check_format(text.matches('{').count(), args),
         _ => Ok(()),
@@ -391,11 +393,11 @@ fn text_method(text: &str, name: &str, args: &[Value]) -> Result<Option<Value>, 
         "index" => {
             let (part,): (Arc<str>,) = from_args(args)?;
             match text.find(&*part) {
-                Some(at) => Value::from(text[..at].chars().count()),
+                Some(start) => Value::from(text[..start].chars().count()),
                 None => return Err(Error::new(ErrorKind::InvalidOperation, "str.index: not found")),
             }
         }
-        // minijinja-contrib does the formatting after this check.
+        // This only checks the widths; minijinja-contrib formats.
         "format" => {
             for spec in text.split(':').skip(1) {
                 let end = spec.find('}').unwrap_or(spec.len());
@@ -403,17 +405,17 @@ fn text_method(text: &str, name: &str, args: &[Value]) -> Result<Option<Value>, 
             }
             return Ok(None);
         }
-        // Capitalizes after every non-letter, unlike Jinja's filter of the same name.
+        // Unlike Jinja's filter `title`, the method capitalizes after every non-letter.
         "title" => {
-            let mut inside = false;
+            let mut in_word = false;
             let mut out = String::with_capacity(text.len());
             for c in text.chars() {
-                if inside {
+                if in_word {
                     out.extend(c.to_lowercase())
                 } else {
                     out.extend(c.to_uppercase())
                 }
-                inside = c.is_alphabetic();
+                in_word = c.is_alphabetic();
             }
             Value::from(out)
         }
@@ -431,16 +433,17 @@ fn text_method(text: &str, name: &str, args: &[Value]) -> Result<Option<Value>, 
             .into(),
         "zfill" | "ljust" | "rjust" | "center" => {
             let (width,): (usize,) = from_args(args)?;
-            let missing = width.min(1 << 16).saturating_sub(text.chars().count());
+            let padding = width.min(1 << 16).saturating_sub(text.chars().count());
             Value::from(match name {
-                "zfill" => format!("{}{text}", "0".repeat(missing)),
-                "ljust" => format!("{text}{}", " ".repeat(missing)),
-                // With an odd width, an odd space goes in front, as in Python.
+                "zfill" => format!("{}{text}", "0".repeat(padding)),
+                "ljust" => format!("{text}{}", " ".repeat(padding)),
+                // As in Python, an odd number of spaces has its extra one in front if the width is
+                // odd, too.
                 "center" => {
-                    let before = missing / 2 + (missing & width & 1);
-                    format!("{}{text}{}", " ".repeat(before), " ".repeat(missing - before))
+                    let before = padding / 2 + (padding & width & 1);
+                    format!("{}{text}{}", " ".repeat(before), " ".repeat(padding - before))
                 }
-                _ => format!("{}{text}", " ".repeat(missing)),
+                _ => format!("{}{text}", " ".repeat(padding)),
             })
         }
         _ => return Ok(None),

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::check::{FieldError, bad, check_length, text};
+use super::check::{FieldError, bad, check_length, checked_text};
 use super::file::QueueFile;
 use super::suggest;
 use crate::queue::QueueUrl;
@@ -17,19 +17,19 @@ const PROPERTY_BYTES_MAX: usize = 64;
 /// Where a job's shards are enqueued.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct JobQueue {
-    /// As written, without a password.
+    /// As in the job file, without a password.
     pub url: String,
-    /// librdkafka properties that a job file may set, converted to librdkafka's form, in the file's
-    /// order.
+    /// Checked librdkafka properties, with values as librdkafka takes them, in the file's order.
     pub kafka: Vec<(String, String)>,
 }
 
-/// The environment variable that sets a librdkafka property: `GRISTMILL_KAFKA_SASL_PASSWORD`.
+/// The environment variable that sets a librdkafka property: for `sasl.password`,
+/// `GRISTMILL_KAFKA_SASL_PASSWORD`.
 pub fn environment_name(property: &str) -> String {
     format!("GRISTMILL_KAFKA_{}", property.to_ascii_uppercase().replace('.', "_"))
 }
 
-/// Whether this address contains a password (`scheme://user:password@…`).
+/// Whether this address contains a password: `scheme://user:password@…`, or in its query.
 pub fn has_password(url: &str) -> bool {
     let rest = url.split_once("://").map_or(url, |(_, rest)| rest);
     let authority = rest.split(['/', '?', '#']).next().unwrap_or_default();
@@ -40,8 +40,8 @@ pub fn has_password(url: &str) -> bool {
 }
 
 fn check_name(name: &str) -> Result<(), FieldError> {
-    let legal = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
-    if !name.is_empty() && name.len() <= PROPERTY_BYTES_MAX && name.chars().all(legal) {
+    let is_name_char = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
+    if !name.is_empty() && name.len() <= PROPERTY_BYTES_MAX && name.chars().all(is_name_char) {
         return Ok(());
     }
     bad(
@@ -52,10 +52,10 @@ fn check_name(name: &str) -> Result<(), FieldError> {
     )
 }
 
-/// Job files may be untrusted: they may set tuning properties, but none that access files,
-/// libraries or passwords.
+/// Checks that a job file may set this property. A job file may be untrusted, so it may only tune
+/// the client: it cannot make the client read files, load libraries or use passwords.
 fn check_owner(field: &str, name: &str) -> Result<(), FieldError> {
-    let (why, near) = match owner(name) {
+    let (why, hint) = match owner(name) {
         Owner::JobFile => return Ok(()),
         Owner::Nobody(why) => return bad(field, format!("cannot be set: {why}")),
         Owner::Operator(why) => (why, String::new()),
@@ -64,8 +64,8 @@ fn check_owner(field: &str, name: &str) -> Result<(), FieldError> {
             suggest(name, JOB_FILE_ALLOWED.iter().copied()),
         ),
     };
-    // No variable exists for a property with a `_` in its name, and a variable that ends in `_FILE`
-    // names a file with the value.
+    // A variable cannot set a property with `_` or `-` in its name, and a variable that ends in
+    // `_FILE` names a file with the value.
     let variable = if name.contains(['_', '-']) || name.ends_with(".file") {
         String::new()
     } else {
@@ -73,13 +73,13 @@ fn check_owner(field: &str, name: &str) -> Result<(), FieldError> {
     };
     bad(
         field,
-        format!("{why}: whoever runs gristmill may set it, by {variable}`--kafka {name}=…`{near}"),
+        format!("{why}: whoever runs gristmill may set it, by {variable}`--kafka {name}=…`{hint}"),
     )
 }
 
 impl JobQueue {
     pub(super) fn check(raw: QueueFile) -> Result<JobQueue, FieldError> {
-        let url = text("queue.url", raw.url)?;
+        let url = checked_text("queue.url", raw.url)?;
         if has_password(&url) {
             return bad(
                 "queue.url",
@@ -138,7 +138,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn passwords_are_seen_wherever_they_stand() {
+    fn passwords_in_any_part_of_a_url_are_found() {
         for url in [
             "amqp://u:p@h/v/q",
             "amqps://u:@h:5671/v/q",

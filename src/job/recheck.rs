@@ -1,21 +1,22 @@
-//! The sample of a finished job's rows that is run again, and its precision.
+//! The recheck of a finished job: how many of its rows are run again, and in which precision.
 
 use super::check::{FieldError, bad};
 use super::file::RecheckFile;
 use super::suggest;
 use crate::device::Precision;
 
-/// A job's `report.recheck` settings.
+/// A job's checked `report.recheck` block.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Recheck {
-    /// At least 1; a job with fewer rows is rechecked completely.
+    /// Number of rows, at least 1; a job with fewer rows is rechecked completely.
     pub rows: u64,
     /// One of [`Recheck::PRECISIONS`].
     pub precision: Precision,
 }
 
 impl Default for Recheck {
-    /// 200 rows: where 99 % of them agree, the 95 % interval is some three points wide.
+    /// 200 rows: if 99 % of them agree, the 95 % confidence interval is about three percentage points
+    /// wide.
     fn default() -> Self {
         Recheck {
             rows: 200,
@@ -46,12 +47,12 @@ impl Recheck {
                     format!("is `{known}`; it must be `f32` or `bf16`, higher than the job's own"),
                 );
             }
-            Some(word) => match Recheck::PRECISIONS.into_iter().find(|known| known.word() == word) {
+            Some(word) => match Recheck::PRECISIONS.into_iter().find(|known| known.name() == word) {
                 Some(precision) => precision,
                 None => {
                     return bad(
                         "report.recheck.precision",
-                        format!("is `{word}`{}", suggest(word, Recheck::PRECISIONS.map(Precision::word))),
+                        format!("is `{word}`{}", suggest(word, Recheck::PRECISIONS.map(Precision::name))),
                     );
                 }
             },

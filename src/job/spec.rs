@@ -1,5 +1,5 @@
-//! A valid job: the job file's content, checked, with all defaults filled in. Nothing downstream
-//! checks again.
+//! A valid job: the checked content of a job file, with all defaults filled in. Nothing downstream
+//! checks it again.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -11,37 +11,37 @@ use sha2::{Digest, Sha256};
 use super::JobError;
 use super::carry::Carry;
 use super::chat::Turn;
-use super::check::{FieldError, bad, integer_in, text};
+use super::check::{FieldError, bad, checked_text, integer_in};
 use super::file::{
     BudgetFile, ContentFile, JobFile, MessageFile, OutputFile, OutputFormat, ParsedForm, PromptFile, Role, Truncate,
     Unfinished,
 };
-use super::generate::{Generate, ShapeSpec};
+use super::generate::{ConstraintSpec, Generate};
 use super::input::Input;
 use super::on_finish::OnFinish;
 use super::parameters::Parameters;
-use super::parse::{Parsed, base_dir, earlier_hashes};
+use super::parse::{Parsed, base_dir, hashes_of_older_versions};
 use super::precision::RequestedPrecision;
 use super::queue::JobQueue;
 use super::recheck::Recheck;
-use super::writing::writing;
+use super::writing::checked_writing;
 use crate::dataset::plan::Format;
-use crate::dataset::writing::Writing;
+use crate::dataset::writing::WriteOptions;
 
-/// Largest `chat_template` file, in bytes.
+/// Maximum size of a `chat_template` file.
 pub(super) const TEMPLATE_BYTES_MAX: u64 = 4 << 20;
 /// Default rows per shard.
-const SHARD_ROWS: i64 = 4096;
+const DEFAULT_SHARD_ROWS: i64 = 4096;
 pub(super) const SHARD_ROWS_MAX: i64 = 1_000_000;
-/// Maximum `context`, which exceeds any model's.
+/// Maximum `context` in tokens; it exceeds that of any model.
 pub(super) const CONTEXT_MAX: u32 = 1 << 26;
 
-/// Maximum `deadline`: ten years.
-pub const SECONDS_MAX: u64 = 315_360_000;
+/// Maximum `budget.deadline`: ten years.
+pub const DEADLINE_SECONDS_MAX: u64 = 315_360_000;
 /// Maximum length of `cache_salt`, in characters.
 const CACHE_SALT_CHARS_MAX: usize = 256;
 
-/// Result columns besides the carried ones.
+/// Names of result columns; no carried column may have such a name.
 pub const RESULT_COLUMNS: [&str; 12] = [
     "row",
     "status",
@@ -61,16 +61,17 @@ pub const RESULT_COLUMNS: [&str; 12] = [
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Job {
     pub name: String,
-    /// As written: a path relative to `base_dir`, `hf://…` or a URL.
+    /// As in the job file: a path relative to `base_dir`, `hf://…` or a URL.
     pub model: String,
     pub precision: RequestedPrecision,
-    /// Format of keys and values; `Auto`: the precision's own.
+    /// Format of keys and values; `Auto`: the same format as the precision.
     #[serde(default)]
     pub kv_cache: RequestedPrecision,
     /// Whether a row's answer must be bit-identical whatever else is in its batch.
     #[serde(default)]
     pub deterministic: bool,
-    /// Jobs with the same salt share cached prefixes; `None`: only within this job.
+    /// Jobs with the same salt share cached prefixes; `None`: prefixes are shared only within this
+    /// job.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cache_salt: Option<String>,
     /// Maximum sequence length in tokens, at least 2; `None`: the checkpoint's.
@@ -82,24 +83,26 @@ pub struct Job {
     /// Maximum rows per shard, at least 1.
     pub shard_rows: u64,
     pub budget: Budget,
-    /// Where `submit` enqueues. Not recorded, since another queue does not make another job.
+    /// The queue that `submit` uses. It is not recorded: a job stays the same with another queue.
     #[serde(skip)]
     pub queue: Option<JobQueue>,
     /// The input column with the correct answers, for the report.
     pub gold: Option<String>,
-    /// The report's recheck settings. Not recorded either, since they change no row.
+    /// The report's recheck settings. They are not recorded, since they change no row.
     #[serde(skip)]
     pub recheck: Option<Recheck>,
-    /// Actions at the end of the job. Only the address is recorded.
-    #[serde(default, skip_serializing_if = "OnFinish::is_unrecorded")]
+    /// Actions at the end of the job. Only their address is recorded.
+    #[serde(default, skip_serializing_if = "OnFinish::is_record_empty")]
     pub on_finish: OnFinish,
     /// The job file's folder; paths without a scheme are relative to it.
     pub base_dir: PathBuf,
-    /// The job file, for messages.
+    /// Path of the job file, for messages.
     pub file: String,
-    /// SHA-256, hexadecimal, of the job file's content: a job with the same hash is the same job.
+    /// SHA-256, hexadecimal, of the fields of the job file that can change an answer. Jobs with the
+    /// same hash are the same job.
     pub hash: String,
-    /// The job file's content as read; null if the job comes from a record.
+    /// The job file's content, with parameters and included files filled in; null if the job comes
+    /// from a record.
     #[serde(skip)]
     pub content: Value,
 }
@@ -108,10 +111,10 @@ pub struct Job {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Prompt {
     pub kind: PromptKind,
-    /// The chat template that the job gives; `None` takes the checkpoint's default.
+    /// The chat template that the job gives; `None`: the checkpoint's.
     pub chat_template: Option<ChatTemplateChoice>,
     pub chat_template_kwargs: Map<String, Value>,
-    /// With `continue_final_message`, determines how prompts end; see [`Prompt::turn`].
+    /// This and `continue_final_message` determine how prompts end; see [`Prompt::turn`].
     #[serde(default)]
     pub add_generation_prompt: Option<bool>,
     #[serde(default)]
@@ -121,10 +124,10 @@ pub struct Prompt {
 
 impl Prompt {
     /// How rendered conversations end, by the job's fields and its `chat_template_kwargs`; `None`
-    /// if unset. The error goes behind the name of the block.
+    /// if unset. The error continues the block's name.
     pub fn turn(&self) -> Result<Option<Turn>, String> {
         let fields = [self.add_generation_prompt, self.continue_final_message].map(|flag| flag.map(Value::Bool));
-        Turn::of([fields[0].as_ref(), fields[1].as_ref()], &self.chat_template_kwargs)
+        Turn::from_switches([fields[0].as_ref(), fields[1].as_ref()], &self.chat_template_kwargs)
     }
 }
 
@@ -132,9 +135,9 @@ impl Prompt {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum PromptKind {
-    /// A conversation of column templates, at least one.
+    /// A conversation of at least one message; contents are column templates.
     Messages(Vec<Message>),
-    /// A column template, without chat template.
+    /// A column template; no chat template is applied.
     Text(String),
     /// A column of token ids.
     TokenIds(String),
@@ -142,43 +145,45 @@ pub enum PromptKind {
     Openai,
 }
 
-/// One message, its content a column template.
+/// One message of the job's conversation.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Message {
     pub role: Role,
-    /// One template, or several for content written as a list of parts.
+    /// Column templates: one, or several if the content is a list of parts.
     pub parts: Vec<String>,
+    /// Whether the content is a list of parts.
     pub is_list: bool,
 }
 
-/// A job's own chat template.
+/// The chat template that a job gives.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ChatTemplateChoice {
-    /// One of the checkpoint's, by name.
+    /// The name of a template of the checkpoint.
     Named(String),
+    /// The template's source.
     Source(String),
 }
 
 /// The job's output settings.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Output {
-    /// As written.
+    /// As in the job file.
     pub uri: String,
-    /// Input columns.
+    /// Input columns that are copied to the output.
     pub carry: Vec<String>,
-    /// Output names of renamed columns.
+    /// Input columns that get another name, and the output's names for them.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub renamed: BTreeMap<String, String>,
     /// Whether all other columns are carried as well.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub carry_all: bool,
     pub format: OutputFormat,
-    /// `Text` in records of a gristmill without typed answers.
+    /// Records of a gristmill without typed answers have `Text`.
     #[serde(default, skip_serializing_if = "ParsedForm::is_text")]
     pub parsed: ParsedForm,
-    #[serde(default, skip_serializing_if = "Writing::is_default")]
-    pub writing: Writing,
+    #[serde(default, skip_serializing_if = "WriteOptions::is_default")]
+    pub writing: WriteOptions,
     pub token_ids: bool,
 }
 
@@ -188,42 +193,42 @@ pub struct Budget {
     pub usd: Option<f64>,
     pub usd_per_hour: Option<f64>,
     pub deadline_seconds: Option<u64>,
-    /// Handling of the remaining rows when a limit is reached.
+    /// What happens to the remaining rows when a limit is reached.
     #[serde(default)]
     pub unfinished: Unfinished,
 }
 
 impl Job {
-    /// Reads and checks a job file with these parameter values.
+    /// Reads and checks a job file, and fills in `parameters`.
     pub fn load(path: &Path, parameters: &Parameters) -> Result<Job, JobError> {
         let parsed = JobFile::read(path, parameters)?;
         Job::check(parsed, &path.display().to_string(), &base_dir(path))
     }
 
-    /// Checks a parsed job file. `file` names it in messages; relative paths start from `base_dir`.
+    /// Checks a parsed job file. `file` names it in messages; paths are relative to `base_dir`.
     pub fn check(parsed: Parsed, file: &str, base_dir: &Path) -> Result<Job, JobError> {
-        build(parsed, file, base_dir).map_err(|error| JobError::Invalid {
-            place: file.to_string(),
+        check_file(parsed, file, base_dir).map_err(|error| JobError::Invalid {
+            location: file.to_string(),
             message: error.to_string(),
         })
     }
 
-    /// SHA-256, hexadecimal, of the job file's content.
+    /// The hash that identifies the job.
     pub fn hash(&self) -> &str {
         &self.hash
     }
 
-    /// Whether `hash` is this job's, or was when its name, paths and price `usd_per_hour` were
-    /// hashed too.
-    pub fn hashes_to(&self, hash: &str, usd_per_hour: Option<f64>) -> bool {
+    /// Whether `hash` is this job's, or the one that an older gristmill gave it: those covered the
+    /// name, the paths, and the price `usd_per_hour` at which the job was begun.
+    pub fn has_hash(&self, hash: &str, usd_per_hour: Option<f64>) -> bool {
         hash == self.hash
-            || earlier_hashes(&self.content, usd_per_hour)
+            || hashes_of_older_versions(&self.content, usd_per_hour)
                 .iter()
                 .any(|earlier| earlier == hash)
     }
 
-    /// The job with all defaults filled in, for the ledger. `base_dir` is made absolute, so that
-    /// [`Job::of_record`] can read the job on any machine.
+    /// The job with all defaults filled in, for the ledger; [`Job::from_record`] reads it back.
+    /// `base_dir` becomes absolute, since the record may be read in another working directory.
     pub fn resolved(&self) -> Value {
         let base_dir = std::path::absolute(&self.base_dir).unwrap_or_else(|_| self.base_dir.clone());
         let job = Job {
@@ -234,7 +239,7 @@ impl Job {
         serde_json::to_value(&job).unwrap_or(Value::Null)
     }
 
-    /// The key of the job's random stream: the given seed, or one derived from the job's id.
+    /// The key of the job's random stream: the job's seed, else one that is derived from its id.
     pub fn seed(&self, job_id: &str) -> u64 {
         self.generate.seed.unwrap_or_else(|| {
             let digest = Sha256::digest(format!("gristmill seed {job_id}"));
@@ -243,28 +248,28 @@ impl Job {
     }
 }
 
-fn build(parsed: Parsed, file: &str, base_dir: &Path) -> Result<Job, FieldError> {
+fn check_file(parsed: Parsed, file: &str, base_dir: &Path) -> Result<Job, FieldError> {
     let Parsed {
         file: raw,
         hash,
         content,
     } = parsed;
-    let name = text("name", raw.name)?;
+    let name = checked_text("name", raw.name)?;
     check_name(&name)?;
-    let model = text("model", raw.model)?;
+    let model = checked_text("model", raw.model)?;
     let input = Input::check(raw.input)?;
     let generate = Generate::check(&raw.generate.unwrap_or_default()).map_err(|e| FieldError {
         field: format!("generate.{}", e.field),
         why: e.why,
     })?;
     let report = raw.report.unwrap_or_default();
-    let gold = report.gold.map(|gold| text("report.gold", gold)).transpose()?;
+    let gold = report.gold.map(|gold| checked_text("report.gold", gold)).transpose()?;
     let recheck = report.recheck.map(Recheck::check).transpose()?;
     let output = output(raw.output)?;
-    check_together(&generate, &output, gold.is_some(), recheck.is_some())?;
+    check_combinations(&generate, &output, gold.is_some(), recheck.is_some())?;
     let prompt = prompt(raw.prompt, input.format, base_dir)?;
-    check_typed(&generate, &output, &prompt)?;
-    let rows = raw.shards.and_then(|shards| shards.rows).unwrap_or(SHARD_ROWS);
+    check_typed_answers(&generate, &output, &prompt)?;
+    let rows = raw.shards.and_then(|shards| shards.rows).unwrap_or(DEFAULT_SHARD_ROWS);
     if !(1..=SHARD_ROWS_MAX).contains(&rows) {
         return bad(
             "shards.rows",
@@ -277,7 +282,7 @@ fn build(parsed: Parsed, file: &str, base_dir: &Path) -> Result<Job, FieldError>
         precision: RequestedPrecision::check("precision", raw.precision.as_deref())?,
         kv_cache: RequestedPrecision::check("kv_cache", raw.kv_cache.as_deref())?,
         deterministic: raw.deterministic.unwrap_or(false),
-        cache_salt: raw.cache_salt.map(cache_salt).transpose()?,
+        cache_salt: raw.cache_salt.map(checked_cache_salt).transpose()?,
         context: raw
             .context
             .map(|tokens| integer_in("context", Some(tokens), 2, 2, CONTEXT_MAX))
@@ -299,7 +304,7 @@ fn build(parsed: Parsed, file: &str, base_dir: &Path) -> Result<Job, FieldError>
     })
 }
 
-/// Names are printed in single lines, so they must not hold control characters.
+/// Checks that a job's name has no control characters: it is printed within a line.
 pub(super) fn check_name(name: &str) -> Result<(), FieldError> {
     if name.chars().any(char::is_control) {
         bad("name", "holds control characters")
@@ -308,22 +313,21 @@ pub(super) fn check_name(name: &str) -> Result<(), FieldError> {
     }
 }
 
-/// Checks combinations of settings that are valid alone but not together.
-pub(super) fn check_together(
+/// Checks combinations of settings, each of which is valid alone.
+pub(super) fn check_combinations(
     generate: &Generate,
     output: &Output,
-    gold: bool,
-    recheck: bool,
+    has_gold: bool,
+    has_recheck: bool,
 ) -> Result<(), FieldError> {
-    let openai = output.format == OutputFormat::Openai;
-    // The report reads answers from Parquet parts; with a gold column it compares one answer per
-    // row.
-    for (field, asked) in [("report.gold", gold), ("report.recheck", recheck)] {
-        if asked && openai {
+    let is_openai = output.format == OutputFormat::Openai;
+    // The report reads answers from Parquet parts.
+    for (field, is_set) in [("report.gold", has_gold), ("report.recheck", has_recheck)] {
+        if is_set && is_openai {
             return bad(field, "needs `output.format` to be `parquet`");
         }
     }
-    if gold && generate.n > 1 {
+    if has_gold && generate.n > 1 {
         return bad(
             "report.gold",
             "needs `generate.n` to be 1: it compares one answer a row",
@@ -331,17 +335,17 @@ pub(super) fn check_together(
     }
     let probabilities = matches!(
         generate.shape,
-        ShapeSpec::Choice {
+        ConstraintSpec::Choice {
             probabilities: true,
             ..
         }
     );
-    for (field, asked) in [
+    for (field, is_set) in [
         ("generate.logprobs", generate.logprobs),
         ("generate.choice_probabilities", probabilities),
         ("output.token_ids", output.token_ids),
     ] {
-        if asked && openai {
+        if is_set && is_openai {
             return bad(
                 field,
                 "needs `output.format` to be `parquet`: result lines in OpenAI's form have no place for it",
@@ -351,13 +355,13 @@ pub(super) fn check_together(
     Ok(())
 }
 
-/// Typed answers need a JSON Schema and an output with columns.
-pub(super) fn check_typed(generate: &Generate, output: &Output, prompt: &Prompt) -> Result<(), FieldError> {
+/// Checks that typed answers have a JSON Schema and an output with columns.
+pub(super) fn check_typed_answers(generate: &Generate, output: &Output, prompt: &Prompt) -> Result<(), FieldError> {
     let why = if output.parsed.is_text() {
         return Ok(());
     } else if output.format == OutputFormat::Openai {
         "needs `output.format` to be `parquet`: result lines in OpenAI's form hold the answer's text"
-    } else if !matches!(generate.shape, ShapeSpec::JsonSchema(_)) {
+    } else if !matches!(generate.shape, ConstraintSpec::JsonSchema(_)) {
         "needs `generate.json_schema`, whose types the column has"
     } else if matches!(prompt.kind, PromptKind::Openai) {
         "is for prompts of the job: a line of a batch file can ask for a schema of its own"
@@ -367,7 +371,7 @@ pub(super) fn check_typed(generate: &Generate, output: &Output, prompt: &Prompt)
     bad("output.parsed", format!("is `typed`, which {why}"))
 }
 
-pub(super) fn cache_salt(salt: String) -> Result<String, FieldError> {
+pub(super) fn checked_cache_salt(salt: String) -> Result<String, FieldError> {
     match salt.chars().count() {
         1..=CACHE_SALT_CHARS_MAX => Ok(salt),
         count => bad(
@@ -378,15 +382,15 @@ pub(super) fn cache_salt(salt: String) -> Result<String, FieldError> {
 }
 
 fn prompt(raw: Option<PromptFile>, format: Option<Format>, base_dir: &Path) -> Result<Prompt, FieldError> {
-    let openai_possible = matches!(format, None | Some(Format::OpenaiBatch));
-    let missing = raw.is_none();
+    let may_be_openai = matches!(format, None | Some(Format::OpenaiBatch));
+    let is_missing = raw.is_none();
     let raw = raw.unwrap_or_default();
-    let given = [raw.messages.is_some(), raw.text.is_some(), raw.token_ids.is_some()];
-    let kind = match given.iter().filter(|given| **given).count() {
-        // An OpenAI batch file has its own prompts; the block may still set a chat template or
-        // truncation.
-        0 if openai_possible => PromptKind::Openai,
-        0 if missing => return bad("prompt", "is missing; only OpenAI batch input goes without"),
+    let prompts = [raw.messages.is_some(), raw.text.is_some(), raw.token_ids.is_some()];
+    let kind = match prompts.iter().filter(|is_set| **is_set).count() {
+        // The lines of an OpenAI batch file hold the prompts. The block, if any, may set a chat
+        // template or truncation.
+        0 if may_be_openai => PromptKind::Openai,
+        0 if is_missing => return bad("prompt", "is missing; only OpenAI batch input goes without"),
         0 => {
             return bad(
                 "prompt",
@@ -397,7 +401,7 @@ fn prompt(raw: Option<PromptFile>, format: Option<Format>, base_dir: &Path) -> R
             (Some(messages), _, _) => PromptKind::Messages(conversation(messages)?),
             (_, Some(template), _) if template.is_empty() => return bad("prompt.text", "is empty"),
             (_, Some(template), _) => PromptKind::Text(template),
-            (_, _, column) => PromptKind::TokenIds(text("prompt.token_ids", column.unwrap_or_default())?),
+            (_, _, column) => PromptKind::TokenIds(checked_text("prompt.token_ids", column.unwrap_or_default())?),
         },
         _ => {
             return bad(
@@ -406,14 +410,14 @@ fn prompt(raw: Option<PromptFile>, format: Option<Format>, base_dir: &Path) -> R
             );
         }
     };
-    let chat = matches!(kind, PromptKind::Messages(_) | PromptKind::Openai);
-    for (name, given) in [
+    let uses_chat_template = matches!(kind, PromptKind::Messages(_) | PromptKind::Openai);
+    for (name, is_set) in [
         ("chat_template", raw.chat_template.is_some()),
         ("chat_template_kwargs", raw.chat_template_kwargs.is_some()),
         ("add_generation_prompt", raw.add_generation_prompt.is_some()),
         ("continue_final_message", raw.continue_final_message.is_some()),
     ] {
-        if given && !chat {
+        if is_set && !uses_chat_template {
             return bad(
                 format!("prompt.{name}"),
                 "is for `messages`; `text` and `token_ids` use no chat template",
@@ -457,14 +461,14 @@ fn conversation(messages: Vec<MessageFile>) -> Result<Vec<Message>, FieldError> 
     Ok(out)
 }
 
-/// A template's source, a file with a template, or the name of a template of the checkpoint.
+/// Reads `prompt.chat_template`: a template, a file with one, or the name of one of the checkpoint's.
 fn chat_template(choice: String, base_dir: &Path) -> Result<ChatTemplateChoice, FieldError> {
     const FIELD: &str = "prompt.chat_template";
     if choice.contains("{{") || choice.contains("{%") {
         return Ok(ChatTemplateChoice::Source(choice));
     }
     if !choice.ends_with(".jinja") && !choice.ends_with(".j2") {
-        return Ok(ChatTemplateChoice::Named(text(FIELD, choice)?));
+        return Ok(ChatTemplateChoice::Named(checked_text(FIELD, choice)?));
     }
     let path = base_dir.join(&choice);
     let unreadable = |e: std::io::Error| FieldError {
@@ -476,7 +480,7 @@ fn chat_template(choice: String, base_dir: &Path) -> Result<ChatTemplateChoice, 
 }
 
 fn output(raw: OutputFile) -> Result<Output, FieldError> {
-    let writing = writing(&raw)?;
+    let writing = checked_writing(&raw)?;
     let Carry { columns, renamed, all } = Carry::check(raw.carry)?;
     if raw.format == Some(OutputFormat::Openai)
         && let Some(column) = ["custom_id", "url"]
@@ -487,7 +491,7 @@ fn output(raw: OutputFile) -> Result<Output, FieldError> {
         return bad("output.carry", why);
     }
     Ok(Output {
-        uri: text("output.uri", raw.uri)?,
+        uri: checked_text("output.uri", raw.uri)?,
         carry: columns,
         renamed,
         carry_all: all,
@@ -498,7 +502,7 @@ fn output(raw: OutputFile) -> Result<Output, FieldError> {
     })
 }
 
-/// `budget.usd` and `budget.usd_per_hour`.
+/// Checks `budget.usd` and `budget.usd_per_hour`.
 pub(super) fn check_dollars(usd: Option<f64>, usd_per_hour: Option<f64>) -> Result<(), FieldError> {
     for (field, value) in [("budget.usd", usd), ("budget.usd_per_hour", usd_per_hour)] {
         if value.is_some_and(|usd| !usd.is_finite() || usd < 0.0) {
@@ -534,13 +538,13 @@ fn budget(raw: BudgetFile) -> Result<Budget, FieldError> {
     })
 }
 
-/// Parses `6h`, `90m`, `45s`, `2d` and their sums (`1h30m`) to seconds. The error is one line.
+/// Parses `6h`, `90m`, `45s`, `2d` or a sum of them (`1h30m`) to seconds. The error is one line.
 pub fn duration_seconds(text: &str) -> Result<u64, String> {
-    const FORM: &str = "a time looks like `6h`, `90m` or `1h30m`";
+    const EXPECTED_FORM: &str = "a time looks like `6h`, `90m` or `1h30m`";
     let mut total: u64 = 0;
     let mut rest = text.trim();
     if rest.is_empty() {
-        return Err(FORM.into());
+        return Err(EXPECTED_FORM.into());
     }
     while !rest.is_empty() {
         let Some(digits) = rest.find(|c: char| !c.is_ascii_digit()) else {
@@ -548,14 +552,14 @@ pub fn duration_seconds(text: &str) -> Result<u64, String> {
                 "`{rest}` has no unit: write `{rest}h` for hours, or `{rest}s`, `{rest}m`, `{rest}d`"
             ));
         };
-        let count: u64 = rest[..digits].parse().map_err(|_| FORM)?;
+        let count: u64 = rest[..digits].parse().map_err(|_| EXPECTED_FORM)?;
         let mut chars = rest[digits..].chars();
         let unit = match chars.next() {
             Some('s') => 1,
             Some('m') => 60,
             Some('h') => 3_600,
             Some('d') => 86_400,
-            _ => return Err(FORM.into()),
+            _ => return Err(EXPECTED_FORM.into()),
         };
         total = count
             .checked_mul(unit)
@@ -565,7 +569,7 @@ pub fn duration_seconds(text: &str) -> Result<u64, String> {
     }
     match total {
         0 => Err("it is no time at all".into()),
-        1..=SECONDS_MAX => Ok(total),
+        1..=DEADLINE_SECONDS_MAX => Ok(total),
         _ => Err("it is longer than ten years".into()),
     }
 }

@@ -1,10 +1,10 @@
-//! How a model thinks: the job's settings, its vocabulary and its chat template.
+//! Determines how a model thinks, from the job's settings, the vocabulary and the chat template.
 //!
-//! Thoughts are separated from answers by token ids, so a delimiter must begin with an added token
-//! of the vocabulary, which ordinary text is never split into. A known pair of delimiters counts if
-//! the vocabulary has it as such tokens and the chat template mentions it; any other pair counts if
-//! the job names it. Delimiters that a vocabulary spells with ordinary tokens (Granite's `<think>`)
-//! cannot be told from text.
+//! Thoughts are separated from answers by token ids. So a delimiter must begin with an added token
+//! of the vocabulary, which encoding ordinary text never yields. A known pair of delimiters is used
+//! if the vocabulary has such tokens for it and the chat template mentions it. Another pair is used
+//! if the job names it. Delimiters that a vocabulary splits into ordinary tokens (Granite's
+//! `<think>`) cannot be distinguished from text.
 
 use std::sync::Arc;
 
@@ -14,17 +14,17 @@ use serde_json::{Value, json};
 
 use super::chat::ChatTemplate;
 use super::check::{FieldError, bad, check_length, integer_in};
-use super::generate::{Generate, MAX_TOKENS_MAX, ShapeSpec};
+use super::generate::{ConstraintSpec, Generate, MAX_TOKENS_MAX};
 use super::sampling::Source;
-use crate::engine::thinking::{Begin, Thinking};
+use crate::engine::thinking::{CompletionStart, Thinking};
 use crate::report::summary::{counted, number};
 use crate::tokenizer::Tokenizer;
 
-/// Default maximum of tokens for thought and answer, if neither the job nor the checkpoint sets
-/// one.
-const MAX_TOKENS: u32 = 8192;
+/// Default maximum of tokens for thought and answer together, if neither the job nor the checkpoint
+/// sets a maximum.
+const DEFAULT_MAX_TOKENS: u32 = 8192;
 /// Default maximum of tokens for the answer, if the job limits only the thought.
-const ANSWER_TOKENS: u32 = 256;
+const DEFAULT_ANSWER_TOKENS: u32 = 256;
 /// Texts that no template produces by itself.
 const THOUGHT_PROBE: &str = "gristmill probe thought";
 const ANSWER_PROBE: &str = "gristmill probe answer";
@@ -44,17 +44,17 @@ pub enum ThinkingFile {
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct ThinkingSettings {
-    /// What a thought begins with, where it is none of the known: one or more tokens of the vocabulary.
+    /// Opening delimiter of a thought, if gristmill does not know the model's: one or more tokens of the vocabulary.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub open: Option<String>,
-    /// What ends it.
+    /// Closing delimiter of a thought.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub close: Option<String>,
     /// Most tokens of a thought; a longer one is ended by `end_text`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 0, max = 1_048_576))]
     pub max_tokens: Option<i64>,
-    /// What ends a thought of `max_tokens` tokens; `close` is added where it does not hold it.
+    /// Text that ends a thought of `max_tokens` tokens; `close` is appended if the text does not contain it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub end_text: Option<String>,
 }
@@ -62,13 +62,13 @@ pub struct ThinkingSettings {
 /// A job's settings for thoughts.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ThinkingSpec {
-    /// Whether the job requires thoughts: then a model that does not think is refused.
+    /// Whether the job has settings for thoughts. If so, a model that does not think is refused.
     pub asked: bool,
-    /// The job's own delimiters.
+    /// The job's own delimiters, opening and closing.
     pub delimiters: Option<(String, String)>,
     /// Maximum tokens of a thought.
     pub max_tokens: Option<u32>,
-    /// The text that ends a longer thought.
+    /// The text that ends a thought of `max_tokens` tokens.
     pub end_text: Option<String>,
 }
 
@@ -123,7 +123,7 @@ impl ThinkingSpec {
     }
 
     /// Converts back to the input of [`ThinkingSpec::check`].
-    pub(super) fn as_file(spec: Option<&ThinkingSpec>) -> Option<ThinkingFile> {
+    pub(super) fn to_file(spec: Option<&ThinkingSpec>) -> Option<ThinkingFile> {
         let Some(spec) = spec else {
             return Some(ThinkingFile::Switch(false));
         };
@@ -139,145 +139,160 @@ impl ThinkingSpec {
     }
 }
 
-/// A pair of delimiters as text.
+/// The texts of a pair of delimiters.
 #[derive(Debug, Clone, Copy)]
-struct Pair<'a> {
+struct Delimiters<'a> {
     open: &'a str,
     close: &'a str,
-    /// The start of an answer without a thought.
+    /// The text that begins an answer without a thought.
     header: &'a str,
-    /// Text that models put between the thought and the closing delimiter, and between that and the
-    /// answer.
-    around: (&'a str, &'a str),
+    /// The usual text between a thought and the closing delimiter.
+    before_close: &'a str,
+    /// The usual text between the closing delimiter and the answer.
+    after_close: &'a str,
 }
 
-const fn pair(open: &'static str, close: &'static str, around: (&'static str, &'static str)) -> Pair<'static> {
-    Pair {
-        open,
-        close,
-        header: "",
-        around,
+impl<'a> Delimiters<'a> {
+    /// Delimiters without other texts.
+    const fn new(open: &'a str, close: &'a str) -> Delimiters<'a> {
+        Delimiters {
+            open,
+            close,
+            header: "",
+            before_close: "",
+            after_close: "",
+        }
+    }
+
+    /// Delimiters on lines of their own.
+    const fn on_lines(open: &'a str, close: &'a str) -> Delimiters<'a> {
+        Delimiters {
+            before_close: "\n",
+            after_close: "\n\n",
+            ..Delimiters::new(open, close)
+        }
     }
 }
 
-/// The known pairs.
-const KNOWN: [Pair<'static>; 5] = [
-    pair("<think>", "</think>", ("\n", "\n\n")),
-    pair("[THINK]", "[/THINK]", ("", "")),
-    pair("<thought>", "</thought>", ("\n", "\n\n")),
-    pair("<seed:think>", "</seed:think>", ("", "")),
-    Pair {
-        open: "<|channel|>analysis<|message|>",
-        close: "<|end|><|start|>assistant<|channel|>final<|message|>",
+/// Delimiters of known models.
+const KNOWN_DELIMITERS: [Delimiters<'static>; 5] = [
+    Delimiters::on_lines("<think>", "</think>"),
+    Delimiters::new("[THINK]", "[/THINK]"),
+    Delimiters::on_lines("<thought>", "</thought>"),
+    Delimiters::new("<seed:think>", "</seed:think>"),
+    Delimiters {
         header: "<|channel|>final<|message|>",
-        around: ("", ""),
+        ..Delimiters::new(
+            "<|channel|>analysis<|message|>",
+            "<|end|><|start|>assistant<|channel|>final<|message|>",
+        )
     },
 ];
 
 /// How the model of a job thinks.
 #[derive(Debug, Clone)]
-pub struct Thinks {
-    /// Settings of rows without settings of their own.
+pub struct ModelThinking {
+    /// The engine's settings for rows without settings of their own.
     thinking: Arc<Thinking>,
-    /// The delimiters' texts.
+    /// The texts of the delimiters.
     pub open: String,
     pub close: String,
-    /// How the job's prompts begin completions; `None`: it differs between prompts.
-    pub begin: Option<Begin>,
+    /// What completions of the job's prompts begin with; `None`: it differs between prompts.
+    pub begin: Option<CompletionStart>,
 }
 
-impl Thinks {
-    /// How the model of a job thinks; `None` if it does not, or if its whole output is the answer.
-    /// `probe`: a sample prompt of the job, if all prompts are alike.
+impl ModelThinking {
+    /// Determines how the model of a job thinks; `None` if it does not, or if its whole output is
+    /// the answer. `probe` is a sample prompt, if one template renders all prompts of the job.
     ///
     /// # Errors
-    /// One line without a place: the job's request cannot be satisfied.
-    pub(super) fn find(
+    /// The model cannot think as the job requires. The error is one line without a location.
+    pub(super) fn detect(
         generate: &Generate,
         tokenizer: &Tokenizer,
         chat: Option<&ChatTemplate>,
         probe: Option<&str>,
-    ) -> Result<Option<Thinks>, String> {
+    ) -> Result<Option<ModelThinking>, String> {
         let Some(spec) = &generate.thinking else {
             return Ok(None);
         };
         let source = chat.map(ChatTemplate::source).unwrap_or_default();
-        let mentions = |pair: &&Pair<'_>| source.contains(pair.open) || source.contains(pair.close);
-        let known = KNOWN.iter().filter(mentions).copied();
-        let own = spec.delimiters.as_ref().map(|(open, close)| Pair {
-            open,
-            close,
-            header: "",
-            around: ("", ""),
-        });
-        // The job may name a known pair.
+        let mentions = |pair: &&Delimiters<'_>| source.contains(pair.open) || source.contains(pair.close);
+        let known = KNOWN_DELIMITERS.iter().filter(mentions).copied();
+        let own = spec
+            .delimiters
+            .as_ref()
+            .map(|(open, close)| Delimiters::new(open, close));
+        // The job's delimiters may be a known pair, with the known texts around them.
         let own = own.map(|own| {
-            let same = |pair: &&Pair<'_>| (pair.open, pair.close) == (own.open, own.close);
-            KNOWN.iter().find(same).copied().unwrap_or(own)
+            let is_same = |pair: &&Delimiters<'_>| (pair.open, pair.close) == (own.open, own.close);
+            KNOWN_DELIMITERS.iter().find(is_same).copied().unwrap_or(own)
         });
         let found = match own {
             Some(pair) => Some((
                 pair,
-                ids_of_pair(&pair, tokenizer).map_err(|e| format!("`generate.thinking.{e}"))?,
+                delimiter_ids(&pair, tokenizer).map_err(|e| format!("`generate.thinking.{e}"))?,
             )),
             None => known
                 .clone()
-                .find_map(|pair| Some((pair, ids_of_pair(&pair, tokenizer).ok()?))),
+                .find_map(|pair| Some((pair, delimiter_ids(&pair, tokenizer).ok()?))),
         };
         let Some((pair, [open, close, header])) = found else {
-            let spelled = known
+            let split_pair = known
                 .clone()
                 .find(|pair| probe.is_some_and(|text| text.contains(pair.open)));
-            return without_ids(generate, spec.asked, spelled);
+            return none_detected(generate, spec.asked, split_pair);
         };
-        let (before, gap) = chat.and_then(|chat| around(chat, &pair)).unwrap_or_else(|| {
-            let (before, gap) = pair.around;
+        let rendered = chat.and_then(|chat| rendered_gaps(chat, &pair));
+        let (before_close, after_close) = rendered.unwrap_or_else(|| {
             (
-                before.to_string(),
-                breaks_behind(source, pair.close).unwrap_or(gap.to_string()),
+                pair.before_close.to_string(),
+                line_breaks_after(source, pair.close).unwrap_or(pair.after_close.to_string()),
             )
         });
-        let (end, end_gap) = end(spec, &pair, (before.as_str(), gap.as_str()), tokenizer)?;
+        let (forced_close, forced_gap) = end_ids(spec, &pair, &before_close, &after_close, tokenizer)?;
         let thinking = Thinking {
-            gap: tokenizer.encode_plain(&gap),
-            control: control(source, tokenizer),
+            gap: tokenizer.encode_plain(&after_close),
+            control_ids: control_ids(source, tokenizer),
             max_tokens: spec.max_tokens,
             open,
             close,
             header,
-            end,
-            end_gap,
+            forced_close,
+            forced_gap,
         };
         let begin = match probe {
-            Some(text) => Some(thinking.begin(&tokenizer.encode(text, false)?)),
+            Some(text) => Some(thinking.completion_start(&tokenizer.encode(text, false)?)),
             None => None,
         };
-        let thinks = Thinks {
+        let thinking = ModelThinking {
             thinking: Arc::new(thinking),
             open: pair.open.to_string(),
             close: pair.close.to_string(),
             begin,
         };
-        // An unset `max_tokens` is chosen later, with enough room.
+        // An unset `max_tokens` is chosen later, so that an answer has enough tokens left.
         if generate.source("max_tokens") != Some(Source::Default) {
-            thinks.check_room(generate).map_err(|e| format!("`generate.{e}"))?;
+            thinking
+                .check_answer_room(generate)
+                .map_err(|e| format!("`generate.{e}"))?;
         }
-        Ok(Some(thinks))
+        Ok(Some(thinking))
     }
 
-    /// Text that mentions all control tokens besides the special ones: the chat template's source,
-    /// and the delimiters.
-    pub(super) fn controls(thinks: Option<&Thinks>, source: &str) -> String {
-        match thinks {
-            Some(thinks) => format!("{source} {} {}", thinks.open, thinks.close),
+    /// Text that mentions all control tokens besides the special ones: the chat template's source
+    /// and the delimiters. [`Guard::new`](super::guard::Guard::new) searches it.
+    pub(super) fn control_source(thinking: Option<&ModelThinking>, source: &str) -> String {
+        match thinking {
+            Some(thinking) => format!("{source} {} {}", thinking.open, thinking.close),
             None => source.to_string(),
         }
     }
 
-    /// Checks the settings of a batch line that differ from the job's own.
-    pub(super) fn check_line(thinks: Option<&Thinks>, line: &Generate, job: &Generate) -> Result<(), String> {
-        match thinks {
-            Some(thinks) => thinks.check_room(line).map_err(|e| format!("`{e}")),
+    /// Checks a batch line's settings for thoughts, which may differ from the job's.
+    pub(super) fn check_line(thinking: Option<&ModelThinking>, line: &Generate, job: &Generate) -> Result<(), String> {
+        match thinking {
+            Some(thinking) => thinking.check_answer_room(line).map_err(|e| format!("`{e}")),
             None if line.thinking != job.thinking => {
                 Err("`thinking_token_budget` needs a thinking model, and this model is not known to be one".into())
             }
@@ -285,8 +300,9 @@ impl Thinks {
         }
     }
 
-    /// The settings of a row with these parameters.
-    pub(super) fn of(&self, generate: &Generate) -> Option<Arc<Thinking>> {
+    /// The engine's settings for a row with these parameters; `None`: its whole output is the
+    /// answer.
+    pub(super) fn for_row(&self, generate: &Generate) -> Option<Arc<Thinking>> {
         let max_tokens = generate.thinking.as_ref()?.max_tokens;
         if max_tokens == self.thinking.max_tokens {
             return Some(self.thinking.clone());
@@ -297,82 +313,86 @@ impl Thinks {
         }))
     }
 
-    /// Default maximum of tokens for thought and answer in a context of this size; `None` if
-    /// prompts leave no room for a thought.
-    pub fn max_tokens(&self, context: u32) -> Option<u32> {
-        if self.begin == Some(Begin::Answer) {
+    /// Default maximum of tokens for thought and answer together, with a context of `context`
+    /// tokens; `None` if the prompts have ended the thought already.
+    pub fn default_max_tokens(&self, context: u32) -> Option<u32> {
+        if self.begin == Some(CompletionStart::Answer) {
             return None;
         }
         Some(match self.thinking.max_tokens {
-            Some(most) => most + self.end_tokens() + ANSWER_TOKENS,
-            None => MAX_TOKENS.min(context / 2).max(1),
+            Some(max_tokens) => max_tokens + self.end_tokens() + DEFAULT_ANSWER_TOKENS,
+            None => DEFAULT_MAX_TOKENS.min(context / 2).max(1),
         })
     }
 
-    /// Number of tokens that end a thought by force.
+    /// Number of tokens that are appended to end a thought of maximum length.
     fn end_tokens(&self) -> u32 {
-        (self.thinking.end.len() + self.thinking.end_gap.len()) as u32
+        (self.thinking.forced_close.len() + self.thinking.forced_gap.len()) as u32
     }
 
-    /// Checks that thoughts leave room for an answer. The error names the fields, the first without
-    /// its opening backtick.
-    fn check_room(&self, generate: &Generate) -> Result<(), String> {
-        let Some(most) = generate.thinking.as_ref().and_then(|spec| spec.max_tokens) else {
+    /// Checks that a thought of maximum length leaves tokens for an answer. The error begins inside
+    /// the first field's backticks.
+    fn check_answer_room(&self, generate: &Generate) -> Result<(), String> {
+        let Some(max_tokens) = generate.thinking.as_ref().and_then(|spec| spec.max_tokens) else {
             return Ok(());
         };
-        if most + self.end_tokens() < generate.max_tokens {
+        if max_tokens + self.end_tokens() < generate.max_tokens {
             Ok(())
         } else {
             Err(format!(
                 "thinking.max_tokens` is {}, which with the {} tokens that end the thought leaves no room for an answer in \
              `max_tokens` of {}",
-                number(most.into()),
+                number(max_tokens.into()),
                 self.end_tokens(),
                 number(generate.max_tokens.into())
             ))
         }
     }
 
-    /// In words: the delimiters, and whether the prompt or the model opens a thought.
-    pub fn words(&self) -> String {
-        let who = match self.begin {
-            Some(Begin::Thought) => "the prompt opens the thought",
-            Some(Begin::Answer) => "the prompt closes it before the model begins",
-            Some(Begin::Either) => "the model opens the thought, if it does",
+    /// Describes the delimiters, and whether the prompt or the model opens a thought.
+    pub fn describe(&self) -> String {
+        let opener = match self.begin {
+            Some(CompletionStart::Thought) => "the prompt opens the thought",
+            Some(CompletionStart::Answer) => "the prompt closes it before the model begins",
+            Some(CompletionStart::Either) => "the model opens the thought, if it does",
             None => "each prompt says whether it opens the thought",
         };
-        let most = match self.thinking.max_tokens {
-            Some(most) => format!(", of {} at most", counted(most.into(), "token")),
+        let max_tokens = match self.thinking.max_tokens {
+            Some(max_tokens) => format!(", of {} at most", counted(max_tokens.into(), "token")),
             None => String::new(),
         };
-        format!("`{}` … `{}`: {who}{most}", self.open, self.close)
+        format!("`{}` … `{}`: {opener}{max_tokens}", self.open, self.close)
     }
 
-    /// As JSON, for programs.
-    pub fn json(&self) -> Value {
+    /// The same as JSON, for programs.
+    pub fn to_json(&self) -> Value {
         json!({
             "open": self.open,
             "close": self.close,
             "max_tokens": self.thinking.max_tokens,
             "begins": self.begin.map(|begin| match begin {
-                Begin::Thought => "opened by the prompt",
-                Begin::Answer => "closed by the prompt",
-                Begin::Either => "left to the model",
+                CompletionStart::Thought => "opened by the prompt",
+                CompletionStart::Answer => "closed by the prompt",
+                CompletionStart::Either => "left to the model",
             }),
         })
     }
 }
 
-/// Handles delimiters that cannot be detected by ids. `spelled`: a pair that prompts mention and
-/// the vocabulary splits like text.
-fn without_ids(generate: &Generate, asked: bool, spelled: Option<Pair<'_>>) -> Result<Option<Thinks>, String> {
-    match spelled {
-        Some(pair) if asked || generate.shape != ShapeSpec::Free => Err(format!(
-            "prompts hold `{}`, which this model's vocabulary has not as a token of its own, so that its thoughts cannot be told \
+/// The result if no delimiters can be detected by ids. `split_pair` is a pair that prompts contain
+/// and that the vocabulary splits like text.
+fn none_detected(
+    generate: &Generate,
+    is_required: bool,
+    split_pair: Option<Delimiters<'_>>,
+) -> Result<Option<ModelThinking>, String> {
+    match split_pair {
+        Some(pair) if is_required || generate.shape != ConstraintSpec::Free => Err(format!(
+            "prompts contain `{}`, which is not a token of this model's vocabulary, so its thoughts cannot be told \
              from its answers by token ids; `generate.thinking: false` takes all that the model writes as its answer",
             pair.open
         )),
-        None if asked => Err(
+        None if is_required => Err(
             "`generate.thinking` is set, and this model is not known to think: its chat template mentions no delimiters of \
              thoughts that its vocabulary has as tokens; give `generate.thinking.open` and `close`"
                 .into(),
@@ -381,9 +401,9 @@ fn without_ids(generate: &Generate, asked: bool, spelled: Option<Pair<'_>>) -> R
     }
 }
 
-/// The ids of the opening and closing delimiters and of the header. The error begins inside the
-/// field's backticks.
-fn ids_of_pair(pair: &Pair<'_>, tokenizer: &Tokenizer) -> Result<[Vec<u32>; 3], String> {
+/// The ids of the opening delimiter, the closing delimiter and the header. The error begins inside
+/// the field's backticks.
+fn delimiter_ids(pair: &Delimiters<'_>, tokenizer: &Tokenizer) -> Result<[Vec<u32>; 3], String> {
     let ids = |field: &str, text: &str| {
         let ids = tokenizer.encode(text, false)?;
         let first = tokenizer
@@ -405,37 +425,39 @@ fn ids_of_pair(pair: &Pair<'_>, tokenizer: &Tokenizer) -> Result<[Vec<u32>; 3], 
     Ok([ids("open", pair.open)?, ids("close", pair.close)?, header])
 }
 
-/// The text that the chat template puts between a thought and the closing delimiter, and between
-/// that and the answer. `None` if it shows no thoughts, or if the text is more than white space.
-fn around(chat: &ChatTemplate, pair: &Pair<'_>) -> Option<(String, String)> {
-    let text = chat.with_thought(THOUGHT_PROBE, ANSWER_PROBE)?;
+/// The white space that the chat template writes before the closing delimiter, and between it and
+/// the answer. `None` if the template writes no thoughts, or more than white space.
+fn rendered_gaps(chat: &ChatTemplate, pair: &Delimiters<'_>) -> Option<(String, String)> {
+    let text = chat.render_thought(THOUGHT_PROBE, ANSWER_PROBE)?;
     let (_, after) = text.split_once(THOUGHT_PROBE)?;
     let (between, _) = after.split_once(ANSWER_PROBE)?;
-    let (before, gap) = between.split_once(pair.close)?;
-    let blank = before.trim().is_empty() && gap.trim().is_empty();
-    blank.then(|| (before.to_string(), gap.to_string()))
+    let (before_close, after_close) = between.split_once(pair.close)?;
+    let is_blank = before_close.trim().is_empty() && after_close.trim().is_empty();
+    is_blank.then(|| (before_close.to_string(), after_close.to_string()))
 }
 
-/// The line breaks behind a closing delimiter in a template's source, for prompts that close a
-/// thought.
-fn breaks_behind(source: &str, close: &str) -> Option<String> {
+/// The most line breaks that follow a closing delimiter in a template's source; `None` if none do.
+/// A template without thoughts in its output may still close an empty thought in the prompt.
+fn line_breaks_after(source: &str, close: &str) -> Option<String> {
     let breaks = |(at, _): (usize, &str)| {
         let mut rest = &source[at + close.len()..];
         let mut count = 0;
-        while let Some(behind) = rest.strip_prefix("\\n").or(rest.strip_prefix('\n')) {
-            (rest, count) = (behind, count + 1);
+        while let Some(after) = rest.strip_prefix("\\n").or(rest.strip_prefix('\n')) {
+            (rest, count) = (after, count + 1);
         }
         count
     };
-    let most = source.match_indices(close).map(breaks).max()?;
-    (most > 0).then(|| "\n".repeat(most))
+    let count = source.match_indices(close).map(breaks).max()?;
+    (count > 0).then(|| "\n".repeat(count))
 }
 
-/// The ids that end a thought by force: up to and including the closing delimiter, and behind it.
-fn end(
+/// The ids that end a thought of maximum length: those up to and including the closing delimiter,
+/// and those after it. `before_close` and `after_close` are the texts around the delimiter.
+fn end_ids(
     spec: &ThinkingSpec,
-    pair: &Pair<'_>,
-    (before, gap): (&str, &str),
+    pair: &Delimiters<'_>,
+    before_close: &str,
+    after_close: &str,
     tokenizer: &Tokenizer,
 ) -> Result<(Vec<u32>, Vec<u32>), String> {
     let own = spec.end_text.as_deref().unwrap_or_default();
@@ -445,23 +467,23 @@ fn end(
             pair.open, pair.close
         ));
     }
-    let (text, gap) = match own.split_once(pair.close) {
-        Some((text, behind)) if !behind.is_empty() => (text.to_string(), behind),
-        Some((text, _)) => (text.to_string(), gap),
-        None => (format!("{own}{before}"), gap),
+    let (text, after_close) = match own.split_once(pair.close) {
+        Some((text, after)) if !after.is_empty() => (text.to_string(), after),
+        Some((text, _)) => (text.to_string(), after_close),
+        None => (format!("{own}{before_close}"), after_close),
     };
     let mut end = tokenizer.encode_plain(&text);
     end.extend(tokenizer.encode(pair.close, false)?);
-    Ok((end, tokenizer.encode_plain(gap)))
+    Ok((end, tokenizer.encode_plain(after_close)))
 }
 
-/// Ids of control tokens, ascending: special tokens, and other added tokens that the template
-/// mentions.
-fn control(source: &str, tokenizer: &Tokenizer) -> Vec<u32> {
+/// Ids of control tokens, ascending: special tokens, and other added tokens that the template's
+/// source mentions.
+fn control_ids(source: &str, tokenizer: &Tokenizer) -> Vec<u32> {
     let added = tokenizer.added_tokens().iter();
-    let is_control =
+    let control_tokens =
         added.filter(|token| token.special || (token.content.trim().len() >= 3 && source.contains(&token.content)));
-    let mut ids: Vec<u32> = is_control.map(|token| token.id).collect();
+    let mut ids: Vec<u32> = control_tokens.map(|token| token.id).collect();
     ids.sort_unstable();
     ids
 }

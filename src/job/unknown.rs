@@ -1,4 +1,4 @@
-//! An unknown field of a job file: its path, and a similar known field.
+//! Messages about an unknown field of a job file, with its path and a similar known field.
 
 use serde_json::Value;
 
@@ -14,32 +14,32 @@ pub(super) fn unknown_field(message: &str) -> Option<&str> {
     message.strip_prefix("unknown field `")?.split('`').next()
 }
 
-/// The message with an unknown field's path and a similar known field.
+/// The message about an unknown field; `content` is the job file's.
 pub(super) fn unknown_message(field: &str, content: &Value) -> String {
     let schema = JobFile::schema();
     let root = schema.clone();
     match find_unknown(field, content, &schema, &root, "") {
-        Some((place, known)) => {
-            let place = if place.is_empty() {
+        Some((path, known)) => {
+            let path = if path.is_empty() {
                 String::new()
             } else {
-                format!(" in `{place}`")
+                format!(" in `{path}`")
             };
-            let near = suggest(field, known.iter().map(String::as_str));
-            let elsewhere = holders(field, &schema, &root, "", 0);
-            let hint = if elsewhere.is_empty() || near.contains("did you mean") {
-                near
+            let suggestion = suggest(field, known.iter().map(String::as_str));
+            let other_mappings = mappings_with_field(field, &schema, &root, "", 0);
+            let hint = if other_mappings.is_empty() || suggestion.contains("did you mean") {
+                suggestion
             } else {
-                format!("; it is a field of `{}`", elsewhere.join("`, `"))
+                format!("; it is a field of `{}`", other_mappings.join("`, `"))
             };
-            format!("unknown field `{field}`{place}{hint}")
+            format!("unknown field `{field}`{path}{hint}")
         }
         None => format!("unknown field `{field}`"),
     }
 }
 
-/// Paths of the job file's mappings that have this field.
-fn holders(field: &str, schema: &Value, root: &Value, path: &str, depth: usize) -> Vec<String> {
+/// Paths of all mappings in the schema that have this field.
+fn mappings_with_field(field: &str, schema: &Value, root: &Value, path: &str, depth: usize) -> Vec<String> {
     if depth > DEPTH_MAX {
         return Vec::new();
     }
@@ -50,22 +50,28 @@ fn holders(field: &str, schema: &Value, root: &Value, path: &str, depth: usize) 
             if name == field && !path.is_empty() {
                 found.push(path.to_string());
             }
-            found.extend(holders(field, schema, root, &below(path, name), depth + 1));
+            found.extend(mappings_with_field(
+                field,
+                schema,
+                root,
+                &child_path(path, name),
+                depth + 1,
+            ));
         }
     });
     found
 }
 
-/// The path of a field in the mapping at `path`.
-fn below(path: &str, field: &str) -> String {
+/// The path of the field `field` in the mapping at `path`.
+fn child_path(path: &str, field: &str) -> String {
     match path {
         "" => field.to_string(),
         path => format!("{path}.{field}"),
     }
 }
 
-/// Walks content and schema together to the object that has the field `field`, which its schema
-/// lacks. Returns the object's path and the fields that its schema allows.
+/// Walks content and schema together, and finds the object that has the field `field` although its
+/// schema does not. Returns the object's path and the fields that its schema allows.
 fn find_unknown(
     field: &str,
     content: &Value,
@@ -89,7 +95,7 @@ fn find_unknown(
                 return Some((path.to_string(), known.keys().cloned().collect()));
             }
             map.iter()
-                .find_map(|(key, value)| find_unknown(field, value, known.get(key)?, root, &below(path, key)))
+                .find_map(|(key, value)| find_unknown(field, value, known.get(key)?, root, &child_path(path, key)))
         }
         Value::Array(items) => {
             let schema = schema.get("items")?;

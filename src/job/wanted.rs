@@ -1,5 +1,5 @@
-//! A value of the wrong type in a job file: its path, its type, and the types that the schema
-//! allows.
+//! Messages about a value of the wrong type in a job file, with its path and the types that the
+//! schema allows.
 
 use serde_json::Value;
 
@@ -10,58 +10,62 @@ use super::unknown::unknown_message;
 const SHOWN_CHARS_MAX: usize = 40;
 /// Maximum nesting of alternatives that is searched.
 const DEPTH_MAX: usize = 8;
-/// Maximum number of a mapping's fields that a message lists.
+/// Maximum number of fields of a mapping that a message lists.
 const FIELDS_MAX: usize = 8;
 
-/// The message in one line; `None` if the schema has no such field, or allows any value there.
-pub(super) fn wrong_type(path: &str, content: &Value) -> Option<String> {
+/// The message about a value of the wrong type at `path`, in one line; `None` if the schema has no
+/// such field, or allows any value there.
+pub(super) fn wrong_type_message(path: &str, content: &Value) -> Option<String> {
     let schema = JobFile::schema();
-    let mut wanted = Vec::new();
-    for place in places(path, &schema) {
-        kinds(place, &schema, 0, &mut wanted);
+    let mut allowed = Vec::new();
+    for schema_at_path in schemas_at(path, &schema) {
+        add_type_names(schema_at_path, &schema, 0, &mut allowed);
     }
-    let is_one = wanted.len() == 1;
-    let last = wanted.pop()?;
-    let wanted = if wanted.is_empty() {
+    let is_single_type = allowed.len() == 1;
+    let last = allowed.pop()?;
+    let allowed = if allowed.is_empty() {
         last
     } else {
-        format!("{} or {last}", wanted.join(", "))
+        format!("{} or {last}", allowed.join(", "))
     };
-    let value = content.pointer(&pointer(path));
-    let found = value.map_or("missing".into(), shown);
+    let value = content.pointer(&json_pointer(path));
+    let found = value.map_or("missing".into(), shown_value);
     let advice = match (only_field(path, &schema), value) {
-        (Some(field), Some(Value::Number(number))) if is_one => format!(": write `{path}: {{{field}: {number}}}`"),
+        (Some(field), Some(Value::Number(number))) if is_single_type => {
+            format!(": write `{path}: {{{field}: {number}}}`")
+        }
         _ => String::new(),
     };
-    Some(format!("`{path}` is {found}, not {wanted}{advice}"))
+    Some(format!("`{path}` is {found}, not {allowed}{advice}"))
 }
 
-/// The message for a value at `path` that fits none of its alternatives; `expecting` describes
-/// them. If a part of the value is wrong in every alternative, the message is about that part.
-pub(super) fn no_alternative(path: &str, content: &Value, expecting: &str) -> Option<String> {
-    let value = content.pointer(&pointer(path))?;
+/// The message about a value at `path` that fits no alternative of its type; `expecting` describes
+/// the alternatives. If a part of the value is wrong in every alternative, the message is about that
+/// part.
+pub(super) fn no_alternative_message(path: &str, content: &Value, expecting: &str) -> Option<String> {
+    let value = content.pointer(&json_pointer(path))?;
     let parts: Vec<String> = match value {
-        Value::Array(items) => (0..items.len()).map(|at| format!("{path}[{at}]")).collect(),
+        Value::Array(items) => (0..items.len()).map(|index| format!("{path}[{index}]")).collect(),
         Value::Object(fields) => fields.keys().map(|key| format!("{path}.{key}")).collect(),
         _ => Vec::new(),
     };
     let schema = JobFile::schema();
-    let unknown = |field: &&String| places(&format!("{path}.{field}"), &schema).is_empty();
+    let unknown = |field: &&String| schemas_at(&format!("{path}.{field}"), &schema).is_empty();
     if let Some(field) = value.as_object().and_then(|fields| fields.keys().find(unknown)) {
         return Some(unknown_message(field, content));
     }
     let wrong = parts.iter().find(|part| {
-        let (part, value) = (places(part, &schema), content.pointer(&pointer(part)));
+        let (part, value) = (schemas_at(part, &schema), content.pointer(&json_pointer(part)));
         !part.is_empty() && value.is_some_and(|value| !part.iter().any(|part| is_of_type(value, part, &schema)))
     });
-    if let Some(line) = wrong.and_then(|part| wrong_type(part, content)) {
+    if let Some(line) = wrong.and_then(|part| wrong_type_message(part, content)) {
         return Some(line);
     }
-    Some(format!("`{path}` is {}: {expecting}", shown(value)))
+    Some(format!("`{path}` is {}: {expecting}", shown_value(value)))
 }
 
-/// Whether the schema at a path, or one of its alternatives, has the value's type; a schema without
-/// a type allows any.
+/// Whether `schema` or one of its alternatives has the value's type. A schema without a type allows
+/// any type.
 fn is_of_type(value: &Value, schema: &Value, root: &Value) -> bool {
     let mut types = Vec::new();
     alternatives(schema, root, 0, &mut |schema| match schema.get("type") {
@@ -81,11 +85,11 @@ fn is_of_type(value: &Value, schema: &Value, root: &Value) -> bool {
     types.is_empty() || types.into_iter().any(fits)
 }
 
-/// The field's name, if a path allows only a mapping with a single field.
+/// The field's name, if the schema at `path` allows only mappings with a single field.
 fn only_field(path: &str, root: &Value) -> Option<String> {
     let mut fields = Vec::new();
-    for place in places(path, root) {
-        alternatives(place, root, 0, &mut |schema| fields.extend(fields_of(schema)));
+    for schema_at_path in schemas_at(path, root) {
+        alternatives(schema_at_path, root, 0, &mut |schema| fields.extend(fields_of(schema)));
     }
     match &fields[..] {
         [one] => Some(one.to_string()),
@@ -98,12 +102,12 @@ fn fields_of(schema: &Value) -> impl Iterator<Item = &String> {
     fields.into_iter().flat_map(|fields| fields.keys())
 }
 
-/// `a.b[0]` as a JSON pointer.
-pub(super) fn pointer(path: &str) -> String {
+/// Converts a path such as `a.b[0]` to a JSON pointer.
+pub(super) fn json_pointer(path: &str) -> String {
     format!("/{}", path.replace(['.', '['], "/").replace(']', ""))
 }
 
-fn shown(value: &Value) -> String {
+fn shown_value(value: &Value) -> String {
     match value {
         Value::Null => "empty".into(),
         Value::Array(_) => "a list".into(),
@@ -118,9 +122,9 @@ fn shown(value: &Value) -> String {
     }
 }
 
-/// The schemas of a path: several if a field has alternatives.
-fn places<'a>(path: &str, root: &'a Value) -> Vec<&'a Value> {
-    let pointer = pointer(path);
+/// The schemas of the values at `path`: several if a field on the path has alternatives.
+fn schemas_at<'a>(path: &str, root: &'a Value) -> Vec<&'a Value> {
+    let pointer = json_pointer(path);
     let mut found = vec![root];
     for part in pointer.split('/').filter(|part| !part.is_empty()) {
         let mut below = Vec::new();
@@ -131,7 +135,7 @@ fn places<'a>(path: &str, root: &'a Value) -> Vec<&'a Value> {
                     Err(_) => schema.get("properties").and_then(|fields| fields.get(part)),
                 };
                 let next = next.or(schema.get("additionalProperties"));
-                // `false` and `true` are not descriptions.
+                // The schemas `false` and `true` describe no type.
                 below.extend(next.filter(|next| next.is_object()));
             });
         }
@@ -140,21 +144,21 @@ fn places<'a>(path: &str, root: &'a Value) -> Vec<&'a Value> {
     found
 }
 
-/// Calls `each` for `schema`, its references and its alternatives.
-pub(super) fn alternatives<'a>(schema: &'a Value, root: &'a Value, depth: usize, each: &mut dyn FnMut(&'a Value)) {
+/// Calls `visit` for `schema`, its references and its alternatives.
+pub(super) fn alternatives<'a>(schema: &'a Value, root: &'a Value, depth: usize, visit: &mut dyn FnMut(&'a Value)) {
     if depth > DEPTH_MAX {
         return;
     }
-    each(schema);
+    visit(schema);
     let target = schema.get("$ref").and_then(Value::as_str);
     let target = target.and_then(|target| root.pointer(target.strip_prefix('#')?));
     let lists = ["anyOf", "oneOf", "allOf"].map(|word| schema.get(word).and_then(Value::as_array));
     for one in target.into_iter().chain(lists.into_iter().flatten().flatten()) {
-        alternatives(one, root, depth + 1, each);
+        alternatives(one, root, depth + 1, visit);
     }
 }
 
-/// The numbers that a schema allows, in words.
+/// The range of numbers that a schema allows, for messages.
 fn range(schema: &Value) -> String {
     let [low, high] = ["minimum", "maximum"].map(|name| schema.get(name).and_then(Value::as_f64));
     let high = high.map(|high| high.to_string());
@@ -170,8 +174,8 @@ fn range(schema: &Value) -> String {
     }
 }
 
-/// The fields that a mapping may have, in words, unless there are many.
-fn listed(schema: &Value) -> String {
+/// The fields that a mapping may have, for messages; empty if there are many.
+fn field_list(schema: &Value) -> String {
     let fields: Vec<String> = fields_of(schema).map(|field| format!("`{field}`")).collect();
     match fields.len() {
         1..=FIELDS_MAX => format!(" of {}", fields.join(", ")),
@@ -179,8 +183,8 @@ fn listed(schema: &Value) -> String {
     }
 }
 
-/// Adds the types that `schema` allows, in words.
-fn kinds(schema: &Value, root: &Value, depth: usize, out: &mut Vec<String>) {
+/// Adds the types that `schema` allows, for messages, to `out`.
+fn add_type_names(schema: &Value, root: &Value, depth: usize, out: &mut Vec<String>) {
     let mut found = Vec::new();
     alternatives(schema, root, depth, &mut |schema| {
         let named = |value: &Value| value.as_str().map(|name| format!("`{name}`"));
@@ -203,7 +207,7 @@ fn kinds(schema: &Value, root: &Value, depth: usize, out: &mut Vec<String>) {
             "number" => Some(format!("a number{}", range(schema))),
             "boolean" => Some("`true` or `false`".into()),
             "array" => Some("a list".into()),
-            "object" => Some(format!("a mapping{}", listed(schema))),
+            "object" => Some(format!("a mapping{}", field_list(schema))),
             _ => None,
         });
         found.extend(words);
@@ -222,7 +226,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_value_is_named_with_what_may_stand_there() {
+    fn messages_name_the_allowed_types() {
         let content = json!({"name": {"a": 1}, "generate": {"max_tokens": [1], "stop": {}}, "input": {"columns": [[2]], "format": [3]},
             "deterministic": "wrong", "shards": "x".repeat(100)});
         for (path, message) in [
@@ -235,20 +239,20 @@ mod tests {
             ("deterministic", "`deterministic` is `wrong`, not `true` or `false`"),
             ("generate.stop", "`generate.stop` is a mapping, not a text or a list"),
         ] {
-            assert_eq!(wrong_type(path, &content).as_deref(), Some(message));
+            assert_eq!(wrong_type_message(path, &content).as_deref(), Some(message));
         }
-        let formats = wrong_type("input.format", &content).unwrap();
+        let formats = wrong_type_message("input.format", &content).unwrap();
         assert!(formats.contains("`parquet`") && formats.contains(" or `"), "{formats}");
-        let long = wrong_type("shards", &content).unwrap();
+        let long = wrong_type_message("shards", &content).unwrap();
         assert!(
             long.ends_with("x…`, not a mapping of `rows`") && long.len() < 100,
             "{long}"
         );
-        assert_eq!(wrong_type("no.such.field", &content), None);
+        assert_eq!(wrong_type_message("no.such.field", &content), None);
     }
 
     #[test]
-    fn what_fits_no_alternative_is_named_by_its_wrong_part() {
+    fn messages_name_the_part_that_fits_no_alternative() {
         let content = json!({"input": {"uri": 5}, "output": {"carry": ["a", 5]}, "generate": {"thinking": {"max_tokens": "a"}, "seed": -1},
             "shards": 100});
         let other = json!({"generate": {"thinking": {"end_test": "a"}}, "prompt": {"messages": [{"content": [5]}]}});
@@ -262,7 +266,10 @@ mod tests {
                 "`prompt.messages[0].content[0]` is `5`, not a mapping of `type`, `text`",
             ),
         ] {
-            assert_eq!(no_alternative(path, &other, "expected it").as_deref(), Some(line));
+            assert_eq!(
+                no_alternative_message(path, &other, "expected it").as_deref(),
+                Some(line)
+            );
         }
         for (path, line) in [
             ("input.uri", "`input.uri` is `5`: expected it"),
@@ -272,7 +279,10 @@ mod tests {
                 "`generate.thinking.max_tokens` is `a`, not a whole number from 0 to 1048576",
             ),
         ] {
-            assert_eq!(no_alternative(path, &content, "expected it").as_deref(), Some(line));
+            assert_eq!(
+                no_alternative_message(path, &content, "expected it").as_deref(),
+                Some(line)
+            );
         }
         for (path, line) in [
             (
@@ -284,7 +294,7 @@ mod tests {
                 "`shards` is `100`, not a mapping of `rows`: write `shards: {rows: 100}`",
             ),
         ] {
-            assert_eq!(wrong_type(path, &content).as_deref(), Some(line));
+            assert_eq!(wrong_type_message(path, &content).as_deref(), Some(line));
         }
     }
 }

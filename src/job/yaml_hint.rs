@@ -1,17 +1,16 @@
-//! Advice about common slips in YAML, by the line at which its parser stopped.
+//! Advice about common mistakes in YAML, from the line at which the parser stopped.
 
-/// The advice for a line that YAML cannot read as its author meant it; `None` if it shows no known
-/// slip.
+/// Advice about a line that the YAML parser refused; `None` if it has no known mistake.
 pub(super) fn advice(line: &str) -> Option<String> {
-    let field = field_of(line).unwrap_or("text");
-    let plain = outside_quotes(line);
-    if plain.contains("{{") || plain.contains("{%") {
+    let field = first_field(line).unwrap_or("text");
+    let unquoted = outside_quotes(line);
+    if unquoted.contains("{{") || unquoted.contains("{%") {
         return Some(format!(
             "YAML reads `{{` as the start of a mapping: put the template in quotes, as in `{field}: \"{{{{ column }}}}\"`, or on \
              lines of its own behind `{field}: |`"
         ));
     }
-    if plain.contains("${") {
+    if unquoted.contains("${") {
         return Some(format!(
             "put a value that contains `${{…}}` in quotes: `{field}: \"${{name}}\"`"
         ));
@@ -27,13 +26,12 @@ pub(super) fn advice(line: &str) -> Option<String> {
     None
 }
 
-/// The name of the line's first field.
-fn field_of(line: &str) -> Option<&str> {
+/// The name of the first field in a line. In `prompt: {text: …}`, it is the inner field.
+fn first_field(line: &str) -> Option<&str> {
     let name = line.trim_start_matches([' ', '\t', '-', '{']).split_once(':')?.0;
     let is_name = !name.is_empty() && name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_');
     let inner = line.split_once('{').and_then(|(_, inner)| inner.split_once(':'));
     match inner {
-        // In `prompt: {text: …}` it is the inner field.
         Some((inner, _)) if !inner.is_empty() && inner.chars().all(|c| c.is_ascii_lowercase() || c == '_') => {
             Some(inner)
         }
@@ -44,17 +42,17 @@ fn field_of(line: &str) -> Option<&str> {
 /// The line without its quoted parts and its comment.
 fn outside_quotes(line: &str) -> String {
     let mut quote = None;
-    let mut plain = String::new();
+    let mut unquoted = String::new();
     for c in line.chars() {
         match quote {
             Some(open) if c == open => quote = None,
             Some(_) => {}
             None if c == '"' || c == '\'' => quote = Some(c),
-            None if c == '#' && plain.ends_with(char::is_whitespace) => break,
-            None => plain.push(c),
+            None if c == '#' && unquoted.ends_with(char::is_whitespace) => break,
+            None => unquoted.push(c),
         }
     }
-    plain
+    unquoted
 }
 
 #[cfg(test)]
@@ -62,7 +60,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn common_slips_get_the_line_that_mends_them() {
+    fn common_mistakes_get_advice() {
         for (line, words) in [
             ("  text: {{ subject }}", "`text: \"{{ column }}\"`"),
             ("prompt: {text: {{ subject }}}", "`text: \"{{ column }}\"`"),
@@ -77,7 +75,7 @@ mod tests {
     }
 
     #[test]
-    fn other_lines_get_none() {
+    fn other_lines_get_no_advice() {
         for line in [
             "text: \"{{ subject }}\"",
             "text: '${date}: {{ x }}'",

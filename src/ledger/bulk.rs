@@ -8,45 +8,47 @@ use serde::de::{Deserialize, Deserializer, Error, IgnoredAny, MapAccess, SeqAcce
 
 use super::job::{MAX_INPUTS, MAX_SHARDS};
 
-/// Maximum number of JSON values in a record, besides its shards and inputs. A job file has fewer
-/// than half a million values, and a vocabulary about as many.
+/// Maximum number of JSON values in a record, shards and inputs excluded. A job file has fewer than
+/// half a million values, and a vocabulary about as many.
 const VALUES_MAX: usize = 4 << 20;
-/// Size in bytes up to which records are not counted: they stay small in memory.
-const SMALL_BYTES: usize = 4 << 20;
+/// Maximum size of a record that needs no check: it stays small in memory.
+const UNCHECKED_BYTES_MAX: usize = 4 << 20;
 
-/// Refuses a record that is too large for a job. The error text follows the name of the record.
+/// Refuses a job record that would take too much memory. The text of the error continues a sentence
+/// that begins with the name of the record.
 pub(super) fn check(bytes: &[u8]) -> Result<(), String> {
-    if bytes.len() <= SMALL_BYTES {
+    if bytes.len() <= UNCHECKED_BYTES_MAX {
         return Ok(());
     }
-    let Bulk = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
+    let BoundedJob = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
     Ok(())
 }
 
-struct Bulk;
+/// A job record without content: deserializing it only checks the bounds.
+struct BoundedJob;
 
-impl<'de> Deserialize<'de> for Bulk {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Bulk, D::Error> {
-        deserializer.deserialize_map(BulkVisitor)
+impl<'de> Deserialize<'de> for BoundedJob {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<BoundedJob, D::Error> {
+        deserializer.deserialize_map(BoundedJobVisitor)
     }
 }
 
-struct BulkVisitor;
+struct BoundedJobVisitor;
 
-impl<'de> Visitor<'de> for BulkVisitor {
-    type Value = Bulk;
+impl<'de> Visitor<'de> for BoundedJobVisitor {
+    type Value = BoundedJob;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("a job's record")
     }
 
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Bulk, A::Error> {
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<BoundedJob, A::Error> {
         let mut values = 0usize;
         while let Some(key) = map.next_key::<Cow<'de, str>>()? {
             match &*key {
-                "shards" => map.next_value::<Entries<MAX_SHARDS>>().map(|_| ())?,
-                "inputs" => map.next_value::<Entries<MAX_INPUTS>>().map(|_| ())?,
-                _ => values += map.next_value::<Values>()?.0,
+                "shards" => map.next_value::<EntryList<MAX_SHARDS>>().map(|_| ())?,
+                "inputs" => map.next_value::<EntryList<MAX_INPUTS>>().map(|_| ())?,
+                _ => values += map.next_value::<ValueCount>()?.0,
             }
             if values > VALUES_MAX {
                 return Err(A::Error::custom(format!(
@@ -54,21 +56,21 @@ impl<'de> Visitor<'de> for BulkVisitor {
                 )));
             }
         }
-        Ok(Bulk)
+        Ok(BoundedJob)
     }
 }
 
-/// A list of at most `MOST` entries of any type.
-struct Entries<const MOST: usize>;
+/// A list of at most `MAX` entries of any type.
+struct EntryList<const MAX: usize>;
 
-impl<'de, const MOST: usize> Deserialize<'de> for Entries<MOST> {
+impl<'de, const MAX: usize> Deserialize<'de> for EntryList<MAX> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_seq(Entries)
+        deserializer.deserialize_seq(EntryList)
     }
 }
 
-impl<'de, const MOST: usize> Visitor<'de> for Entries<MOST> {
-    type Value = Entries<MOST>;
+impl<'de, const MAX: usize> Visitor<'de> for EntryList<MAX> {
+    type Value = EntryList<MAX>;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("a list")
@@ -78,70 +80,72 @@ impl<'de, const MOST: usize> Visitor<'de> for Entries<MOST> {
         let mut count = 0;
         while list.next_element::<IgnoredAny>()?.is_some() {
             count += 1;
-            if count > MOST {
-                return Err(A::Error::custom(format!("it has a list of more than {MOST} entries")));
+            if count > MAX {
+                return Err(A::Error::custom(format!("it has a list of more than {MAX} entries")));
             }
         }
-        Ok(Entries)
+        Ok(EntryList)
     }
 }
 
 /// Number of JSON values in one value, itself included.
-struct Values(usize);
+struct ValueCount(usize);
 
-impl<'de> Deserialize<'de> for Values {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Values, D::Error> {
-        deserializer.deserialize_any(ValuesVisitor)
+impl<'de> Deserialize<'de> for ValueCount {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<ValueCount, D::Error> {
+        deserializer.deserialize_any(ValueCountVisitor)
     }
 }
 
-struct ValuesVisitor;
+struct ValueCountVisitor;
 
-impl<'de> Visitor<'de> for ValuesVisitor {
-    type Value = Values;
+impl<'de> Visitor<'de> for ValueCountVisitor {
+    type Value = ValueCount;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("a value")
     }
 
-    fn visit_bool<E>(self, _: bool) -> Result<Values, E> {
-        Ok(Values(1))
+    fn visit_bool<E>(self, _: bool) -> Result<ValueCount, E> {
+        Ok(ValueCount(1))
     }
 
-    fn visit_u64<E>(self, _: u64) -> Result<Values, E> {
-        Ok(Values(1))
+    fn visit_u64<E>(self, _: u64) -> Result<ValueCount, E> {
+        Ok(ValueCount(1))
     }
 
-    fn visit_i64<E>(self, _: i64) -> Result<Values, E> {
-        Ok(Values(1))
+    fn visit_i64<E>(self, _: i64) -> Result<ValueCount, E> {
+        Ok(ValueCount(1))
     }
 
-    fn visit_f64<E>(self, _: f64) -> Result<Values, E> {
-        Ok(Values(1))
+    fn visit_f64<E>(self, _: f64) -> Result<ValueCount, E> {
+        Ok(ValueCount(1))
     }
 
-    fn visit_str<E>(self, _: &str) -> Result<Values, E> {
-        Ok(Values(1))
+    fn visit_str<E>(self, _: &str) -> Result<ValueCount, E> {
+        Ok(ValueCount(1))
     }
 
-    fn visit_unit<E>(self) -> Result<Values, E> {
-        Ok(Values(1))
+    fn visit_unit<E>(self) -> Result<ValueCount, E> {
+        Ok(ValueCount(1))
     }
 
-    fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Values, A::Error> {
+    fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<ValueCount, A::Error> {
         let mut count = 1usize;
-        while let Some(Values(more)) = list.next_element()? {
+        while let Some(ValueCount(more)) = list.next_element()? {
             count = count.saturating_add(more);
         }
-        Ok(Values(count))
+        Ok(ValueCount(count))
     }
 
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Values, A::Error> {
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<ValueCount, A::Error> {
         let mut count = 1usize;
         while map.next_key::<IgnoredAny>()?.is_some() {
-            count = count.saturating_add(1).saturating_add(map.next_value::<Values>()?.0);
+            count = count
+                .saturating_add(1)
+                .saturating_add(map.next_value::<ValueCount>()?.0);
         }
-        Ok(Values(count))
+        Ok(ValueCount(count))
     }
 }
 
@@ -150,8 +154,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_record_that_would_be_much_in_memory_is_refused_unmade() {
-        let pad = |text: String| format!("{text}{}", " ".repeat(SMALL_BYTES)).into_bytes();
+    fn records_too_large_in_memory_are_refused_before_decoding() {
+        let pad = |text: String| format!("{text}{}", " ".repeat(UNCHECKED_BYTES_MAX)).into_bytes();
         let zeros = |count: usize| format!("[0{}]", ",0".repeat(count - 1));
         for (text, word) in [
             (format!("{{\"resolved\":{}}}", zeros(VALUES_MAX)), "values"),

@@ -8,7 +8,7 @@ use object_store::{ObjectStoreExt, PutMode, PutOptions, UpdateVersion};
 
 use super::error::{LedgerError, Result};
 use super::keys::TMP;
-use super::store::{Created, MAX_OBJECT_BYTES, ObjectVersion, Precheck, Store};
+use super::store::{CreateOutcome, MAX_OBJECT_BYTES, ObjectVersion, Precheck, Store};
 use super::store_error_kind::{StoreErrorKind, store_error_kind};
 
 /// The file below `tmp/` that is locked around check and rename in a local folder. It is never
@@ -16,26 +16,26 @@ use super::store_error_kind::{StoreErrorKind, store_error_kind};
 const LOCK_NAME: &str = "lock";
 
 impl Store {
-    /// Puts `bytes` at `key` if the object there still has the version `was`, and returns whose
-    /// bytes are at `key` now. Calls `look` before each try.
+    /// Puts `bytes` at `key` if the object there still has the version `expected`, and returns
+    /// whose bytes are at `key` now. Calls `precheck` before each try.
     ///
-    /// As with creates, no reply is trusted: every error is settled by reading the key back.
-    /// `Theirs` may hold the very object that `was` describes, if the store reports another version
-    /// for it by now: the caller must inspect it and decide anew. Two writers must never put equal
-    /// bytes with different meanings under one key. After an error the outcome is unknown.
+    /// As with creates, no error reply is trusted: after an error, the key is read back. `Theirs`
+    /// may hold the very object that `expected` describes, if the store reports another version for
+    /// it by now: the caller must inspect the object and decide anew. Two writers must never put
+    /// equal bytes with different meanings under one key. After an `Err` the outcome is unknown.
     pub(super) async fn conditional_put(
         &self,
         key: &str,
-        was: &ObjectVersion,
+        expected: &ObjectVersion,
         bytes: Bytes,
-        look: Precheck<'_>,
-    ) -> Result<Created> {
-        let mut last = None;
+        precheck: Precheck<'_>,
+    ) -> Result<CreateOutcome> {
+        let mut last_error = None;
         for round in 0..self.shared.retry.tries {
-            self.pause(round).await;
-            look().await?;
-            let error = match self.put_if_same(key, was, &bytes).await {
-                Ok(()) => return Ok(Created::Ours),
+            self.wait_before_try(round).await;
+            precheck().await?;
+            let error = match self.put_if_version(key, expected, &bytes).await {
+                Ok(()) => return Ok(CreateOutcome::Ours),
                 Err(error) => error,
             };
             let Some((found, version)) = self.get_versioned(key, MAX_OBJECT_BYTES).await? else {
@@ -46,30 +46,35 @@ impl Store {
             };
             self.sync_folder_of(key).await?;
             if found == bytes {
-                return Ok(Created::Ours);
+                return Ok(CreateOutcome::Ours);
             }
-            if version != *was {
-                return Ok(Created::Theirs(found));
+            if version != *expected {
+                return Ok(CreateOutcome::Theirs(found));
             }
             match store_error_kind(&error) {
-                StoreErrorKind::Lasting(why) => return Err(self.lasting(key, "replacing", why, &error)),
-                StoreErrorKind::Denied(why) => return Err(self.denied(key, "replacing", why, &error)),
-                StoreErrorKind::Missing | StoreErrorKind::Transient => last = Some(error),
+                StoreErrorKind::Permanent(why) => return Err(self.permanent_error(key, "replacing", why, &error)),
+                StoreErrorKind::Denied(why) => return Err(self.denied_error(key, "replacing", why, &error)),
+                StoreErrorKind::Missing | StoreErrorKind::Transient => last_error = Some(error),
             }
         }
-        Err(self.gave_up(key, "replacing", last))
+        Err(self.retries_exhausted(key, "replacing", last_error))
     }
 
-    async fn put_if_same(&self, key: &str, was: &ObjectVersion, bytes: &Bytes) -> Result<(), object_store::Error> {
+    async fn put_if_version(
+        &self,
+        key: &str,
+        expected: &ObjectVersion,
+        bytes: &Bytes,
+    ) -> Result<(), object_store::Error> {
         if self.shared.folder.is_some() {
-            return self.rename_if_same(key, was, bytes).await;
+            return self.rename_if_version(key, expected, bytes).await;
         }
-        let mode = if self.unconditional() {
+        let mode = if self.is_unconditional() {
             PutMode::Overwrite
         } else {
             PutMode::Update(UpdateVersion {
-                e_tag: was.etag.clone(),
-                version: was.version.clone(),
+                e_tag: expected.etag.clone(),
+                version: expected.version.clone(),
             })
         };
         let options = PutOptions {
@@ -86,13 +91,18 @@ impl Store {
 
     /// Local folders have no conditional update, so check and rename happen under a lock that all
     /// processes share.
-    async fn rename_if_same(&self, key: &str, was: &ObjectVersion, bytes: &Bytes) -> Result<(), object_store::Error> {
-        let (path, stage) = (self.path(key), self.stage());
+    async fn rename_if_version(
+        &self,
+        key: &str,
+        expected: &ObjectVersion,
+        bytes: &Bytes,
+    ) -> Result<(), object_store::Error> {
+        let (path, stage) = (self.path(key), self.new_stage());
         self.shared.inner.put(&stage, bytes.clone().into()).await?;
         let renamed = async {
             let _lock = self.lock_folder().await?;
             let found = ObjectVersion::of(&self.shared.inner.head(&path).await?);
-            if found != *was {
+            if found != *expected {
                 return Err(object_store::Error::Precondition {
                     path: path.to_string(),
                     source: "another writer has changed the object".into(),
@@ -109,8 +119,8 @@ impl Store {
         renamed
     }
 
-    /// Locks the folder's lock file until the returned file is dropped. Fails if another holder
-    /// keeps the lock for all tries.
+    /// Locks the folder's lock file until the returned file is dropped. Fails if another process
+    /// holds the lock during all tries.
     async fn lock_folder(&self) -> Result<std::fs::File, object_store::Error> {
         let generic = |source: std::io::Error| object_store::Error::Generic {
             store: "LocalFileSystem",
@@ -134,17 +144,17 @@ impl Store {
 
     /// A control experiment of the fault build: puts without their precondition.
     #[cfg(feature = "faults")]
-    pub(super) fn unconditional(&self) -> bool {
-        crate::faults::switch("put-unconditional")
+    pub(super) fn is_unconditional(&self) -> bool {
+        crate::faults::is_switched_on("put-unconditional")
     }
 
     #[cfg(not(feature = "faults"))]
-    pub(super) fn unconditional(&self) -> bool {
+    pub(super) fn is_unconditional(&self) -> bool {
         false
     }
 }
 
-/// Number of tries for a held lock, and the pause between two tries: 2 s in all.
+/// Number of tries to take the lock, and the pause between two tries: 2 s in all.
 const LOCK_TRIES: u32 = 40;
 const LOCK_PAUSE: std::time::Duration = std::time::Duration::from_millis(50);
 
@@ -160,7 +170,7 @@ mod tests {
 
     /// A writer whose version is out of date leaves the object unchanged.
     #[tokio::test]
-    async fn an_object_that_is_another_by_now_stays() {
+    async fn a_put_with_an_outdated_version_replaces_nothing() {
         let folder = tempfile::tempdir().unwrap();
         let local = Location::parse(folder.path().to_str().unwrap(), FsPath::new("/")).unwrap();
         let memory = Location {
@@ -168,22 +178,26 @@ mod tests {
             url: "memory:///exchange".parse().unwrap(),
             ..local.clone()
         };
-        for place in [local, memory] {
-            let store = Store::new(&place).unwrap();
-            let look: Precheck = &|| Box::pin(async { Ok(()) });
+        for location in [local, memory] {
+            let store = Store::new(&location).unwrap();
+            let precheck: Precheck = &|| Box::pin(async { Ok(()) });
             store.create("part", Bytes::from("first")).await.unwrap();
             let (_, read) = store.get_versioned("part", MAX_OBJECT_BYTES).await.unwrap().unwrap();
-            let put =
-                async |bytes: &'static str| store.conditional_put("part", &read, bytes.into(), look).await.unwrap();
-            assert_eq!(put("second, longer").await, Created::Ours, "{}", place.url);
+            let put = async |bytes: &'static str| {
+                store
+                    .conditional_put("part", &read, bytes.into(), precheck)
+                    .await
+                    .unwrap()
+            };
+            assert_eq!(put("second, longer").await, CreateOutcome::Ours, "{}", location.url);
             assert_eq!(
                 put("third").await,
-                Created::Theirs("second, longer".into()),
+                CreateOutcome::Theirs("second, longer".into()),
                 "{}",
-                place.url
+                location.url
             );
-            let (stands, _) = store.get_versioned("part", MAX_OBJECT_BYTES).await.unwrap().unwrap();
-            assert_eq!(stands, "second, longer", "{}", place.url);
+            let (found, _) = store.get_versioned("part", MAX_OBJECT_BYTES).await.unwrap().unwrap();
+            assert_eq!(found, "second, longer", "{}", location.url);
         }
     }
 }

@@ -19,7 +19,7 @@ use crate::dataset::row::{CUT_OFF, RowStatus};
 const PART_BATCH_ROWS: usize = 8192;
 
 /// The `row` column of a batch: the number of each row, counted over the whole input of the job.
-pub(super) fn rows_of(batch: &RecordBatch) -> Result<Vec<u64>, String> {
+pub(super) fn row_numbers(batch: &RecordBatch) -> Result<Vec<u64>, String> {
     let column = int64(batch, "row")?;
     if column.null_count() > 0 {
         return Err("column `row` has nulls".into());
@@ -30,43 +30,43 @@ pub(super) fn rows_of(batch: &RecordBatch) -> Result<Vec<u64>, String> {
 
 /// The rows of `batch` that are in `keep`, in ascending order of row.
 pub(super) fn select(batch: &RecordBatch, keep: &RowSet) -> Result<RecordBatch, String> {
-    let rows = rows_of(batch)?;
-    let mut at: Vec<usize> = (0..rows.len()).filter(|&i| keep.contains(rows[i])).collect();
-    at.sort_by_key(|&i| rows[i]);
-    let indices = UInt64Array::from_iter_values(at.into_iter().map(|i| i as u64));
+    let rows = row_numbers(batch)?;
+    let mut kept: Vec<usize> = (0..rows.len()).filter(|&i| keep.contains(rows[i])).collect();
+    kept.sort_by_key(|&i| rows[i]);
+    let indices = UInt64Array::from_iter_values(kept.into_iter().map(|i| i as u64));
     take_record_batch(batch, &indices).map_err(|error| error.to_string())
 }
 
 /// The rows of `batch` that are in `counts` and did not succeed.
-pub(super) fn failed(batch: &RecordBatch, counts: &RowSet) -> Result<RowSet, String> {
-    let rows = rows_of(batch)?;
+pub(super) fn failed_rows(batch: &RecordBatch, counts: &RowSet) -> Result<RowSet, String> {
+    let rows = row_numbers(batch)?;
     let status = statuses(batch)?;
     let succeeded = RowStatus::Succeeded.as_str();
     let failed = (0..rows.len()).filter(|&i| status.is_null(i) || status.value(i) != succeeded);
     Ok(RowSet::from_rows(failed.map(|i| rows[i])).intersection(counts))
 }
 
-/// The rows of `batch` that are in `counts`, except expired and cancelled rows, which the end of
-/// their job left undone.
-pub(super) fn done(batch: &RecordBatch, counts: &RowSet) -> Result<RowSet, String> {
-    let rows = rows_of(batch)?;
+/// The rows of `batch` that are in `counts`, except expired and cancelled rows, which were not
+/// finished when their job ended.
+pub(super) fn finished_rows(batch: &RecordBatch, counts: &RowSet) -> Result<RowSet, String> {
+    let rows = row_numbers(batch)?;
     let status = statuses(batch)?;
-    let ends = [RowStatus::Expired, RowStatus::Cancelled].map(|status| status.as_str());
-    let done = (0..rows.len()).filter(|&i| status.is_null(i) || !ends.contains(&status.value(i)));
-    Ok(RowSet::from_rows(done.map(|i| rows[i])).intersection(counts))
+    let unfinished = [RowStatus::Expired, RowStatus::Cancelled].map(|status| status.as_str());
+    let finished = (0..rows.len()).filter(|&i| status.is_null(i) || !unfinished.contains(&status.value(i)));
+    Ok(RowSet::from_rows(finished.map(|i| rows[i])).intersection(counts))
 }
 
 /// The rows of `batch` that are in `counts` and have a truncated completion.
-pub(super) fn truncated(batch: &RecordBatch, counts: &RowSet) -> Result<RowSet, String> {
-    let rows = rows_of(batch)?;
-    let cut = cut_off(batch)?.ok_or("column `finish_reason` is missing")?;
-    let truncated = (0..rows.len()).filter(|&i| cut[i]);
+pub(super) fn truncated_rows(batch: &RecordBatch, counts: &RowSet) -> Result<RowSet, String> {
+    let rows = row_numbers(batch)?;
+    let is_truncated = truncated_flags(batch)?.ok_or("column `finish_reason` is missing")?;
+    let truncated = (0..rows.len()).filter(|&i| is_truncated[i]);
     Ok(RowSet::from_rows(truncated.map(|i| rows[i])).intersection(counts))
 }
 
 /// For each row, whether one of its completions was truncated. `None`: the batch lacks the column
 /// `finish_reason`.
-fn cut_off(batch: &RecordBatch) -> Result<Option<Vec<bool>>, String> {
+fn truncated_flags(batch: &RecordBatch) -> Result<Option<Vec<bool>>, String> {
     let Some(column) = batch.column_by_name("finish_reason") else {
         return Ok(None);
     };
@@ -79,43 +79,43 @@ fn cut_off(batch: &RecordBatch) -> Result<Option<Vec<bool>>, String> {
     let Some(lists) = column.as_any().downcast_ref::<ListArray>() else {
         return texts(column).map(Some);
     };
-    let any = |list: Option<ArrayRef>| -> Result<bool, String> {
+    let any_truncated = |list: Option<ArrayRef>| -> Result<bool, String> {
         match list {
             Some(samples) => Ok(texts(&samples)?.contains(&true)),
             None => Ok(false),
         }
     };
-    lists.iter().map(any).collect::<Result<_, String>>().map(Some)
+    lists.iter().map(any_truncated).collect::<Result<_, String>>().map(Some)
 }
 
 /// Counts rows by status, and tokens, over the rows of `batch` that are in `counts`.
 pub(super) fn tally(batch: &RecordBatch, counts: &RowSet) -> Result<Tally, String> {
-    let rows = rows_of(batch)?;
+    let rows = row_numbers(batch)?;
     let status = statuses(batch)?;
     let (prompt, cached) = (int64(batch, "prompt_tokens")?, int64(batch, "cached_tokens")?);
     let completion = int64(batch, "completion_tokens")?;
-    let at = |column: &Int64Array, i: usize| {
+    let count_at = |column: &Int64Array, i: usize| {
         if column.is_null(i) {
             0
         } else {
             column.value(i).max(0) as u64
         }
     };
-    let cut = cut_off(batch)?;
+    let truncated = truncated_flags(batch)?;
     let mut out = Tally {
-        truncated: cut.is_some().then_some(0),
+        truncated: truncated.is_some().then_some(0),
         ..Tally::default()
     };
     for (i, _) in rows.iter().enumerate().filter(|(_, row)| counts.contains(**row)) {
-        let word = if status.is_null(i) { "" } else { status.value(i) };
-        let known = RowStatus::ALL.into_iter().find(|status| status.as_str() == word);
-        out.count(known.ok_or_else(|| format!("row {}: unknown status `{word}`", rows[i]))?);
+        let name = if status.is_null(i) { "" } else { status.value(i) };
+        let known = RowStatus::ALL.into_iter().find(|status| status.as_str() == name);
+        out.add_row(known.ok_or_else(|| format!("row {}: unknown status `{name}`", rows[i]))?);
         // Saturating, because a foreign part or data object may hold any numbers.
-        out.prompt_tokens = out.prompt_tokens.saturating_add(at(prompt, i));
-        out.cached_tokens = out.cached_tokens.saturating_add(at(cached, i));
-        out.completion_tokens = out.completion_tokens.saturating_add(at(completion, i));
-        let is_cut = cut.as_ref().is_some_and(|cut| cut[i]);
-        out.truncated = out.truncated.map(|count| count + u64::from(is_cut));
+        out.prompt_tokens = out.prompt_tokens.saturating_add(count_at(prompt, i));
+        out.cached_tokens = out.cached_tokens.saturating_add(count_at(cached, i));
+        out.completion_tokens = out.completion_tokens.saturating_add(count_at(completion, i));
+        let is_truncated = truncated.as_ref().is_some_and(|flags| flags[i]);
+        out.truncated = out.truncated.map(|count| count + u64::from(is_truncated));
     }
     Ok(out)
 }
@@ -132,16 +132,16 @@ pub(super) fn encode(batch: &RecordBatch) -> Result<Bytes, String> {
     writer.into_inner().map(Bytes::from).map_err(text)
 }
 
-/// The rows in Parquet `bytes`, as one batch. The caller has checked the hash of `bytes`. The
-/// memory of the rows is bounded.
+/// Decodes Parquet `bytes` as one batch, in bounded memory. The caller must have checked the hash
+/// of `bytes`.
 pub(super) fn decode(bytes: Bytes) -> Result<RecordBatch, String> {
-    part_in::quietly(|| decode_all(bytes))
+    part_in::catch_panics(|| decode_all(bytes))
 }
 
 fn decode_all(bytes: Bytes) -> Result<RecordBatch, String> {
     let builder = part_in::open(&bytes)?;
-    // Data objects carry no schema metadata, so it is dropped from parts: then their batches have
-    // equal schemas.
+    // The schemas of all batches must be equal. Data objects carry no schema metadata, so that of
+    // parts is dropped.
     let schema = Arc::new(
         builder
             .schema()
@@ -153,30 +153,34 @@ fn decode_all(bytes: Bytes) -> Result<RecordBatch, String> {
         .with_batch_size(PART_BATCH_ROWS)
         .build()
         .map_err(|error| error.to_string())?;
-    let bare = |batch: Result<RecordBatch, arrow::error::ArrowError>| batch?.with_schema(schema.clone());
+    let without_metadata = |batch: Result<RecordBatch, arrow::error::ArrowError>| batch?.with_schema(schema.clone());
     let batches = reader
-        .map(bare)
+        .map(without_metadata)
         .collect::<Result<Vec<_>, _>>()
         .map_err(|error| error.to_string())?;
     concat_batches(&schema, &batches).map_err(|error| error.to_string())
 }
 
-/// Merges the rows that count into row order: exactly the rows of `want`, each once.
+/// Merges the rows that count in each source, in row order. They must be the rows of `wanted`, each
+/// once.
 ///
 /// The resulting batches depend only on the rows, so that two publishers make identical parts.
-pub(super) fn merge(sources: &[(RecordBatch, RowSet)], want: std::ops::Range<u64>) -> Result<Vec<RecordBatch>, String> {
-    let mut places = Vec::new();
+pub(super) fn merge(
+    sources: &[(RecordBatch, RowSet)],
+    wanted: std::ops::Range<u64>,
+) -> Result<Vec<RecordBatch>, String> {
+    let mut sources_of_rows = Vec::new();
     for (source, (batch, counts)) in sources.iter().enumerate() {
         if batch.schema() != sources[0].0.schema() {
             return Err("its data objects differ in their columns".into());
         }
         let mut seen = 0;
-        for (i, row) in rows_of(batch)?
+        for (i, row) in row_numbers(batch)?
             .into_iter()
             .enumerate()
             .filter(|(_, row)| counts.contains(*row))
         {
-            places.push((row, source, i));
+            sources_of_rows.push((row, source, i));
             seen += 1;
         }
         if seen != counts.len() {
@@ -186,23 +190,23 @@ pub(super) fn merge(sources: &[(RecordBatch, RowSet)], want: std::ops::Range<u64
             ));
         }
     }
-    places.sort_unstable();
-    if !places.iter().map(|place| place.0).eq(want.clone()) {
+    sources_of_rows.sort_unstable();
+    if !sources_of_rows.iter().map(|&(row, _, _)| row).eq(wanted.clone()) {
         return Err(format!(
             "the rows that count are not rows {} to {} once each",
-            want.start, want.end
+            wanted.start, wanted.end
         ));
     }
     let batches: Vec<&RecordBatch> = sources.iter().map(|(batch, _)| batch).collect();
     let mut out = Vec::new();
-    for chunk in places.chunks(PART_BATCH_ROWS) {
+    for chunk in sources_of_rows.chunks(PART_BATCH_ROWS) {
         let indices: Vec<(usize, usize)> = chunk.iter().map(|&(_, source, i)| (source, i)).collect();
         out.push(interleave_record_batch(&batches, &indices).map_err(|error| error.to_string())?);
     }
     Ok(out)
 }
 
-/// Each row's status, as a word.
+/// The name of each row's status.
 fn statuses(batch: &RecordBatch) -> Result<&StringArray, String> {
     let status = column(batch, "status")?.as_any().downcast_ref();
     status.ok_or_else(|| "column `status` is not utf8".into())
@@ -255,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn a_row_is_truncated_where_one_of_its_answers_is() {
+    fn a_row_with_a_truncated_sample_is_truncated() {
         let some: ArrayRef = Arc::new(StringArray::from(vec![Some("length"), Some("stop"), None]));
         let mut lists = arrow::array::ListBuilder::new(arrow::array::StringBuilder::new());
         for samples in [Some(["stop", "stop"]), Some(["stop", "length"]), None] {
@@ -268,7 +272,7 @@ mod tests {
         let all = RowSet::from_range(0..3);
         for (reasons, row) in [(some, 0), (Arc::new(lists.finish()) as ArrayRef, 1)] {
             let batch = ended(Some(reasons));
-            assert_eq!(truncated(&batch, &all).unwrap(), RowSet::from_rows([row]));
+            assert_eq!(truncated_rows(&batch, &all).unwrap(), RowSet::from_rows([row]));
             assert_eq!(tally(&batch, &all).unwrap().truncated, Some(1));
             // Only rows that count are counted.
             assert_eq!(tally(&batch, &RowSet::from_rows([2])).unwrap().truncated, Some(0));
@@ -278,13 +282,17 @@ mod tests {
             None,
             "unknown is not none"
         );
-        assert!(truncated(&ended(None), &all).unwrap_err().contains("finish_reason"));
+        assert!(
+            truncated_rows(&ended(None), &all)
+                .unwrap_err()
+                .contains("finish_reason")
+        );
         let numbers: ArrayRef = Arc::new(Int64Array::from(vec![1, 2, 3]));
         assert!(tally(&ended(Some(numbers)), &all).is_err());
     }
 
     proptest! {
-        /// The part gets the same batches, however the rows are spread over data objects.
+        /// The part gets the same batches, however the rows are distributed over data objects.
         #[test]
         fn merged_rows_depend_on_the_rows_alone(
             order in Just((10i64..40).collect::<Vec<_>>()).prop_shuffle(),

@@ -1,12 +1,12 @@
-//! The entries of a shard's log: records that name the rows that count, and voids of records whose
-//! data is lost.
+//! The entries of a shard's log: records, each of which names rows that count, and voids of records
+//! whose data is lost.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::error::Result;
 use super::keys::{Id, Keys};
-use super::record::{DATA_BYTES_MAX, DataObject, Record, Tally, VERSION_MORE, decode};
+use super::record::{DATA_BYTES_MAX, DataObject, Record, Tally, VERSION_2, decode};
 use super::rowset::RowSet;
 use super::store::Store;
 
@@ -35,7 +35,7 @@ impl LogEntry {
     }
 
     /// The position that the entry names: job, shard, index.
-    pub fn place(&self) -> (&Id, u32, u32) {
+    pub fn position(&self) -> (&Id, u32, u32) {
         match self {
             LogEntry::Rows(record) => (&record.job, record.shard, record.index),
             LogEntry::Void(record) => (&record.job, record.shard, record.index),
@@ -59,10 +59,10 @@ pub struct VoidRecord {
 }
 
 impl Record for VoidRecord {
-    const NEWEST: u32 = VERSION_MORE;
+    const NEWEST: u32 = VERSION_2;
 
     fn check(&self) -> Result<(), String> {
-        if self.v == VERSION_MORE && self.voids < self.index {
+        if self.v == VERSION_2 && self.voids < self.index {
             Ok(())
         } else {
             Err("it voids no earlier record".into())

@@ -19,7 +19,7 @@ use crate::dataset::row::RowStatus;
 const PARTS_MAX: usize = 4;
 const PART_BYTES_MAX: u64 = 64 << 20;
 /// Maximum number of messages that are returned.
-const NAMED_MAX: usize = 3;
+const REASONS_MAX: usize = 3;
 
 /// The most frequent messages of rows that did not succeed.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
@@ -43,8 +43,8 @@ impl Ledger {
     pub async fn failures(&self) -> Result<Failures> {
         let mut newest: BTreeMap<u32, Commit> = BTreeMap::new();
         for generation in 0..=self.generation() {
-            let ledger = self.at_generation(generation);
-            let mut blocks = std::pin::pin!(ledger.committed().await?);
+            let ledger = self.up_to_generation(generation);
+            let mut blocks = std::pin::pin!(ledger.commits_by_block().await?);
             while let Some((commits, _)) = blocks.try_next().await? {
                 newest.extend(commits.into_iter().map(|commit| (commit.shard, commit)));
             }
@@ -53,7 +53,7 @@ impl Ledger {
         let mut parts: Vec<Commit> = newest.into_values().filter(|commit| failed(commit) > 0).collect();
         parts.retain(|commit| commit.part.size <= PART_BYTES_MAX);
         parts.sort_by_key(|commit| std::cmp::Reverse(failed(commit)));
-        let mut count = Count::default();
+        let mut count = ReasonCounts::default();
         for commit in parts.iter().take(PARTS_MAX) {
             let Some(bytes) = self.store().get(&commit.part.name, PART_BYTES_MAX).await? else {
                 continue;
@@ -61,46 +61,47 @@ impl Ledger {
             // Damaged parts are skipped here: `verify` reports them.
             let _ = match self.job().part_extension.as_str() {
                 "jsonl" => count.lines(&bytes),
-                _ => part_in::quietly(|| count.parquet(&bytes)),
+                _ => part_in::catch_panics(|| count.parquet(&bytes)),
             };
         }
-        Ok(count.most())
+        Ok(count.into_failures())
     }
 }
 
-/// Messages with their number of rows, keyed by the message text with every number replaced by 0.
+/// Numbers of rows by message.
 #[derive(Default)]
-struct Count {
-    rows: HashMap<String, Reason>,
+struct ReasonCounts {
+    /// By the message text with every number replaced by 0.
+    by_pattern: HashMap<String, Reason>,
 }
 
-impl Count {
+impl ReasonCounts {
     fn add(&mut self, status: &str, message: &str) {
         if ![RowStatus::Errored, RowStatus::InvalidOutput]
             .iter()
-            .any(|one| one.as_str() == status)
+            .any(|failed| failed.as_str() == status)
         {
             return;
         }
-        let mut alike: Vec<String> = message
+        let mut pattern: Vec<String> = message
             .split(|c: char| c.is_ascii_digit())
             .map(str::to_string)
             .collect();
-        alike.dedup();
+        pattern.dedup();
         let first = || Reason {
             message: message.to_string(),
             rows: 0,
         };
-        self.rows.entry(alike.join("0")).or_insert_with(first).rows += 1;
+        self.by_pattern.entry(pattern.join("0")).or_insert_with(first).rows += 1;
     }
 
     fn parquet(&mut self, bytes: &Bytes) -> Result<(), String> {
-        let unreadable = |error: &dyn std::fmt::Display| error.to_string();
+        let to_text = |error: &dyn std::fmt::Display| error.to_string();
         let builder = part_in::open(bytes)?;
         let mask = ProjectionMask::columns(builder.parquet_schema(), ["status", "error"]);
-        let reader = builder.with_projection(mask).build().map_err(|e| unreadable(&e))?;
+        let reader = builder.with_projection(mask).build().map_err(|e| to_text(&e))?;
         for batch in reader {
-            let batch: RecordBatch = batch.map_err(|e| unreadable(&e))?;
+            let batch: RecordBatch = batch.map_err(|e| to_text(&e))?;
             let column = |name: &str| batch.column_by_name(name)?.as_string_opt::<i32>();
             let (Some(status), Some(error)) = (column("status"), column("error")) else {
                 return Err("has other columns".into());
@@ -122,11 +123,11 @@ impl Count {
         Ok(())
     }
 
-    fn most(self) -> Failures {
-        let mut most: Vec<Reason> = self.rows.into_values().collect();
+    fn into_failures(self) -> Failures {
+        let mut most: Vec<Reason> = self.by_pattern.into_values().collect();
         most.sort_by(|a, b| b.rows.cmp(&a.rows).then_with(|| a.message.cmp(&b.message)));
         let looked_at = most.iter().map(|reason| reason.rows).sum();
-        most.truncate(NAMED_MAX);
+        most.truncate(REASONS_MAX);
         Failures { looked_at, most }
     }
 }
@@ -137,7 +138,7 @@ mod tests {
 
     #[test]
     fn messages_that_differ_in_numbers_are_one() {
-        let mut count = Count::default();
+        let mut count = ReasonCounts::default();
         for (status, message) in [
             ("errored", "the prompt has 900 tokens, 512 fit"),
             ("errored", "the prompt has 12345 tokens, 512 fit"),
@@ -150,7 +151,7 @@ mod tests {
         ] {
             count.add(status, message);
         }
-        let found = count.most();
+        let found = count.into_failures();
         let named: Vec<(&str, u64)> = found.most.iter().map(|one| (one.message.as_str(), one.rows)).collect();
         assert_eq!(
             named,

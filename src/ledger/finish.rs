@@ -16,40 +16,40 @@ use super::error::{LedgerError, Result};
 use super::keys::{Keys, SHARDS_PER_BLOCK, SUCCESS};
 use super::record::{Commit, Digest, Record, Success, Tally, VERSION, decode, encode, read};
 use super::spend::dollars;
-use super::store::Created;
+use super::store::CreateOutcome;
 
 /// Maximum concurrent requests while a job's records are read.
 pub(super) const READS_AT_ONCE: usize = 16;
 
-/// Maximum number of commits kept in memory.
-const SEEN_MAX: usize = 10_000;
+/// Maximum number of commits in the cache.
+const CACHED_COMMITS_MAX: usize = 10_000;
 
 impl Ledger {
     /// The result of the job, if this generation or a later one is finished.
     pub async fn success(&self) -> Result<Option<Success>> {
-        let standing = self.standing_success().await?;
-        Ok(standing.filter(|success| success.generation >= self.generation()))
+        let current = self.current_success().await?;
+        Ok(current.filter(|success| success.generation >= self.generation()))
     }
 
     /// The current result of the job, of any generation. A `_SUCCESS` of another job is ignored: a
-    /// worker of the job that had the folder before may have written it late.
-    pub(super) async fn standing_success(&self) -> Result<Option<Success>> {
+    /// late worker of the job that had the folder before may have written it.
+    pub(super) async fn current_success(&self) -> Result<Option<Success>> {
         match read::<Success>(self.store(), SUCCESS).await? {
             Some(success) if success.job == self.job().job => Ok(Some(success)),
-            // The folder may belong to that other job by now: then this fails.
-            Some(_) => self.check_still_ours().await.map(|()| None),
+            // Fails if the folder belongs to that other job by now.
+            Some(_) => self.check_job_unchanged().await.map(|()| None),
             None => Ok(None),
         }
     }
 
     /// Writes the digest of a full block, and `_SUCCESS` when all blocks have a digest.
     ///
-    /// `committed`: a shard that has just been committed. `None`: check every block (when idle, on
-    /// resume).
+    /// `committed`: the shard that was committed just now; only its block is checked. `None`:
+    /// checks every block (when idle, on resume).
     pub async fn finish_check(&self, committed: Option<u32>) -> Result<Option<Success>> {
         match committed {
             Some(shard) => {
-                let block = Keys::block(shard);
+                let block = Keys::block_of(shard);
                 if self.committed_shards(block).await?.len() < self.block_shards(block).len() {
                     return Ok(None);
                 }
@@ -85,7 +85,11 @@ impl Ledger {
     pub(super) fn blocks(&self) -> Vec<u32> {
         let mut blocks: Vec<u32> = match self.inner.generations.last() {
             None => (0..(self.job().shards.len() as u32).div_ceil(SHARDS_PER_BLOCK)).collect(),
-            Some(retry) => retry.shards.iter().map(|retried| Keys::block(retried.shard)).collect(),
+            Some(retry) => retry
+                .shards
+                .iter()
+                .map(|retried| Keys::block_of(retried.shard))
+                .collect(),
         };
         blocks.dedup();
         blocks
@@ -100,8 +104,8 @@ impl Ledger {
         match self.inner.generations.last() {
             None => (start..end).collect(),
             Some(retry) => {
-                let from = retry.shards.partition_point(|retried| retried.shard < start);
-                let shards = retry.shards[from..].iter().map(|retried| retried.shard);
+                let first = retry.shards.partition_point(|retried| retried.shard < start);
+                let shards = retry.shards[first..].iter().map(|retried| retried.shard);
                 shards.take_while(|&shard| shard < end).collect()
             }
         }
@@ -109,7 +113,7 @@ impl Ledger {
 
     /// The shards of a block that have a commit.
     pub(super) async fn committed_shards(&self, block: u32) -> Result<BTreeSet<u32>> {
-        let listed = self.store().list(&self.keys().commits(block)).await?;
+        let listed = self.store().list(&self.keys().commits_prefix(block)).await?;
         let keys: BTreeSet<String> = listed.into_iter().map(|object| object.key).collect();
         Ok(self
             .block_shards(block)
@@ -120,7 +124,7 @@ impl Ledger {
 
     /// The blocks that have a digest.
     pub(super) async fn closed_blocks(&self) -> Result<BTreeSet<u32>> {
-        let listed = self.store().list(&self.keys().digests()).await?;
+        let listed = self.store().list(&self.keys().digests_prefix()).await?;
         let keys: BTreeSet<String> = listed.into_iter().map(|object| object.key).collect();
         Ok(self
             .blocks()
@@ -149,7 +153,7 @@ impl Ledger {
     /// Writes the digest of a full block.
     async fn close_block(&self, block: u32) -> Result<()> {
         let commits = self.commits_to_close(block).await?;
-        let tally = sum(&commits);
+        let tally = sum_tallies(&commits);
         let digest = Digest {
             v: VERSION,
             job: self.job().job.clone(),
@@ -159,34 +163,34 @@ impl Ledger {
         };
         let key = self.keys().digest(block);
         match self.store().create(&key, encode(&digest)?).await? {
-            Created::Ours => Ok(()),
+            CreateOutcome::Ours => Ok(()),
             // Another process made it from the same commits, perhaps with another version of
             // gristmill.
-            Created::Theirs(bytes) => self.check_digest(block, &decode(self.store(), &key, &bytes)?),
+            CreateOutcome::Theirs(bytes) => self.check_digest(block, &decode(self.store(), &key, &bytes)?),
         }
     }
 
-    /// Keeps a commit in memory until its block is closed.
-    pub(super) fn keep_commit(&self, commit: &Commit) {
-        let mut seen = self.seen_commits();
-        seen.insert(commit.shard, commit.clone());
-        if seen.len() > SEEN_MAX {
-            // Its block was most likely closed by another worker. Otherwise the commit is read
-            // again.
-            seen.pop_first();
+    /// Caches a commit until its block is closed.
+    pub(super) fn cache_commit(&self, commit: &Commit) {
+        let mut cache = self.commit_cache();
+        cache.insert(commit.shard, commit.clone());
+        if cache.len() > CACHED_COMMITS_MAX {
+            // Another worker has most likely closed the block of this commit. Otherwise the commit
+            // is read again.
+            cache.pop_first();
         }
     }
 
-    fn seen_commits(&self) -> MutexGuard<'_, BTreeMap<u32, Commit>> {
-        self.inner.commits.lock().unwrap_or_else(PoisonError::into_inner)
+    fn commit_cache(&self) -> MutexGuard<'_, BTreeMap<u32, Commit>> {
+        self.inner.commit_cache.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The commits of a full block, from memory or else from the store.
+    /// The commits of a full block, from the cache or else from the store.
     async fn commits_to_close(&self, block: u32) -> Result<Vec<Commit>> {
         let shards = self.block_shards(block);
         let mut commits: BTreeMap<u32, Commit> = {
-            let mut seen = self.seen_commits();
-            let known = shards.iter().filter_map(|shard| seen.remove_entry(shard));
+            let mut cache = self.commit_cache();
+            let known = shards.iter().filter_map(|shard| cache.remove_entry(shard));
             known.collect()
         };
         let unknown: Vec<u32> = shards.iter().copied().filter(|s| !commits.contains_key(s)).collect();
@@ -208,15 +212,15 @@ impl Ledger {
     fn check_digest(&self, block: u32, digest: &Digest) -> Result<()> {
         let shards = self.block_shards(block);
         let commits = &digest.commits;
-        let fits = digest.job == self.job().job
+        let is_valid = digest.job == self.job().job
             && digest.block == block
             && commits.len() == shards.len()
             && shards
                 .into_iter()
                 .zip(commits)
                 .all(|(shard, commit)| self.check_commit(commit, shard).is_ok())
-            && digest.tally.agrees_with(&sum(commits));
-        if fits {
+            && digest.tally.agrees_with(&sum_tallies(commits));
+        if is_valid {
             return Ok(());
         }
         let address = self.store().address(&self.keys().digest(block));
@@ -225,15 +229,15 @@ impl Ledger {
         )))
     }
 
-    /// Writes `_SUCCESS` for a generation whose blocks are all closed. Until then the key may hold
-    /// the result of the previous generation, or of another job that had the folder before.
+    /// Writes `_SUCCESS` for a generation whose blocks are all closed. The key may hold the result
+    /// of the previous generation, or of another job that had the folder before.
     async fn write_success(&self) -> Result<Success> {
-        let mut standing = self.store().get_versioned(SUCCESS, Success::MAX_BYTES).await?;
+        let mut current = self.store().get_versioned(SUCCESS, Success::MAX_BYTES).await?;
         let mut written: Option<Success> = None;
-        // A worker that was paused meanwhile may find another job's folder.
-        let look = || self.check_still_ours().boxed();
+        // The folder may belong to another job by now if this worker was paused.
+        let precheck = || self.check_job_unchanged().boxed();
         loop {
-            if let Some((bytes, _)) = &standing {
+            if let Some((bytes, _)) = &current {
                 let success: Success = decode(self.store(), SUCCESS, bytes)?;
                 if success.job == self.job().job && success.generation >= self.generation() {
                     return Ok(success);
@@ -241,33 +245,34 @@ impl Ledger {
             }
             let success = match written.take() {
                 Some(success) => success,
-                None => self.sum_up().await?,
+                None => self.build_success().await?,
             };
             let bytes = encode(&success)?;
-            let put = match &standing {
-                None => self.store().create_after(SUCCESS, bytes, &look).await?.created,
-                Some((_, version)) => self.store().conditional_put(SUCCESS, version, bytes, &look).await?,
+            let outcome = match &current {
+                None => self.store().create_checked(SUCCESS, bytes, &precheck).await?.outcome,
+                Some((_, version)) => self.store().conditional_put(SUCCESS, version, bytes, &precheck).await?,
             };
-            if put == Created::Ours {
+            if outcome == CreateOutcome::Ours {
                 self.mark_result_written();
                 return Ok(success);
             }
-            // Another worker was first. If its result is of this generation, it is the result of
-            // the job; an earlier one is replaced.
-            standing = self.store().get_versioned(SUCCESS, Success::MAX_BYTES).await?;
+            // Another worker was first. A result of this generation is the result of the job; an
+            // earlier result is replaced in the next round.
+            current = self.store().get_versioned(SUCCESS, Success::MAX_BYTES).await?;
             written = Some(success);
         }
     }
 
-    async fn sum_up(&self) -> Result<Success> {
+    /// The result of the job, from the commits and spendings.
+    async fn build_success(&self) -> Result<Success> {
         let mut tally = Tally::default();
         let mut hash = PartsHash::default();
-        for commit in self.standing_commits().await? {
+        for commit in self.current_commits().await? {
             tally.add(&commit.tally);
             hash.add(&commit);
         }
-        let seconds = self.spent().await?.device_seconds();
-        let price = self.terms_now().await?.usd_per_hour;
+        let seconds = self.spendings().await?.device_seconds();
+        let price = self.current_limits().await?.usd_per_hour;
         let (job, id) = (self.job(), &self.job().identity);
         Ok(Success {
             v: VERSION,
@@ -288,14 +293,14 @@ impl Ledger {
     }
 }
 
-fn sum(commits: &[Commit]) -> Tally {
+fn sum_tallies(commits: &[Commit]) -> Tally {
     commits.iter().fold(Tally::default(), |mut sum, commit| {
         sum.add(&commit.tally);
         sum
     })
 }
 
-/// One hash over the names, sizes and hashes of all parts, in order.
+/// The hash over the names, sizes and hashes of all parts, in order.
 #[derive(Debug, Default)]
 pub(super) struct PartsHash {
     lines: sha2::Sha256,

@@ -16,10 +16,10 @@ use super::error::{LedgerError, Result};
 use super::finish::READS_AT_ONCE;
 use super::keys::{Id, sha256};
 use super::lines;
-use super::log::{Counted, ShardLog};
-use super::record::{CleanedMark, Commit, Generation, RetriedShard, Tally, VERSION, VERSION_MORE, decode, read};
+use super::log::{CountedData, ShardLog};
+use super::record::{CleanedMark, Commit, Generation, RetriedShard, Tally, VERSION, VERSION_2, decode, read};
 use super::rowset::RowSet;
-use super::store::{Created, MAX_OBJECT_BYTES};
+use super::store::{CreateOutcome, MAX_OBJECT_BYTES};
 use super::{Inner, Ledger};
 
 /// Maximum number of shards whose rows are in memory while a retry is planned.
@@ -27,8 +27,8 @@ const SHARDS_AT_ONCE: usize = 4;
 /// Maximum number of retries: keys have three digits for a generation.
 const GENERATIONS_MAX: u32 = 999;
 
-/// Batches, each with the subset of its rows that is selected.
-pub(super) type Rows = Vec<(RecordBatch, RowSet)>;
+/// Batches, each with the set of its selected rows.
+pub(super) type SelectedRows = Vec<(RecordBatch, RowSet)>;
 
 impl Ledger {
     /// 0 for the first run, else the number of the retry.
@@ -36,12 +36,12 @@ impl Ledger {
         self.inner.generations.len() as u32
     }
 
-    /// The ledger of the same job at another generation. An unknown generation is an error, because
-    /// the number may come from a message.
-    pub async fn at(&self, generation: u32) -> Result<Ledger> {
-        let mut ledger = self.at_generation(generation.min(self.generation()));
+    /// The ledger of the same job at another generation. An unknown generation is an error: its
+    /// number may come from a message.
+    pub async fn open_generation(&self, generation: u32) -> Result<Ledger> {
+        let mut ledger = self.up_to_generation(generation.min(self.generation()));
         while ledger.generation() < generation {
-            ledger = ledger.next().await?.ok_or_else(|| {
+            ledger = ledger.next_generation().await?.ok_or_else(|| {
                 let name = &self.job().name;
                 LedgerError::damaged(format!("job `{name}` has no generation {generation}"))
             })?;
@@ -49,10 +49,10 @@ impl Ledger {
         Ok(ledger)
     }
 
-    /// The ledger of the same job at its newest generation: one request if there is no newer one.
-    pub async fn newest(&self) -> Result<Ledger> {
+    /// The ledger of the same job at its newest generation. One request if this is the newest.
+    pub async fn newest_generation(&self) -> Result<Ledger> {
         let mut ledger = self.clone();
-        while let Some(next) = ledger.next().await? {
+        while let Some(next) = ledger.next_generation().await? {
             ledger = next;
         }
         Ok(ledger)
@@ -71,7 +71,7 @@ impl Ledger {
         match self.inner.generations.last() {
             None => self.all_rows(shard),
             Some(_) => self
-                .retried(shard)
+                .retried_shard(shard)
                 .map_or_else(RowSet::new, |retried| retried.rows.clone()),
         }
     }
@@ -81,21 +81,21 @@ impl Ledger {
         self.inner.generations.iter().filter_map(|retry| retry.max_tokens).max()
     }
 
-    /// The minimum `max_tokens` that this very generation set, if it retries truncated rows.
-    pub fn raises_to(&self) -> Option<u32> {
+    /// The minimum `max_tokens` that this generation set, if it retries truncated rows.
+    pub fn raised_max_tokens(&self) -> Option<u32> {
         self.inner.generations.last().and_then(|retry| retry.max_tokens)
     }
 
     /// Begins the next generation with all published rows that did not succeed. `None`: there are
-    /// no such rows. If a retry is under way, returns that retry. It is an error if the first
-    /// generation is not finished.
+    /// no such rows. If a retry is not finished, returns that retry. Fails if the first generation
+    /// is not finished.
     pub async fn retry(&self) -> Result<Option<Ledger>> {
         self.retry_rows(None).await
     }
 
     /// As [`Ledger::retry`], for all rows with a truncated completion, whatever their status. They
-    /// run with at least `max_tokens`. If a retry of failed rows or with another `max_tokens` is
-    /// under way, returns a `Conflict`.
+    /// run with at least `max_tokens`. Fails with `Conflict` if an unfinished retry is for failed
+    /// rows or has another `max_tokens`.
     pub async fn retry_truncated(&self, max_tokens: u32) -> Result<Option<Ledger>> {
         self.retry_rows(Some(max_tokens)).await
     }
@@ -103,10 +103,10 @@ impl Ledger {
     /// `max_tokens`: retry truncated rows with this minimum. `None`: retry failed rows with
     /// unchanged limits.
     async fn retry_rows(&self, max_tokens: Option<u32>) -> Result<Option<Ledger>> {
-        let newest = self.newest().await?;
+        let newest = self.newest_generation().await?;
         if newest.success().await?.is_none() {
             if newest.generation() > 0 {
-                newest.check_raises_to(max_tokens)?;
+                newest.check_same_retry(max_tokens)?;
                 return Ok(Some(newest));
             }
             return Err(LedgerError::conflict(format!(
@@ -124,8 +124,8 @@ impl Ledger {
             Ok(shards) => shards,
             // Another retry may have begun and replaced parts during these reads.
             Err(error @ LedgerError::Damaged { .. }) => {
-                let next = newest.next().await?.ok_or(error)?;
-                next.check_raises_to(max_tokens)?;
+                let next = newest.next_generation().await?.ok_or(error)?;
+                next.check_same_retry(max_tokens)?;
                 return Ok(Some(next));
             }
             Err(error) => return Err(error),
@@ -136,7 +136,7 @@ impl Ledger {
         let record = Generation {
             // A gristmill that does not know `max_tokens` would truncate the rows again, so it must
             // refuse the record.
-            v: max_tokens.map_or(VERSION, |_| VERSION_MORE),
+            v: max_tokens.map_or(VERSION, |_| VERSION_2),
             job: self.job().job.clone(),
             generation,
             nonce: Id::random()?,
@@ -145,70 +145,72 @@ impl Ledger {
             blocks: Vec::new(),
         };
         let key = self.keys().generation(generation);
-        let bytes = self.written(&record, &key).await?;
+        let bytes = self.encode_retry(&record, &key).await?;
         let record = match self.store().create(&key, bytes).await? {
-            Created::Ours => record,
+            CreateOutcome::Ours => record,
             // Another process began a retry, most likely of the same rows.
-            Created::Theirs(bytes) => self.whole(decode(self.store(), &key, &bytes)?).await?,
+            CreateOutcome::Theirs(bytes) => self.with_block_rows(decode(self.store(), &key, &bytes)?).await?,
         };
         let next = newest.with_next_generation(record, &key)?;
-        next.check_raises_to(max_tokens)?;
+        next.check_same_retry(max_tokens)?;
         Ok(Some(next))
     }
 
-    /// With `max_tokens`, checks that this generation, perhaps begun by another process, is a retry
-    /// of truncated rows with the same value.
-    fn check_raises_to(&self, max_tokens: Option<u32>) -> Result<()> {
-        if max_tokens.is_none() || self.raises_to() == max_tokens {
+    /// If `max_tokens` is set, checks that this generation, which another process may have begun,
+    /// is a retry of truncated rows with the same value.
+    fn check_same_retry(&self, max_tokens: Option<u32>) -> Result<()> {
+        if max_tokens.is_none() || self.raised_max_tokens() == max_tokens {
             return Ok(());
         }
         Err(LedgerError::conflict(format!(
-            "job `{}`: retry {} is under way and was made for other rows or another `max_tokens`: finish it first",
+            "job `{}`: retry {} has not finished, and it retries other rows or uses another `max_tokens`: finish it first",
             self.job().name,
             self.generation()
         )))
     }
 
-    /// This ledger at an earlier generation.
-    pub(super) fn at_generation(&self, generation: u32) -> Ledger {
-        self.with(self.inner.generations[..generation as usize].to_vec())
+    /// This ledger at this or an earlier generation.
+    pub(super) fn up_to_generation(&self, generation: u32) -> Ledger {
+        self.with_generations(self.inner.generations[..generation as usize].to_vec())
     }
 
-    async fn next(&self) -> Result<Option<Ledger>> {
+    async fn next_generation(&self) -> Result<Option<Ledger>> {
         let key = self.keys().generation(self.generation() + 1);
         match read::<Generation>(self.store(), &key).await? {
-            Some(record) => self.with_next_generation(self.whole(record).await?, &key).map(Some),
+            Some(record) => self
+                .with_next_generation(self.with_block_rows(record).await?, &key)
+                .map(Some),
             None => Ok(None),
         }
     }
 
     fn with_next_generation(&self, record: Generation, key: &str) -> Result<Ledger> {
-        let foreign = |retried: &RetriedShard| !retried.rows.difference(&self.all_rows(retried.shard)).is_empty();
+        let is_foreign = |retried: &RetriedShard| !retried.rows.difference(&self.all_rows(retried.shard)).is_empty();
         if record.job != self.job().job
             || record.generation != self.generation() + 1
             || record.generation > GENERATIONS_MAX
-            || record.shards.iter().any(foreign)
+            || record.shards.iter().any(is_foreign)
         {
             let address = self.store().address(key);
             return Err(LedgerError::damaged(format!("`{address}` is no retry of this job")));
         }
         let mut generations = self.inner.generations.clone();
         generations.push(Arc::new(record));
-        Ok(self.with(generations))
+        Ok(self.with_generations(generations))
     }
 
-    fn with(&self, generations: Vec<Arc<Generation>>) -> Ledger {
-        let was = &self.inner;
+    fn with_generations(&self, generations: Vec<Arc<Generation>>) -> Ledger {
+        let old = &self.inner;
         let inner = Inner {
-            store: was.store.clone(),
-            keys: was.keys.of_generation(generations.len() as u32),
-            job: was.job.clone(),
+            store: old.store.clone(),
+            keys: old.keys.at_generation(generations.len() as u32),
+            job: old.job.clone(),
             generations,
-            job_sha256: was.job_sha256.clone(),
-            job_is_signed: was.job_is_signed,
-            job_version: was.job_version.clone(),
-            commits: Mutex::default(),
-            has_result: AtomicBool::default(),
+            job_sha256: old.job_sha256.clone(),
+            job_is_signed: old.job_is_signed,
+            job_version: old.job_version.clone(),
+            commit_cache: Mutex::default(),
+            is_result_written: AtomicBool::default(),
         };
         Ledger { inner: Arc::new(inner) }
     }
@@ -224,13 +226,13 @@ impl Ledger {
     }
 
     /// The rows of a shard that this generation retries.
-    pub(super) fn retried(&self, shard: u32) -> Option<&RetriedShard> {
+    pub(super) fn retried_shard(&self, shard: u32) -> Option<&RetriedShard> {
         let shards = &self.inner.generations.last()?.shards;
-        let at = shards.binary_search_by_key(&shard, |retried| retried.shard).ok()?;
-        Some(&shards[at])
+        let index = shards.binary_search_by_key(&shard, |retried| retried.shard).ok()?;
+        Some(&shards[index])
     }
 
-    /// Counts of the rows that this generation retries, as they were published before.
+    /// Counts of the rows that this generation retries, as published by earlier generations.
     pub fn retried_tally(&self) -> Tally {
         let mut sum = Tally::default();
         for retried in self.inner.generations.last().iter().flat_map(|retry| &retry.shards) {
@@ -240,17 +242,17 @@ impl Ledger {
     }
 
     /// The newest earlier generation that has rows of the shard.
-    pub(super) fn before(&self, shard: u32) -> Option<Ledger> {
+    pub(super) fn earlier_generation_with(&self, shard: u32) -> Option<Ledger> {
         let earlier = (0..self.generation())
             .rev()
-            .map(|generation| self.at_generation(generation));
+            .map(|generation| self.up_to_generation(generation));
         earlier.into_iter().find(|ledger| !ledger.rows_to_do(shard).is_empty())
     }
 
     /// The rows to retry, by shard: failed rows, or with `truncated` those with a truncated
     /// completion. This generation must be published completely.
     async fn rows_to_retry(&self, truncated: bool) -> Result<Vec<RetriedShard>> {
-        // Number of such rows by the commit. `None`: the commit does not record it.
+        // Number of such rows in a commit. `None`: the commit does not record it.
         let count = move |tally: &Tally| {
             if truncated {
                 tally.truncated
@@ -258,24 +260,24 @@ impl Ledger {
                 Some(tally.rows() - tally.succeeded)
             }
         };
-        let commits = self.standing_commits().await?;
-        let meant = commits.into_iter().filter(|commit| count(&commit.tally) != Some(0));
-        let like = lines::counted_columns();
-        let mut shards: Vec<RetriedShard> = futures::stream::iter(meant.collect::<Vec<_>>())
+        let commits = self.current_commits().await?;
+        let candidates = commits.into_iter().filter(|commit| count(&commit.tally) != Some(0));
+        let schema = lines::tally_columns();
+        let mut shards: Vec<RetriedShard> = futures::stream::iter(candidates.collect::<Vec<_>>())
             .map(|commit| {
-                let (ledger, like) = (self.clone(), like.clone());
+                let (ledger, schema) = (self.clone(), schema.clone());
                 async move {
                     let shard = commit.shard;
                     let (mut rows, mut tally) = (RowSet::new(), Tally::default());
                     let damaged = |why: String| LedgerError::damaged(format!("shard {shard}: {why}"));
-                    for (batch, counts) in ledger.rows_until_now(shard, ledger.all_rows(shard), &like).await? {
-                        let meant = if truncated {
-                            data::truncated(&batch, &counts).map_err(damaged)?
+                    for (batch, counts) in ledger.current_rows(shard, ledger.all_rows(shard), &schema).await? {
+                        let selected = if truncated {
+                            data::truncated_rows(&batch, &counts).map_err(damaged)?
                         } else {
-                            data::failed(&batch, &counts).map_err(damaged)?
+                            data::failed_rows(&batch, &counts).map_err(damaged)?
                         };
-                        tally.add(&data::tally(&batch, &meant).map_err(damaged)?);
-                        rows = rows.union(&meant);
+                        tally.add(&data::tally(&batch, &selected).map_err(damaged)?);
+                        rows = rows.union(&selected);
                     }
                     if count(&commit.tally).is_some_and(|count| count != rows.len()) {
                         return Err(damaged("its rows are not as committed".into()));
@@ -291,32 +293,32 @@ impl Ledger {
         Ok(shards)
     }
 
-    /// The rows `want` of a shard as of this generation. Each row comes from the log of the newest
-    /// generation that finished it, or from the published part if that log is incomplete. A row
-    /// that a retry left unfinished keeps its earlier result. Rows read from JSON lines get the
-    /// columns of `like`.
-    pub(super) async fn rows_until_now(&self, shard: u32, want: RowSet, like: &SchemaRef) -> Result<Rows> {
-        let mut left = want;
-        let mut out = Rows::new();
+    /// The results of these rows of a shard, as of this generation. Each row comes from the log of
+    /// the newest generation that finished it, or from the published part if that log is
+    /// incomplete. A row that a retry did not finish keeps its earlier result. Rows read from JSON
+    /// lines get the columns of `schema`.
+    pub(super) async fn current_rows(&self, shard: u32, rows: RowSet, schema: &SchemaRef) -> Result<SelectedRows> {
+        let mut left = rows;
+        let mut out = SelectedRows::new();
         for generation in (0..=self.generation()).rev() {
-            let ledger = self.at_generation(generation);
-            let mine = ledger.rows_to_do(shard).intersection(&left);
-            if mine.is_empty() {
+            let ledger = self.up_to_generation(generation);
+            let wanted = ledger.rows_to_do(shard).intersection(&left);
+            if wanted.is_empty() {
                 continue;
             }
             let logged = ledger.logged_rows(shard).await?;
-            // Read the mark after the log: `clean` writes it before it removes anything, so without
-            // the mark the log was complete. With the mark, even a log that looks complete may have
-            // been begun anew by a worker that woke late.
-            let cleaned = read::<CleanedMark>(self.store(), &ledger.keys().cleaned()).await?;
+            // Read the mark after the log: `clean` writes it before it removes anything, so the log
+            // was complete if there is no mark. If there is one, even a log that looks complete may
+            // have been begun anew by a worker that woke late.
+            let cleaned = read::<CleanedMark>(self.store(), &ledger.keys().cleaned_mark()).await?;
             let Some(logged) = logged.filter(|_| cleaned.is_none()) else {
-                out.push((self.standing_rows(shard, like).await?, left));
+                out.push((self.part_rows(shard, schema).await?, left));
                 return Ok(out);
             };
             for (batch, rows) in logged {
-                let mut rows = rows.intersection(&mine);
+                let mut rows = rows.intersection(&wanted);
                 if generation > 0 {
-                    rows = data::done(&batch, &rows)
+                    rows = data::finished_rows(&batch, &rows)
                         .map_err(|why| LedgerError::damaged(format!("shard {shard}: {why}")))?;
                 }
                 left = left.difference(&rows);
@@ -328,10 +330,10 @@ impl Ledger {
         Ok(out)
     }
 
-    /// The rows of a committed shard from this generation's own log. `None`: only the part has
-    /// them, because the log has voids or has lost data. After a void the part may hold the rows of
-    /// either computation.
-    async fn logged_rows(&self, shard: u32) -> Result<Option<Rows>> {
+    /// The rows of a committed shard from this generation's own log. `None`: they must come from
+    /// the part, because the log has voids or has lost data. After a void the part may hold the
+    /// rows of either computation.
+    async fn logged_rows(&self, shard: u32) -> Result<Option<SelectedRows>> {
         let log = match ShardLog::load(self, shard).await {
             Err(LedgerError::Damaged { .. }) => return Ok(None),
             log => log?,
@@ -339,40 +341,40 @@ impl Ledger {
         if !log.is_complete() || !log.voided.is_empty() {
             return Ok(None);
         }
-        match log.counted().await? {
-            Counted::Whole(rows) => Ok(Some(rows)),
-            Counted::Damaged(_) => Ok(None),
+        match log.read_counted_data().await? {
+            CountedData::Intact(rows) => Ok(Some(rows)),
+            CountedData::Damaged(_) => Ok(None),
         }
     }
 
-    /// The rows of the published part, which must be the one committed last, or one of a later
-    /// generation.
-    async fn standing_rows(&self, shard: u32, like: &SchemaRef) -> Result<RecordBatch> {
-        let commit = self.standing_commit(shard).await?;
+    /// The rows of the published part, which must be the part of the newest commit, or a part of a
+    /// later generation.
+    async fn part_rows(&self, shard: u32, schema: &SchemaRef) -> Result<RecordBatch> {
+        let commit = self.current_commit(shard).await?;
         let address = self.store().address(&commit.part.name);
         let damaged = |why: &str| LedgerError::damaged(format!("`{address}` {why}"));
         let bytes = self.store().get(&commit.part.name, MAX_OBJECT_BYTES).await?;
         let bytes = bytes.ok_or_else(|| damaged("is missing, though it was committed"))?;
-        let is_next = || {
+        let is_of_later_generation = || {
             self.read_part(shard, &bytes)
-                .is_ok_and(|held| held.generation > self.generation())
+                .is_ok_and(|contents| contents.generation > self.generation())
         };
-        if sha256(&bytes) != commit.part.sha256 && !is_next() {
+        if sha256(&bytes) != commit.part.sha256 && !is_of_later_generation() {
             return Err(damaged("is not the part that was committed"));
         }
         let rows = match self.job().part_extension.as_str() {
-            "jsonl" => lines::decode(&bytes, self.job().shard(shard)?.first_row, like),
+            "jsonl" => lines::decode(&bytes, self.job().shard(shard)?.first_row, schema),
             _ => data::decode(bytes.clone()),
         };
         rows.map_err(|why| damaged(&why))
     }
 
-    /// The commit of the part that readers see: from the newest generation that has rows of the
+    /// The commit of the part that readers see. It is of the newest generation that has rows of the
     /// shard.
-    async fn standing_commit(&self, shard: u32) -> Result<Commit> {
+    async fn current_commit(&self, shard: u32) -> Result<Commit> {
         let missing = || LedgerError::damaged(format!("the commit of shard {shard} has gone"));
         let ledger = if self.rows_to_do(shard).is_empty() {
-            self.before(shard).ok_or_else(missing)?
+            self.earlier_generation_with(shard).ok_or_else(missing)?
         } else {
             self.clone()
         };
@@ -380,10 +382,10 @@ impl Ledger {
     }
 
     /// The newest commit of every shard, in order: one request per closed block of each generation.
-    pub(super) async fn standing_commits(&self) -> Result<Vec<Commit>> {
+    pub(super) async fn current_commits(&self) -> Result<Vec<Commit>> {
         let mut newest: Vec<Option<Commit>> = vec![None; self.job().shards.len()];
         for generation in 0..=self.generation() {
-            let ledger = self.at_generation(generation);
+            let ledger = self.up_to_generation(generation);
             let mut digests = futures::stream::iter(ledger.blocks())
                 .map(|block| {
                     let ledger = ledger.clone();

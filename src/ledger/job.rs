@@ -11,8 +11,8 @@ use std::sync::{Arc, Mutex};
 use super::bulk;
 use super::error::{LedgerError, Result};
 use super::keys::{Id, JOB, Keys, SUCCESS, sha256};
-use super::record::{Record, VERSION, VERSION_JOB, VERSION_MORE, decode, encode};
-use super::store::{Created, ObjectVersion, Store};
+use super::record::{JOB_VERSION_3, Record, VERSION, VERSION_2, decode, encode};
+use super::store::{CreateOutcome, ObjectVersion, Store};
 use super::{Inner, Ledger};
 use crate::dataset::layout::Layout;
 use crate::dataset::plan::{Format, InputFile, Segment, Shard};
@@ -23,7 +23,7 @@ use crate::signing;
 const MAX_JOB_BYTES: u64 = 512 << 20;
 /// Maximum number of shards: keys have six digits for a shard.
 pub(super) const MAX_SHARDS: usize = 1_000_000;
-/// Maximum number of input files: the patterns of one job match fewer.
+/// Maximum number of input files, above the number that the patterns of one job may match.
 pub(super) const MAX_INPUTS: usize = 2_000_000;
 /// Maximum rows per shard, as for `shards.rows` in a job file.
 const MAX_SHARD_ROWS: u64 = 1_000_000;
@@ -85,19 +85,19 @@ pub struct JobDraft {
     pub shards: Vec<Shard>,
     /// The columns of the output; opaque to the ledger.
     pub columns: Value,
-    /// Whether workers that know records only up to version [`VERSION_MORE`] would write different
+    /// Whether workers that know records only up to version [`VERSION_2`] would write different
     /// parts.
-    pub is_newer: bool,
+    pub needs_newest_version: bool,
     /// `parquet` or `jsonl`.
     pub part_extension: String,
     /// Price of a device hour, where the job names one.
     pub usd_per_hour: Option<f64>,
-    pub terms: JobLimits,
+    pub limits: JobLimits,
 }
 
 /// `job.json`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[schemars(transform = crate::signing::describe)]
+#[schemars(transform = crate::signing::add_signature_field)]
 pub struct JobRecord {
     pub v: u32,
     /// Random: no two jobs share one.
@@ -134,7 +134,7 @@ impl JobRecord {
         }
     }
 
-    /// The shard table's entry; an unknown index is an error, because it may come from a message.
+    /// The shard table's entry. An unknown index is an error: it may come from a message.
     pub fn shard(&self, shard: u32) -> Result<&Shard> {
         self.shards.get(shard as usize).ok_or_else(|| {
             LedgerError::damaged(format!(
@@ -146,21 +146,21 @@ impl JobRecord {
     }
 
     fn from_draft(draft: JobDraft) -> Result<JobRecord> {
-        // A gristmill that does not know these inputs would read other rows.
-        let is_more = |input: &InputFile| input.format == Format::Csv || input.compressed.is_some();
-        let is_more = draft.inputs.iter().any(is_more);
-        let version = if is_more { VERSION_MORE } else { VERSION };
-        let is_arrow = draft.inputs.iter().any(|input| input.format == Format::Arrow);
-        let is_newest = is_arrow || draft.layout.is_new() || draft.is_newer;
+        // A gristmill that reads up to `VERSION` would read other rows of these inputs.
+        let is_new_input = |input: &InputFile| input.format == Format::Csv || input.compressed.is_some();
+        let needs_version_2 = draft.inputs.iter().any(is_new_input);
+        let version = if needs_version_2 { VERSION_2 } else { VERSION };
+        let has_arrow = draft.inputs.iter().any(|input| input.format == Format::Arrow);
+        let needs_version_3 = has_arrow || draft.layout.needs_newest_version() || draft.needs_newest_version;
         let record = JobRecord {
-            v: if is_newest { VERSION_JOB } else { version },
+            v: if needs_version_3 { JOB_VERSION_3 } else { version },
             job: Id::random()?,
             name: draft.name,
             identity: draft.identity,
             version: env!("CARGO_PKG_VERSION").to_string(),
             part_extension: draft.part_extension,
             usd_per_hour: draft.usd_per_hour,
-            terms: draft.terms,
+            terms: draft.limits,
             columns: draft.columns,
             resolved: draft.resolved,
             inputs: draft.inputs,
@@ -177,7 +177,7 @@ impl JobRecord {
 impl Record for JobRecord {
     const MAX_BYTES: u64 = MAX_JOB_BYTES;
     const SIGNED: bool = true;
-    const NEWEST: u32 = VERSION_JOB;
+    const NEWEST: u32 = JOB_VERSION_3;
 
     fn check_bytes(bytes: &[u8]) -> Result<(), String> {
         bulk::check(bytes)
@@ -207,17 +207,17 @@ impl Record for JobRecord {
             ));
         }
         self.layout.check(&self.inputs)?;
-        self.check_table()
+        self.check_shard_table()
     }
 }
 
 impl JobRecord {
     /// Checks that the shards hold the rows of the inputs, each once and in order.
-    fn check_table(&self) -> Result<(), String> {
+    fn check_shard_table(&self) -> Result<(), String> {
         // A job without rows has one empty shard (in an older gristmill, no shard at all).
         let may_be_empty = self.shards.len() == 1;
         let mut next_row = 0u64;
-        let mut read = Segment {
+        let mut last = Segment {
             input: 0,
             first_row: 0,
             rows: 0,
@@ -229,7 +229,7 @@ impl JobRecord {
             let rows = shard
                 .segments
                 .iter()
-                .try_fold(0u64, |sum, segment| sum.checked_add(segment.taken()));
+                .try_fold(0u64, |sum, segment| sum.checked_add(segment.taken_rows()));
             let is_empty = shard.rows == 0 && !may_be_empty;
             if shard.first_row != next_row || is_empty || rows != Some(shard.rows) {
                 return Err(format!("shard {number} does not continue the rows before it"));
@@ -240,31 +240,31 @@ impl JobRecord {
                     shard.rows
                 ));
             }
-            let outside = |segment: &Segment| match self.inputs.get(segment.input as usize) {
+            let is_outside = |segment: &Segment| match self.inputs.get(segment.input as usize) {
                 Some(input) => segment
                     .first_row
                     .checked_add(segment.rows)
                     .is_none_or(|end| end > input.rows),
                 None => true,
             };
-            if shard.segments.iter().any(outside) {
+            if shard.segments.iter().any(is_outside) {
                 return Err(format!("shard {number} names rows that no input of the job has"));
             }
             for segment in &shard.segments {
                 let picks = segment.picks.as_deref().unwrap_or_default();
-                let is_sorted = picks.windows(2).all(|two| two[0] < two[1]);
+                let is_sorted = picks.windows(2).all(|pair| pair[0] < pair[1]);
                 if !is_sorted || picks.last().is_some_and(|last| u64::from(*last) >= segment.rows) {
                     return Err(format!(
                         "shard {number} draws rows that its inputs do not have, or one twice"
                     ));
                 }
-                if !follows(&read, segment) {
+                if !follows(&last, segment) {
                     return Err(format!(
                         "shard {number} does not go on in input {} where the one before ended",
                         segment.input
                     ));
                 }
-                read = Segment {
+                last = Segment {
                     picks: None,
                     ..*segment
                 };
@@ -287,7 +287,7 @@ impl JobRecord {
             precision,
             kv_cache,
         } = &self.identity;
-        let own = [
+        let job_texts = [
             &self.name,
             &self.version,
             job_hash,
@@ -305,7 +305,7 @@ impl JobRecord {
             } = input;
             [Some(url), etag.as_ref(), version.as_ref(), sha256.as_ref()]
         }
-        let mut texts = own
+        let mut texts = job_texts
             .into_iter()
             .chain(template_hash)
             .chain(kv_cache)
@@ -321,7 +321,7 @@ impl JobRecord {
     }
 }
 
-/// Whether `next` begins where `last` ended: in the same input, or at the first row of a later one.
+/// Whether `next` begins where `last` ended, or at the first row of a later input.
 fn follows(last: &Segment, next: &Segment) -> bool {
     if next.input == last.input {
         last.first_row.checked_add(last.rows) == Some(next.first_row)
@@ -340,7 +340,10 @@ impl Ledger {
     /// As [`Ledger::open`], with the retry policy of `store`.
     pub async fn open_in(store: Store) -> Result<Option<Ledger>> {
         match store.get_versioned(JOB, MAX_JOB_BYTES).await? {
-            Some((bytes, version)) => Ledger::from_bytes(store, &bytes, version)?.newest().await.map(Some),
+            Some((bytes, version)) => Ledger::from_bytes(store, &bytes, version)?
+                .newest_generation()
+                .await
+                .map(Some),
             None => Ok(None),
         }
     }
@@ -356,18 +359,18 @@ impl Ledger {
             job_sha256: sha256(bytes),
             job_is_signed: signing::is_signed(bytes),
             job_version,
-            commits: Mutex::default(),
-            has_result: AtomicBool::default(),
+            commit_cache: Mutex::default(),
+            is_result_written: AtomicBool::default(),
         };
         Ok(Ledger { inner: Arc::new(inner) })
     }
 
-    /// Creates the job at `output`, or opens it if it exists. The flag says whether the job existed
-    /// before.
+    /// Creates the job at `output`, or opens it if it exists. The returned flag tells whether the
+    /// job existed before.
     ///
-    /// Fails with `Conflict` for an output of another job and for a folder that holds other files.
+    /// Fails with `Conflict` if the output belongs to another job, or is a folder with other files.
     /// Fails with `Stop` if the same job has another model, tokenizer, template or number format,
-    /// and if the store cannot keep the guarantee.
+    /// or if the store cannot keep the guarantee.
     pub async fn create_or_resume(output: &Location, draft: JobDraft) -> Result<(Ledger, bool)> {
         Ledger::create_or_resume_in(Store::new(output)?, draft).await
     }
@@ -377,7 +380,7 @@ impl Ledger {
         let identity = draft.identity.clone();
         let name = draft.name.clone();
         if let Some(ledger) = Ledger::open_in(store.clone()).await? {
-            ledger.check_same(&name, &identity)?;
+            ledger.check_same_job(&name, &identity)?;
             store.check().await?;
             return Ok((ledger, true));
         }
@@ -386,7 +389,7 @@ impl Ledger {
         if let Some(found) = store.first_visible().await?.or(success) {
             // Another run may have created the job in between.
             if let Some(ledger) = Ledger::open_in(store.clone()).await? {
-                ledger.check_same(&name, &identity)?;
+                ledger.check_same_job(&name, &identity)?;
                 return Ok((ledger, true));
             }
             return Err(LedgerError::conflict(format!(
@@ -399,24 +402,24 @@ impl Ledger {
         let ledger = Ledger::open_in(store.clone())
             .await?
             .ok_or_else(|| LedgerError::stop(format!("`{}` was removed while in use", store.address(JOB))))?;
-        ledger.check_same(&name, &identity)?;
-        Ok((ledger, created != Created::Ours))
+        ledger.check_same_job(&name, &identity)?;
+        Ok((ledger, created != CreateOutcome::Ours))
     }
 
     /// Checks that the output belongs to the job with this `name` and `identity`.
-    pub fn check_same(&self, name: &str, identity: &JobIdentity) -> Result<()> {
+    pub fn check_same_job(&self, name: &str, identity: &JobIdentity) -> Result<()> {
         let (job, url) = (self.job(), self.store().url());
         if job.identity.job_hash != identity.job_hash {
             return Err(LedgerError::conflict(format!(
-                "output `{url}` belongs to job `{}` ({}, written as {}), not to job `{name}` (written as {}): choose \
+                "output `{url}` belongs to job `{}` ({}, job hash {}), not to job `{name}` (job hash {}): choose \
                  another `output.uri`",
                 job.name,
                 job.job,
-                short(&job.identity.job_hash),
-                short(&identity.job_hash)
+                hash_prefix(&job.identity.job_hash),
+                hash_prefix(&identity.job_hash)
             )));
         }
-        let was_is = [
+        let pairs = [
             ("model", Some(&job.identity.model_hash), Some(&identity.model_hash)),
             (
                 "tokenizer",
@@ -435,23 +438,23 @@ impl Ledger {
                 identity.kv_cache.as_ref(),
             ),
         ];
-        match was_is.into_iter().find(|(_, was, is)| was != is) {
+        match pairs.into_iter().find(|(_, was, is)| was != is) {
             None => Ok(()),
             Some((what, was, is)) => Err(LedgerError::stop(format!(
                 "job `{name}` began with another {what} ({}, now {}): use the original one, or choose another \
                  `output.uri`",
-                was.map_or("none", |hash| short(hash)),
-                is.map_or("none", |hash| short(hash))
+                was.map_or("none", |hash| hash_prefix(hash)),
+                is.map_or("none", |hash| hash_prefix(hash))
             ))),
         }
     }
 
     /// Checks that `job.json` is unchanged, so that no part is published to an output that belongs
-    /// to another job by now. Reads its bytes only if the ETag is missing or has changed: the
-    /// record of a large job has 150 MB.
-    pub(super) async fn check_still_ours(&self) -> Result<()> {
-        let was = &self.inner.job_version;
-        if was.etag.is_some() && self.store().object_version(JOB).await?.as_ref() == Some(was) {
+    /// to another job by now. Reads its bytes only if the store has no ETag for it or the ETag has
+    /// changed: the record of a large job has 150 MB.
+    pub(super) async fn check_job_unchanged(&self) -> Result<()> {
+        let expected = &self.inner.job_version;
+        if expected.etag.is_some() && self.store().object_version(JOB).await?.as_ref() == Some(expected) {
             return Ok(());
         }
         let found = self.store().get(JOB, MAX_JOB_BYTES).await?;
@@ -466,7 +469,7 @@ impl Ledger {
     }
 }
 
-/// The first digits of a hash, for messages.
-fn short(hash: &str) -> &str {
+/// The first 12 digits of a hash, for messages.
+fn hash_prefix(hash: &str) -> &str {
     hash.get(..12).unwrap_or(hash)
 }

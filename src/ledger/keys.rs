@@ -12,7 +12,8 @@ use super::error::{LedgerError, Result};
 pub const JOB: &str = "_gristmill/job.json";
 /// The result of the job, written last, when every row is published.
 pub const SUCCESS: &str = "_SUCCESS";
-/// Stages of local puts and keys of the start-up probe. The ledger never reads its state from here.
+/// Folder of the temporary files of local puts (`stage.rs`) and of the start-up probe. The ledger
+/// never reads its state from here.
 pub const TMP: &str = "_gristmill/tmp";
 /// Number of commits in one digest.
 pub const SHARDS_PER_BLOCK: u32 = 100;
@@ -23,14 +24,14 @@ pub const SHARDS_PER_BLOCK: u32 = 100;
 #[schemars(extend("pattern" = "^[0-9a-f]{20}$"))]
 pub struct Id(String);
 
-/// Hex digits of an id: 80 random bits, so that two are never equal in practice.
+/// Hex digits of an id: 80 random bits, so that two ids are never equal in practice.
 const ID_DIGITS: usize = 20;
 
 impl Id {
     /// A new id from the operating system's randomness.
     pub fn random() -> Result<Id> {
         #[cfg(feature = "faults")]
-        if let Some(bytes) = crate::faults::ids::next::<{ ID_DIGITS / 2 }>() {
+        if let Some(bytes) = crate::faults::ids::next_id::<{ ID_DIGITS / 2 }>() {
             return Ok(Id(HEXLOWER.encode(&bytes)));
         }
         let mut bytes = [0u8; ID_DIGITS / 2];
@@ -49,8 +50,8 @@ impl TryFrom<String> for Id {
     type Error = String;
 
     fn try_from(text: String) -> Result<Id, String> {
-        let hex = text.len() == ID_DIGITS && text.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'));
-        if hex {
+        let is_hex = text.len() == ID_DIGITS && text.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'));
+        if is_hex {
             Ok(Id(text))
         } else {
             Err(format!("an id is {ID_DIGITS} lower-case hex digits"))
@@ -88,9 +89,9 @@ pub(crate) fn is_worker_name(text: &str) -> bool {
 #[derive(Debug, Clone)]
 pub struct Keys {
     /// Prefix of the keys of the job.
-    home: String,
+    job_prefix: String,
     /// Prefix of the keys of the generation; equal to `home` for generation 0.
-    generation_home: String,
+    generation_prefix: String,
     part_digits: usize,
     part_extension: String,
 }
@@ -100,22 +101,22 @@ impl Keys {
     pub fn new(job: &Id, shards: u32, part_extension: &str) -> Keys {
         // All part names of a job have equal length, so that name order is row order.
         let part_digits = shards.saturating_sub(1).to_string().len().max(5);
-        let home = format!("_gristmill/{job}");
+        let job_prefix = format!("_gristmill/{job}");
         Keys {
-            generation_home: home.clone(),
-            home,
+            generation_prefix: job_prefix.clone(),
+            job_prefix,
             part_digits,
             part_extension: part_extension.to_string(),
         }
     }
 
-    /// The keys of the same job at `generation`. Parts, orders and spendings are shared by all
-    /// generations.
-    pub fn of_generation(&self, generation: u32) -> Keys {
+    /// The keys of the same job at `generation`. All generations share parts, commands and
+    /// spendings.
+    pub fn at_generation(&self, generation: u32) -> Keys {
         Keys {
-            generation_home: match generation {
-                0 => self.home.clone(),
-                later => format!("{}/gen/{later:03}", self.home),
+            generation_prefix: match generation {
+                0 => self.job_prefix.clone(),
+                later => format!("{}/gen/{later:03}", self.job_prefix),
             },
             ..self.clone()
         }
@@ -123,22 +124,22 @@ impl Keys {
 
     /// The record of a retry.
     pub fn generation(&self, generation: u32) -> String {
-        format!("{}/gen/{generation:03}.json", self.home)
+        format!("{}/gen/{generation:03}.json", self.job_prefix)
     }
 
     /// The rows of one block of shards in the retry with that `nonce`.
     pub fn retried_rows(&self, generation: u32, nonce: &Id, block: u32) -> String {
-        format!("{}/gen/{generation:03}/rows/{nonce}-{block:06}.json", self.home)
+        format!("{}/gen/{generation:03}/rows/{nonce}-{block:06}.json", self.job_prefix)
     }
 
-    /// Mark: the logs, data and attempts of the generation may be gone.
-    pub fn cleaned(&self) -> String {
-        format!("{}/cleaned.json", self.generation_home)
+    /// The mark that the logs, data and attempts of the generation may be gone.
+    pub fn cleaned_mark(&self) -> String {
+        format!("{}/cleaned.json", self.generation_prefix)
     }
 
-    /// Mark: the end of the generation was announced (see `told.rs`).
-    pub fn told(&self) -> String {
-        format!("{}/told.json", self.generation_home)
+    /// The mark that the end of the generation was announced (see `told.rs`).
+    pub fn told_mark(&self) -> String {
+        format!("{}/told.json", self.generation_prefix)
     }
 
     /// `part-00042.parquet`
@@ -147,25 +148,25 @@ impl Keys {
     }
 
     /// Prefix of all keys of one shard.
-    pub fn shard(&self, shard: u32) -> String {
-        format!("{}/shards/{shard:06}", self.generation_home)
+    pub fn shard_prefix(&self, shard: u32) -> String {
+        format!("{}/shards/{shard:06}", self.generation_prefix)
     }
 
     /// Prefix of the keys of all shards.
-    pub fn shards(&self) -> String {
-        format!("{}/shards", self.generation_home)
+    pub fn shards_prefix(&self) -> String {
+        format!("{}/shards", self.generation_prefix)
     }
 
     pub fn log(&self, shard: u32, index: u32) -> String {
-        format!("{}/log/{index:06}.json", self.shard(shard))
+        format!("{}/log/{index:06}.json", self.shard_prefix(shard))
     }
 
-    /// Whether `key` is one of [`Keys::log`]'s.
+    /// Whether `key` has the form of [`Keys::log`].
     pub(super) fn is_log_record(key: &str) -> bool {
         key.rsplit('/').nth(1) == Some("log")
     }
 
-    /// Whether `name` is the file name of one of [`Keys::log`]'s keys.
+    /// Whether `name` is a file name in the form of [`Keys::log`].
     pub(super) fn is_log_name(name: &str) -> bool {
         let index = name.strip_suffix(".json");
         index.is_some_and(|digits| digits.parse::<u32>().is_ok_and(|index| format!("{index:06}") == digits))
@@ -173,17 +174,17 @@ impl Keys {
 
     /// The key of the data object of that name (see [`Keys::data_name`]).
     pub fn data(&self, shard: u32, name: &str) -> String {
-        format!("{}/data/{name}", self.shard(shard))
+        format!("{}/data/{name}", self.shard_prefix(shard))
     }
 
-    /// The name of a data object, unique to its attempt. The object is Parquet, but its name does
-    /// not end in `.parquet`: many readers of a folder read every `*.parquet` below it, and would
-    /// count these rows in addition to those of the parts.
+    /// The name of a data object: the attempt that wrote it, and a count within the attempt. The
+    /// object is Parquet, but its name does not end in `.parquet`: many readers of a folder read
+    /// every `*.parquet` below it, and would count its rows in addition to those of the parts.
     pub fn data_name(attempt: &Id, count: u32) -> String {
         format!("{attempt}-{count}.rows")
     }
 
-    /// Whether `name` can have come from [`Keys::data_name`], or from an older gristmill, whose
+    /// Whether `name` has the form of [`Keys::data_name`], or the form of an older gristmill, whose
     /// names ended in `.parquet`.
     pub fn is_data_name(name: &str) -> bool {
         let stem = name.strip_suffix(".rows").or(name.strip_suffix(".parquet"));
@@ -194,53 +195,53 @@ impl Keys {
     }
 
     pub fn attempt(&self, shard: u32, attempt: &Id) -> String {
-        format!("{}/attempts/{attempt}.json", self.shard(shard))
+        format!("{}/attempts/{attempt}.json", self.shard_prefix(shard))
     }
 
-    /// The record of an attempt that ended cleanly. It has a key of its own, so that no late put
-    /// can undo it.
+    /// The record that an attempt ended cleanly. It has a key of its own, so that no late put of
+    /// the attempt's record can replace it.
     pub fn attempt_end(&self, shard: u32, attempt: &Id) -> String {
-        format!("{}/attempts/{attempt}.end.json", self.shard(shard))
+        format!("{}/attempts/{attempt}.end.json", self.shard_prefix(shard))
     }
 
-    pub fn block(shard: u32) -> u32 {
+    pub fn block_of(shard: u32) -> u32 {
         shard / SHARDS_PER_BLOCK
     }
 
     /// Prefix of the commits of one block.
-    pub fn commits(&self, block: u32) -> String {
-        format!("{}/commits/{block:06}", self.generation_home)
+    pub fn commits_prefix(&self, block: u32) -> String {
+        format!("{}/commits/{block:06}", self.generation_prefix)
     }
 
     pub fn commit(&self, shard: u32) -> String {
-        format!("{}/{shard:06}.json", self.commits(Keys::block(shard)))
+        format!("{}/{shard:06}.json", self.commits_prefix(Keys::block_of(shard)))
     }
 
     /// Prefix of the digests of all closed blocks.
-    pub fn digests(&self) -> String {
-        format!("{}/digests", self.generation_home)
+    pub fn digests_prefix(&self) -> String {
+        format!("{}/digests", self.generation_prefix)
     }
 
     pub fn digest(&self, block: u32) -> String {
-        format!("{}/{block:06}.json", self.digests())
+        format!("{}/{block:06}.json", self.digests_prefix())
     }
 
     pub fn control(&self, index: u32) -> String {
-        format!("{}/control/{index:03}.json", self.home)
+        format!("{}/control/{index:03}.json", self.job_prefix)
     }
 
     /// Prefix of the spendings of all workers.
-    pub fn spends(&self) -> String {
-        format!("{}/spend", self.home)
+    pub fn spends_prefix(&self) -> String {
+        format!("{}/spend", self.job_prefix)
     }
 
     pub fn spend(&self, worker: &str) -> String {
-        format!("{}/{worker}.json", self.spends())
+        format!("{}/{worker}.json", self.spends_prefix())
     }
 
     /// The worker whose spending has this `key`. `None`: the key is no spending.
     pub fn worker_of_spend<'a>(&self, key: &'a str) -> Option<&'a str> {
-        let name = key.strip_prefix(&self.spends())?.strip_prefix('/')?;
+        let name = key.strip_prefix(&self.spends_prefix())?.strip_prefix('/')?;
         name.strip_suffix(".json").filter(|worker| is_worker_name(worker))
     }
 }

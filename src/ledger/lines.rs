@@ -1,5 +1,5 @@
-//! Decodes result lines (JSON): their counts, and the rows that a later generation copies from
-//! them.
+//! Decodes result lines, the JSON lines of `jsonl` parts: their counts, and the rows that a later
+//! generation copies from them.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ use crate::dataset::row::{CUT_OFF, RowStatus};
 
 /// The fields of a result line that depend on its row.
 #[derive(Debug, Deserialize)]
-pub(super) struct Line {
+pub(super) struct ResultLine {
     pub id: String,
     custom_id: Value,
     response: Option<Response>,
@@ -45,14 +45,14 @@ struct Choice {
     finish_reason: Option<String>,
     /// Present in chat completions.
     #[serde(default)]
-    message: Message,
+    message: ResponseMessage,
     /// Present in text completions, which have no message.
     text: Option<String>,
     reasoning_content: Option<String>,
 }
 
 #[derive(Debug, Default, Deserialize)]
-struct Message {
+struct ResponseMessage {
     content: Option<String>,
     reasoning_content: Option<String>,
 }
@@ -77,20 +77,20 @@ struct CompletionDetails {
 }
 
 /// The lines of a part in order, each with its line number from 1.
-pub(super) fn lines(bytes: &[u8]) -> Result<impl Iterator<Item = Result<(usize, Line), String>>, String> {
+pub(super) fn lines(bytes: &[u8]) -> Result<impl Iterator<Item = Result<(usize, ResultLine), String>>, String> {
     let text = match bytes {
         b"" => None,
         _ => Some(bytes.strip_suffix(b"\n").ok_or("its last line has no newline")?),
     };
     let split = text.into_iter().flat_map(|text| text.split(|&b| b == b'\n'));
-    Ok(split.enumerate().map(|(at, line)| {
+    Ok(split.enumerate().map(|(index, line)| {
         let line = serde_json::from_slice(line);
-        let line = line.map_err(|error| format!("line {} is no result of a batch: {error}", at + 1))?;
-        Ok((at + 1, line))
+        let line = line.map_err(|error| format!("line {} is no result of a batch: {error}", index + 1))?;
+        Ok((index + 1, line))
     }))
 }
 
-impl Line {
+impl ResultLine {
     fn status(&self) -> Result<RowStatus, String> {
         let Some(LineError { code, .. }) = &self.error else {
             return Ok(RowStatus::Succeeded);
@@ -107,7 +107,7 @@ impl Line {
 
     pub(super) fn tally(&self) -> Result<Tally, String> {
         let mut tally = Tally::default();
-        tally.count(self.status()?);
+        tally.add_row(self.status()?);
         if let Some(Response { body }) = &self.response {
             tally.prompt_tokens = body.usage.prompt_tokens;
             tally.cached_tokens = body.usage.prompt_tokens_details.cached_tokens;
@@ -123,14 +123,14 @@ impl Line {
     }
 
     /// One text per sample. `None`: the row has no completion.
-    fn texts(&self, of: impl Fn(&Choice) -> Option<&String>) -> Option<Vec<Option<String>>> {
+    fn texts(&self, field_of: impl Fn(&Choice) -> Option<&String>) -> Option<Vec<Option<String>>> {
         let body = self.body()?;
-        Some(body.choices.iter().map(|choice| of(choice).cloned()).collect())
+        Some(body.choices.iter().map(|choice| field_of(choice).cloned()).collect())
     }
 }
 
-/// The columns that tell which rows failed or were truncated.
-pub(super) fn counted_columns() -> SchemaRef {
+/// The columns from which rows are counted by status, with their tokens and truncated completions.
+pub(super) fn tally_columns() -> SchemaRef {
     let number = |name: &str| Field::new(name, DataType::Int64, true);
     let fields = vec![
         Field::new("row", DataType::Int64, false),
@@ -144,10 +144,9 @@ pub(super) fn counted_columns() -> SchemaRef {
 }
 
 /// The rows of a `jsonl` part whose first row is `first_row`, in the columns of `schema`. Columns
-/// that result lines cannot hold are null. When such rows are encoded as lines again, they give the
-/// same lines.
+/// that result lines do not have are null. Encoding these rows as lines gives the same lines again.
 pub(super) fn decode(bytes: &Bytes, first_row: u64, schema: &SchemaRef) -> Result<RecordBatch, String> {
-    let lines: Vec<Line> = lines(bytes)?
+    let lines: Vec<ResultLine> = lines(bytes)?
         .map(|line| line.map(|(_, line)| line))
         .collect::<Result<_, _>>()?;
     let columns = schema.fields().iter().map(|field| column(field, &lines, first_row));
@@ -155,19 +154,19 @@ pub(super) fn decode(bytes: &Bytes, first_row: u64, schema: &SchemaRef) -> Resul
     RecordBatch::try_new(schema.clone(), columns).map_err(|error| error.to_string())
 }
 
-fn column(field: &Field, lines: &[Line], first_row: u64) -> Result<ArrayRef, String> {
-    let numbers = |of: &dyn Fn(&Body) -> Option<u64>| -> ArrayRef {
-        let number = |line: &Line| line.body().and_then(of).map(|n| n as i64);
+fn column(field: &Field, lines: &[ResultLine], first_row: u64) -> Result<ArrayRef, String> {
+    let numbers = |field_of: &dyn Fn(&Body) -> Option<u64>| -> ArrayRef {
+        let number = |line: &ResultLine| line.body().and_then(field_of).map(|n| n as i64);
         Arc::new(Int64Array::from_iter(lines.iter().map(number)))
     };
-    let texts = |of: &dyn Fn(&Line) -> Option<String>| -> Result<ArrayRef, String> {
-        let texts: ArrayRef = Arc::new(StringArray::from_iter(lines.iter().map(of)));
+    let texts = |field_of: &dyn Fn(&ResultLine) -> Option<String>| -> Result<ArrayRef, String> {
+        let texts: ArrayRef = Arc::new(StringArray::from_iter(lines.iter().map(field_of)));
         cast(&texts, field.data_type()).map_err(|error| error.to_string())
     };
-    let samples = |of: fn(&Choice) -> Option<&String>| -> Result<ArrayRef, String> {
+    let samples = |field_of: fn(&Choice) -> Option<&String>| -> Result<ArrayRef, String> {
         match field.data_type() {
-            DataType::List(_) => Ok(lists(lines.iter().map(|line| line.texts(of)))),
-            _ => texts(&|line| line.texts(of)?.into_iter().next().flatten()),
+            DataType::List(_) => Ok(lists(lines.iter().map(|line| line.texts(field_of)))),
+            _ => texts(&|line| line.texts(field_of)?.into_iter().next().flatten()),
         }
     };
     match field.name().as_str() {
@@ -175,8 +174,8 @@ fn column(field: &Field, lines: &[Line], first_row: u64) -> Result<ArrayRef, Str
             (first_row..).take(lines.len()).map(|row| row as i64),
         ))),
         "status" => {
-            let words = lines.iter().map(|line| line.status().map(|status| status.as_str()));
-            Ok(Arc::new(StringArray::from(words.collect::<Result<Vec<_>, _>>()?)))
+            let names = lines.iter().map(|line| line.status().map(|status| status.as_str()));
+            Ok(Arc::new(StringArray::from(names.collect::<Result<Vec<_>, _>>()?)))
         }
         "completion" => samples(|choice| choice.message.content.as_ref().or(choice.text.as_ref())),
         "finish_reason" => samples(|choice| choice.finish_reason.as_ref()),
@@ -215,11 +214,11 @@ fn column(field: &Field, lines: &[Line], first_row: u64) -> Result<ArrayRef, Str
 fn lists(rows: impl Iterator<Item = Option<Vec<Option<String>>>>) -> ArrayRef {
     let mut out = ListBuilder::new(StringBuilder::new());
     for row in rows {
-        let is_there = row.is_some();
+        let is_valid = row.is_some();
         for text in row.into_iter().flatten() {
             out.values().append_option(text);
         }
-        out.append(is_there);
+        out.append(is_valid);
     }
     Arc::new(out.finish())
 }
@@ -284,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_read_back_make_the_same_lines() {
+    fn lines_round_trip_through_rows() {
         let meta = OpenaiMeta {
             job: "j".into(),
             model: "m".into(),
@@ -295,7 +294,7 @@ mod tests {
             let bytes = part_openai(std::slice::from_ref(&batch), &meta).unwrap();
             let back = decode(&bytes, 4, &batch.schema()).unwrap();
             assert_eq!(part_openai(&[back], &meta).unwrap(), bytes);
-            let few = decode(&bytes, 4, &counted_columns()).unwrap();
+            let few = decode(&bytes, 4, &tally_columns()).unwrap();
             let all = super::super::RowSet::from_range(4..7);
             let counts = super::super::data::tally(&few, &all).unwrap();
             assert_eq!(counts, super::super::data::tally(&batch, &all).unwrap());
@@ -308,7 +307,7 @@ mod tests {
     }
 
     #[test]
-    fn foreign_bytes_are_no_lines() {
+    fn foreign_bytes_are_refused() {
         for (bad, why) in [
             (&b"x\nx\n"[..], "line 1 is no result of a batch"),
             (b"{}\n", "line 1 is no result of a batch"),

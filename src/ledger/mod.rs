@@ -57,13 +57,13 @@ use std::sync::{Arc, Mutex};
 
 use chrono::{DateTime, Utc};
 
-pub use clean::Cleaned;
+pub use clean::RemovedObjects;
 pub use error::{LedgerError, Result};
 pub use job::{JobDraft, JobIdentity, JobLimits, JobRecord, Unfinished};
 pub use keys::{Id, Keys};
 pub use order::{Extension, JobCommand, LimitsFrom, PinOrder, Price, StopWhy};
 pub use progress::Progress;
-pub use record::{Commit, Generation, Runner, Success, Tally};
+pub use record::{AttemptWorker, Commit, Generation, Success, Tally};
 pub use rowset::RowSet;
 use store::ObjectVersion;
 pub use store::{Retry, Store};
@@ -85,12 +85,12 @@ struct Inner {
     job_sha256: String,
     job_is_signed: bool,
     job_version: ObjectVersion,
-    /// Commits that this process wrote or found when it published, by shard, until their block is
-    /// closed.
-    commits: Mutex<BTreeMap<u32, Commit>>,
-    /// Whether this process has written the result of this generation and `take_wrote_result` has not
-    /// been called since: see `told.rs`.
-    has_result: AtomicBool,
+    /// By shard, the commits that this process wrote or found when it published. A commit stays
+    /// here until its block is closed.
+    commit_cache: Mutex<BTreeMap<u32, Commit>>,
+    /// Whether this process has written the result of this generation and `take_result_written` has
+    /// not been called since: see `told.rs`.
+    is_result_written: AtomicBool,
 }
 
 impl Ledger {

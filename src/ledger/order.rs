@@ -1,21 +1,22 @@
-//! Orders to a job: the records of its control log.
+//! Commands to all workers of a job: the records of its control log. (In records and in the schema
+//! they are called orders.)
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::job::{DEADLINE_MAX, Unfinished};
 use super::keys::Id;
-use super::record::{Record, SMALL_BYTES, VERSION, VERSION_MORE, is_false, is_zero};
-use crate::dataset::store::pinned::Pin;
-use crate::dataset::store::pins::PinnedAnew;
+use super::record::{Record, SMALL_RECORD_BYTES, VERSION, VERSION_2, is_false, is_zero};
+use crate::dataset::store::job_inputs::VerifiedVersion;
+use crate::dataset::store::pinned_file::FileVersion;
 
-/// Version of an order that a gristmill which reads up to [`VERSION_MORE`] does not know. Such a
+/// Version of a command that a gristmill which reads up to [`VERSION_2`] does not know. Such a
 /// gristmill must report the record as newer, and not as damaged.
-const VERSION_PINS: u32 = 3;
+const PIN_VERSION_3: u32 = 3;
 
 /// `control/000.json`: what somebody decided about the job; the last one holds.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[schemars(transform = crate::signing::describe)]
+#[schemars(transform = crate::signing::add_signature_field)]
 pub struct ControlRecord {
     pub v: u32,
     pub job: Id,
@@ -25,16 +26,16 @@ pub struct ControlRecord {
     #[serde(default, skip_serializing_if = "is_zero")]
     pub generation: u32,
     #[serde(flatten)]
-    pub order: JobCommand,
+    pub command: JobCommand,
 }
 
 impl Record for ControlRecord {
-    const MAX_BYTES: u64 = SMALL_BYTES;
-    const NEWEST: u32 = VERSION_PINS;
+    const MAX_BYTES: u64 = SMALL_RECORD_BYTES;
+    const NEWEST: u32 = PIN_VERSION_3;
     const SIGNED: bool = true;
 
     fn check(&self) -> Result<(), String> {
-        let JobCommand::Extend(extend) = &self.order else {
+        let JobCommand::Extend(extend) = &self.command else {
             return Ok(());
         };
         let price = extend.price.and_then(|price| price.usd_per_hour);
@@ -85,11 +86,11 @@ pub struct PinOrder {
     pub version: Option<String>,
 }
 
-impl From<&PinOrder> for PinnedAnew {
-    fn from(order: &PinOrder) -> PinnedAnew {
-        PinnedAnew {
+impl From<&PinOrder> for VerifiedVersion {
+    fn from(order: &PinOrder) -> VerifiedVersion {
+        VerifiedVersion {
             input: order.input,
-            pin: Pin {
+            version: FileVersion {
                 etag: order.etag.clone(),
                 version: order.version.clone(),
             },
@@ -103,7 +104,7 @@ impl JobCommand {
         JobCommand::Stop { why, close, note: None }
     }
 
-    /// Size of the texts of the order in bytes.
+    /// Size of the command's texts in bytes.
     pub(super) fn text_bytes(&self) -> usize {
         let length = |text: &Option<String>| text.as_ref().map_or(0, String::len);
         match self {
@@ -113,12 +114,12 @@ impl JobCommand {
         }
     }
 
-    /// Lowest record version that can hold this order.
-    pub(super) fn version(&self) -> u32 {
+    /// Lowest record version that can hold this command.
+    pub(super) fn min_version(&self) -> u32 {
         match self {
             JobCommand::Stop { .. } => VERSION,
-            JobCommand::Extend(extend) => extend.version(),
-            JobCommand::Pin(_) => VERSION_PINS,
+            JobCommand::Extend(extend) => extend.min_version(),
+            JobCommand::Pin(_) => PIN_VERSION_3,
         }
     }
 }
@@ -142,12 +143,12 @@ pub struct Extension {
 }
 
 impl Extension {
-    /// Lowest record version that can hold this order. A gristmill that reads up to [`VERSION`]
+    /// Lowest record version that can hold this command. A gristmill that reads up to [`VERSION`]
     /// knows only budget and deadline.
-    pub(super) fn version(&self) -> u32 {
+    pub(super) fn min_version(&self) -> u32 {
         match (self.unfinished, self.price) {
             (None, None) => VERSION,
-            _ => VERSION_MORE,
+            _ => VERSION_2,
         }
     }
 }

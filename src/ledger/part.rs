@@ -1,5 +1,5 @@
-//! Reads a published part, Parquet or JSON lines: its origin and its counts. Used to adopt a part
-//! and to verify one.
+//! Reads a published part, Parquet or JSON lines: its origin and its counts. Used to commit a part
+//! that another worker put, and to verify parts.
 //!
 //! A part belongs to a shard of this job if it names the job and holds exactly the shard's rows, in
 //! order. A Parquet part names job and shard in its metadata and the rows in a column. Each line of
@@ -28,21 +28,22 @@ pub(super) struct PartContents {
     /// Counts over the whole part.
     pub tally: Tally,
     /// Counts over the rows that the ledger's generation does.
-    pub to_do: Tally,
+    pub to_do_tally: Tally,
 }
 
 impl Ledger {
-    /// Reads `bytes` as the part of `shard`. The text of an error follows "it" or a name.
+    /// Reads `bytes` as the part of `shard`. The text of an error continues a sentence that begins
+    /// with the name of the part.
     pub(super) fn read_part(&self, shard: u32, bytes: &Bytes) -> Result<PartContents, String> {
         let generation = match self.job().part_extension.as_str() {
-            "jsonl" => lines_generation(bytes),
+            "jsonl" => jsonl_generation(bytes),
             _ => self.parquet_generation(shard, bytes)?,
         };
-        let (tally, to_do) = self.held_rows(shard, bytes)?;
+        let (tally, to_do_tally) = self.count_part_rows(shard, bytes)?;
         Ok(PartContents {
             generation,
             tally,
-            to_do,
+            to_do_tally,
         })
     }
 
@@ -63,21 +64,21 @@ impl Ledger {
 
     /// Counts the rows of `bytes`, which must be the shard's rows, each once and in order. Returns
     /// the counts of all rows and of those that the ledger's generation does.
-    pub(super) fn held_rows(&self, shard: u32, bytes: &Bytes) -> Result<(Tally, Tally), String> {
+    pub(super) fn count_part_rows(&self, shard: u32, bytes: &Bytes) -> Result<(Tally, Tally), String> {
         let planned = self.job().shard(shard).map_err(|error| error.to_string())?;
-        let mut count = Count {
+        let mut count = PartCounter {
             next: planned.first_row,
             end: planned.first_row + planned.rows,
-            subset: self.rows_to_do(shard),
+            rows_to_do: self.rows_to_do(shard),
             tally: Tally::default(),
-            to_do: Tally::default(),
+            to_do_tally: Tally::default(),
         };
         match self.job().part_extension.as_str() {
             "jsonl" => count.lines(bytes, self.job().job.as_str())?,
-            _ => part_in::quietly(|| count.parquet(bytes))?,
+            _ => part_in::catch_panics(|| count.parquet(bytes))?,
         }
         if count.next == count.end {
-            Ok((count.tally, count.to_do))
+            Ok((count.tally, count.to_do_tally))
         } else {
             Err(format!(
                 "ends before row {}; its shard ends before row {}",
@@ -87,25 +88,26 @@ impl Ledger {
     }
 }
 
-/// Counts of a part while it is read.
-struct Count {
+/// Checks and counts the rows of a part while it is read.
+struct PartCounter {
     /// The row that must come next.
     next: u64,
+    /// The row after the shard's last.
     end: u64,
-    subset: RowSet,
+    rows_to_do: RowSet,
     tally: Tally,
-    to_do: Tally,
+    to_do_tally: Tally,
 }
 
-impl Count {
+impl PartCounter {
     fn parquet(&mut self, bytes: &Bytes) -> Result<(), String> {
         let builder = part_in::open(bytes).map_err(unreadable)?;
         for batch in builder.with_batch_size(BATCH_ROWS).build().map_err(unreadable)? {
             let batch: RecordBatch = batch.map_err(unreadable)?;
-            let rows = data::rows_of(&batch)?;
-            rows.iter().try_for_each(|&row| self.expect(row))?;
+            let rows = data::row_numbers(&batch)?;
+            rows.iter().try_for_each(|&row| self.expect_row(row))?;
             self.tally.add(&data::tally(&batch, &RowSet::from_range(0..u64::MAX))?);
-            self.to_do.add(&data::tally(&batch, &self.subset)?);
+            self.to_do_tally.add(&data::tally(&batch, &self.rows_to_do)?);
         }
         Ok(())
     }
@@ -118,17 +120,18 @@ impl Count {
                 return Err(format!("line {number} has id `{id}` where `{want}` belongs"));
             }
             let row = self.next;
-            self.expect(row)?;
+            self.expect_row(row)?;
             let tally = line.tally().map_err(|why| format!("line {number}: {why}"))?;
             self.tally.add(&tally);
-            if self.subset.contains(row) {
-                self.to_do.add(&tally);
+            if self.rows_to_do.contains(row) {
+                self.to_do_tally.add(&tally);
             }
         }
         Ok(())
     }
 
-    fn expect(&mut self, row: u64) -> Result<(), String> {
+    /// Checks that `row` is the next row of the shard.
+    fn expect_row(&mut self, row: u64) -> Result<(), String> {
         if self.next == self.end {
             return Err(format!(
                 "goes on after row {}, the last of its shard",
@@ -149,7 +152,7 @@ fn unreadable(error: impl std::fmt::Display) -> String {
 
 /// Marks the generation in a `jsonl` part, which has no metadata: generation g has g spaces before
 /// the last line end, which JSON readers ignore. So parts of two generations always differ.
-pub(super) fn mark_lines(bytes: Bytes, generation: u32) -> Bytes {
+pub(super) fn mark_generation(bytes: Bytes, generation: u32) -> Bytes {
     if generation == 0 || bytes.is_empty() {
         return bytes;
     }
@@ -159,8 +162,8 @@ pub(super) fn mark_lines(bytes: Bytes, generation: u32) -> Bytes {
     marked.into()
 }
 
-/// The generation that [`mark_lines`] wrote.
-pub(super) fn lines_generation(bytes: &[u8]) -> u32 {
+/// The generation that [`mark_generation`] wrote.
+pub(super) fn jsonl_generation(bytes: &[u8]) -> u32 {
     let text = bytes.strip_suffix(b"\n").unwrap_or(bytes);
     text.iter().rev().take_while(|&&b| b == b' ').count() as u32
 }

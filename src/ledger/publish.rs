@@ -14,11 +14,11 @@ use super::data;
 use super::error::{LedgerError, Result};
 use super::keys::sha256;
 use super::lines;
-use super::log::{Counted, ShardLog};
-use super::part::{PartContents, mark_lines};
+use super::log::{CountedData, ShardLog};
+use super::part::{PartContents, mark_generation};
 use super::record::{Commit, DataObject, Tally, VERSION, decode, encode, read};
 use super::rowset::RowSet;
-use super::store::{Created, MAX_OBJECT_BYTES};
+use super::store::{CreateOutcome, MAX_OBJECT_BYTES};
 
 /// Metadata key of the job id in a part.
 pub const META_JOB: &str = "gristmill.job";
@@ -26,9 +26,9 @@ pub const META_JOB: &str = "gristmill.job";
 pub const META_GENERATION: &str = "gristmill.generation";
 /// Metadata key of the shard number in a part.
 pub const META_SHARD: &str = "gristmill.shard";
-/// Planned maximum size of a part in bytes, because parts are single puts. A larger part gives a
-/// warning.
-const PART_BYTES_PLANNED: usize = 256 << 20;
+/// Planned maximum size of a part in bytes: a part is written by a single put. A larger part gives
+/// a warning.
+const PLANNED_PART_BYTES_MAX: usize = 256 << 20;
 
 impl Ledger {
     /// The origin of a part, as key/value metadata.
@@ -42,7 +42,7 @@ impl Ledger {
             ("gristmill.model_hash", id.model_hash.clone()),
             ("gristmill.tokenizer_hash", id.tokenizer_hash.clone()),
             ("gristmill.precision", id.precision.clone()),
-            // The version that planned the job, and not that of the worker: workers of two versions
+            // The version that planned the job instead of the worker's: workers of two versions
             // must make identical parts.
             ("gristmill.version", job.version.clone()),
         ];
@@ -97,9 +97,8 @@ impl ShardLog {
     ///
     /// `make_part` makes the bytes of the part from the rows that count, in row order, and the
     /// key/value metadata to embed. It must be deterministic, so that two publishers make the same
-    /// part. If they differ (for example, because of two versions of gristmill), the part that was
-    /// put first is the one that is committed. Acknowledge the message only after this has
-    /// returned.
+    /// part. If their parts differ (for example, because of two versions of gristmill), the part
+    /// that was put first is committed. Acknowledge the message only after this has returned.
     pub async fn publish<E: Display>(
         &self,
         make_part: impl Fn(&[RecordBatch], &[(String, String)]) -> Result<Bytes, E>,
@@ -110,9 +109,9 @@ impl ShardLog {
                 self.ledger.finish_check(Some(self.shard)).await?;
                 Ok(commit)
             }
-            // A worker that wakes late may find a part of a newer generation, or a log that was
-            // cleaned away. If this generation is published and the shard has a commit, that is no
-            // error.
+            // A worker that wakes late may find a part of a newer generation, or a log whose data
+            // `clean` has removed. Neither is an error if this generation is published and the
+            // shard has a commit.
             Err(error @ (LedgerError::Damaged { .. } | LedgerError::Conflict { .. })) => {
                 match self.ledger.commit_of(self.shard).await {
                     Ok(Some(commit)) if self.is_superseded().await? => Ok(commit),
@@ -134,8 +133,8 @@ impl ShardLog {
         make_part: impl Fn(&[RecordBatch], &[(String, String)]) -> Result<Bytes, E>,
     ) -> Result<Commit> {
         match self.assemble(make_part).await? {
-            Assembled::Part(bytes, held) => self.commit(bytes, held).await,
-            Assembled::Damaged(indices) => self.lost(indices).await,
+            AssembleResult::Part(bytes, contents) => self.commit(bytes, contents).await,
+            AssembleResult::Damaged(indices) => self.void_after_failed_publish(indices).await,
         }
     }
 
@@ -143,7 +142,7 @@ impl ShardLog {
     pub(super) async fn assemble<E: Display>(
         &self,
         make_part: impl Fn(&[RecordBatch], &[(String, String)]) -> Result<Bytes, E>,
-    ) -> Result<Assembled> {
+    ) -> Result<AssembleResult> {
         let (ledger, shard) = (&self.ledger, self.shard);
         if !self.is_complete() {
             return Err(LedgerError::damaged(format!(
@@ -152,22 +151,22 @@ impl ShardLog {
             )));
         }
         let damaged = |why: &dyn Display| LedgerError::damaged(format!("shard {shard}: {why}"));
-        let mut sources = match self.counted().await? {
-            Counted::Whole(sources) => sources,
-            Counted::Damaged(indices) => return Ok(Assembled::Damaged(indices)),
+        let mut sources = match self.read_counted_data().await? {
+            CountedData::Intact(sources) => sources,
+            CountedData::Damaged(indices) => return Ok(AssembleResult::Damaged(indices)),
         };
-        if let Some(before) = ledger.before(shard) {
-            let mut others = ledger.all_rows(shard);
-            // A row that the retry left unfinished keeps its earlier result: a truncated completion
+        if let Some(earlier) = ledger.earlier_generation_with(shard) {
+            let mut earlier_rows = ledger.all_rows(shard);
+            // A row that the retry did not finish keeps its earlier result: a truncated completion
             // is better than none.
             for (batch, counts) in &mut sources {
-                *counts = data::done(batch, counts).map_err(|why| damaged(&why))?;
-                others = others.difference(counts);
+                *counts = data::finished_rows(batch, counts).map_err(|why| damaged(&why))?;
+                earlier_rows = earlier_rows.difference(counts);
             }
-            let like = sources
+            let schema = sources
                 .first()
-                .map_or_else(lines::counted_columns, |(batch, _)| batch.schema());
-            sources.extend(before.rows_until_now(shard, others, &like).await?);
+                .map_or_else(lines::tally_columns, |(batch, _)| batch.schema());
+            sources.extend(earlier.current_rows(shard, earlier_rows, &schema).await?);
         }
         let batches = data::merge(&sources, self.rows()).map_err(|why| damaged(&why))?;
         drop(sources);
@@ -178,17 +177,17 @@ impl ShardLog {
             });
             sum.map_err(|why| damaged(&why))
         };
-        let held = PartContents {
+        let contents = PartContents {
             generation: ledger.generation(),
             tally: count(&ledger.all_rows(shard))?,
-            to_do: count(self.rows_to_do())?,
+            to_do_tally: count(self.rows_to_do())?,
         };
         let mut bytes = make_part(&batches, &ledger.provenance(shard)).map_err(|why| damaged(&why))?;
         drop(batches);
         if ledger.job().part_extension == "jsonl" {
-            bytes = mark_lines(bytes, ledger.generation());
+            bytes = mark_generation(bytes, ledger.generation());
         }
-        if bytes.len() > PART_BYTES_PLANNED {
+        if bytes.len() > PLANNED_PART_BYTES_MAX {
             tracing::warn!(
                 shard,
                 output = %ledger.store().url(),
@@ -196,71 +195,72 @@ impl ShardLog {
                 bytes.len() >> 20
             );
         }
-        Ok(Assembled::Part(bytes, held))
+        Ok(AssembleResult::Part(bytes, contents))
     }
 
-    /// Puts the part, then creates the commit that names it. `held`: generation and counts of
+    /// Puts the part, then creates the commit that names it. `contents`: generation and counts of
     /// `bytes`.
-    async fn commit(&self, bytes: Bytes, held: PartContents) -> Result<Commit> {
+    async fn commit(&self, bytes: Bytes, contents: PartContents) -> Result<Commit> {
         let (ledger, shard) = (&self.ledger, self.shard);
-        let late = part_after_commit();
+        let is_commit_first = part_after_commit();
         let ours = CurrentPart {
-            part: self.described(&bytes),
+            part: self.part_object(&bytes),
             etag: None,
-            held,
+            contents,
         };
-        let standing = if late {
+        let current = if is_commit_first {
             Some(ours)
         } else {
             self.put_part(bytes.clone(), ours).await?
         };
-        let Some(standing) = standing else {
+        let Some(current) = current else {
             let missing = || LedgerError::damaged(format!("shard {shard} was retried before it was committed"));
             return ledger.commit_of(shard).await?.ok_or_else(missing);
         };
-        if !late {
+        if !is_commit_first {
             between_part_and_commit().await?;
         }
         let commit = Commit {
             v: VERSION,
             job: ledger.job().job.clone(),
             shard,
-            part: standing.part.clone(),
-            tally: standing.held.tally,
+            part: current.part.clone(),
+            tally: current.contents.tally,
             generation: ledger.generation(),
-            part_etag: standing.etag.clone(),
-            retried: (ledger.generation() > 0).then_some(standing.held.to_do),
+            part_etag: current.etag.clone(),
+            retried: (ledger.generation() > 0).then_some(current.contents.to_do_tally),
         };
         let key = ledger.keys().commit(shard);
         let bytes_of_commit = encode(&commit)?;
-        let look = || ledger.check_still_ours().boxed();
+        let precheck = || ledger.check_job_unchanged().boxed();
         let put = ledger
             .store()
-            .create_after(&key, bytes_of_commit.clone(), &look)
+            .create_checked(&key, bytes_of_commit.clone(), &precheck)
             .await?;
-        let found = match put.created {
-            Created::Ours => bytes_of_commit,
-            Created::Theirs(bytes) => bytes,
+        let found = match put.outcome {
+            CreateOutcome::Ours => bytes_of_commit,
+            CreateOutcome::Theirs(bytes) => bytes,
         };
         // Decode the commit as all readers will.
         let commit: Commit = decode(ledger.store(), &key, &found)?;
         let damaged = |why: String| LedgerError::damaged(format!("shard {shard}: {why}"));
         ledger.check_commit(&commit, shard).map_err(damaged)?;
-        if late {
+        if is_commit_first {
             between_part_and_commit().await?;
-            self.put_part(bytes, standing.clone()).await?;
+            self.put_part(bytes, current.clone()).await?;
         }
-        ledger.keep_commit(&commit);
-        if commit.part != standing.part {
+        ledger.cache_commit(&commit);
+        if commit.part != current.part {
             return Err(LedgerError::damaged(format!(
                 "`{}` was changed after it was committed",
-                ledger.store().address(&standing.part.name)
+                ledger.store().address(&current.part.name)
             )));
         }
         Ok(commit)
     }
 
-    pub(super) fn described(&self, bytes: &Bytes) -> DataObject {
+    /// Name, size and hash of this shard's part with these bytes.
+    pub(super) fn part_object(&self, bytes: &Bytes) -> DataObject {
         DataObject {
             name: self.ledger.keys().part(self.shard),
             size: bytes.len() as u64,
@@ -268,30 +268,30 @@ impl ShardLog {
         }
     }
 
-    /// Puts the part unless one of this generation exists, and returns the part at the key. `None`:
-    /// the part is of a later generation, so this shard was committed long ago. `ours` describes
-    /// `bytes`.
+    /// Puts the part unless a part of this generation exists, and returns the part at the key.
+    /// `None`: the key has a part of a later generation, so this shard was committed long ago.
+    /// `ours` describes `bytes`.
     async fn put_part(&self, bytes: Bytes, ours: CurrentPart) -> Result<Option<CurrentPart>> {
         let (ledger, name) = (&self.ledger, &ours.part.name);
-        // Checked before each try, because a worker that was paused meanwhile may find another
-        // job's folder.
-        let look = || ledger.check_still_ours().boxed();
-        let previous = match ledger.before(self.shard) {
-            Some(before) => before.commit_of(self.shard).await?,
+        // Checked before each try: the folder may belong to another job by now if this worker was
+        // paused.
+        let precheck = || ledger.check_job_unchanged().boxed();
+        let previous = match ledger.earlier_generation_with(self.shard) {
+            Some(earlier) => earlier.commit_of(self.shard).await?,
             None => None,
         };
-        let mut is_free = previous.is_none();
+        let mut may_create = previous.is_none();
         loop {
-            if is_free {
-                let put = ledger.store().create_after(name, bytes.clone(), &look).await?;
-                if put.created == Created::Ours {
+            if may_create {
+                let put = ledger.store().create_checked(name, bytes.clone(), &precheck).await?;
+                if put.outcome == CreateOutcome::Ours {
                     let etag = put.etag;
                     return Ok(Some(CurrentPart { etag, ..ours }));
                 }
             }
             let Some((found, version)) = ledger.store().get_versioned(name, MAX_OBJECT_BYTES).await? else {
                 // The part of the earlier generation is gone, but the new part has all of its rows.
-                is_free = true;
+                may_create = true;
                 continue;
             };
             if found == bytes {
@@ -300,18 +300,18 @@ impl ShardLog {
                     ..ours
                 }));
             }
-            let part = self.described(&found);
+            let part = self.part_object(&found);
             if previous.as_ref().is_none_or(|previous| previous.part != part) {
-                let held = ledger
+                let contents = ledger
                     .read_part(self.shard, &found)
-                    .map_err(|why| self.foreign(name, &why))?;
-                match held.generation.cmp(&ledger.generation()) {
+                    .map_err(|why| self.foreign_part_error(name, &why))?;
+                match contents.generation.cmp(&ledger.generation()) {
                     Ordering::Greater => return Ok(None),
                     // The commit gets the counts of the existing part: another worker may have
                     // computed other rows.
                     Ordering::Equal => {
                         let etag = version.etag;
-                        return Ok(Some(CurrentPart { part, etag, held }));
+                        return Ok(Some(CurrentPart { part, etag, contents }));
                     }
                     Ordering::Less => {
                         return Err(LedgerError::damaged(format!(
@@ -321,17 +321,17 @@ impl ShardLog {
                     }
                 }
             }
-            // The loop reads the key again, whoever won. This also gives the ETag of the part.
+            // Whatever the outcome, the next round reads the key, which also gives the part's ETag.
             ledger
                 .store()
-                .conditional_put(name, &version, bytes.clone(), &look)
+                .conditional_put(name, &version, bytes.clone(), &precheck)
                 .await?;
         }
     }
 
-    fn foreign(&self, name: &str, why: &str) -> LedgerError {
+    fn foreign_part_error(&self, name: &str, why: &str) -> LedgerError {
         LedgerError::conflict(format!(
-            "`{}` is no part of job `{}` ({why}): move it away, nothing is overwritten",
+            "`{}` is not a part of job `{}` ({why}), and is not overwritten: move it away",
             self.ledger.store().address(name),
             self.ledger.job().name
         ))
@@ -339,31 +339,31 @@ impl ShardLog {
 }
 
 /// Result of assembling a part.
-pub(super) enum Assembled {
+pub(super) enum AssembleResult {
     /// The bytes of the part, with its generation and counts.
     Part(Bytes, PartContents),
     /// Indices of the records whose data is lost.
     Damaged(Vec<u32>),
 }
 
-/// The part at a shard's key, of the generation that is being published.
+/// The part at a shard's key. It is of the generation that is being published.
 #[derive(Debug, Clone)]
 struct CurrentPart {
     part: DataObject,
     etag: Option<String>,
-    held: PartContents,
+    contents: PartContents,
 }
 
-/// A fault test may end the process between the puts of part and commit, in either order.
+/// A failpoint between the puts of part and commit, in either order.
 async fn between_part_and_commit() -> Result<()> {
     crate::failpoint!("keeper.between-part-and-commit");
     Ok(())
 }
 
-/// A control experiment of the fault build: the commit is created before its part.
+/// Whether the commit is created before its part: a control experiment of the fault build.
 #[cfg(feature = "faults")]
 fn part_after_commit() -> bool {
-    crate::faults::switch("part-after-commit")
+    crate::faults::is_switched_on("part-after-commit")
 }
 
 #[cfg(not(feature = "faults"))]

@@ -12,30 +12,30 @@ use super::keys::{Id, Keys, sha256};
 use super::rowset::RowSet;
 use super::store::Store;
 use crate::dataset::row::RowStatus;
-use crate::error_line::in_short;
+use crate::error_line::short_line;
 
 /// Version of the records written by this gristmill.
 pub const VERSION: u32 = 1;
 /// Version of records that a gristmill which reads up to [`VERSION`] must refuse, because it would
-/// ignore some of their fields.
-pub const VERSION_MORE: u32 = 2;
-/// Version of a job for which a gristmill that reads up to [`VERSION_MORE`] would read other rows
-/// or write other parts. Such jobs have Arrow inputs, typed answers, renamed columns, or a
+/// ignore some of their fields, or read other rows.
+pub const VERSION_2: u32 = 2;
+/// Version of a job for which a gristmill that reads up to [`VERSION_2`] would read other rows or
+/// write other parts. Such jobs have Arrow inputs, typed answers, renamed columns, or a
 /// [`crate::dataset::layout::Layout`] with any setting besides CSV: for example columns from folder
 /// names, or nulls for columns that a file lacks.
-pub const VERSION_JOB: u32 = 3;
-/// Version of a retry whose rows are in records of their own.
-pub const VERSION_BLOCKS: u32 = 3;
-/// Default maximum size of a record. A log record in which every other row of the shard counts is
-/// far smaller.
+pub const JOB_VERSION_3: u32 = 3;
+/// Version of a retry whose rows are in block records ([`RetriedRows`]).
+pub const RETRY_VERSION_3: u32 = 3;
+/// Default maximum size of a record. Even a log record in which every second row of the shard
+/// counts is far smaller.
 const MAX_RECORD_BYTES: u64 = 16 << 20;
 
 /// Upper bound of a count: no job has so many rows or tokens.
 const COUNT_MAX: u64 = 1 << 53;
 /// Maximum duration in a record, in seconds (more than 300 years).
 const SECONDS_MAX: f64 = 1e10;
-/// Maximum size of records whose size is fixed except for texts of people and of stores.
-pub(super) const SMALL_BYTES: u64 = 1 << 20;
+/// Maximum size of records whose size is fixed except for texts from people and stores.
+pub(super) const SMALL_RECORD_BYTES: u64 = 1 << 20;
 
 /// Maximum size of a data object. The planned size of a part is a quarter of it.
 pub(super) const DATA_BYTES_MAX: u64 = 1 << 30;
@@ -46,7 +46,7 @@ pub trait Record: Serialize + DeserializeOwned {
     const MAX_BYTES: u64 = MAX_RECORD_BYTES;
     /// The newest version of the record that this gristmill reads.
     const NEWEST: u32 = VERSION;
-    /// Whether the record directs workers, so that it must be signed where a key is set: see
+    /// Whether the record directs workers, so that it must be signed if a key is set: see
     /// `signed.rs`.
     const SIGNED: bool = false;
 
@@ -61,7 +61,7 @@ pub trait Record: Serialize + DeserializeOwned {
     }
 }
 
-/// Encodes `record` as compact JSON and a line end.
+/// Encodes `record` as compact JSON with a newline at the end.
 pub fn encode<R: Record>(record: &R) -> Result<Bytes> {
     let mut bytes =
         serde_json::to_vec(record).map_err(|error| LedgerError::stop(format!("cannot write a record: {error}")))?;
@@ -74,7 +74,7 @@ pub fn encode<R: Record>(record: &R) -> Result<Bytes> {
 /// The newest version of a record that this process reads, with the fault switch applied.
 fn version_max<R: Record>() -> u32 {
     #[cfg(feature = "faults")]
-    if crate::faults::switch("next-version") {
+    if crate::faults::is_switched_on("next-version") {
         return R::NEWEST + 1;
     }
     R::NEWEST
@@ -87,7 +87,7 @@ pub fn decode<R: Record>(store: &Store, key: &str, bytes: &[u8]) -> Result<R> {
         v: u64,
     }
     let damaged = |why: String| {
-        let why = in_short(&why);
+        let why = short_line(&why);
         LedgerError::damaged(format!("`{}` is no valid record: {why}", store.address(key)))
     };
     // Check the signature before any parsing: somebody without the key may have written the bytes.
@@ -110,7 +110,7 @@ pub fn decode<R: Record>(store: &Store, key: &str, bytes: &[u8]) -> Result<R> {
     Ok(record)
 }
 
-/// Reads the record at `key`; `None` where nothing lies there.
+/// Reads the record at `key`. `None`: there is no object.
 pub async fn read<R: Record>(store: &Store, key: &str) -> Result<Option<R>> {
     match store.get(key, R::MAX_BYTES).await? {
         Some(bytes) => decode(store, key, &bytes).map(Some),
@@ -158,10 +158,10 @@ impl Tally {
     pub fn rows(&self) -> u64 {
         RowStatus::ALL
             .iter()
-            .fold(0, |sum: u64, &status| sum.saturating_add(self.of(status)))
+            .fold(0, |sum: u64, &status| sum.saturating_add(self.rows_with(status)))
     }
 
-    /// Checks that the counts are small enough to be added up.
+    /// Checks that the counts are small enough to be summed.
     pub(super) fn check(&self) -> Result<(), String> {
         let counts = [
             self.rows(),
@@ -177,7 +177,7 @@ impl Tally {
     }
 
     /// Rows of one status.
-    pub fn of(&self, status: RowStatus) -> u64 {
+    pub fn rows_with(&self, status: RowStatus) -> u64 {
         match status {
             RowStatus::Succeeded => self.succeeded,
             RowStatus::InvalidOutput => self.invalid_output,
@@ -188,7 +188,7 @@ impl Tally {
     }
 
     /// Counts one row of `status`.
-    pub fn count(&mut self, status: RowStatus) {
+    pub fn add_row(&mut self, status: RowStatus) {
         match status {
             RowStatus::Succeeded => self.succeeded += 1,
             RowStatus::InvalidOutput => self.invalid_output += 1,
@@ -200,15 +200,16 @@ impl Tally {
 
     /// Adds `other`, saturating because it may come from foreign bytes.
     pub fn add(&mut self, other: &Tally) {
-        self.each(other, u64::saturating_add);
+        self.combine(other, u64::saturating_add);
     }
 
     /// Subtracts `other`, saturating.
     pub fn subtract(&mut self, other: &Tally) {
-        self.each(other, u64::saturating_sub);
+        self.combine(other, u64::saturating_sub);
     }
 
-    fn each(&mut self, other: &Tally, change: fn(u64, u64) -> u64) {
+    /// Replaces each count by `change` of both counts.
+    fn combine(&mut self, other: &Tally, change: fn(u64, u64) -> u64) {
         for (mine, theirs) in [
             (&mut self.succeeded, other.succeeded),
             (&mut self.invalid_output, other.invalid_output),
@@ -246,7 +247,7 @@ pub struct DataObject {
 
 impl DataObject {
     /// Whether `bytes` have the recorded size and hash.
-    pub(super) fn is(&self, bytes: &[u8]) -> bool {
+    pub(super) fn matches(&self, bytes: &[u8]) -> bool {
         bytes.len() as u64 == self.size && sha256(bytes) == self.sha256
     }
 }
@@ -276,22 +277,22 @@ pub struct AttemptRecord {
 
 /// The worker that makes an attempt.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Runner {
+pub struct AttemptWorker {
     /// 1 to 64 letters, digits, `-` and `_`.
     pub worker: String,
     /// See [`AttemptRecord::process`].
     pub process: Option<String>,
-    /// See [`AttemptRecord::signs_every`].
-    pub signs_every: Option<f64>,
+    /// Maximum time in seconds between two writes of the worker's spending.
+    pub heartbeat_seconds: Option<f64>,
 }
 
-impl From<&str> for Runner {
+impl From<&str> for AttemptWorker {
     /// A worker with a name only.
-    fn from(worker: &str) -> Runner {
-        Runner {
+    fn from(worker: &str) -> AttemptWorker {
+        AttemptWorker {
             worker: worker.into(),
             process: None,
-            signs_every: None,
+            heartbeat_seconds: None,
         }
     }
 }
@@ -316,7 +317,7 @@ pub struct AttemptEnd {
 }
 
 impl Record for AttemptEnd {
-    const MAX_BYTES: u64 = SMALL_BYTES;
+    const MAX_BYTES: u64 = SMALL_RECORD_BYTES;
 }
 
 /// `commits/{block}/000042.json`: the shard is done, and this is its part.
@@ -340,7 +341,7 @@ pub struct Commit {
 }
 
 impl Record for Commit {
-    const MAX_BYTES: u64 = SMALL_BYTES;
+    const MAX_BYTES: u64 = SMALL_RECORD_BYTES;
 
     fn check(&self) -> Result<(), String> {
         self.tally.check()?;
@@ -392,7 +393,7 @@ pub struct Success {
 }
 
 impl Record for Success {
-    const MAX_BYTES: u64 = SMALL_BYTES;
+    const MAX_BYTES: u64 = SMALL_RECORD_BYTES;
 
     fn check(&self) -> Result<(), String> {
         if self.tally.rows() != self.rows {
@@ -407,7 +408,7 @@ impl Record for Success {
 
 /// `gen/001.json`: a retry, and the rows that it does anew.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[schemars(transform = crate::signing::describe)]
+#[schemars(transform = crate::signing::add_signature_field)]
 pub struct Generation {
     pub v: u32,
     pub job: Id,
@@ -451,7 +452,7 @@ impl Record for RetriedRows {
         if self
             .shards
             .iter()
-            .all(|retried| Keys::block(retried.shard) == self.block)
+            .all(|retried| Keys::block_of(retried.shard) == self.block)
         {
             check_shards(&self.shards)
         } else {
@@ -489,7 +490,7 @@ pub struct RetriedShard {
 
 impl Record for Generation {
     const MAX_BYTES: u64 = 512 << 20;
-    const NEWEST: u32 = VERSION_BLOCKS;
+    const NEWEST: u32 = RETRY_VERSION_3;
     const SIGNED: bool = true;
 
     fn check(&self) -> Result<(), String> {
@@ -498,7 +499,7 @@ impl Record for Generation {
         }
         match self.blocks.is_empty() {
             true => check_shards(&self.shards),
-            false if self.v < VERSION_BLOCKS || !self.shards.is_empty() => {
+            false if self.v < RETRY_VERSION_3 || !self.shards.is_empty() => {
                 Err("it must name either shards or, from version 3 on, blocks".into())
             }
             false if !self.blocks.is_sorted_by(|a, b| a.block < b.block) => {
@@ -517,7 +518,7 @@ pub struct CleanedMark {
 }
 
 impl Record for CleanedMark {
-    const MAX_BYTES: u64 = SMALL_BYTES;
+    const MAX_BYTES: u64 = SMALL_RECORD_BYTES;
 }
 
 /// Whether `value` is a finite amount of money or time, at least 0, that can be summed.
@@ -546,7 +547,7 @@ pub struct Spend {
 }
 
 impl Record for Spend {
-    const MAX_BYTES: u64 = SMALL_BYTES;
+    const MAX_BYTES: u64 = SMALL_RECORD_BYTES;
 
     fn check(&self) -> Result<(), String> {
         if (0.0..=SECONDS_MAX).contains(&self.device_seconds) {
@@ -562,7 +563,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_unknown_of_some_rows_is_unknown_of_all() {
+    fn an_unknown_truncated_count_makes_the_sum_unknown() {
         let of = |truncated| Tally {
             succeeded: 3,
             truncated,

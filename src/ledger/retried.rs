@@ -11,35 +11,35 @@ use super::error::{LedgerError, Result};
 use super::finish::READS_AT_ONCE;
 use super::keys::{Id, Keys, sha256};
 use super::record::{
-    Generation, Record, RetriedBlock, RetriedRows, RetriedShard, VERSION, VERSION_BLOCKS, check_shards, decode, encode,
+    Generation, RETRY_VERSION_3, Record, RetriedBlock, RetriedRows, RetriedShard, VERSION, check_shards, decode, encode,
 };
-use super::store::Created;
+use super::store::CreateOutcome;
 
-/// Maximum size of a retry's record in one object. Older gristmills read only this form.
-const WHOLE_BYTES_MAX: usize = 4 << 20;
+/// Maximum size of a retry's record without block records. Older gristmills read only this form.
+const SINGLE_RECORD_BYTES_MAX: usize = 4 << 20;
 
 impl Ledger {
-    /// Encodes a retry's record for `key`. For a large retry, this also creates the records of its
-    /// blocks, which the encoded record names.
-    pub(super) async fn written(&self, record: &Generation, key: &str) -> Result<Bytes> {
-        let whole = self.encode_signed(key, record)?;
-        if whole.len() <= WHOLE_BYTES_MAX {
-            return Ok(whole);
+    /// Encodes a retry's record for `key`. For a large retry, this also creates one record per
+    /// block of shards, and the encoded record names these.
+    pub(super) async fn encode_retry(&self, record: &Generation, key: &str) -> Result<Bytes> {
+        let bytes = self.encode_signed(key, record)?;
+        if bytes.len() <= SINGLE_RECORD_BYTES_MAX {
+            return Ok(bytes);
         }
-        drop(whole);
+        drop(bytes);
         let by_block = record
             .shards
-            .chunk_by(|a, b| Keys::block(a.shard) == Keys::block(b.shard));
-        let pieces: Vec<RetriedRows> = by_block
+            .chunk_by(|a, b| Keys::block_of(a.shard) == Keys::block_of(b.shard));
+        let block_records: Vec<RetriedRows> = by_block
             .map(|shards| RetriedRows {
                 v: VERSION,
                 job: record.job.clone(),
                 generation: record.generation,
-                block: Keys::block(shards[0].shard),
+                block: Keys::block_of(shards[0].shard),
                 shards: shards.to_vec(),
             })
             .collect();
-        let blocks = futures::stream::iter(pieces)
+        let blocks = futures::stream::iter(block_records)
             .map(|rows| {
                 // Clones these so that the future is `Send` wherever it is awaited.
                 let (ledger, nonce) = (self.clone(), record.nonce.clone());
@@ -48,13 +48,13 @@ impl Ledger {
             .buffered(READS_AT_ONCE)
             .try_collect()
             .await?;
-        let named = Generation {
-            v: VERSION_BLOCKS,
+        let head = Generation {
+            v: RETRY_VERSION_3,
             shards: Vec::new(),
             blocks,
             ..record.clone()
         };
-        self.encode_signed(key, &named)
+        self.encode_signed(key, &head)
     }
 
     async fn write_block(&self, nonce: Id, rows: RetriedRows) -> Result<RetriedBlock> {
@@ -70,26 +70,26 @@ impl Ledger {
             )));
         }
         match self.store().create(&key, bytes.clone()).await? {
-            Created::Ours => Ok(RetriedBlock {
+            CreateOutcome::Ours => Ok(RetriedBlock {
                 block,
                 size: bytes.len() as u64,
                 sha256: sha256(&bytes),
             }),
-            Created::Theirs(_) => Err(LedgerError::damaged(format!(
+            CreateOutcome::Theirs(_) => Err(LedgerError::damaged(format!(
                 "`{}` holds other bytes than this process wrote, under a name that only it knows",
                 self.store().address(&key)
             ))),
         }
     }
 
-    /// Completes a retry's record with the shards from its block records.
-    pub(super) async fn whole(&self, mut record: Generation) -> Result<Generation> {
+    /// Completes a retry's record with the shards that its block records hold.
+    pub(super) async fn with_block_rows(&self, mut record: Generation) -> Result<Generation> {
         if record.blocks.is_empty() {
             return Ok(record);
         }
         let blocks = std::mem::take(&mut record.blocks);
         let head = Arc::new(record.clone());
-        let pieces: Vec<Vec<RetriedShard>> = futures::stream::iter(blocks)
+        let block_records: Vec<Vec<RetriedShard>> = futures::stream::iter(blocks)
             .map(|block| {
                 let (ledger, head) = (self.clone(), head.clone());
                 async move { ledger.read_block(&head, &block).await }
@@ -97,7 +97,7 @@ impl Ledger {
             .buffered(READS_AT_ONCE)
             .try_collect()
             .await?;
-        record.shards = pieces.concat();
+        record.shards = block_records.concat();
         check_shards(&record.shards).map_err(LedgerError::damaged)?;
         Ok(record)
     }
@@ -111,8 +111,8 @@ impl Ledger {
             return Err(damaged("is not what its retry names"));
         }
         let rows: RetriedRows = decode(self.store(), &key, &bytes)?;
-        let place = (&rows.job, rows.generation, rows.block);
-        if place == (&record.job, record.generation, named.block) {
+        let position = (&rows.job, rows.generation, rows.block);
+        if position == (&record.job, record.generation, named.block) {
             Ok(rows.shards)
         } else {
             Err(damaged("is of another retry"))

@@ -71,8 +71,8 @@ impl RowSet {
     }
 
     pub fn contains(&self, row: u64) -> bool {
-        let after = self.ranges.partition_point(|&(start, _)| start <= row);
-        after > 0 && row < self.ranges[after - 1].1
+        let next = self.ranges.partition_point(|&(start, _)| start <= row);
+        next > 0 && row < self.ranges[next - 1].1
     }
 
     /// Whether every row of `range` is in the set.
@@ -94,12 +94,12 @@ impl RowSet {
     /// Rows in this set and not in `other`.
     pub fn difference(&self, other: &RowSet) -> RowSet {
         let mut out = RowSet::new();
-        let mut at = 0;
+        let mut first_cut = 0;
         for &(mut start, end) in &self.ranges {
-            while at < other.ranges.len() && other.ranges[at].1 <= start {
-                at += 1;
+            while first_cut < other.ranges.len() && other.ranges[first_cut].1 <= start {
+                first_cut += 1;
             }
-            let mut cut = at;
+            let mut cut = first_cut;
             while start < end && cut < other.ranges.len() && other.ranges[cut].0 < end {
                 let (cut_start, cut_end) = other.ranges[cut];
                 if start < cut_start {
@@ -199,7 +199,7 @@ mod tests {
         RowSet::from_rows(rows.iter().copied())
     }
 
-    fn well_formed(set: &RowSet) -> bool {
+    fn is_well_formed(set: &RowSet) -> bool {
         RowSet::try_from(set.ranges.clone()).is_ok()
     }
 
@@ -208,7 +208,7 @@ mod tests {
         fn behaves_as_a_set(a in rows(), b in rows(), count in 0u64..70) {
             let (x, y) = (set(&a), set(&b));
             let check = |got: RowSet, want: BTreeSet<u64>| {
-                prop_assert!(well_formed(&got));
+                prop_assert!(is_well_formed(&got));
                 prop_assert_eq!(got.len(), want.len() as u64);
                 prop_assert_eq!(got.iter().collect::<BTreeSet<_>>(), want);
                 Ok(())
@@ -242,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn prints_both_ends() {
+    fn display_includes_both_ends() {
         assert_eq!(RowSet::from_rows([0, 1, 2, 7]).to_string(), "0-2, 7");
     }
 }

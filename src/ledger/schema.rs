@@ -9,8 +9,8 @@ use super::order::ControlRecord;
 use super::record::{AttemptEnd, AttemptRecord, CleanedMark, Commit, Digest, Generation, RetriedRows, Spend, Success};
 use super::told::ToldMark;
 
-/// The schema in `schemas/ledger.schema.json`. It excludes parts and the Parquet files below
-/// `data/`, which are no records.
+/// The schema in `schemas/ledger.schema.json`. Parts and data objects, which are no
+/// records, are left out.
 pub fn schema() -> Value {
     let home = "_gristmill/[0-9a-f]{20}";
     // The keys of the first generation are directly below `home`, and each retry has a folder of

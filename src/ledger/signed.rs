@@ -1,8 +1,8 @@
-//! Signed records: with a signing key set, records that direct workers must carry a signature for
-//! their place.
+//! Signed records: with a signing key set, records that direct workers must carry a signature that
+//! is bound to their address.
 //!
 //! These records are the job itself (inputs, model, prompts), each retry (rows, `max_tokens`) and
-//! each order (stop, extend, pin). All other records are about results and only lead a worker to
+//! each command (stop, extend, pin). All other records are about results and only lead a worker to
 //! objects of the same job: anybody who can write to the output can damage these.
 //!
 //! See docs/decisions/009-signature-is-the-last-field.md.
@@ -17,13 +17,12 @@ use super::store::Store;
 use crate::signing::Purpose;
 
 impl Ledger {
-    /// Encodes a record and signs it for its place, `key`. Without a signing key this fails for a
-    /// signed job: workers with the key would reject the unsigned record as foreign, and leave the
-    /// job.
+    /// Encodes a record and signs it for `key`. Without a signing key this fails for a signed job:
+    /// workers with the key would reject the unsigned record as foreign, and leave the job.
     pub(super) fn encode_signed<R: Record>(&self, key: &str, record: &R) -> Result<Bytes> {
         if self.inner.job_is_signed && !self.store().signing.is_on() {
             return Err(LedgerError::stop(format!(
-                "job `{}` (`{}`) is signed, and no signing key is set here, which orders and retries of it need: set \
+                "job `{}` (`{}`) is signed, and its commands and retries need a signing key, which is not set here: set \
                  `GRISTMILL_SIGNING_KEY` or `GRISTMILL_SIGNING_KEY_FILE`",
                 self.job().name,
                 self.store().url()
@@ -34,27 +33,29 @@ impl Ledger {
 }
 
 impl Store {
-    /// Heartbeats the `bytes` of a record for `key` of this output. Without a signing key, returns them
+    /// Signs the `bytes` of a record for `key` of this output. Without a signing key, returns them
     /// unchanged.
     pub(super) fn sign(&self, key: &str, bytes: Bytes) -> Bytes {
-        self.signing.sign(Purpose::Record, &self.signed_place(key), bytes)
+        self.signing.sign(Purpose::Record, &self.signed_address(key), bytes)
     }
 
     /// Checks that the record in `bytes` was signed for `key` of this output.
     pub(super) fn check_signature(&self, key: &str, bytes: &[u8]) -> Result<()> {
-        let Err(why) = self.signing.check(Purpose::Record, &self.signed_place(key), bytes) else {
+        let Err(why) = self.signing.check(Purpose::Record, &self.signed_address(key), bytes) else {
             return Ok(());
         };
         let remedy = match key {
             JOB => "add the key that it was signed with, or submit the job anew, to an output of its own",
-            _ => "add the key that it was signed with, or, where nobody who may give orders wrote it, remove it",
+            _ => {
+                "add the key that it was signed with, or remove it if nobody with the right to control the job wrote it"
+            }
         };
         Err(LedgerError::damaged(format!("`{}` {why}: {remedy}", self.address(key))))
     }
 
-    /// The place that a signature is bound to. It is the address instead of a path, because
-    /// messages name the output by its address.
-    fn signed_place(&self, key: &str) -> String {
+    /// The address of `key`, to which a signature is bound. It is a URL instead of a path, because
+    /// messages name the output by its URL.
+    fn signed_address(&self, key: &str) -> String {
         format!("{}/{key}", self.url().as_str().trim_end_matches('/'))
     }
 }
@@ -88,7 +89,7 @@ mod tests {
         let mut store = Store::with_retry(&location, Retry::default()).unwrap();
         store.signing = match keys {
             "" => Signing::default(),
-            keys => Signing::with(keys).unwrap(),
+            keys => Signing::parse(keys).unwrap(),
         };
         store
     }
@@ -131,9 +132,9 @@ mod tests {
                 segments: vec![segment],
             }],
             columns: json!(null),
-            is_newer: false,
+            needs_newest_version: false,
             part_extension: "parquet".into(),
-            terms: Default::default(),
+            limits: Default::default(),
             usd_per_hour: None,
         }
     }
@@ -142,12 +143,12 @@ mod tests {
         Ledger::create_or_resume_in(store, draft()).await.unwrap().0
     }
 
-    /// The error from opening the job and reading its orders at this store, if any.
+    /// The error from opening the job and reading its commands at this store, if any.
     async fn refusal(store: Store) -> Option<String> {
         let opened = async { Ledger::open_in(store).await?.expect("a job").control().await };
         match opened.await {
             Ok(_) => None,
-            Err(LedgerError::Damaged { what }) => Some(what),
+            Err(LedgerError::Damaged { message }) => Some(message),
             Err(other) => panic!("{other:?}"),
         }
     }
@@ -172,11 +173,16 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_tells_workers_what_to_do_is_taken_from_who_has_the_key_alone() {
+    async fn records_that_direct_workers_need_a_valid_signature() {
         let objects: Arc<dyn ObjectStore> = Arc::new(InMemory::new());
         let ledger = begun(store(&objects, "out", KEY)).await;
         let mut control = ledger.control().await.unwrap();
-        assert!(control.give(JobCommand::stop(StopWhy::Cancelled, false)).await.unwrap());
+        assert!(
+            control
+                .try_append(JobCommand::stop(StopWhy::Cancelled, false))
+                .await
+                .unwrap()
+        );
         let retry = Generation {
             v: VERSION,
             job: ledger.job().job.clone(),
@@ -194,7 +200,7 @@ mod tests {
             blocks: Vec::new(),
         };
         let key = ledger.keys().generation(1);
-        let bytes = ledger.written(&retry, &key).await.unwrap();
+        let bytes = ledger.encode_retry(&retry, &key).await.unwrap();
         ledger.store().create(&key, bytes).await.unwrap();
 
         for keys in [KEY, "", &format!("{OTHER}\n{KEY}")] {
@@ -205,11 +211,11 @@ mod tests {
             why.contains("_gristmill/job.json") && why.contains("another key"),
             "{why}"
         );
-        let order = ledger.keys().control(0);
+        let control_key = ledger.keys().control(0);
         for (key, old, new) in [
             (JOB, "in.parquet", "my.parquet"),
             (&key, "\"generation\":1", "\"generation\":1,\"max_tokens\":9"),
-            (&order, "cancelled", "budget"),
+            (&control_key, "cancelled", "budget"),
         ] {
             let why = refusal_after(&objects, key, |text| text.replace(old, new))
                 .await
@@ -218,13 +224,13 @@ mod tests {
             let why = refusal_after(&objects, key, unsigned).await.expect(key);
             assert!(why.contains(key) && why.contains("is not signed"), "{why}");
         }
-        // The same bytes in another place carry a signature for the first place.
+        // The same bytes at another address carry the signature for the first address.
         let (here, there) = (store(&objects, "out", KEY), store(&objects, "other", KEY));
         let bytes = here.get(JOB, u64::MAX).await.unwrap().unwrap();
         there.create(JOB, bytes).await.unwrap();
         let bytes = here.get(JOB, u64::MAX).await.unwrap().unwrap();
         assert!(
-            here.check_signature(&order, &bytes).is_err(),
+            here.check_signature(&control_key, &bytes).is_err(),
             "another key of the same output"
         );
         let why = refusal(there).await.unwrap();
@@ -232,19 +238,24 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn who_has_no_key_gives_a_signed_job_no_order() {
+    async fn commands_to_a_signed_job_need_the_key() {
         let objects: Arc<dyn ObjectStore> = Arc::new(InMemory::new());
         begun(store(&objects, "out", KEY)).await;
         let ledger = Ledger::open_in(store(&objects, "out", "")).await.unwrap().unwrap();
         let mut control = ledger.control().await.unwrap();
         let error = control
-            .give(JobCommand::stop(StopWhy::Cancelled, false))
+            .try_append(JobCommand::stop(StopWhy::Cancelled, false))
             .await
             .unwrap_err();
         assert!(error.to_string().contains("GRISTMILL_SIGNING_KEY"), "{error}");
         assert_eq!(refusal(store(&objects, "out", KEY)).await, None, "nothing was written");
-        // A job without a signature takes orders from anybody.
+        // A job without a signature takes commands from anybody.
         let mut control = begun(store(&objects, "plain", "")).await.control().await.unwrap();
-        assert!(control.give(JobCommand::stop(StopWhy::Cancelled, false)).await.unwrap());
+        assert!(
+            control
+                .try_append(JobCommand::stop(StopWhy::Cancelled, false))
+                .await
+                .unwrap()
+        );
     }
 }

@@ -18,19 +18,19 @@ use super::error::{LedgerError, Result};
 use super::finish::READS_AT_ONCE;
 use super::keys::is_worker_name;
 use super::record::{Record, Spend, VERSION, decode, encode};
-use super::store::Listed;
+use super::store::ListedObject;
 
 /// Time within which a new worker writes its first spending, even if it is 0.
-const FIRST_WRITE: TimeDelta = TimeDelta::seconds(2);
+const FIRST_WRITE_WITHIN: TimeDelta = TimeDelta::seconds(2);
 
-/// Dollars for `seconds` of a device at `usd_per_hour`; `None` where the job names no price.
+/// Cost in dollars of `seconds` of device time. `None`: the job has no price.
 pub fn dollars(seconds: f64, usd_per_hour: Option<f64>) -> Option<f64> {
     usd_per_hour.map(|price| seconds / 3600.0 * price)
 }
 
 /// The spendings of all workers of a job.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct Spent {
+pub struct Spendings {
     pub by_worker: Vec<WorkerSpend>,
 }
 
@@ -41,12 +41,12 @@ pub struct WorkerSpend {
     /// Cumulative.
     pub device_seconds: f64,
     /// When it was written, by the store's clock.
-    pub at: DateTime<Utc>,
+    pub written_at: DateTime<Utc>,
     /// Whether the worker has left, so that it spends no more.
     pub ended: bool,
 }
 
-impl Spent {
+impl Spendings {
     /// Device seconds of all workers.
     pub fn device_seconds(&self) -> f64 {
         // Starts at 0.0, because `Iterator::sum` of no values is -0.0.
@@ -57,41 +57,41 @@ impl Spent {
 /// The spendings of all other workers, as far as one worker needs them for its budget.
 #[derive(Debug, Clone, Default)]
 pub struct OtherSpendings {
-    by_worker: BTreeMap<String, Known>,
+    by_worker: BTreeMap<String, KnownSpend>,
     /// The newest time that the store has stamped on a spending, as of the last listing.
     now: Option<DateTime<Utc>>,
 }
 
 /// The spending of one worker: the value read last, and the entry of the last listing.
 #[derive(Debug, Clone)]
-struct Known {
+struct KnownSpend {
     device_seconds: f64,
     /// The time for which `device_seconds` holds, by the store's clock.
-    at: DateTime<Utc>,
+    as_of: DateTime<Utc>,
     ended: bool,
     /// The listed entry of the value read last. `None`: nothing was read yet.
-    read: Option<Listed>,
-    listed: Listed,
+    read: Option<ListedObject>,
+    listed: ListedObject,
 }
 
-impl Known {
+impl KnownSpend {
     fn is_changed(&self) -> bool {
         self.read.as_ref() != Some(&self.listed)
     }
 }
 
 impl OtherSpendings {
-    /// Updates from a listing of all spendings except that of `me`. The job was created at
-    /// `created`.
-    fn list(&mut self, me: &str, created: DateTime<Utc>, found: Vec<(String, Listed)>) {
-        let before = self.now;
+    /// Updates from a listing of all spendings, leaving out that of the worker `own`. The job was
+    /// created at `created`.
+    fn update(&mut self, own: &str, created: DateTime<Utc>, found: Vec<(String, ListedObject)>) {
+        let previous_now = self.now;
         self.now = found.iter().map(|(_, listed)| listed.modified).max();
-        for (worker, listed) in found.into_iter().filter(|(worker, _)| worker != me) {
-            let known = self.by_worker.entry(worker).or_insert_with(|| Known {
+        for (worker, listed) in found.into_iter().filter(|(worker, _)| worker != own) {
+            let known = self.by_worker.entry(worker).or_insert_with(|| KnownSpend {
                 device_seconds: 0.0,
                 // The worker was absent from the previous listing, so it had spent almost nothing
                 // by then.
-                at: before.map_or(created, |before| before - FIRST_WRITE),
+                as_of: previous_now.map_or(created, |time| time - FIRST_WRITE_WITHIN),
                 ended: false,
                 read: None,
                 listed: listed.clone(),
@@ -107,36 +107,36 @@ impl OtherSpendings {
             .fold(0.0, |sum, known| sum + known.device_seconds)
     }
 
-    /// Upper bound of the device seconds of all other workers now, `since` after the last listing:
-    /// a worker spends at most one device second per second. Workers that are not
-    /// [live](OtherSpendings::live) have spent nothing since their last write.
-    pub fn max_device_seconds(&self, window: Duration, since: Duration) -> f64 {
-        let more = |known: &Known| match (self.now, self.is_live(known, window), known.is_changed()) {
-            (Some(now), true, _) => seconds(now - known.at) + since.as_secs_f64(),
-            (_, _, true) => seconds(known.listed.modified - known.at),
+    /// Upper bound of the device seconds of all other workers now, `since_listing` after the last
+    /// listing: a worker spends at most one device second per second. Workers that are not
+    /// [live](OtherSpendings::live_workers) have spent nothing since their last write.
+    pub fn max_device_seconds(&self, window: Duration, since_listing: Duration) -> f64 {
+        let unread_seconds = |known: &KnownSpend| match (self.now, self.is_live(known, window), known.is_changed()) {
+            (Some(now), true, _) => seconds(now - known.as_of) + since_listing.as_secs_f64(),
+            (_, _, true) => seconds(known.listed.modified - known.as_of),
             (_, _, false) => 0.0,
         };
         self.by_worker
             .values()
-            .fold(self.known_seconds(), |sum, known| sum + more(known))
+            .fold(self.known_seconds(), |sum, known| sum + unread_seconds(known))
     }
 
-    /// Whether, by the last listing, every spending has been read since its last change.
+    /// Whether every spending that the last listing shows has been read since its last change.
     pub fn is_exact(&self) -> bool {
-        !self.by_worker.values().any(Known::is_changed)
+        !self.by_worker.values().any(KnownSpend::is_changed)
     }
 
-    /// Number of other workers that wrote within `window` before the newest spending and have not
-    /// left. Only these still work.
-    pub fn live(&self, window: Duration) -> u32 {
+    /// Number of live workers: other workers that wrote within `window` before the newest spending
+    /// and have not left.
+    pub fn live_workers(&self, window: Duration) -> u32 {
         let live = self.by_worker.values().filter(|known| self.is_live(known, window));
         live.count() as u32
     }
 
-    fn is_live(&self, known: &Known, window: Duration) -> bool {
+    fn is_live(&self, known: &KnownSpend, window: Duration) -> bool {
         let window = TimeDelta::from_std(window).unwrap_or(TimeDelta::MAX);
-        let wrote = self.now.is_some_and(|now| now - known.listed.modified <= window);
-        wrote && (!known.ended || known.is_changed())
+        let wrote_lately = self.now.is_some_and(|now| now - known.listed.modified <= window);
+        wrote_lately && (!known.ended || known.is_changed())
     }
 
     /// The newest time that the store has stamped on a spending, including this worker's own.
@@ -154,14 +154,14 @@ pub struct Heartbeats {
 }
 
 impl Heartbeats {
-    pub fn new(now: Option<DateTime<Utc>>, signs: impl IntoIterator<Item = (String, DateTime<Utc>)>) -> Heartbeats {
+    pub fn new(now: Option<DateTime<Utc>>, writes: impl IntoIterator<Item = (String, DateTime<Utc>)>) -> Heartbeats {
         Heartbeats {
             now,
-            by_worker: signs.into_iter().collect(),
+            by_worker: writes.into_iter().collect(),
         }
     }
 
-    pub fn of(&self, worker: &str) -> Option<DateTime<Utc>> {
+    pub fn last_write(&self, worker: &str) -> Option<DateTime<Utc>> {
         self.by_worker.get(worker).copied()
     }
 }
@@ -189,18 +189,19 @@ impl Ledger {
     }
 
     /// The spendings of all workers on this job: one listing, and one read per worker.
-    pub async fn spent(&self) -> Result<Spent> {
+    pub async fn spendings(&self) -> Result<Spendings> {
         let listed = self.listed_spends().await?;
         let read = self.read_spends(listed.into_iter().map(|(worker, _)| worker));
         let mut by_worker: Vec<WorkerSpend> = read.await?;
         by_worker.sort_by(|a, b| a.worker.cmp(&b.worker));
-        Ok(Spent { by_worker })
+        Ok(Spendings { by_worker })
     }
 
-    /// Lists the spendings to find those that have changed. One listing.
-    pub async fn list_spends(&self, me: &str, others: &mut OtherSpendings) -> Result<()> {
+    /// Lists the spendings of all workers except `own`, to find those that have changed. One
+    /// listing.
+    pub async fn list_spends(&self, own: &str, others: &mut OtherSpendings) -> Result<()> {
         let found = self.listed_spends().await?;
-        others.list(me, self.created_at(), found);
+        others.update(own, self.created_at(), found);
         Ok(())
     }
 
@@ -213,7 +214,7 @@ impl Ledger {
                 // If the spending was written again since the listing, its value is higher, and the
                 // next listing shows the change.
                 known.device_seconds = spend.device_seconds;
-                known.at = known.listed.modified;
+                known.as_of = known.listed.modified;
                 known.ended = spend.ended;
                 known.read = Some(known.listed.clone());
             }
@@ -221,8 +222,8 @@ impl Ledger {
         Ok(())
     }
 
-    /// Write times of all spendings, which show that their workers live. One listing.
-    pub async fn signs_of_life(&self) -> Result<Heartbeats> {
+    /// The write times of all spendings, which show whether their workers are alive. One listing.
+    pub async fn heartbeats(&self) -> Result<Heartbeats> {
         let found = self.listed_spends().await?;
         let now = found.iter().map(|(_, listed)| listed.modified).max();
         Ok(Heartbeats::new(
@@ -244,10 +245,10 @@ impl Ledger {
         age.and_then(|age| age.to_std().ok()).unwrap_or_default()
     }
 
-    /// Names of workers with the listed entry of their spending. Skips other objects.
-    async fn listed_spends(&self) -> Result<Vec<(String, Listed)>> {
-        let found = self.store().list(&self.keys().spends()).await?;
-        let of_worker = |object: Listed| {
+    /// Names of workers, each with the listing's entry of its spending. Skips other objects.
+    async fn listed_spends(&self) -> Result<Vec<(String, ListedObject)>> {
+        let found = self.store().list(&self.keys().spends_prefix()).await?;
+        let of_worker = |object: ListedObject| {
             let worker = self.keys().worker_of_spend(&object.key)?.to_string();
             Some((worker, object))
         };
@@ -264,7 +265,7 @@ impl Ledger {
             Ok::<_, LedgerError>(Some(WorkerSpend {
                 worker,
                 device_seconds: spend.device_seconds,
-                at: version.modified,
+                written_at: version.modified,
                 ended: spend.ended,
             }))
         };

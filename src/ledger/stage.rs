@@ -1,5 +1,6 @@
-//! Stages of local puts: a file is written completely below `_gristmill/tmp/`, and gets its final
-//! name by a hard link. Below `tmp/`, only names of the form made here are ever removed.
+//! Stages, the temporary files of local puts: a put writes a stage below `_gristmill/tmp/`, and a
+//! hard link gives the file its final name. Below `tmp/`, only files with names of the forms made
+//! here are ever removed.
 
 use std::time::Duration;
 
@@ -16,30 +17,31 @@ use super::store_error_kind::{StoreErrorKind, store_error_kind};
 /// Age above which a stage belongs to no live process: a put takes seconds.
 pub(super) const STAGE_AGE_MAX: Duration = Duration::from_secs(3600);
 
-/// Whether a name below `tmp/` is that of a stage (`ID-NUMBER`), of the start-up probe
-/// (`probe-ID`), or of a stage of either by an earlier version (`ID-NUMBER#1`).
-pub(super) fn is_ours(name: &str) -> bool {
-    let digits = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+/// Whether a name below `tmp/` is a stage's (`ID-NUMBER`) or the start-up probe's (`probe-ID`).
+/// Earlier versions appended `#NUMBER` to either.
+pub(super) fn is_stage_name(name: &str) -> bool {
+    let is_number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
     let is_id = |text: &str| Id::try_from(text.to_string()).is_ok();
     let name = match name.split_once('#') {
-        Some((name, number)) if digits(number) => name,
+        Some((name, number)) if is_number(number) => name,
         Some(_) => return false,
         None => name,
     };
-    if let Some(probe) = name.strip_prefix(PROBE) {
-        let ends = ["-again", ".link"];
-        return is_id(ends.iter().find_map(|end| probe.strip_suffix(end)).unwrap_or(probe));
+    if let Some(probe) = name.strip_prefix(PROBE_PREFIX) {
+        let suffixes = ["-again", ".link"];
+        return is_id(suffixes.iter().find_map(|end| probe.strip_suffix(end)).unwrap_or(probe));
     }
     name.split_once('-')
-        .is_some_and(|(writer, number)| is_id(writer) && digits(number))
+        .is_some_and(|(writer, number)| is_id(writer) && is_number(number))
 }
 
-/// Prefix of the names of the start-up probe.
-pub(super) const PROBE: &str = "probe-";
+/// Prefix of the names that the start-up probe uses.
+pub(super) const PROBE_PREFIX: &str = "probe-";
 
 impl Store {
-    pub(super) fn stage(&self) -> Path {
-        self.path(&format!("{TMP}/{}-{}", self.shared.writer, self.next_stage()))
+    /// The path of a new stage.
+    pub(super) fn new_stage(&self) -> Path {
+        self.path(&format!("{TMP}/{}-{}", self.shared.writer, self.next_stage_number()))
     }
 
     /// Puts `bytes` at `key` unless an object exists there. Returns the ETag, if the store gives
@@ -48,7 +50,7 @@ impl Store {
         let (store, path) = (&self.shared.inner, self.path(key));
         let mut options = PutOptions::default();
         if self.shared.folder.is_none() {
-            options.mode = if self.unconditional() {
+            options.mode = if self.is_unconditional() {
                 PutMode::Overwrite
             } else {
                 PutMode::Create
@@ -61,7 +63,7 @@ impl Store {
             // them.
             options.extensions.insert(OwnerOnly);
         }
-        let stage = self.stage();
+        let stage = self.new_stage();
         let linked = match store.put_opts(&stage, bytes.clone().into(), options).await {
             Ok(_) => store.copy_if_not_exists(&stage, &path).await,
             Err(error) => Err(error),
@@ -81,21 +83,21 @@ impl Store {
             return Ok(());
         };
         let synced = folder.sync_folder_of(&self.path(key)).await;
-        synced.map_err(|source| self.gave_up(key, "syncing the folder of", Some(source)))
+        synced.map_err(|source| self.retries_exhausted(key, "syncing the folder of", Some(source)))
     }
 
     /// Removes stages that dead runs left, recognized by their age: a live writer needs its stage
     /// for seconds. If a stage in use is removed nevertheless, its put fails and is tried again.
-    pub async fn clean_stages(&self) -> Result<()> {
+    pub async fn remove_old_stages(&self) -> Result<()> {
         let Some(folder) = &self.shared.folder else {
             return Ok(());
         };
-        let cleaned = folder.remove_old(&self.path(TMP), STAGE_AGE_MAX, is_ours).await;
+        let cleaned = folder.remove_old(&self.path(TMP), STAGE_AGE_MAX, is_stage_name).await;
         cleaned.map_err(|error| match store_error_kind(&error) {
-            StoreErrorKind::Lasting(why) => self.lasting(TMP, "cleaning", why, &error),
-            StoreErrorKind::Denied(why) => self.denied(TMP, "cleaning", why, &error),
+            StoreErrorKind::Permanent(why) => self.permanent_error(TMP, "cleaning", why, &error),
+            StoreErrorKind::Denied(why) => self.denied_error(TMP, "cleaning", why, &error),
             StoreErrorKind::Missing | StoreErrorKind::Transient => {
-                self.lasting(TMP, "cleaning", "it cannot be read", &error)
+                self.permanent_error(TMP, "cleaning", "it cannot be read", &error)
             }
         })
     }
@@ -106,7 +108,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_names_of_stages_and_probes_are_ours() {
+    fn only_names_of_stages_and_probes_are_accepted() {
         let id = "0123456789abcdef0123";
         for name in [
             "ID-0",
@@ -117,7 +119,7 @@ mod tests {
             "probe-ID.link",
             "probe-ID#2",
         ] {
-            assert!(is_ours(&name.replace("ID", id)), "{name}");
+            assert!(is_stage_name(&name.replace("ID", id)), "{name}");
         }
         for name in [
             "",
@@ -135,7 +137,7 @@ mod tests {
             "thesis.tex",
             "2026-11",
         ] {
-            assert!(!is_ours(&name.replace("ID", id)), "{name}");
+            assert!(!is_stage_name(&name.replace("ID", id)), "{name}");
         }
     }
 }

@@ -18,16 +18,18 @@ use super::spend::dollars;
 /// concurrently too.
 const BLOCKS_AT_ONCE: usize = 8;
 
-/// Minimum silence after which a shard with attempts that have not ended is called stuck. For
-/// workers with a long log interval it is two log intervals.
-const STILL: TimeDelta = TimeDelta::seconds(60);
+/// Minimum time without a write after which a shard with attempts that have not ended is called
+/// stuck. For workers with a long log interval, the time is two log intervals.
+const STUCK_AFTER_MIN: TimeDelta = TimeDelta::seconds(60);
 
-/// The silence after which the shard of `log` is called stuck.
-fn still_after(log: &ShardLog) -> TimeDelta {
+/// The time without a write after which the shard of `log` is called stuck.
+fn stuck_after(log: &ShardLog) -> TimeDelta {
     let attempts = log.attempts().iter();
-    let longest = attempts.filter_map(|attempt| attempt.signs_every).fold(0.0, f64::max);
+    let longest_seconds = attempts
+        .filter_map(|attempt| attempt.heartbeat_seconds)
+        .fold(0.0, f64::max);
     // No overflow: records bound this to 1e10 s.
-    TimeDelta::seconds((2.0 * longest).ceil() as i64).max(STILL)
+    TimeDelta::seconds((2.0 * longest_seconds).ceil() as i64).max(STUCK_AFTER_MIN)
 }
 
 /// A job's progress.
@@ -36,7 +38,7 @@ pub struct Status {
     pub job: Id,
     pub name: String,
     pub state: State,
-    /// The note of the stop that holds, if it has one.
+    /// The note of the stop that is in force, if it has one.
     pub note: Option<String>,
     /// Rows of the whole job.
     pub rows: u64,
@@ -47,7 +49,7 @@ pub struct Status {
     pub generation: u32,
     /// Shards that some worker has begun and that have no commit, ascending.
     pub open: Vec<OpenShard>,
-    /// Names of committed parts that are gone.
+    /// Names of committed parts that are missing.
     pub lost_parts: Vec<String>,
     /// Device seconds of all workers.
     pub seconds: f64,
@@ -59,7 +61,7 @@ pub struct Status {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct OpenShard {
     pub shard: u32,
-    /// Rows that its log covers, without those in `rows_damaged`.
+    /// Rows that its log covers, `rows_damaged` excluded.
     pub rows_done: u64,
     /// Rows to do in this generation.
     pub rows: u64,
@@ -111,26 +113,26 @@ impl Ledger {
     /// Reads the progress of the job.
     ///
     /// Requests: one per closed block, one per open block and one per commit in it, a listing of
-    /// the shards' folders, and for each open shard its log. They are sent concurrently. For a
-    /// retry, the counts start from the published rows, without the rows of the retry, and its
-    /// finished rows are added.
+    /// the shards' folders, and the reads of each open shard's log. They are sent concurrently. For
+    /// a retry, the counts are those of the published rows that it does not retry, and of its own
+    /// finished rows.
     pub async fn status(&self) -> Result<Status> {
         self.status_at(Utc::now()).await
     }
 
     /// As [`Ledger::status`], with `now` in place of the local clock.
     pub async fn status_at(&self, now: DateTime<Utc>) -> Result<Status> {
-        let without_part = self.without_part().await?;
-        self.status_but_for(without_part, now).await
+        let without_part = self.shards_without_part().await?;
+        self.status_with_missing_parts(without_part, now).await
     }
 
-    /// As [`Ledger::status`], without listing the parts: all are assumed to exist.
+    /// As [`Ledger::status`], but without listing the parts: all parts are assumed to exist.
     pub async fn quick_status(&self) -> Result<Status> {
-        self.status_but_for(Vec::new(), Utc::now()).await
+        self.status_with_missing_parts(Vec::new(), Utc::now()).await
     }
 
-    /// The progress of the job, given the shards `without_part` whose parts are gone.
-    async fn status_but_for(&self, without_part: Vec<u32>, now: DateTime<Utc>) -> Result<Status> {
+    /// The progress of the job. `without_part`: the shards whose parts are missing.
+    async fn status_with_missing_parts(&self, without_part: Vec<u32>, now: DateTime<Utc>) -> Result<Status> {
         let job = self.job();
         let numbers = self.shard_numbers();
         let mut status = Status {
@@ -150,14 +152,14 @@ impl Ledger {
             seconds: 0.0,
             usd: None,
         };
-        let standing = self.standing_success().await?;
-        if let Some(success) = &standing {
+        let current = self.current_success().await?;
+        if let Some(success) = &current {
             status.tally = success.tally;
             (status.seconds, status.usd) = (success.seconds, success.usd);
             if success.generation >= self.generation() {
                 if without_part.is_empty() {
                     status.shards.done = status.shards.total;
-                    self.add_spent_since(&mut status).await?;
+                    self.update_spending(&mut status).await?;
                     return Ok(status);
                 }
                 status.tally = Tally::default();
@@ -166,46 +168,45 @@ impl Ledger {
             }
         }
         let control = self.control().await?;
-        status.note = control.note().map(str::to_string);
-        status.state = match control.stopped() {
+        status.note = control.stop_note().map(str::to_string);
+        status.state = match control.stop_reason() {
             None => State::Running,
             Some(StopWhy::Budget) => State::BudgetReached,
             Some(StopWhy::Deadline) => State::DeadlineReached,
             Some(StopWhy::Cancelled) => State::Cancelled,
             Some(StopWhy::InputChanged) => State::InputChanged,
         };
-        status.seconds = self.spent().await?.device_seconds();
+        status.seconds = self.spendings().await?.device_seconds();
         status.usd = dollars(status.seconds, self.limits(&control).usd_per_hour);
         let uncommitted = self.add_committed(&mut status).await?;
-        let lost = without_part
+        let lost_parts = without_part
             .into_iter()
             .filter(|shard| uncommitted.binary_search(shard).is_err());
-        status.lost_parts = lost.map(|shard| self.keys().part(shard)).collect();
+        status.lost_parts = lost_parts.map(|shard| self.keys().part(shard)).collect();
         self.add_open(&mut status, uncommitted, now).await?;
         Ok(status)
     }
 
     /// Updates the device seconds, which workers may have raised after `_SUCCESS` was written.
-    async fn add_spent_since(&self, status: &mut Status) -> Result<()> {
-        let seconds = self.spent().await?.device_seconds();
+    async fn update_spending(&self, status: &mut Status) -> Result<()> {
+        let seconds = self.spendings().await?.device_seconds();
         if seconds > status.seconds {
             status.seconds = seconds;
-            status.usd = dollars(seconds, self.terms_now().await?.usd_per_hour);
+            status.usd = dollars(seconds, self.current_limits().await?.usd_per_hour);
         }
         Ok(())
     }
 
-    /// Shards to be worked on in this generation, ascending: those without a commit, and those
-    /// whose part is gone. Requests: one per open block, one for the digests, and one per thousand
-    /// parts.
-    pub async fn unfinished(&self) -> Result<Vec<u32>> {
-        let gone = self
-            .without_part()
+    /// Shards to do in this generation, ascending: shards without a commit, and shards whose part
+    /// is missing. Requests: one per open block, one for the digests, and one per thousand parts.
+    pub async fn unfinished_shards(&self) -> Result<Vec<u32>> {
+        let missing_parts = self
+            .shards_without_part()
             .await?
             .into_iter()
             .filter(|&shard| !self.rows_to_do(shard).is_empty());
         let mut shards = self.uncommitted().await?;
-        shards.extend(gone);
+        shards.extend(missing_parts);
         shards.sort_unstable();
         shards.dedup();
         Ok(shards)
@@ -220,9 +221,9 @@ impl Ledger {
             .map(|block| {
                 let ledger = self.clone();
                 async move {
-                    let done = ledger.committed_shards(block).await?;
+                    let committed = ledger.committed_shards(block).await?;
                     let shards = ledger.block_shards(block).into_iter();
-                    Ok::<_, LedgerError>(shards.filter(|shard| !done.contains(shard)).collect())
+                    Ok::<_, LedgerError>(shards.filter(|shard| !committed.contains(shard)).collect())
                 }
             })
             .buffered(READS_AT_ONCE)
@@ -232,7 +233,7 @@ impl Ledger {
     }
 
     /// The commits of this generation and the shards without a commit, block by block.
-    pub(super) async fn committed(&self) -> Result<impl Stream<Item = Result<(Vec<Commit>, Vec<u32>)>>> {
+    pub(super) async fn commits_by_block(&self) -> Result<impl Stream<Item = Result<(Vec<Commit>, Vec<u32>)>>> {
         let closed = self.closed_blocks().await?;
         let blocks = self
             .blocks()
@@ -245,10 +246,10 @@ impl Ledger {
                     if is_closed {
                         return Ok((ledger.digest(block).await?.commits, Vec::new()));
                     }
-                    let done = ledger.committed_shards(block).await?;
+                    let committed = ledger.committed_shards(block).await?;
                     let shards = ledger.block_shards(block).into_iter();
-                    let open: Vec<u32> = shards.filter(|shard| !done.contains(shard)).collect();
-                    Ok((ledger.read_commits(done).await?, open))
+                    let open: Vec<u32> = shards.filter(|shard| !committed.contains(shard)).collect();
+                    Ok((ledger.read_commits(committed).await?, open))
                 }
             })
             .buffered(BLOCKS_AT_ONCE))
@@ -256,7 +257,7 @@ impl Ledger {
 
     /// Adds the counts of the commits. Returns the shards without a commit.
     async fn add_committed(&self, status: &mut Status) -> Result<Vec<u32>> {
-        let mut blocks = std::pin::pin!(self.committed().await?);
+        let mut blocks = std::pin::pin!(self.commits_by_block().await?);
         let mut uncommitted = Vec::new();
         while let Some((commits, open)) = blocks.try_next().await? {
             uncommitted.extend(open);
@@ -270,7 +271,7 @@ impl Ledger {
 
     /// Adds the rows that the logs of begun shards cover.
     async fn add_open(&self, status: &mut Status, uncommitted: Vec<u32>, now: DateTime<Utc>) -> Result<()> {
-        let (_, mut begun) = self.store().list_folder(&self.keys().shards()).await?;
+        let (_, mut begun) = self.store().list_folder(&self.keys().shards_prefix()).await?;
         begun.sort();
         let open = uncommitted
             .into_iter()
@@ -278,7 +279,7 @@ impl Ledger {
         let mut logs = futures::stream::iter(open)
             .map(|shard| async move {
                 let mut log = ShardLog::load(self, shard).await?;
-                log.confirm_suspects().await?;
+                log.confirm_damage().await?;
                 // The shard may have been published and cleaned while its log was read.
                 let committed = if log.damaged_rows().is_empty() {
                     None
@@ -295,17 +296,17 @@ impl Ledger {
                 continue;
             }
             let damaged = log.damaged_rows().len();
-            let narrowing = log.narrowing();
+            let plan = log.plan_attempt();
             let last_progress = log.last_progress().unwrap_or_else(|| self.created_at());
-            // Silence is required too: two workers that run the shard side by side have not ended
-            // their attempts either.
-            let is_still = now - last_progress > still_after(&log);
-            let stuck = is_still && (narrowing.alone() || !narrowing.accused.is_empty());
+            // A time without writes is required too: two workers that run the shard side by side
+            // have not ended their attempts either.
+            let is_silent = now - last_progress > stuck_after(&log);
+            let is_stuck = is_silent && (plan.is_alone() || !plan.accused.is_empty());
             // Attempts are listed by their ids, which are random.
             let newest = log.attempts().iter().max_by_key(|attempt| attempt.begun_at);
             status.tally.add(&log.tally());
             status.shards.open += 1;
-            status.shards.stuck += u32::from(stuck);
+            status.shards.stuck += u32::from(is_stuck);
             status.open.push(OpenShard {
                 shard: log.shard(),
                 rows_done: log.covered().len() - damaged,
@@ -313,7 +314,7 @@ impl Ledger {
                 rows_again: log.voided_rows().len(),
                 rows: log.rows_to_do().len(),
                 attempts: log.attempts().len() as u32,
-                stuck,
+                stuck: is_stuck,
                 worker: newest.map(|attempt| attempt.worker.clone()),
                 last_progress,
             });

@@ -1,9 +1,9 @@
 //! The object store under the ledger, with a put-if-absent whose result is reliable.
 //!
-//! The reply of the store does not settle a create. A timed-out put may have taken effect, and
-//! object_store reports our own success after a retried error as "already exists". So every error
-//! is settled by reading the key back: if the bytes there are identical to ours, the create
-//! succeeded. Otherwise another writer won.
+//! An error reply does not tell the outcome of a create: a timed-out put may have taken effect, and
+//! object_store reports our own success after a retried error as "already exists". So the key is
+//! read back after every error: if the bytes there are identical to ours, the create succeeded.
+//! Otherwise another writer won.
 //!
 //! Local folders (`folder.rs`): a put is staged under `_gristmill/tmp/`, where readers do not see
 //! the remains of a killed process, and a hard link publishes it (`stage.rs`).
@@ -18,29 +18,29 @@ use chrono::{DateTime, Utc};
 use futures::future::{BoxFuture, join_all};
 use futures::{StreamExt, TryStreamExt};
 use object_store::path::Path;
-use object_store::{GetOptions, ObjectStore, ObjectStoreExt};
+use object_store::{Error as StoreError, GetOptions, ObjectStore, ObjectStoreExt};
 use url::Url;
 
 use super::error::{LedgerError, Result};
 use super::folder::Folder;
 use super::keys::{Id, JOB, TMP};
-use super::stage::PROBE;
+use super::stage::PROBE_PREFIX;
 use super::store_error_kind::{StoreErrorKind, store_error_kind};
 use crate::dataset::store::error::cause;
 use crate::dataset::store::location::Location;
 use crate::signing::Signing;
 
-/// Maximum size of any ledger object. (A part is a single put of at most 256 MB by plan.)
+/// Maximum size of any object of the output. (Parts are planned to have at most 256 MiB.)
 pub const MAX_OBJECT_BYTES: u64 = 4 << 30;
-/// Number of concurrent creates of one key by the start-up probe.
+/// Number of writers that create one key concurrently in the start-up probe.
 const PROBE_WRITERS: usize = 4;
-/// Result of [`Store::race`] at a store that honours put-if-absent.
+/// Result of [`Store::race_creates`] at a store that honours put-if-absent.
 const ONE_WINNER: (u32, bool) = (1, false);
 
 /// Maximum concurrent requests while a job is cleaned.
 const DELETES_AT_ONCE: usize = 16;
 /// The stores (local: the folders) that this process has checked.
-static CHECKED: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
+static CHECKED_STORES: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
 
 /// Number of tries of a request, and the delays between them.
 #[derive(Debug, Clone, Copy)]
@@ -65,7 +65,7 @@ impl Default for Retry {
 
 /// Whose bytes are at a key after a create.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Created {
+pub enum CreateOutcome {
     /// Our bytes, even if another process put identical ones first.
     Ours,
     /// The bytes of another writer.
@@ -77,14 +77,14 @@ pub(super) type Precheck<'a> = &'a (dyn Fn() -> BoxFuture<'a, Result<()>> + Send
 
 /// Result of a create.
 pub(super) struct CreateResult {
-    pub created: Created,
+    pub outcome: CreateOutcome,
     /// ETag of the object at the key, if known.
     pub etag: Option<String>,
 }
 
 /// The key, size, time and ETag of an object in a listing.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Listed {
+pub struct ListedObject {
     /// Key below the output, without a leading slash.
     pub key: String,
     pub size: u64,
@@ -152,20 +152,20 @@ impl Store {
 
     /// As [`Store::new`], with another retry policy.
     pub fn with_retry(output: &Location, retry: Retry) -> Result<Store> {
-        Store::through(output, Store::objects(output), retry)
+        Store::with_inner(output, Store::object_store(output), retry)
     }
 
     /// The object store of `output`; for a local folder, one that follows no links.
-    pub fn objects(output: &Location) -> Arc<dyn ObjectStore> {
+    pub fn object_store(output: &Location) -> Arc<dyn ObjectStore> {
         match output.local_path() {
             Some(root) => Arc::new(Folder::new(root, output.path.clone())),
             None => output.store.clone(),
         }
     }
 
-    /// As [`Store::with_retry`], with requests going to `inner`, a wrapper around
-    /// [`Store::objects`].
-    pub fn through(output: &Location, inner: Arc<dyn ObjectStore>, retry: Retry) -> Result<Store> {
+    /// As [`Store::with_retry`], but sends its requests to `inner`, a wrapper around
+    /// [`Store::object_store`].
+    pub fn with_inner(output: &Location, inner: Arc<dyn ObjectStore>, retry: Retry) -> Result<Store> {
         let folder = output.local_path();
         let shared = Shared {
             inner,
@@ -209,7 +209,7 @@ impl Store {
     /// As [`Store::get`], with the object's version.
     pub async fn get_versioned(&self, key: &str, max_bytes: u64) -> Result<Option<(Bytes, ObjectVersion)>> {
         let path = self.path(key);
-        self.retried(key, "reading", || async {
+        self.with_retries(key, "reading", || async {
             let found = match self.shared.inner.get_opts(&path, GetOptions::default()).await {
                 Ok(found) => found,
                 Err(error) if matches!(store_error_kind(&error), StoreErrorKind::Missing) => return Ok(Ok(None)),
@@ -231,7 +231,7 @@ impl Store {
     /// The version of the object at `key`, without reading it. `None`: there is no object.
     pub async fn object_version(&self, key: &str) -> Result<Option<ObjectVersion>> {
         let path = self.path(key);
-        self.retried(key, "reading", || async {
+        self.with_retries(key, "reading", || async {
             match self.shared.inner.head(&path).await {
                 Ok(meta) => Ok(Some(ObjectVersion::of(&meta))),
                 Err(error) if matches!(store_error_kind(&error), StoreErrorKind::Missing) => Ok(None),
@@ -245,58 +245,59 @@ impl Store {
     ///
     /// After an error the outcome is unknown: the bytes may still appear. Call again with the same
     /// bytes.
-    pub async fn create(&self, key: &str, bytes: Bytes) -> Result<Created> {
+    pub async fn create(&self, key: &str, bytes: Bytes) -> Result<CreateOutcome> {
         let nothing: Precheck = &|| Box::pin(async { Ok(()) });
-        Ok(self.create_after(key, bytes, nothing).await?.created)
+        Ok(self.create_checked(key, bytes, nothing).await?.outcome)
     }
 
-    /// As [`Store::create`], with the ETag of the object at `key`. Calls `look` before each try.
-    pub(super) async fn create_after(&self, key: &str, bytes: Bytes, look: Precheck<'_>) -> Result<CreateResult> {
-        let mut last = None;
+    /// As [`Store::create`], with the ETag of the object at `key`. Calls `precheck` before each
+    /// try.
+    pub(super) async fn create_checked(&self, key: &str, bytes: Bytes, precheck: Precheck<'_>) -> Result<CreateResult> {
+        let mut last_error = None;
         for round in 0..self.shared.retry.tries {
-            self.pause(round).await;
-            look().await?;
+            self.wait_before_try(round).await;
+            precheck().await?;
             let error = match self.put_if_absent(key, &bytes).await {
                 Ok(etag) => {
-                    let created = Created::Ours;
-                    return Ok(CreateResult { created, etag });
+                    let outcome = CreateOutcome::Ours;
+                    return Ok(CreateResult { outcome, etag });
                 }
                 Err(error) => error,
             };
-            if exists_is_success() && matches!(error, object_store::Error::AlreadyExists { .. }) {
-                let (created, etag) = (Created::Ours, None);
-                return Ok(CreateResult { created, etag });
+            if exists_is_success() && matches!(error, StoreError::AlreadyExists { .. }) {
+                let (outcome, etag) = (CreateOutcome::Ours, None);
+                return Ok(CreateResult { outcome, etag });
             }
-            // The read-back alone decides, whatever the error says.
+            // Whatever the error says, only the object that is read back decides.
             match self.get_versioned(key, MAX_OBJECT_BYTES).await? {
                 Some((found, version)) => {
                     self.sync_folder_of(key).await?;
-                    let created = if found == bytes {
-                        Created::Ours
+                    let outcome = if found == bytes {
+                        CreateOutcome::Ours
                     } else {
-                        Created::Theirs(found)
+                        CreateOutcome::Theirs(found)
                     };
                     let etag = version.etag;
-                    return Ok(CreateResult { created, etag });
+                    return Ok(CreateResult { outcome, etag });
                 }
                 None => match store_error_kind(&error) {
-                    StoreErrorKind::Lasting(why) => return Err(self.lasting(key, "writing", why, &error)),
-                    StoreErrorKind::Denied(why) => return Err(self.denied(key, "writing", why, &error)),
-                    StoreErrorKind::Missing | StoreErrorKind::Transient => last = Some(error),
+                    StoreErrorKind::Permanent(why) => return Err(self.permanent_error(key, "writing", why, &error)),
+                    StoreErrorKind::Denied(why) => return Err(self.denied_error(key, "writing", why, &error)),
+                    StoreErrorKind::Missing | StoreErrorKind::Transient => last_error = Some(error),
                 },
             }
         }
-        Err(self.gave_up(key, "writing", last))
+        Err(self.retries_exhausted(key, "writing", last_error))
     }
 
     /// Puts `bytes` at `key` unconditionally. Only for keys with a single writer.
     pub async fn replace(&self, key: &str, bytes: Bytes) -> Result<()> {
         let path = self.path(key);
-        self.retried(key, "writing", || async {
+        self.with_retries(key, "writing", || async {
             if self.shared.folder.is_none() {
                 return self.shared.inner.put(&path, bytes.clone().into()).await.map(|_| ());
             }
-            let stage = self.stage();
+            let stage = self.new_stage();
             self.shared.inner.put(&stage, bytes.clone().into()).await?;
             let renamed = self.shared.inner.rename(&stage, &path).await;
             if renamed.is_err() {
@@ -321,12 +322,12 @@ impl Store {
     }
 
     /// All objects below `prefix`, sorted by key.
-    pub async fn list(&self, prefix: &str) -> Result<Vec<Listed>> {
+    pub async fn list(&self, prefix: &str) -> Result<Vec<ListedObject>> {
         let path = self.path(prefix);
-        let mut found: Vec<Listed> = self
-            .retried(prefix, "listing", || async {
+        let mut found: Vec<ListedObject> = self
+            .with_retries(prefix, "listing", || async {
                 match self.shared.inner.list(Some(&path)).try_collect::<Vec<_>>().await {
-                    Ok(all) => Ok(all.into_iter().filter_map(|meta| self.listed(&meta)).collect()),
+                    Ok(all) => Ok(all.into_iter().filter_map(|meta| self.listed_object(&meta)).collect()),
                     Err(error) if matches!(store_error_kind(&error), StoreErrorKind::Missing) => Ok(Vec::new()),
                     Err(error) => Err(error),
                 }
@@ -336,19 +337,23 @@ impl Store {
         Ok(found)
     }
 
-    /// Objects and folders directly below `prefix` (`""`: the output), sorted. A local folder that
-    /// is listed may be empty.
-    pub async fn list_folder(&self, prefix: &str) -> Result<(Vec<Listed>, Vec<String>)> {
+    /// Objects and folders directly below `prefix` (`""`: the output), sorted. Listed local folders
+    /// may be empty.
+    pub async fn list_folder(&self, prefix: &str) -> Result<(Vec<ListedObject>, Vec<String>)> {
         let path = if prefix.is_empty() {
             self.shared.root.clone()
         } else {
             self.path(prefix)
         };
         let (mut objects, mut folders) = self
-            .retried(prefix, "listing", || async {
+            .with_retries(prefix, "listing", || async {
                 match self.shared.inner.list_with_delimiter(Some(&path)).await {
                     Ok(found) => {
-                        let objects: Vec<_> = found.objects.iter().filter_map(|meta| self.listed(meta)).collect();
+                        let objects: Vec<_> = found
+                            .objects
+                            .iter()
+                            .filter_map(|meta| self.listed_object(meta))
+                            .collect();
                         let names = |path: &Path| path.filename().map(str::to_string);
                         Ok((
                             objects,
@@ -365,17 +370,17 @@ impl Store {
         Ok((objects, folders))
     }
 
-    /// The first object of the output that readers of the folder see: no component of its key
-    /// starts with `_` or `.`.
+    /// The first object that readers of the output folder see. Readers skip keys with a component
+    /// that starts with `_` or `.`.
     pub async fn first_visible(&self) -> Result<Option<String>> {
-        let hidden = |name: &str| name.starts_with('_') || name.starts_with('.');
+        let is_hidden = |name: &str| name.starts_with('_') || name.starts_with('.');
         let (objects, folders) = self.list_folder("").await?;
-        if let Some(found) = objects.into_iter().find(|found| !hidden(&found.key)) {
+        if let Some(found) = objects.into_iter().find(|found| !is_hidden(&found.key)) {
             return Ok(Some(found.key));
         }
-        for folder in folders.iter().filter(|folder| !hidden(folder)) {
+        for folder in folders.iter().filter(|folder| !is_hidden(folder)) {
             let inside = self.list(folder).await?;
-            if let Some(found) = inside.into_iter().find(|found| !found.key.split('/').any(hidden)) {
+            if let Some(found) = inside.into_iter().find(|found| !found.key.split('/').any(is_hidden)) {
                 return Ok(Some(found.key));
             }
         }
@@ -388,42 +393,42 @@ impl Store {
     ///
     /// After the probe has passed, later calls in this process skip it for the same store.
     pub async fn check(&self) -> Result<()> {
-        self.clean_stages().await?;
-        if self.unconditional() || exists_is_success() {
-            // Control experiments must pass this check, which would detect them first.
+        self.remove_old_stages().await?;
+        if self.is_unconditional() || exists_is_success() {
+            // The probe would detect the control experiments of the fault build.
             return Ok(());
         }
-        let passed = || CHECKED.lock().unwrap_or_else(PoisonError::into_inner);
-        // Two stores in memory can have one address.
-        let lasting = self.shared.url.scheme() != "memory";
+        let checked = || CHECKED_STORES.lock().unwrap_or_else(PoisonError::into_inner);
+        // Two stores in memory may have the same address.
+        let has_unique_address = self.shared.url.scheme() != "memory";
         // All folders of a bucket are in one store, but local folders may be on different file
         // systems.
         let store = match &self.shared.folder {
             Some(_) => self.shared.url.to_string(),
             None => format!("{}://{}", self.shared.url.scheme(), self.shared.url.authority()),
         };
-        if lasting && passed().contains(&store) {
+        if has_unique_address && checked().contains(&store) {
             return Ok(());
         }
         self.probe().await?;
-        if lasting {
-            passed().insert(store);
+        if has_unique_address {
+            checked().insert(store);
         }
         Ok(())
     }
 
     async fn probe(&self) -> Result<()> {
         // One name per process: without the permission to delete, only one key remains.
-        let key = format!("{TMP}/{PROBE}{}", self.shared.writer);
+        let key = format!("{TMP}/{PROBE_PREFIX}{}", self.shared.writer);
         if self.shared.folder.is_some() {
             self.check_hard_links(&key).await?;
         }
-        if self.race(&key).await? == ONE_WINNER {
+        if self.race_creates(&key).await? == ONE_WINNER {
             return Ok(());
         }
-        // An earlier check that failed may have left the key, and its late delete may have taken
+        // An earlier probe that failed may have left the key, and its late delete may have taken
         // effect only now. So a second race, on an unused key, decides.
-        match self.race(&format!("{key}-again")).await? {
+        match self.race_creates(&format!("{key}-again")).await? {
             ONE_WINNER => Ok(()),
             (winners, late_won) => Err(LedgerError::stop(format!(
                 "the store of `{}` does not honour put-if-absent ({winners} of {PROBE_WRITERS} writers of one key won, \
@@ -434,23 +439,23 @@ impl Store {
         }
     }
 
-    /// Lets several writers create one key concurrently, then one more, and removes the key.
-    /// Returns the number of concurrent winners, and whether the late writer won.
-    async fn race(&self, key: &str) -> Result<(u32, bool)> {
+    /// Lets several writers create one key concurrently, then one late writer, and removes the key.
+    /// Returns the number of concurrent writers that won, and whether the late writer won.
+    async fn race_creates(&self, key: &str) -> Result<(u32, bool)> {
         let writers =
             (0..PROBE_WRITERS).map(|n| async move { self.create(key, Bytes::from(format!("writer {n}"))).await });
         let mut winners = 0;
         for outcome in join_all(writers).await {
-            winners += u32::from(outcome? == Created::Ours);
+            winners += u32::from(outcome? == CreateOutcome::Ours);
         }
-        let late_won = self.create(key, Bytes::from_static(b"late")).await? == Created::Ours;
-        self.forget(key).await?;
+        let late_won = self.create(key, Bytes::from_static(b"late")).await? == CreateOutcome::Ours;
+        self.delete_if_permitted(key).await?;
         Ok((winners, late_won))
     }
 
     async fn check_hard_links(&self, probe: &str) -> Result<()> {
-        let (stage, link) = (self.stage(), self.path(&format!("{probe}.link")));
-        self.retried(TMP, "writing", || async {
+        let (stage, link) = (self.new_stage(), self.path(&format!("{probe}.link")));
+        self.with_retries(TMP, "writing", || async {
             self.shared.inner.put(&stage, Bytes::new().into()).await.map(|_| ())
         })
         .await?;
@@ -459,14 +464,14 @@ impl Store {
             .inner
             .delete(&stage)
             .await
-            .map_err(|e| self.gave_up(TMP, "cleaning", Some(e)))?;
+            .map_err(|e| self.retries_exhausted(TMP, "cleaning", Some(e)))?;
         match linked {
             Ok(()) => self
                 .shared
                 .inner
                 .delete(&link)
                 .await
-                .map_err(|e| self.gave_up(TMP, "cleaning", Some(e))),
+                .map_err(|e| self.retries_exhausted(TMP, "cleaning", Some(e))),
             Err(error) => Err(LedgerError::stop(format!(
                 "the file system of `{}` cannot make hard links, which publishing without overwriting needs ({}): \
                  choose a folder on another file system, or an object store",
@@ -476,8 +481,8 @@ impl Store {
         }
     }
 
-    /// Removes `key` if permitted: only `clean` requires the permission to delete.
-    async fn forget(&self, key: &str) -> Result<()> {
+    /// Removes `key` if that is permitted: only `clean` requires the permission to delete.
+    async fn delete_if_permitted(&self, key: &str) -> Result<()> {
         match self.delete(key).await {
             Err(LedgerError::Denied { .. }) => Ok(()),
             other => other,
@@ -486,7 +491,7 @@ impl Store {
 
     async fn delete(&self, key: &str) -> Result<()> {
         let path = self.path(key);
-        self.retried(key, "removing", || async {
+        self.with_retries(key, "removing", || async {
             match self.shared.inner.delete(&path).await {
                 Err(error) if matches!(store_error_kind(&error), StoreErrorKind::Missing) => Ok(()),
                 other => other,
@@ -496,16 +501,16 @@ impl Store {
     }
 
     /// A number that is unique among the stages of this store.
-    pub(super) fn next_stage(&self) -> u64 {
+    pub(super) fn next_stage_number(&self) -> u64 {
         self.shared.stages.fetch_add(1, Ordering::Relaxed)
     }
 
-    fn listed(&self, meta: &object_store::ObjectMeta) -> Option<Listed> {
+    fn listed_object(&self, meta: &object_store::ObjectMeta) -> Option<ListedObject> {
         let parts = meta.location.prefix_match(&self.shared.root)?;
         let names: Vec<String> = parts.map(|part| part.as_ref().to_string()).collect();
         // An object without a name is the output itself: S3 consoles create such empty objects for
         // folders.
-        (!names.is_empty()).then(|| Listed {
+        (!names.is_empty()).then(|| ListedObject {
             key: names.join("/"),
             size: meta.size,
             modified: meta.last_modified,
@@ -513,27 +518,27 @@ impl Store {
         })
     }
 
-    /// Runs `request` until it succeeds, fails with a lasting error, or has used up its tries.
-    async fn retried<T, Request>(&self, key: &str, doing: &str, request: impl Fn() -> Request) -> Result<T>
+    /// Runs `request` until it succeeds, fails with a permanent error, or has used up its tries.
+    async fn with_retries<T, Request>(&self, key: &str, operation: &str, request: impl Fn() -> Request) -> Result<T>
     where
-        Request: Future<Output = Result<T, object_store::Error>> + Send,
+        Request: Future<Output = Result<T, StoreError>> + Send,
     {
-        let mut last = None;
+        let mut last_error = None;
         for round in 0..self.shared.retry.tries {
-            self.pause(round).await;
+            self.wait_before_try(round).await;
             match request().await {
                 Ok(done) => return Ok(done),
                 Err(error) => match store_error_kind(&error) {
-                    StoreErrorKind::Lasting(why) => return Err(self.lasting(key, doing, why, &error)),
-                    StoreErrorKind::Denied(why) => return Err(self.denied(key, doing, why, &error)),
-                    StoreErrorKind::Missing | StoreErrorKind::Transient => last = Some(error),
+                    StoreErrorKind::Permanent(why) => return Err(self.permanent_error(key, operation, why, &error)),
+                    StoreErrorKind::Denied(why) => return Err(self.denied_error(key, operation, why, &error)),
+                    StoreErrorKind::Missing | StoreErrorKind::Transient => last_error = Some(error),
                 },
             }
         }
-        Err(self.gave_up(key, doing, last))
+        Err(self.retries_exhausted(key, operation, last_error))
     }
 
-    pub(super) async fn pause(&self, round: u32) {
+    pub(super) async fn wait_before_try(&self, round: u32) {
         let Retry {
             first_delay, max_delay, ..
         } = self.shared.retry;
@@ -550,40 +555,40 @@ impl Store {
         }
     }
 
-    pub(super) fn lasting(&self, key: &str, doing: &str, why: &str, error: &object_store::Error) -> LedgerError {
-        LedgerError::stop(format!("{doing} `{}`: {why} ({})", self.address(key), cause(error)))
+    pub(super) fn permanent_error(&self, key: &str, operation: &str, why: &str, error: &StoreError) -> LedgerError {
+        LedgerError::stop(format!("{operation} `{}`: {why} ({})", self.address(key), cause(error)))
     }
 
-    pub(super) fn denied(&self, key: &str, doing: &str, why: &str, error: &object_store::Error) -> LedgerError {
-        let whose = if self.shared.folder.is_some() && key == JOB {
-            "; a local `job.json` is its owner's alone, who may give it to others with `chmod`"
+    pub(super) fn denied_error(&self, key: &str, operation: &str, why: &str, error: &StoreError) -> LedgerError {
+        let hint = if self.shared.folder.is_some() && key == JOB {
+            "; only its owner may read a local `job.json`, and may let others read it with `chmod`"
         } else {
             ""
         };
         LedgerError::denied(format!(
-            "{doing} `{}`: {why} ({}){whose}",
+            "{operation} `{}`: {why} ({}){hint}",
             self.address(key),
             cause(error)
         ))
     }
 
-    pub(super) fn gave_up(&self, key: &str, doing: &str, last: Option<object_store::Error>) -> LedgerError {
-        let what = format!("{doing} `{}`", self.address(key));
-        match last {
+    pub(super) fn retries_exhausted(&self, key: &str, operation: &str, last_error: Option<StoreError>) -> LedgerError {
+        let operation = format!("{operation} `{}`", self.address(key));
+        match last_error {
             Some(source) => LedgerError::Retryable {
-                what,
+                operation,
                 tries: self.shared.retry.tries,
                 source,
             },
-            None => LedgerError::stop(format!("{what}: no try is allowed")),
+            None => LedgerError::stop(format!("{operation}: no try is allowed")),
         }
     }
 }
 
-/// A control experiment of the fault build: treats "already exists" as success.
+/// Whether "already exists" counts as success: a control experiment of the fault build.
 #[cfg(feature = "faults")]
 fn exists_is_success() -> bool {
-    crate::faults::switch("exists-is-success")
+    crate::faults::is_switched_on("exists-is-success")
 }
 
 #[cfg(not(feature = "faults"))]

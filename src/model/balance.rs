@@ -1,17 +1,18 @@
-//! Balances weights for 8 bits: the function stays the same, and its channels get similar sizes.
+//! Balances weights for 8 bits: rescales channels to similar magnitudes without changing the
+//! model's function.
 //!
 //! Activations in 8 bits share one scale per token, so a channel that is much larger than the
-//! others leaves few quantization steps for them. As in SmoothQuant (Xiao et al. 2023, at strength
-//! one half), a channel is divided by `sqrt(a / w)`, and the weights that read the channel are
-//! multiplied by the same factor. Here `a` is the channel's maximum magnitude and `w` the largest
-//! weight that reads the channel. If `a` was not measured ([`ActivationMaxima`]), it is estimated from the
-//! weights that write the channel: for a norm its weight, for a projection the L2 norm of its row,
-//! multiplied by the weights of the norm before it. Factors are powers of two, so nothing is
-//! rounded.
+//! others leaves few quantization steps for the others. As in SmoothQuant (Xiao et al. 2023, with a
+//! migration strength of 1/2), a channel is divided by `sqrt(a / w)`, and the weights that read the
+//! channel are multiplied by the same factor. Here `a` is the channel's maximum magnitude and `w`
+//! the largest weight that reads the channel. If `a` was not measured ([`ActivationMaxima`]), it is
+//! estimated from the weights that write the channel. For a norm, the estimate is its weight; for a
+//! projection, the L2 norm of its row after multiplication by the preceding norm's weights. Factors
+//! are powers of two, so that scaling causes no rounding.
 //!
-//! Three kinds of channels are balanced: the outputs of the norms before attention and MLP with the
-//! weights that read them, values with the output projection, and the up projection with the down
-//! projection.
+//! Three kinds of channels are balanced: the outputs of the norms before attention and MLP (with
+//! the weights that read them), the values (with the output projection), and the outputs of the up
+//! projection (with the down projection).
 //!
 //! See docs/decisions/083-weights-are-balanced-before-quantizing.md.
 
@@ -29,10 +30,10 @@ use crate::model::tensors::mlp_norm_name;
 use crate::model::transformer::Activations;
 use crate::model::weights::{StoredTensor, WeightSource};
 
-/// Factors lie between 2 to minus this power and 2 to this power.
-const MOST_POWER: f32 = 20.0;
+/// Maximum magnitude of the exponent of a factor, a power of two.
+const EXPONENT_MAX: f32 = 20.0;
 
-/// Factors of a tensor.
+/// The factors by which a tensor is multiplied.
 #[derive(Debug, Clone, Default)]
 struct ChannelFactors {
     /// One factor per row, or per element of a vector.
@@ -41,13 +42,13 @@ struct ChannelFactors {
 }
 
 /// A checkpoint's weights, balanced.
-pub(super) struct Balanced<'a> {
+pub(super) struct BalancedWeights<'a> {
     inner: &'a dyn WeightSource,
     factors: HashMap<String, ChannelFactors>,
 }
 
-impl<'a> Balanced<'a> {
-    /// Reads all weights once to find the factors. `channels` holds measured magnitudes of a model
+impl<'a> BalancedWeights<'a> {
+    /// Reads all weights once to compute the factors. `channels`: measured magnitudes for a model
     /// of this shape.
     ///
     /// # Errors
@@ -56,7 +57,7 @@ impl<'a> Balanced<'a> {
         inner: &'a dyn WeightSource,
         config: &Config,
         channels: Option<&ActivationMaxima>,
-    ) -> Result<Balanced<'a>, ModelError> {
+    ) -> Result<BalancedWeights<'a>, ModelError> {
         let layers: Vec<Vec<(String, ChannelFactors)>> = (0..config.layers.len())
             .into_par_iter()
             .map(|layer| {
@@ -70,14 +71,14 @@ impl<'a> Balanced<'a> {
                 .factors()
             })
             .collect::<Result<_, _>>()?;
-        Ok(Balanced {
+        Ok(BalancedWeights {
             inner,
             factors: layers.into_iter().flatten().collect(),
         })
     }
 }
 
-impl WeightSource for Balanced<'_> {
+impl WeightSource for BalancedWeights<'_> {
     fn tensor(&self, name: &str, rows: Option<usize>, columns: usize) -> Result<StoredTensor<'_>, ModelError> {
         let tensor = self.inner.tensor(name, rows, columns)?;
         let Some(factors) = self.factors.get(name) else {
@@ -117,7 +118,7 @@ impl WeightSource for Balanced<'_> {
     }
 }
 
-/// A layer for which factors are computed.
+/// One layer, for which factors are computed.
 struct BalancedLayer<'a> {
     inner: &'a dyn WeightSource,
     config: &'a Config,
@@ -126,6 +127,7 @@ struct BalancedLayer<'a> {
 }
 
 impl BalancedLayer<'_> {
+    /// Names of the layer's tensors that are rescaled, each with its factors.
     fn factors(&self) -> Result<Vec<(String, ChannelFactors)>, ModelError> {
         let c = self.config;
         let (dim, group) = (c.heads.head_dim, c.heads.heads / c.heads.kv_heads);
@@ -135,67 +137,65 @@ impl BalancedLayer<'_> {
             c.intermediate_size,
             c.hidden_size,
         );
-        let mut found = Vec::new();
+        let mut scaled = Vec::new();
         let mut add = |name: String, rows: Option<Vec<f32>>, columns: Option<Vec<f32>>| {
-            found.push((name, ChannelFactors { rows, columns }));
+            scaled.push((name, ChannelFactors { rows, columns }));
         };
 
         let norm = self.vector("input_layernorm.weight", hidden)?;
-        let read = [
+        let readers = [
             ("self_attn.q_proj", q),
             ("self_attn.k_proj", kv),
             ("self_attn.v_proj", kv),
         ];
-        let size = self.measured(Activations::AttentionNorm).unwrap_or(&norm);
-        let of_norm = factors(size, &self.largest_by_column(&read, hidden)?);
+        let magnitudes = self.measured(Activations::AttentionNorm).unwrap_or(&norm);
+        let of_norm = factors(magnitudes, &self.column_maxima(&readers, hidden)?);
         add(self.name("input_layernorm.weight"), Some(inverse(&of_norm)), None);
         for part in ["self_attn.q_proj.weight", "self_attn.k_proj.weight"] {
             add(self.name(part), None, Some(of_norm.clone()));
         }
 
         // Each query head of a group reads the same value channels.
-        let by_query_head = self.largest_by_column(&[("self_attn.o_proj", hidden)], q)?;
-        let value_of = |at: usize| at / dim / group * dim + at % dim;
-        let mut reads = vec![0.0f32; kv];
-        for (at, most) in by_query_head.iter().enumerate() {
-            reads[value_of(at)] = reads[value_of(at)].max(*most);
-        }
-        let size = match self.measured(Activations::Attended) {
-            Some(attended) => {
-                let mut size = vec![0.0f32; kv];
-                for (at, most) in attended.iter().enumerate() {
-                    size[value_of(at)] = size[value_of(at)].max(*most);
-                }
-                size
+        let by_query_head = self.column_maxima(&[("self_attn.o_proj", hidden)], q)?;
+        let value_channel = |i: usize| i / dim / group * dim + i % dim;
+        let max_by_value_channel = |values: &[f32]| {
+            let mut maxima = vec![0.0f32; kv];
+            for (i, x) in values.iter().enumerate() {
+                maxima[value_channel(i)] = maxima[value_channel(i)].max(*x);
             }
-            None => self.lengths("self_attn.v_proj", kv, &norm)?,
+            maxima
         };
-        let of_values = factors(&size, &reads);
+        let weights = max_by_value_channel(&by_query_head);
+        let magnitudes = match self.measured(Activations::Attended) {
+            Some(attended) => max_by_value_channel(attended),
+            None => self.row_norms("self_attn.v_proj", kv, &norm)?,
+        };
+        let of_values = factors(&magnitudes, &weights);
         add(
             self.name("self_attn.v_proj.weight"),
             Some(inverse(&of_values)),
             Some(of_norm),
         );
         add(self.name("self_attn.v_proj.bias"), Some(inverse(&of_values)), None);
-        let columns = (0..q).map(|at| of_values[value_of(at)]).collect();
+        let columns = (0..q).map(|i| of_values[value_channel(i)]).collect();
         add(self.name("self_attn.o_proj.weight"), None, Some(columns));
 
         let mlp_norm = format!("{}.weight", mlp_norm_name(c));
         let norm = self.vector(&mlp_norm, hidden)?;
-        let read = [("mlp.gate_proj", mlp), ("mlp.up_proj", mlp)];
-        let size = self.measured(Activations::MlpNorm).unwrap_or(&norm);
-        let of_norm = factors(size, &self.largest_by_column(&read, hidden)?);
+        let readers = [("mlp.gate_proj", mlp), ("mlp.up_proj", mlp)];
+        let magnitudes = self.measured(Activations::MlpNorm).unwrap_or(&norm);
+        let of_norm = factors(magnitudes, &self.column_maxima(&readers, hidden)?);
         add(self.name(&mlp_norm), Some(inverse(&of_norm)), None);
         add(self.name("mlp.gate_proj.weight"), None, Some(of_norm.clone()));
-        let reads = self.largest_by_column(&[("mlp.down_proj", hidden)], mlp)?;
+        let weights = self.column_maxima(&[("mlp.down_proj", hidden)], mlp)?;
         let of_up = match self.measured(Activations::Gated) {
-            Some(gated) => factors(gated, &reads),
-            None => factors(&self.lengths("mlp.up_proj", mlp, &norm)?, &reads),
+            Some(gated) => factors(gated, &weights),
+            None => factors(&self.row_norms("mlp.up_proj", mlp, &norm)?, &weights),
         };
         add(self.name("mlp.up_proj.weight"), Some(inverse(&of_up)), Some(of_norm));
         add(self.name("mlp.up_proj.bias"), Some(inverse(&of_up)), None);
         add(self.name("mlp.down_proj.weight"), None, Some(of_up));
-        Ok(found)
+        Ok(scaled)
     }
 
     fn measured(&self, activations: Activations) -> Option<&[f32]> {
@@ -227,46 +227,44 @@ impl BalancedLayer<'_> {
     }
 
     /// The largest magnitude in each column of all these matrices.
-    fn largest_by_column(&self, parts: &[(&str, usize)], columns: usize) -> Result<Vec<f32>, ModelError> {
-        let mut largest = vec![0.0f32; columns];
+    fn column_maxima(&self, parts: &[(&str, usize)], columns: usize) -> Result<Vec<f32>, ModelError> {
+        let mut maxima = vec![0.0f32; columns];
         for (part, rows) in parts {
             self.rows(part, *rows, columns, |row| {
-                largest
-                    .iter_mut()
-                    .zip(row)
-                    .for_each(|(most, x)| *most = most.max(x.abs()));
+                maxima.iter_mut().zip(row).for_each(|(max, x)| *max = max.max(x.abs()));
             })?;
         }
-        Ok(largest)
+        Ok(maxima)
     }
 
     /// The L2 norm of each row after multiplication by the norm's weights.
-    fn lengths(&self, part: &str, rows: usize, norm: &[f32]) -> Result<Vec<f32>, ModelError> {
-        let mut lengths = Vec::with_capacity(rows);
+    fn row_norms(&self, part: &str, rows: usize, norm: &[f32]) -> Result<Vec<f32>, ModelError> {
+        let mut row_norms = Vec::with_capacity(rows);
         self.rows(part, rows, norm.len(), |row| {
             let squares = row.iter().zip(norm).map(|(x, g)| (x * g) * (x * g));
-            lengths.push(squares.sum::<f32>().sqrt());
+            row_norms.push(squares.sum::<f32>().sqrt());
         })?;
-        Ok(lengths)
+        Ok(row_norms)
     }
 }
 
-/// The factors by which channels are divided; see the module's description. Their geometric mean is
-/// about 1. Channels that no weight writes or reads keep a factor of 1.
-fn factors(written: &[f32], read: &[f32]) -> Vec<f32> {
-    let power = |(a, w): (&f32, &f32)| {
-        let power = 0.5 * (a.abs() / w).log2();
-        power.is_finite().then_some(power)
+/// The factors by which channels are divided, from their magnitudes and the largest weights that
+/// read them; see the module's description. The geometric mean is about 1. A channel with a zero
+/// magnitude or weight keeps a factor of 1.
+fn factors(magnitudes: &[f32], weights: &[f32]) -> Vec<f32> {
+    let exponent = |(a, w): (&f32, &f32)| {
+        let exponent = 0.5 * (a.abs() / w).log2();
+        exponent.is_finite().then_some(exponent)
     };
-    let powers: Vec<Option<f32>> = written.iter().zip(read).map(power).collect();
-    let known = powers.iter().flatten();
-    let mean = known.clone().sum::<f32>() / known.count().max(1) as f32;
-    let factor = |power: &Option<f32>| {
-        power.map_or(1.0, |p| {
-            (p - mean).round_ties_even().clamp(-MOST_POWER, MOST_POWER).exp2()
+    let exponents: Vec<Option<f32>> = magnitudes.iter().zip(weights).map(exponent).collect();
+    let finite = exponents.iter().flatten();
+    let mean = finite.clone().sum::<f32>() / finite.count().max(1) as f32;
+    let factor = |exponent: &Option<f32>| {
+        exponent.map_or(1.0, |p| {
+            (p - mean).round_ties_even().clamp(-EXPONENT_MAX, EXPONENT_MAX).exp2()
         })
     };
-    powers.iter().map(factor).collect()
+    exponents.iter().map(factor).collect()
 }
 
 fn inverse(factors: &[f32]) -> Vec<f32> {
@@ -278,7 +276,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn factors_are_powers_of_two_about_one_and_share_out_the_size() {
+    fn factors_are_powers_of_two_around_one() {
         let found = factors(&[1.0, 100.0, 1.0, 0.0, -1.0], &[1.0, 0.01, 1.0, 1.0, 0.0]);
         // A channel that is zero on either side keeps a factor of 1.
         assert_eq!(found[3..], [1.0, 1.0]);

@@ -9,7 +9,7 @@ use crate::model::weights::{RandomWeights, StoredTensor, WeightSource};
 /// A model's weights on a device.
 pub(super) struct ModelWeights<D: Device> {
     pub embedding: D::Matrix,
-    /// The output head. `None` where the embedding table serves as the head.
+    /// The output head. `None`: the embedding table serves as the head.
     pub head: Option<D::Matrix>,
     pub norm: D::Norm,
     pub layers: Vec<LayerWeights<D>>,
@@ -33,7 +33,7 @@ pub(super) struct LayerWeights<D: Device> {
 pub(super) struct Builder<'a, D: Device> {
     pub device: &'a D,
     pub source: &'a dyn WeightSource,
-    /// `Some` where the weights are random and the device generates them itself.
+    /// `Some`: the weights are random, and the device generates them itself.
     pub random: Option<&'a RandomWeights>,
     pub config: &'a Config,
 }
@@ -69,24 +69,24 @@ impl<D: Device> Builder<'_, D> {
             o: self.linear(&tensors.o)?,
             post_attention_norm: norm(&tensors.post_attention_norm)?,
             mlp_norm: self.norm(&tensors.mlp_norm)?,
-            gate_up: self.with_bias(&tensors.gate_up, |views| self.device.gated_matrix(views))?,
+            gate_up: self.linear_with(&tensors.gate_up, |views| self.device.gated_matrix(views))?,
             down: self.linear(&tensors.down)?,
             post_mlp_norm: norm(&tensors.post_mlp_norm)?,
         })
     }
 
     fn linear(&self, tensors: &LinearTensors) -> Result<Linear<D::Matrix, D::Vector>, ModelError> {
-        self.with_bias(tensors, |views| self.device.matrix(views))
+        self.linear_with(tensors, |views| self.device.matrix(views))
     }
 
-    /// A linear operation. `upload` uploads its matrix.
-    fn with_bias(
+    /// Builds a linear layer, with a bias if there is one. `upload` uploads its matrix.
+    fn linear_with(
         &self,
         tensors: &LinearTensors,
         upload: impl FnOnce(&[Tensor<'_>]) -> Result<D::Matrix, TensorError>,
     ) -> Result<Linear<D::Matrix, D::Vector>, ModelError> {
         Ok(Linear {
-            weight: self.uploaded(&tensors.weights, false, upload)?,
+            weight: self.stacked_matrix(&tensors.weights, false, upload)?,
             bias: if tensors.biases.is_empty() {
                 None
             } else {
@@ -95,9 +95,9 @@ impl<D: Device> Builder<'_, D> {
         })
     }
 
-    /// Matrices of equal width, stacked. The device generates them if they are random, else `upload`
-    /// uploads them.
-    fn uploaded(
+    /// Builds one matrix from matrices of equal width, stacked. The device generates them if they
+    /// are random, else `upload` uploads them.
+    fn stacked_matrix(
         &self,
         parts: &[TensorSpec],
         is_table: bool,
@@ -112,27 +112,27 @@ impl<D: Device> Builder<'_, D> {
         }
         let stored = self.stored(parts)?;
         let views: Vec<_> = stored.iter().map(StoredTensor::view).collect();
-        upload(&views).map_err(|e| self.refused(parts, e))
+        upload(&views).map_err(|e| self.tensor_error(parts, e))
     }
 
     /// The embedding table or the output head.
     fn table(&self, tensor: &TensorSpec) -> Result<D::Matrix, ModelError> {
         let part = std::slice::from_ref(tensor);
-        self.uploaded(part, true, |views| self.device.table(views[0]))
+        self.stacked_matrix(part, true, |views| self.device.embedding_table(views[0]))
     }
 
     /// Vectors, concatenated.
     fn vector(&self, parts: &[TensorSpec]) -> Result<D::Vector, ModelError> {
         let stored = self.stored(parts)?;
         let views: Vec<_> = stored.iter().map(StoredTensor::view).collect();
-        self.device.vector(&views).map_err(|e| self.refused(parts, e))
+        self.device.vector(&views).map_err(|e| self.tensor_error(parts, e))
     }
 
     fn norm(&self, tensor: &TensorSpec) -> Result<D::Norm, ModelError> {
         let part = std::slice::from_ref(tensor);
         let stored = self.source.tensor(&tensor.name, tensor.rows, tensor.columns)?;
         let norm = self.device.norm(stored.view());
-        norm.map_err(|e| self.refused(part, e))
+        norm.map_err(|e| self.tensor_error(part, e))
     }
 
     fn stored(&self, parts: &[TensorSpec]) -> Result<Vec<StoredTensor<'_>>, ModelError> {
@@ -142,7 +142,7 @@ impl<D: Device> Builder<'_, D> {
             .collect()
     }
 
-    fn refused(&self, parts: &[TensorSpec], error: TensorError) -> ModelError {
+    fn tensor_error(&self, parts: &[TensorSpec], error: TensorError) -> ModelError {
         match error {
             TensorError::NotFinite { part, .. } => {
                 let name = &parts[part].name;

@@ -1,9 +1,9 @@
-//! Maximum magnitudes of a model's activation channels on given prompts. They decide how weights
-//! are balanced for 8 bits (SmoothQuant calls the prompts a calibration set).
+//! Maximum magnitudes of a model's activation channels over some prompts (SmoothQuant's calibration
+//! set). They decide how weights are balanced for 8 bits.
 //!
-//! The magnitudes are kept in their own safetensors file. It has the vectors
-//! `layers.N.attention_norm`, `.attended`, `.mlp_norm` and `.gated` of each layer in F32, with one
-//! magnitude per channel.
+//! The magnitudes are stored in a safetensors file beside the model: per layer, the F32 vectors
+//! `layers.N.attention_norm`, `.attended`, `.mlp_norm` and `.gated`, with one magnitude per
+//! channel.
 //!
 //! See docs/decisions/082-calibration-lies-in-the-model-folder.md.
 
@@ -24,10 +24,10 @@ use crate::model::error::ModelError;
 use crate::model::read_limited;
 use crate::model::transformer::{Activations, Transformer};
 
-/// Maximum size of the file: 100 layers of a million channels.
-const BYTES_MAX: u64 = 400 << 20;
+/// Maximum size of the file: enough for 100 layers of a million channels.
+const FILE_BYTES_MAX: u64 = 400 << 20;
 /// Maximum tokens of a prompt per step.
-const STEP_TOKENS: usize = 2048;
+const STEP_TOKENS_MAX: usize = 2048;
 const KINDS: [(Activations, &str); 4] = [
     (Activations::AttentionNorm, "attention_norm"),
     (Activations::Attended, "attended"),
@@ -38,13 +38,14 @@ const KINDS: [(Activations, &str); 4] = [
 /// Maximum magnitude per channel of the activations that a layer's linear operations read.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct LayerMaxima {
-    each: [Vec<f32>; KINDS.len()],
+    /// Indexed by [`Activations`].
+    by_kind: [Vec<f32>; KINDS.len()],
 }
 
 impl LayerMaxima {
     /// The magnitudes of `activations`, `[width]`.
     pub fn of(&self, activations: Activations) -> &[f32] {
-        &self.each[activations as usize]
+        &self.by_kind[activations as usize]
     }
 }
 
@@ -55,8 +56,8 @@ pub struct ActivationMaxima {
 }
 
 impl ActivationMaxima {
-    /// Runs prompts (token ids) through a model and keeps the maximum magnitudes. A prompt is cut
-    /// at the model's context or the capacity of its KV pool.
+    /// Runs prompts (token ids) through a model and records the maximum magnitudes. A prompt is cut
+    /// to the model's context and the capacity of its KV pool.
     ///
     /// # Errors
     /// A token id is not below the model's vocabulary size.
@@ -65,18 +66,18 @@ impl ActivationMaxima {
         prompts: impl IntoIterator<Item = &'a [u32]>,
     ) -> Result<ActivationMaxima, ForwardError> {
         let mut layers = vec![LayerMaxima::default(); model.config().layers.len()];
-        let room = (model.kv_blocks() as usize * BLOCK_TOKENS).min(model.context_tokens() as usize);
+        let tokens_max = (model.kv_blocks() as usize * BLOCK_TOKENS).min(model.context_tokens() as usize);
         for prompt in prompts {
-            let prompt = &prompt[..prompt.len().min(room)];
-            for (at, tokens) in prompt.chunks(STEP_TOKENS).enumerate() {
-                let end = at * STEP_TOKENS + tokens.len();
+            let prompt = &prompt[..prompt.len().min(tokens_max)];
+            for (chunk, tokens) in prompt.chunks(STEP_TOKENS_MAX).enumerate() {
+                let end = chunk * STEP_TOKENS_MAX + tokens.len();
                 let mut batch = StepBatch::default();
                 batch.push(tokens.iter().copied(), end as u32, 0..end.div_ceil(BLOCK_TOKENS) as u32);
                 model.forward_with_observer(&batch, |layer, activations, buffer| {
-                    let most = &mut layers[layer].each[activations as usize];
+                    let maxima = &mut layers[layer].by_kind[activations as usize];
                     for row in buffer.rows() {
-                        most.resize(row.len(), 0.0);
-                        most.iter_mut().zip(row).for_each(|(most, x)| *most = most.max(x.abs()));
+                        maxima.resize(row.len(), 0.0);
+                        maxima.iter_mut().zip(row).for_each(|(max, x)| *max = max.max(x.abs()));
                     }
                 })?;
             }
@@ -90,18 +91,18 @@ impl ActivationMaxima {
     /// The vectors cannot be serialized.
     pub fn to_bytes(&self) -> Result<Vec<u8>, SafeTensorError> {
         let mut tensors = Vec::new();
-        for (at, layer) in self.layers.iter().enumerate() {
-            for (values, (_, kind)) in layer.each.iter().zip(KINDS) {
+        for (number, layer) in self.layers.iter().enumerate() {
+            for (values, (_, kind)) in layer.by_kind.iter().zip(KINDS) {
                 let bytes: Vec<u8> = values.iter().flat_map(|x| x.to_le_bytes()).collect();
-                tensors.push((format!("layers.{at}.{kind}"), vec![values.len()], bytes));
+                tensors.push((format!("layers.{number}.{kind}"), vec![values.len()], bytes));
             }
         }
         let views: Result<Vec<_>, SafeTensorError> = tensors
             .iter()
             .map(|(name, shape, bytes)| Ok((name, TensorView::new(Dtype::F32, shape.clone(), bytes)?)))
             .collect();
-        let kept = HashMap::from([("format".to_owned(), "gristmill channels".to_owned())]);
-        safetensors::serialize(views?, Some(kept))
+        let metadata = HashMap::from([("format".to_owned(), "gristmill channels".to_owned())]);
+        safetensors::serialize(views?, Some(metadata))
     }
 
     /// The file that `gristmill calibrate` writes for the checkpoint in `dir`.
@@ -109,7 +110,7 @@ impl ActivationMaxima {
         dir.join("channels.safetensors")
     }
 
-    /// Loads the magnitudes of the checkpoint in `dir`. `None` where there is no such file, or
+    /// Loads the magnitudes of the checkpoint in `dir`. `None`: there is no such file, or
     /// `precision` does not use it.
     ///
     /// # Errors
@@ -126,7 +127,7 @@ impl ActivationMaxima {
     /// SHA-256 of all magnitudes in order, in hex.
     pub fn hash(&self) -> String {
         let mut hash = Sha256::new();
-        for values in self.layers.iter().flat_map(|layer| &layer.each) {
+        for values in self.layers.iter().flat_map(|layer| &layer.by_kind) {
             values.iter().for_each(|x| hash.update(x.to_le_bytes()));
         }
         HEXLOWER.encode(&hash.finalize())
@@ -138,7 +139,7 @@ impl ActivationMaxima {
     /// The file cannot be read, is not a file of magnitudes, or was made for a model of another
     /// shape.
     pub fn load(path: &Path, config: &Config) -> Result<ActivationMaxima, ModelError> {
-        let bytes = read_limited(path, BYTES_MAX)?;
+        let bytes = read_limited(path, FILE_BYTES_MAX)?;
         let broken = |what: String| ModelError::broken(path, what);
         let file = SafeTensors::deserialize(&bytes).map_err(|e| broken(e.to_string()))?;
         let widths = [
@@ -148,9 +149,9 @@ impl ActivationMaxima {
             config.intermediate_size,
         ];
         let mut layers = vec![LayerMaxima::default(); config.layers.len()];
-        for (at, layer) in layers.iter_mut().enumerate() {
-            for ((values, (_, kind)), width) in layer.each.iter_mut().zip(KINDS).zip(widths) {
-                let name = format!("layers.{at}.{kind}");
+        for (number, layer) in layers.iter_mut().enumerate() {
+            for ((values, (_, kind)), width) in layer.by_kind.iter_mut().zip(KINDS).zip(widths) {
+                let name = format!("layers.{number}.{kind}");
                 let tensor = file
                     .tensor(&name)
                     .map_err(|_| broken(format!("it has no `{name}`: was it made for another model?")))?;

@@ -10,7 +10,7 @@ use serde_json::Value;
 
 use super::read_limited;
 use crate::model::error::ModelError;
-use crate::regular::{self, beginning};
+use crate::regular::{self, first_bytes};
 
 const CONFIG: &str = "config.json";
 const WEIGHTS: &str = "model.safetensors";
@@ -18,9 +18,9 @@ const INDEX: &str = "model.safetensors.index.json";
 const TOKENIZER: &str = "tokenizer.json";
 /// Maximum size of the small JSON files that are parsed here.
 const SMALL_BYTES_MAX: u64 = 1 << 20;
-/// Git LFS pointer files are smaller.
-const POINTER_BYTES_MAX: u64 = 1024;
-const POINTER: &[u8] = b"version https://git-lfs.github.com/spec/";
+/// Maximum size of a Git LFS pointer file.
+const LFS_POINTER_BYTES_MAX: u64 = 1024;
+const LFS_POINTER_PREFIX: &[u8] = b"version https://git-lfs.github.com/spec/";
 
 /// Refuses a folder whose only tokenizer is a SentencePiece model, before minutes of loading.
 pub fn refuse_tokenizer_model_alone(dir: &Path) -> Result<(), ModelError> {
@@ -44,13 +44,16 @@ pub fn refuse_tokenizer_model_alone(dir: &Path) -> Result<(), ModelError> {
 /// `path` holds something else, which the error names, or its files are incomplete.
 pub fn check(path: &Path) -> Result<(), ModelError> {
     if !path.exists() {
-        return Err(ModelError::unsupported(path, not_there(&path.to_string_lossy())));
+        return Err(ModelError::unsupported(
+            path,
+            missing_folder_message(&path.to_string_lossy()),
+        ));
     }
     if !path.is_dir() {
-        return Err(ModelError::unsupported(path, file(path)));
+        return Err(ModelError::unsupported(path, file_message(path)));
     }
     let folder = ModelFolder::list(path)?;
-    match folder.other() {
+    match folder.unusable_message() {
         Some(message) => Err(ModelError::unsupported(path, message)),
         None => folder.check_files(),
     }
@@ -65,13 +68,13 @@ pub fn check_weights(dir: &Path) -> Result<(), ModelError> {
     if folder.has(WEIGHTS) || folder.has(INDEX) {
         Ok(())
     } else {
-        Err(folder.other_weights())
+        Err(folder.no_weights_error())
     }
 }
 
-/// The error message for a model that is no path on this machine. Names on the hub look like paths,
-/// so the message says how to download such a model.
-pub fn not_there(model: &str) -> String {
+/// The error message for a model folder that does not exist. If it looks like a name on the Hugging
+/// Face hub, the message says how to download the model.
+pub fn missing_folder_message(model: &str) -> String {
     match hub_name(model) {
         Some(name) => format!(
             "there is no such folder, and nothing is downloaded: if `{name}` is a model on the Hugging Face hub, fetch it with \
@@ -98,16 +101,16 @@ pub fn hub_name(model: &str) -> Option<&str> {
 }
 
 /// The error message for a file that was given as a model.
-fn file(path: &Path) -> String {
-    let end = path
+fn file_message(path: &Path) -> String {
+    let extension = path
         .extension()
-        .map(|end| end.to_string_lossy().to_lowercase())
+        .map(|extension| extension.to_string_lossy().to_lowercase())
         .unwrap_or_default();
-    let beginning = beginning(path);
-    if end == "gguf" || beginning.starts_with(b"GGUF") {
-        return GGUF.into();
+    let beginning = first_bytes(path);
+    if extension == "gguf" || beginning.starts_with(b"GGUF") {
+        return GGUF_MESSAGE.into();
     }
-    let what = match end.as_str() {
+    let what = match extension.as_str() {
         "safetensors" => "a file of weights",
         "bin" | "pt" | "pth" | "ckpt" => "a file of pickled weights, which can run code when it is read",
         "onnx" => "a model in ONNX's format",
@@ -117,7 +120,7 @@ fn file(path: &Path) -> String {
     format!("it is {what}: give the folder that holds `{CONFIG}`, `{WEIGHTS}` and `{TOKENIZER}`")
 }
 
-const GGUF: &str =
+const GGUF_MESSAGE: &str =
     "it is a GGUF file, llama.cpp's format: give the folder of the safetensors checkpoint that it was made of";
 
 /// A folder and the names in it.
@@ -128,7 +131,7 @@ struct ModelFolder<'a> {
 
 impl ModelFolder<'_> {
     fn list(dir: &Path) -> Result<ModelFolder<'_>, ModelError> {
-        let names = regular::names(dir).map_err(|e| ModelError::read(dir, e))?;
+        let names = regular::entry_names(dir).map_err(|e| ModelError::read(dir, e))?;
         Ok(ModelFolder { dir, names })
     }
 
@@ -141,25 +144,24 @@ impl ModelFolder<'_> {
         self.names.contains(name) && self.dir.join(name).is_dir()
     }
 
-    /// A small JSON file. `null` where the file is missing or is not JSON.
+    /// A small JSON file's content; `null` if the file is missing or is not JSON.
     fn json(&self, name: &str) -> Value {
         let bytes = read_limited(&self.dir.join(name), SMALL_BYTES_MAX).unwrap_or_default();
         serde_json::from_slice(&bytes).unwrap_or_default()
     }
 
-    fn find(&self, is_it: impl Fn(&str) -> bool) -> Option<&str> {
-        self.names.iter().map(String::as_str).find(|name| is_it(name))
+    fn find(&self, matches: impl Fn(&str) -> bool) -> Option<&str> {
+        self.names.iter().map(String::as_str).find(|name| matches(name))
     }
 
     fn has_weights(&self) -> bool {
         self.has(WEIGHTS) || self.has(INDEX)
     }
 
-    /// The error message for a folder that is no checkpoint of a text-generating model; else
-    /// `None`.
-    fn other(&self) -> Option<String> {
+    /// The error message if the folder is not a checkpoint of a text-generating model.
+    fn unusable_message(&self) -> Option<String> {
         if !self.has(CONFIG) && self.has_folder("snapshots") {
-            return Some(self.hub_cache());
+            return Some(self.hub_cache_message());
         }
         if !self.has(CONFIG)
             && let Some(name) = self.find(|name| name.starts_with("models--"))
@@ -174,7 +176,7 @@ impl ModelFolder<'_> {
             );
         }
         if self.has("adapter_config.json") {
-            return Some(self.adapter());
+            return Some(self.adapter_message());
         }
         let modules = self.json("modules.json");
         let mut types = modules
@@ -195,7 +197,7 @@ impl ModelFolder<'_> {
             return Some(message);
         }
         if let Some(name) = self.find(|name| name.ends_with(".gguf")) {
-            return Some(self.gguf(name));
+            return Some(self.gguf_message(name));
         }
         if let Some(name) = self.find(|name| name.ends_with(".onnx")) {
             return Some(format!(
@@ -223,27 +225,27 @@ impl ModelFolder<'_> {
         }
     }
 
-    fn hub_cache(&self) -> String {
+    fn hub_cache_message(&self) -> String {
         let snapshots = self.dir.join("snapshots");
-        let main = beginning(&self.dir.join("refs/main"));
+        let main = first_bytes(&self.dir.join("refs/main"));
         let main = String::from_utf8_lossy(&main).trim().to_string();
         let is_hash = !main.is_empty() && main.chars().all(|c| c.is_ascii_alphanumeric());
-        let there: Option<PathBuf> = if is_hash && snapshots.join(&main).is_dir() {
+        let snapshot: Option<PathBuf> = if is_hash && snapshots.join(&main).is_dir() {
             Some(snapshots.join(main))
         } else {
             let mut all = std::fs::read_dir(&snapshots).into_iter().flatten().flatten();
             all.next().filter(|_| all.next().is_none()).map(|one| one.path())
         };
-        match there {
-            Some(there) => format!(
+        match snapshot {
+            Some(snapshot) => format!(
                 "it is the hub cache's folder of a model: give the snapshot in it, `{}`",
-                there.display()
+                snapshot.display()
             ),
             None => "it is the hub cache's folder of a model: give one of the folders in its `snapshots`".into(),
         }
     }
 
-    fn adapter(&self) -> String {
+    fn adapter_message(&self) -> String {
         let base = self.json("adapter_config.json")["base_model_name_or_path"]
             .as_str()
             .map(|base| {
@@ -277,7 +279,7 @@ impl ModelFolder<'_> {
         ))
     }
 
-    fn gguf(&self, name: &str) -> String {
+    fn gguf_message(&self, name: &str) -> String {
         format!(
             "it holds weights as GGUF (`{name}`), llama.cpp's format: give the folder of the safetensors checkpoint that they were made of"
         )
@@ -285,7 +287,7 @@ impl ModelFolder<'_> {
 
     /// The error for a folder without weights in a supported format. It names the weights that
     /// exist.
-    fn other_weights(&self) -> ModelError {
+    fn no_weights_error(&self) -> ModelError {
         let unsupported = |message: String| ModelError::unsupported(self.dir, message);
         if let Some(name) = self.find(is_shard) {
             return ModelError::broken(
@@ -299,31 +301,31 @@ impl ModelFolder<'_> {
             return unsupported(message);
         }
         if let Some(name) = self.find(|name| name.ends_with(".gguf")) {
-            return unsupported(self.gguf(name));
+            return unsupported(self.gguf_message(name));
         }
         if let Some(name) = self.find(|name| name.ends_with(".safetensors")) {
             return unsupported(format!(
                 "there is neither `{WEIGHTS}` nor `{INDEX}`, only `{name}`: where that is the whole model, call it `{WEIGHTS}`"
             ));
         }
-        // A trainer's files beside the weights hold no weights.
-        let is_trainers = |name: &str| {
+        // Files that a trainer writes beside the weights contain no weights.
+        let is_trainer_file = |name: &str| {
             ["training_args", "optimizer", "scheduler", "rng_state"]
                 .iter()
                 .any(|s| name.starts_with(s))
         };
         let is_pickle = |name: &str| [".bin", ".pt", ".pth", ".ckpt"].iter().any(|end| name.ends_with(end));
-        if let Some(name) = self.find(|name| is_pickle(name) && !is_trainers(name)) {
+        if let Some(name) = self.find(|name| is_pickle(name) && !is_trainer_file(name)) {
             return unsupported(format!(
-                "weights are there only as pickle (`{name}`), which can run code when it is read; convert them to safetensors"
+                "the only weights are pickle files (`{name}`), which can run code when it is read; convert them to safetensors"
             ));
         }
-        let is_others = |name: &str| {
+        let is_other_framework = |name: &str| {
             [".onnx", ".h5", ".msgpack", ".npz", ".mlpackage", ".engine"]
                 .iter()
                 .any(|end| name.ends_with(end))
         };
-        if let Some(name) = self.find(is_others) {
+        if let Some(name) = self.find(is_other_framework) {
             return unsupported(format!(
                 "weights are there only for another framework (`{name}`): fetch or save them as safetensors"
             ));
@@ -333,7 +335,7 @@ impl ModelFolder<'_> {
 
     /// Refuses Git LFS pointers in place of files, and links whose target is missing.
     fn check_files(&self) -> Result<(), ModelError> {
-        let named = [
+        let fixed_names = [
             CONFIG,
             TOKENIZER,
             "tokenizer_config.json",
@@ -346,7 +348,7 @@ impl ModelFolder<'_> {
         let shards = self.names.iter().map(String::as_str).filter(|name| is_shard(name));
         // A single weight file takes precedence over an index and its shards.
         let shards = shards.filter(|_| !self.has(WEIGHTS));
-        for name in named
+        for name in fixed_names
             .into_iter()
             .chain(shards)
             .filter(|name| self.names.contains(*name))
@@ -363,8 +365,8 @@ impl ModelFolder<'_> {
             }
             let is_small = path
                 .metadata()
-                .is_ok_and(|file| file.is_file() && file.len() <= POINTER_BYTES_MAX);
-            if is_small && beginning(&path).starts_with(POINTER) {
+                .is_ok_and(|file| file.is_file() && file.len() <= LFS_POINTER_BYTES_MAX);
+            if is_small && first_bytes(&path).starts_with(LFS_POINTER_PREFIX) {
                 return Err(ModelError::broken(
                     &path,
                     "a pointer of Git LFS in place of the file: run `git lfs pull` in its repository, or fetch the model again",
@@ -396,7 +398,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_on_the_hub_are_told_from_paths() {
+    fn hub_names_are_distinguished_from_paths() {
         for (model, name) in [
             ("Qwen/Qwen3-8B", Some("Qwen/Qwen3-8B")),
             ("hf://meta-llama/Llama-3.2-1B/", Some("meta-llama/Llama-3.2-1B")),
@@ -414,7 +416,7 @@ mod tests {
     }
 
     #[test]
-    fn shards_are_told_from_other_files() {
+    fn shards_are_distinguished_from_other_files() {
         assert!(is_shard("model-00001-of-00002.safetensors"));
         for name in [
             "model.safetensors",

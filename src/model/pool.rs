@@ -1,5 +1,4 @@
-//! The number of KV blocks of a model: from its options, or from the memory that its device has
-//! left.
+//! The number of KV blocks of a model, from its options or from the free memory of its device.
 //!
 //! See docs/decisions/059-memory-is-taken-before-the-first-row.md.
 
@@ -12,8 +11,8 @@ use crate::model::error::ModelError;
 /// and fragmentation.
 const MARGIN_BYTES: u64 = 512 << 20;
 
-/// Minimum tokens per step that is tried where memory is short. If even these do not fit, the model
-/// is too large for the device.
+/// Minimum tokens per step to which steps are reduced when memory is short. If even such a step
+/// does not fit, the model is too large for the device.
 pub(super) const STEP_TOKENS_MIN: u32 = 128;
 
 /// Bytes per block over all layers.
@@ -22,42 +21,42 @@ fn block_bytes<D: Device>(device: &D, config: &Config) -> u64 {
 }
 
 /// The number of whole blocks that fit into `bytes`.
-pub(super) fn blocks_of<D: Device>(device: &D, config: &Config, bytes: u64) -> Result<u32, ModelError> {
+pub(super) fn blocks_in_bytes<D: Device>(device: &D, config: &Config, bytes: u64) -> Result<u32, ModelError> {
     let blocks = bytes / block_bytes(device, config);
-    checked(device, config, blocks.min(u64::from(u32::MAX)) as u32)
+    check_blocks(device, config, blocks.min(u64::from(u32::MAX)) as u32)
 }
 
-/// Checks that a pool has at least one block and a size that can be allocated.
-pub(super) fn checked<D: Device>(device: &D, config: &Config, blocks: u32) -> Result<u32, ModelError> {
-    let block = block_bytes(device, config);
+/// Checks that a pool has at least one block and a size that can be allocated; returns its blocks.
+pub(super) fn check_blocks<D: Device>(device: &D, config: &Config, blocks: u32) -> Result<u32, ModelError> {
+    let bytes = block_bytes(device, config);
     if blocks == 0 {
         return Err(ModelError::Options(format!(
-            "the KV pool holds no block: one takes {block} bytes"
+            "the KV pool holds no block: one takes {bytes} bytes"
         )));
     }
     if u64::from(blocks)
-        .checked_mul(block)
-        .is_none_or(|bytes| bytes > isize::MAX as u64)
+        .checked_mul(bytes)
+        .is_none_or(|total| total > isize::MAX as u64)
     {
         return Err(ModelError::Options(format!(
-            "a KV pool of {blocks} blocks of {block} bytes is too large"
+            "a KV pool of {blocks} blocks of {bytes} bytes is too large"
         )));
     }
     Ok(blocks)
 }
 
-/// A pool for each layer.
-pub(super) fn pools<D: Device>(device: &D, config: &Config, blocks: u32) -> Result<Vec<D::KvPool>, DeviceError> {
+/// Allocates a pool for each layer.
+pub(super) fn allocate<D: Device>(device: &D, config: &Config, blocks: u32) -> Result<Vec<D::KvPool>, DeviceError> {
     let pool = |_| device.kv_pool(config.heads, blocks as usize);
     config.layers.iter().map(pool).collect()
 }
 
-/// A step of `tokens` tokens in sequences of the maximum length, with logits for `sequences` rows,
-/// or for every token if the step has fewer tokens. Its block numbers begin at 0.
+/// A step of `tokens` tokens, in sequences as long as `context` allows, with logits for `sequences`
+/// rows, or for every token if the step has fewer tokens. Its block numbers begin at 0.
 pub(super) fn largest_step(tokens: u32, sequences: u32, context: u32, block_tokens: u32) -> StepBatch {
     let mut batch = StepBatch::default();
-    // Sequences whose length is no multiple of the block size share blocks. That is harmless,
-    // because nobody reads this step's results.
+    // Sequences whose length is not a multiple of the block size share blocks. Sharing is harmless
+    // here, because the step's results are discarded.
     let last_block = tokens / block_tokens;
     while (batch.tokens.len() as u32) < tokens {
         let first_token = batch.tokens.len() as u32;
@@ -76,7 +75,7 @@ pub(super) fn check_fits<D: Device>(device: &D, config: &Config, precision: Prec
     let Some(free) = device.free_bytes()? else {
         return Ok(());
     };
-    let (linear, tables) = weights_bytes(config, precision);
+    let (linear, tables) = weight_bytes(config, precision);
     if linear + tables <= free {
         return Ok(());
     }
@@ -84,7 +83,7 @@ pub(super) fn check_fits<D: Device>(device: &D, config: &Config, precision: Prec
     Err(DeviceError::OutOfMemory(format!(
         "the model's weights take {} MiB in {} ({} of linear layers, {} of the embedding table and the output head), and {} MiB are free: {}",
         mib(linear + tables),
-        precision.word(),
+        precision.name(),
         mib(linear),
         mib(tables),
         mib(free),
@@ -94,25 +93,25 @@ pub(super) fn check_fits<D: Device>(device: &D, config: &Config, precision: Prec
 }
 
 /// Bytes of the linear layers' weights, and bytes of the embedding table and output head.
-fn weights_bytes(config: &Config, precision: Precision) -> (u64, u64) {
+fn weight_bytes(config: &Config, precision: Precision) -> (u64, u64) {
     let (hidden, mlp) = (config.hidden_size as u64, config.intermediate_size as u64);
     let heads = config.heads;
     let attended = (heads.heads * heads.head_dim) as u64;
-    let layer = hidden * (heads.qkv_width() as u64 + attended) + 3 * hidden * mlp;
-    let linear = config.layers.len() as u64 * layer * u64::from(precision.bits()) / 8;
+    let layer_weights = hidden * (heads.qkv_width() as u64 + attended) + 3 * hidden * mlp;
+    let linear = config.layers.len() as u64 * layer_weights * u64::from(precision.bits()) / 8;
     let tables = if config.tied_embeddings { 1 } else { 2 };
     (linear, tables * config.vocab_size as u64 * hidden * 2)
 }
 
-/// The number of whole blocks that fit into `bytes`. `None`: into the memory that the device has
-/// left, less `MARGIN_BYTES`.
-pub(super) fn blocks_of_the_rest<D: Device>(
+/// The number of whole blocks that fit into `bytes`, or, for `None`, into the device's free memory
+/// less `MARGIN_BYTES`.
+pub(super) fn blocks_in_free_memory<D: Device>(
     device: &D,
     config: &Config,
     bytes: Option<u64>,
 ) -> Result<u32, ModelError> {
     if let Some(bytes) = bytes {
-        return blocks_of(device, config, bytes);
+        return blocks_in_bytes(device, config, bytes);
     }
     let Some(free) = device.free_bytes()? else {
         return Err(ModelError::Options(
@@ -131,7 +130,7 @@ pub(super) fn blocks_of_the_rest<D: Device>(
         ))
         .into());
     }
-    checked(device, config, blocks.min(u64::from(u32::MAX)) as u32)
+    check_blocks(device, config, blocks.min(u64::from(u32::MAX)) as u32)
 }
 
 #[cfg(test)]
@@ -139,16 +138,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn weights_take_what_they_take() {
+    fn weight_bytes_of_a_published_model() {
         let config = crate::model::shapes::named("llama-3.1-8b").unwrap().unwrap();
-        let (linear, tables) = weights_bytes(&config, Precision::Fp8);
+        let (linear, tables) = weight_bytes(&config, Precision::Fp8);
         // 8.03 billion parameters, 1.05 billion of them in the two tables.
         assert_eq!((linear, tables), (6_979_321_856, 2 * 2 * 128_256 * 4096));
-        assert_eq!(weights_bytes(&config, Precision::Bf16).0, 2 * linear);
+        assert_eq!(weight_bytes(&config, Precision::Bf16).0, 2 * linear);
     }
 
     #[test]
-    fn the_largest_step_is_sound() {
+    fn the_largest_step_is_valid() {
         for (tokens, sequences, context) in [(2048, 256, 4096), (2048, 256, 100), (10, 4, 3), (1, 1, 1)] {
             let batch = largest_step(tokens, sequences, context, 64);
             assert_eq!(batch.tokens.len() as u32, tokens);

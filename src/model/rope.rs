@@ -1,8 +1,8 @@
 //! Rotary embedding's inverse frequencies and their scalings.
 //!
-//! Pair `d` of a head of `n` dimensions turns by `base^(-2d/n)` per position. Scalings stretch
-//! these frequencies for contexts longer than the pretrained one. Arithmetic is in F32 wherever the
-//! Hugging Face reference computes in F32.
+//! Pair `d` of a head of `n` dimensions turns by `theta^(-2d/n)` radians per position. Scalings
+//! stretch these frequencies for contexts longer than the pretrained one. Arithmetic is in F32
+//! wherever the Hugging Face reference computes in F32.
 
 use std::f64::consts::PI;
 
@@ -43,12 +43,12 @@ pub enum Scaling {
     Yarn(Yarn),
 }
 
-/// YaRN (Peng et al. 2023). Interpolated and original frequencies are mixed by the number of turns
-/// of a pair in the pretrained context. Sine and cosine are scaled.
+/// YaRN (Peng et al. 2023). How interpolated and original frequencies are mixed depends on the
+/// number of turns of a pair in the pretrained context. Sine and cosine are scaled.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Yarn {
     pub factor: f64,
-    /// Scale of sine and cosine. It is computed from `factor` where the checkpoint gives none.
+    /// Scale of sine and cosine; computed from `factor` if the checkpoint gives none.
     pub attention_factor: f64,
     /// A pair with at least this many turns in the pretrained context keeps its frequency.
     pub beta_fast: f64,
@@ -59,10 +59,10 @@ pub struct Yarn {
     pub truncate: bool,
 }
 
-/// YaRN's attention factor where the checkpoint gives none: `0.1 m ln(factor) + 1` with m = 1, or
-/// the ratio of that for `mscale` and for `mscale_all_dim`.
+/// YaRN's attention factor if the checkpoint gives none: `0.1 m ln(factor) + 1` with m = 1, or the
+/// ratio of this term for m = `mscale` to the term for m = `mscale_all_dim`.
 pub fn yarn_attention_factor(factor: f64, mscale: Option<f64>, mscale_all_dim: Option<f64>) -> f64 {
-    let grow = |m: f64| {
+    let term = |m: f64| {
         if factor <= 1.0 {
             1.0
         } else {
@@ -70,8 +70,8 @@ pub fn yarn_attention_factor(factor: f64, mscale: Option<f64>, mscale_all_dim: O
         }
     };
     match (mscale, mscale_all_dim) {
-        (Some(m), Some(all)) if m != 0.0 && all != 0.0 => grow(m) / grow(all),
-        _ => grow(1.0),
+        (Some(m), Some(all)) if m != 0.0 && all != 0.0 => term(m) / term(all),
+        _ => term(1.0),
     }
 }
 
@@ -79,7 +79,7 @@ impl Rope {
     /// Frequencies for heads of `head_dim` dimensions and a maximum sequence length of `context`
     /// tokens.
     pub fn spec(&self, head_dim: usize, context: u32) -> RopeSpec {
-        let plain = |theta: f64| -> Vec<f32> { turns(theta, head_dim).map(|t| 1.0 / t).collect() };
+        let plain = |theta: f64| -> Vec<f32> { periods(theta, head_dim).map(|period| 1.0 / period).collect() };
         let (inverse_frequencies, scale) = match &self.scaling {
             Scaling::None => (plain(self.theta), 1.0),
             Scaling::Linear { factor } => (plain(self.theta).into_iter().map(|f| f / *factor as f32).collect(), 1.0),
@@ -121,8 +121,8 @@ impl Rope {
     }
 }
 
-/// `theta^(2d/n)` for each pair `d`.
-fn turns(theta: f64, head_dim: usize) -> impl Iterator<Item = f32> {
+/// `theta^(2d/n)` for each pair `d`: the reciprocal of its frequency, in positions per radian.
+fn periods(theta: f64, head_dim: usize) -> impl Iterator<Item = f32> {
     // The exponent is rounded to F32 first, as in the reference. The power is then exact to F32.
     (0..head_dim / 2).map(move |d| (theta as f32 as f64).powf(((2 * d) as f32 / head_dim as f32) as f64) as f32)
 }
@@ -141,12 +141,12 @@ impl Yarn {
         if low == high {
             high += 0.001; // keeps the ramp's slope finite
         }
-        let mix = |(d, turn): (usize, f32)| {
+        let mix = |(d, period): (usize, f32)| {
             let ramp = ((d as f32 - low as f32) / (high - low) as f32).clamp(0.0, 1.0);
             let keep = 1.0 - ramp;
-            (1.0 / (self.factor as f32 * turn)) * (1.0 - keep) + (1.0 / turn) * keep
+            (1.0 / (self.factor as f32 * period)) * (1.0 - keep) + (1.0 / period) * keep
         };
-        turns(theta, head_dim).enumerate().map(mix).collect()
+        periods(theta, head_dim).enumerate().map(mix).collect()
     }
 }
 
@@ -155,7 +155,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn linear_divides_and_dynamic_leaves_short_contexts_alone() {
+    fn linear_divides_and_dynamic_keeps_short_contexts() {
         let spec = |scaling, context| {
             Rope {
                 theta: 10_000.0,

@@ -25,7 +25,7 @@ struct ModelShape {
     norm_eps: f64,
     tied: bool,
     context: u32,
-    /// Attention window in tokens, where it differs from the family's default.
+    /// Attention window in tokens. `None`: the family's default.
     window: Option<u32>,
 }
 

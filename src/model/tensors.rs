@@ -1,12 +1,12 @@
-//! The one list of a model's tensors, derived from its configuration. Models are built by this
-//! list, and checkpoints are checked against it.
+//! The list of a model's tensors, derived from its configuration. Models are built from this list,
+//! and checkpoints are checked against it.
 //!
 //! See docs/decisions/087-tensors-stand-in-one-list.md.
 
 use crate::model::config::Config;
 
 /// Name of the output head, if it is separate from the embedding table.
-pub(super) const HEAD: &str = "lm_head.weight";
+pub(super) const OUTPUT_HEAD: &str = "lm_head.weight";
 
 /// A tensor that the model reads.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -64,7 +64,7 @@ pub(super) struct ModelTensors {
     pub embedding: TensorSpec,
     pub layers: Vec<LayerTensors>,
     pub norm: TensorSpec,
-    /// `None` where the embedding table is the output head.
+    /// `None`: the embedding table is the output head.
     pub head: Option<TensorSpec>,
 }
 
@@ -87,7 +87,11 @@ impl ModelTensors {
             embedding: table("model.embed_tokens.weight"),
             layers: (0..c.layers.len()).map(|layer| LayerTensors::of(c, layer)).collect(),
             norm: TensorSpec::vector("model.norm.weight".to_owned(), c.hidden_size),
-            head: if c.tied_embeddings { None } else { Some(table(HEAD)) },
+            head: if c.tied_embeddings {
+                None
+            } else {
+                Some(table(OUTPUT_HEAD))
+            },
         }
     }
 
@@ -177,14 +181,14 @@ mod tests {
     use crate::model::{KvBudget, LoadOptions, Transformer};
 
     /// Random weights that record which tensors are requested.
-    struct Noted {
+    struct RecordingWeights {
         inner: RandomWeights,
-        asked: Mutex<BTreeMap<String, (Option<usize>, usize)>>,
+        requested: Mutex<BTreeMap<String, (Option<usize>, usize)>>,
     }
 
-    impl WeightSource for Noted {
+    impl WeightSource for RecordingWeights {
         fn tensor(&self, name: &str, rows: Option<usize>, columns: usize) -> Result<StoredTensor<'_>, ModelError> {
-            self.asked.lock().unwrap().insert(name.to_owned(), (rows, columns));
+            self.requested.lock().unwrap().insert(name.to_owned(), (rows, columns));
             self.inner.tensor(name, rows, columns)
         }
 
@@ -193,11 +197,11 @@ mod tests {
         }
     }
 
-    /// A tensor that is read but not listed would make a valid checkpoint be refused. A tensor that
-    /// is listed but not read would be ignored silently.
+    /// If a tensor were read but not listed, valid checkpoints would be refused. If it were listed
+    /// but not read, it would be ignored silently.
     #[test]
-    fn what_is_listed_is_what_is_read() {
-        for (architecture, more) in [
+    fn exactly_the_listed_tensors_are_read() {
+        for (architecture, extra) in [
             ("LlamaForCausalLM", json!({})),
             ("LlamaForCausalLM", json!({"attention_bias": true, "mlp_bias": true})),
             ("MistralForCausalLM", json!({"tie_word_embeddings": true})),
@@ -210,15 +214,15 @@ mod tests {
                 "architectures": [architecture], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
                 "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 200
             });
-            text.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+            text.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
             let config = Config::parse(Path::new("config.json"), &text.to_string()).unwrap();
             for precision in [Precision::F32, Precision::Int8] {
-                let source = Noted {
+                let source = RecordingWeights {
                     inner: RandomWeights {
                         seed: 1,
                         dtype: Dtype::Bf16,
                     },
-                    asked: Mutex::default(),
+                    requested: Mutex::default(),
                 };
                 let options = LoadOptions {
                     precision,
@@ -236,7 +240,7 @@ mod tests {
                     .all()
                     .map(|spec| (spec.name.clone(), (spec.rows, spec.columns)))
                     .collect();
-                assert_eq!(*source.asked.lock().unwrap(), listed, "{architecture} {more}");
+                assert_eq!(*source.requested.lock().unwrap(), listed, "{architecture} {extra}");
             }
         }
     }

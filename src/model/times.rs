@@ -33,9 +33,9 @@ impl Operation {
 pub(super) struct Times([Duration; Operation::ALL.len()]);
 
 impl Times {
-    /// Begins a step. Each call of the returned function adds the time since its last call, or
-    /// since `laps`, to an operation.
-    pub(super) fn laps(&mut self) -> impl FnMut(Operation) {
+    /// Starts a stopwatch. Each call of the returned function adds the time since its last call (at
+    /// first, since the start) to an operation.
+    pub(super) fn stopwatch(&mut self) -> impl FnMut(Operation) {
         let mut last = Instant::now();
         move |operation| {
             let now = Instant::now();
@@ -44,8 +44,8 @@ impl Times {
         }
     }
 
-    /// The sums, each with its operation's name.
-    pub(super) fn read(&self) -> Vec<(&'static str, Duration)> {
+    /// The total time of each operation, with the operation's name.
+    pub(super) fn totals(&self) -> Vec<(&'static str, Duration)> {
         Operation::ALL
             .iter()
             .map(|(operation, name)| (*name, self.0[*operation as usize]))

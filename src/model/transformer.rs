@@ -11,12 +11,12 @@ use std::time::Duration;
 
 use crate::device::batch::StepBatch;
 use crate::device::cpu::{self, Cpu, Isa};
-use crate::device::draw::{Draw, DrawError, Drawn};
+use crate::device::draw::{Draw, DrawError, DrawnToken};
 use crate::device::{
-    AddNorm, Attention, Delta, Device, DeviceError, Dtype, Head, KvFormat, KvSpec, Precision, QkNorm, RopeStore,
+    AddNorm, Attention, Delta, Device, DeviceError, Dtype, KvFormat, KvSpec, OutputHead, Precision, QkNorm, RopeStore,
 };
 use crate::engine::{Forward, ForwardError};
-use crate::model::balance::Balanced;
+use crate::model::balance::BalancedWeights;
 use crate::model::build::{Builder, ModelWeights};
 use crate::model::channels::ActivationMaxima;
 use crate::model::checkpoint::Checkpoint;
@@ -28,14 +28,14 @@ use crate::model::times::{Operation, Times};
 use crate::model::unit_offset_norm::UnitOffsetNorm;
 use crate::model::weights::{RandomWeights, WeightSource};
 
-/// Smallest number of rows for which a device chooses how to compute products. Fewer rows use the
-/// same choice.
-const MEASURED_ROWS_MIN: u32 = 16;
+/// Minimum rows for which a device measures its matmul kernels. For fewer rows, it uses the choice
+/// for this number.
+const TUNED_ROWS_MIN: u32 = 16;
 
 /// Size of the KV pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum KvBudget {
-    /// Bytes over all layers. The pool is the number of whole blocks that fit.
+    /// Bytes over all layers; the pool gets as many whole blocks as fit.
     Bytes(u64),
     Blocks(u32),
     /// For a device with its own memory. The pool is allocated after a trial step of `step_tokens`
@@ -48,16 +48,16 @@ pub enum KvBudget {
     },
 }
 
-/// Options of loading a model.
+/// Options for loading a model.
 #[derive(Clone)]
 pub struct LoadOptions {
     pub precision: Precision,
     /// Format of keys and values in the pool.
     pub kv_format: KvFormat,
-    /// Measured activation sizes that balance the weights in [`Precision::Int8`]. `None`: the sizes
-    /// are estimated from the weights.
+    /// Measured activation magnitudes, by which the weights are balanced in [`Precision::Int8`].
+    /// `None`: the magnitudes are estimated from the weights.
     pub channels: Option<Arc<ActivationMaxima>>,
-    /// Instruction set of the CPU's kernels, which the CPU must have. `None`: the best that it has.
+    /// Instruction set of the CPU's kernels, which the CPU must support. `None`: the best one.
     pub isa: Option<Isa>,
     pub kv: KvBudget,
     /// Threads of the CPU device.
@@ -65,8 +65,8 @@ pub struct LoadOptions {
     /// Maximum sequence length in tokens. `None`: the length that the checkpoint declares. Dynamic
     /// RoPE scaling is computed for this length.
     pub max_context: Option<u32>,
-    /// Number of ids that the tokenizer knows. Ids from this number on are padding and never get
-    /// logits. `None`: all ids of the model.
+    /// Number of ids that the tokenizer knows. Higher ids are padding of the embedding table and
+    /// never get logits. `None`: all ids of the model.
     pub vocabulary: Option<usize>,
 }
 
@@ -80,7 +80,7 @@ pub struct Transformer<D: Device = Cpu> {
     buffers: Buffers<D>,
     times: Times,
     /// Whether the host waits for each operation and times it.
-    timed: bool,
+    times_operations: bool,
     kv_blocks: u32,
     context_tokens: u32,
     vocab_size: usize,
@@ -116,22 +116,22 @@ impl Transformer<Cpu> {
     /// Loads the checkpoint folder `dir` onto the CPU.
     ///
     /// # Errors
-    /// A file that is missing, broken or not supported (named), or options that do not fit the model.
+    /// A file is missing, broken or not supported; or the options do not fit the model.
     pub fn load(dir: &Path, options: &LoadOptions) -> Result<Transformer, ModelError> {
         folder::refuse_tokenizer_model_alone(dir)?;
         let checkpoint = Checkpoint::open(dir, Config::load(dir)?)?;
         Transformer::from_weights(checkpoint.config, &checkpoint.weights, options)
     }
 
-    /// A model with random weights, stored as `dtype`, on the CPU.
+    /// Makes a model with random weights, stored as `dtype`, on the CPU.
     ///
     /// # Errors
-    /// Options that do not fit the model.
+    /// The options do not fit the model.
     pub fn random(config: Config, seed: u64, dtype: Dtype, options: &LoadOptions) -> Result<Transformer, ModelError> {
         Transformer::from_weights(config, &RandomWeights { seed, dtype }, options)
     }
 
-    /// A model on the CPU from any source of weights.
+    /// Loads a model from any source of weights onto the CPU.
     ///
     /// # Errors
     /// As [`load`](Self::load).
@@ -151,7 +151,7 @@ impl Transformer<Cpu> {
     /// activations that each layer's linear operations read.
     ///
     /// # Errors
-    /// A batch that does not fit the model.
+    /// The batch does not fit the model.
     pub fn forward_with_observer(
         &mut self,
         batch: &StepBatch,
@@ -188,20 +188,19 @@ impl<D: Device> Transformer<D> {
         source: &dyn WeightSource,
         options: &LoadOptions,
     ) -> Result<Transformer<D>, ModelError> {
-        let context_tokens = context(&config, options.max_context)?;
+        let context_tokens = context_tokens(&config, options.max_context)?;
         pool::check_fits(&device, &config, options.precision)?;
-        // A device that computes in the host's memory has finished an operation when the call
-        // returns, so timing it costs no wait.
-        let timed = device.free_bytes()?.is_none();
+        // A device without its own memory is synchronous: timing its operations costs no wait.
+        let times_operations = device.free_bytes()?.is_none();
         let kv_blocks = match options.kv {
             KvBudget::Profiled { step_tokens, .. } => step_tokens.div_ceil(device.block_tokens()) + 1,
-            KvBudget::Bytes(bytes) => pool::blocks_of(&device, &config, bytes)?,
-            KvBudget::Blocks(blocks) => pool::checked(&device, &config, blocks)?,
+            KvBudget::Bytes(bytes) => pool::blocks_in_bytes(&device, &config, bytes)?,
+            KvBudget::Blocks(blocks) => pool::check_blocks(&device, &config, blocks)?,
         };
         let vocab_size = options
             .vocabulary
             .map_or(config.vocab_size, |n| n.min(config.vocab_size));
-        let random = source.random().filter(|_| device.makes_random());
+        let random = source.random().filter(|_| device.makes_random_weights());
         let unit_offset_norm = UnitOffsetNorm(source);
         let source: &dyn WeightSource = if config.unit_offset_norms && !source.norms_without_offset() {
             &unit_offset_norm
@@ -209,8 +208,10 @@ impl<D: Device> Transformer<D> {
             source
         };
         let balanced = match options.precision {
-            // Channels of random weights have equal sizes and need no balancing.
-            Precision::Int8 if random.is_none() => Some(Balanced::new(source, &config, options.channels.as_deref())?),
+            // Channels of random weights have equal magnitudes and need no balancing.
+            Precision::Int8 if random.is_none() => {
+                Some(BalancedWeights::new(source, &config, options.channels.as_deref())?)
+            }
             _ => None,
         };
         let weights = Builder {
@@ -220,7 +221,7 @@ impl<D: Device> Transformer<D> {
             config: &config,
         }
         .weights()?;
-        let pools = pool::pools(&device, &config, kv_blocks)?;
+        let pools = pool::allocate(&device, &config, kv_blocks)?;
         let ropes = [Some(&config.rope), config.window_rope.as_ref()].into_iter().flatten();
         let ropes = ropes.map(|rope| rope.spec(config.heads.head_dim, context_tokens));
         let step = device.step(config.heads, ropes.collect(), &config.layers)?;
@@ -233,7 +234,7 @@ impl<D: Device> Transformer<D> {
             step,
             buffers,
             times: Times::default(),
-            timed,
+            times_operations,
             kv_blocks,
             context_tokens,
             vocab_size,
@@ -245,21 +246,21 @@ impl<D: Device> Transformer<D> {
             bytes,
         } = options.kv
         {
-            let tokens = transformer.largest_step(step_tokens, sequences)?;
-            transformer.measured_steps(tokens, sequences)?;
+            let tokens = transformer.run_largest_step(step_tokens, sequences)?;
+            transformer.run_tuning_steps(tokens, sequences)?;
             transformer.pools.clear();
-            transformer.kv_blocks = pool::blocks_of_the_rest(&transformer.device, &transformer.config, bytes)?;
-            transformer.pools = pool::pools(&transformer.device, &transformer.config, transformer.kv_blocks)?;
+            transformer.kv_blocks = pool::blocks_in_free_memory(&transformer.device, &transformer.config, bytes)?;
+            transformer.pools = pool::allocate(&transformer.device, &transformer.config, transformer.kv_blocks)?;
         }
         Ok(transformer)
     }
 
-    /// Runs a trial step of the maximum size, so that all memory besides the KV pool is allocated.
-    /// If it does not fit, runs smaller steps. Returns the tokens of the step that fit.
-    fn largest_step(&mut self, step_tokens: u32, sequences: u32) -> Result<u32, ModelError> {
+    /// Runs a trial step of the maximum size, so that all memory besides the KV pool is allocated;
+    /// if it does not fit in memory, smaller ones. Returns the tokens of the step that fits.
+    fn run_largest_step(&mut self, step_tokens: u32, sequences: u32) -> Result<u32, ModelError> {
         let mut tokens = step_tokens;
         loop {
-            match self.trial(tokens, sequences) {
+            match self.run_trial_step(tokens, sequences) {
                 Ok(()) => break,
                 Err(DeviceError::OutOfMemory(why)) if tokens > pool::STEP_TOKENS_MIN => {
                     tokens = (tokens / 2).max(pool::STEP_TOKENS_MIN);
@@ -275,33 +276,33 @@ impl<D: Device> Transformer<D> {
     }
 
     /// Runs trial steps at each power of two of tokens, and of sequences, below the largest step.
-    /// At each size the device measures how it computes products fastest, and libraries load their
-    /// kernels. Both need memory, so this precedes the allocation of the pool.
-    fn measured_steps(&mut self, step_tokens: u32, sequences: u32) -> Result<(), ModelError> {
-        if !self.device.measures() {
+    /// At each size the device measures its matmul kernels, and libraries load theirs. Both need
+    /// memory, so this precedes the allocation of the pool.
+    fn run_tuning_steps(&mut self, step_tokens: u32, sequences: u32) -> Result<(), ModelError> {
+        if !self.device.autotunes_matmuls() {
             return Ok(());
         }
         let mut tokens = step_tokens.next_power_of_two();
-        while tokens > MEASURED_ROWS_MIN {
+        while tokens > TUNED_ROWS_MIN {
             tokens /= 2;
-            self.trial(tokens, sequences.min(tokens))?;
+            self.run_trial_step(tokens, sequences.min(tokens))?;
         }
         let mut rows = sequences.min(step_tokens).next_power_of_two();
-        while rows > MEASURED_ROWS_MIN {
+        while rows > TUNED_ROWS_MIN {
             rows /= 2;
-            self.trial(rows.max(step_tokens.min(pool::STEP_TOKENS_MIN)), rows)?;
+            self.run_trial_step(rows.max(step_tokens.min(pool::STEP_TOKENS_MIN)), rows)?;
         }
         self.times = Times::default();
         Ok(())
     }
 
     /// Runs a step of `tokens` tokens with logits for `rows` rows and discards its results.
-    fn trial(&mut self, tokens: u32, rows: u32) -> Result<(), DeviceError> {
+    fn run_trial_step(&mut self, tokens: u32, rows: u32) -> Result<(), DeviceError> {
         let step = pool::largest_step(tokens, rows, self.context_tokens, self.device.block_tokens());
         let draws = vec![Draw::GREEDY; step.logits_at.len()];
         self.run(&step, |_, _, _| ())?;
         self.device.draw(self.vocab_size, &draws, &mut self.buffers.workspace)?;
-        self.device.drawn(&mut self.buffers.workspace)?;
+        self.device.take_drawn(&mut self.buffers.workspace)?;
         Ok(())
     }
 
@@ -310,7 +311,7 @@ impl<D: Device> Transformer<D> {
     /// and does not call this.
     ///
     /// # Errors
-    /// A batch that does not fit the model, or a device that failed.
+    /// The batch does not fit the model, or the device failed.
     pub fn forward(&mut self, batch: &StepBatch) -> Result<&[f32], ForwardError> {
         self.begin(batch)?;
         Ok(self.device.read_logits(&mut self.buffers.workspace)?)
@@ -337,11 +338,11 @@ impl<D: Device> Transformer<D> {
                 self.config.vocab_size
             ));
         }
-        let mut next = 0u64;
+        let mut next_token = 0u64;
         for (i, s) in batch.sequences.iter().enumerate() {
-            let fits = s.first_token as u64 == next && s.q_len >= 1 && s.q_len <= s.kv_len;
-            next += s.q_len as u64;
-            if !fits || next > batch.tokens.len() as u64 {
+            let fits = s.first_token as u64 == next_token && s.q_len >= 1 && s.q_len <= s.kv_len;
+            next_token += s.q_len as u64;
+            if !fits || next_token > batch.tokens.len() as u64 {
                 return Err(format!("sequence {i} does not follow the one before it in the batch"));
             }
             if s.kv_len > self.context_tokens {
@@ -350,7 +351,7 @@ impl<D: Device> Transformer<D> {
                     s.kv_len, self.context_tokens
                 ));
             }
-            let positions = &batch.positions[s.first_token as usize..next as usize];
+            let positions = &batch.positions[s.first_token as usize..next_token as usize];
             if !positions.iter().copied().eq(s.kv_len - s.q_len..s.kv_len) {
                 return Err(format!(
                     "sequence {i}: its positions are not the last {} of {}",
@@ -362,13 +363,13 @@ impl<D: Device> Transformer<D> {
                 return Err(format!("sequence {i}: its block table is too short"));
             }
         }
-        if next != batch.tokens.len() as u64 {
+        if next_token != batch.tokens.len() as u64 {
             return Err(format!(
                 "{} tokens belong to no sequence",
-                batch.tokens.len() as u64 - next
+                batch.tokens.len() as u64 - next_token
             ));
         }
-        let copied = batch.block_copies.iter().flat_map(|&(from, to)| [from, to]);
+        let copied = batch.block_copies.iter().flat_map(|copy| [copy.from, copy.to]);
         if let Some(block) = batch
             .block_tables
             .iter()
@@ -378,7 +379,7 @@ impl<D: Device> Transformer<D> {
         {
             return Err(format!("KV block {block} is not below {}", self.kv_blocks));
         }
-        if let Some((token, _)) = batch.drawn.first()
+        if let Some((token, _)) = batch.pending_tokens.first()
             && !self.device.runs_ahead()
         {
             return Err(format!(
@@ -386,7 +387,7 @@ impl<D: Device> Transformer<D> {
             ));
         }
         if batch
-            .drawn
+            .pending_tokens
             .iter()
             .any(|(token, _)| *token as usize >= batch.tokens.len())
         {
@@ -401,7 +402,8 @@ impl<D: Device> Transformer<D> {
         }
     }
 
-    /// Runs a checked batch. `observe` gets the activations that each layer's linear operations read.
+    /// Runs a checked batch. `observe` gets the activations that each layer's linear operations
+    /// read.
     #[expect(clippy::too_many_lines, reason = "a model's operations, in order")]
     fn run(
         &mut self,
@@ -417,14 +419,14 @@ impl<D: Device> Transformer<D> {
             buffers: b,
             vocab_size,
             times,
-            timed,
+            times_operations,
             ..
         } = self;
-        let mut tell = times.laps();
+        let mut record = times.stopwatch();
         let mut lap = |operation| -> Result<(), DeviceError> {
-            if *timed {
+            if *times_operations {
                 device.wait()?;
-                tell(operation);
+                record(operation);
             }
             Ok(())
         };
@@ -438,7 +440,7 @@ impl<D: Device> Transformer<D> {
         )?;
         lap(Operation::Embed)?;
         let mut delta = None;
-        for (at, (layer, pool)) in weights.layers.iter().zip(pools).enumerate() {
+        for (index, (layer, pool)) in weights.layers.iter().zip(pools).enumerate() {
             device.copy_blocks(step, pool)?;
             let norm = AddNorm {
                 delta,
@@ -447,7 +449,7 @@ impl<D: Device> Transformer<D> {
             };
             device.add_norm(norm, &mut b.residual, &mut b.normed)?;
             lap(Operation::Norm)?;
-            observe(at, Activations::AttentionNorm, &b.normed);
+            observe(index, Activations::AttentionNorm, &b.normed);
             device.linear(&layer.qkv, &b.normed, &mut b.qkv, &mut b.workspace)?;
             lap(Operation::Linear)?;
             let qk_norm = layer.qk_norm.as_ref().map(|(q, k)| QkNorm {
@@ -476,7 +478,7 @@ impl<D: Device> Transformer<D> {
             };
             device.attention(attention, step, &b.qkv, pool, &mut b.attended, &mut b.workspace)?;
             lap(Operation::Attention)?;
-            observe(at, Activations::Attended, &b.attended);
+            observe(index, Activations::Attended, &b.attended);
             device.linear(&layer.o, &b.attended, &mut b.delta, &mut b.workspace)?;
             lap(Operation::Linear)?;
             let norm = AddNorm {
@@ -489,7 +491,7 @@ impl<D: Device> Transformer<D> {
             };
             device.add_norm(norm, &mut b.residual, &mut b.normed)?;
             lap(Operation::Norm)?;
-            observe(at, Activations::MlpNorm, &b.normed);
+            observe(index, Activations::MlpNorm, &b.normed);
             device.gated_linear(
                 &layer.gate_up,
                 config.activation,
@@ -498,7 +500,7 @@ impl<D: Device> Transformer<D> {
                 &mut b.workspace,
             )?;
             lap(Operation::GatedLinear)?;
-            observe(at, Activations::Gated, &b.gated);
+            observe(index, Activations::Gated, &b.gated);
             device.linear(&layer.down, &b.gated, &mut b.delta, &mut b.workspace)?;
             lap(Operation::Linear)?;
             delta = Some(Delta {
@@ -513,9 +515,9 @@ impl<D: Device> Transformer<D> {
         };
         device.add_norm_logits_rows(norm, step, &mut b.residual, &mut b.normed)?;
         lap(Operation::Norm)?;
-        let head = Head {
+        let head = OutputHead {
             weight: weights.head.as_ref().unwrap_or(&weights.embedding),
-            ids: *vocab_size,
+            vocab_size: *vocab_size,
             soft_cap: config.logit_soft_cap,
         };
         device.logits(head, &b.normed, &mut b.workspace)?;
@@ -529,23 +531,23 @@ impl<D: Device> Forward for Transformer<D> {
         Ok(self.run(batch, |_, _, _| ())?)
     }
 
-    fn give_back(&mut self) {
+    fn free_step_memory(&mut self) {
         self.buffers = Buffers::new(&self.device);
     }
 
-    fn draw(&mut self, ids: usize, draws: &[Draw<'_>]) -> Result<(), ForwardError> {
+    fn draw(&mut self, vocab_size: usize, draws: &[Draw<'_>]) -> Result<(), ForwardError> {
         let Transformer { device, buffers, .. } = self;
-        let mut tell = self.times.laps();
-        device.draw(ids, draws, &mut buffers.workspace)?;
-        if self.timed {
+        let mut record = self.times.stopwatch();
+        device.draw(vocab_size, draws, &mut buffers.workspace)?;
+        if self.times_operations {
             device.wait()?;
-            tell(Operation::Draw);
+            record(Operation::Draw);
         }
         Ok(())
     }
 
-    fn drawn(&mut self) -> Result<Vec<Result<Drawn, DrawError>>, ForwardError> {
-        Ok(self.device.drawn(&mut self.buffers.workspace)?)
+    fn take_drawn(&mut self) -> Result<Vec<Result<DrawnToken, DrawError>>, ForwardError> {
+        Ok(self.device.take_drawn(&mut self.buffers.workspace)?)
     }
 
     fn runs_ahead(&self) -> bool {
@@ -573,15 +575,19 @@ impl<D: Device> Forward for Transformer<D> {
     }
 
     fn time_operations(&mut self) {
-        self.timed = true;
+        self.times_operations = true;
     }
 
     fn operation_times(&self) -> Vec<(&'static str, Duration)> {
-        if self.timed { self.times.read() } else { Vec::new() }
+        if self.times_operations {
+            self.times.totals()
+        } else {
+            Vec::new()
+        }
     }
 }
 
-fn context(config: &Config, max_context: Option<u32>) -> Result<u32, ModelError> {
+fn context_tokens(config: &Config, max_context: Option<u32>) -> Result<u32, ModelError> {
     let limit = config.context_limit();
     match max_context {
         None => Ok(config.max_position_embeddings),

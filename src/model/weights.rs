@@ -28,18 +28,20 @@ const FILES_MAX: usize = 4096;
 
 /// The source of a model's tensors: a checkpoint, or random numbers.
 pub trait WeightSource: Sync {
-    /// The tensor `name`, which must have `rows` rows (`None` for a vector) of `columns` numbers.
+    /// Reads the tensor `name`, which must have `rows` rows (`None` for a vector) of `columns`
+    /// numbers.
     ///
     /// # Errors
     /// The tensor is missing, has another shape, or has an unsupported number format.
     fn tensor(&self, name: &str, rows: Option<usize>, columns: usize) -> Result<StoredTensor<'_>, ModelError>;
     /// The file that holds `name`, for error messages.
     fn path_of(&self, name: &str) -> &Path;
-    /// `Some` where the weights are random and a device may generate them itself.
+    /// `Some`: the weights are random, and a device may generate them itself.
     fn random(&self) -> Option<&RandomWeights> {
         None
     }
-    /// Whether the source's norm weights are w, even for a family whose checkpoints store w − 1.
+    /// Whether the source returns norm weights as w, even for a family whose checkpoints store w −
+    /// 1.
     fn norms_without_offset(&self) -> bool {
         false
     }
@@ -74,7 +76,7 @@ pub struct Weights {
     headers: Headers,
     /// One mapping per file.
     maps: Vec<Mmap>,
-    /// By the name that a text-only model has for the tensor.
+    /// Key: the tensor's name in a text-only model.
     tensors: HashMap<String, TensorLocation>,
 }
 
@@ -91,7 +93,7 @@ pub struct Headers {
     pub dir: PathBuf,
     /// Ascending by file name.
     pub files: Vec<Header>,
-    /// (tensor, index of its file in `files`). `None` where no index is used.
+    /// (tensor, index of its file in `files`). `None`: no index is used.
     pub index: Option<Vec<(String, usize)>>,
 }
 
@@ -122,7 +124,7 @@ const TEXT_PARTS: [(&str, &str); 3] = [
 pub fn canonical_name(name: &str) -> Option<String> {
     TEXT_PARTS
         .iter()
-        .find_map(|(there, alone)| Some(format!("{alone}{}", name.strip_prefix(there)?)))
+        .find_map(|(prefix, text_only)| Some(format!("{text_only}{}", name.strip_prefix(prefix)?)))
 }
 
 impl Headers {
@@ -141,17 +143,17 @@ impl Header {
     ///
     /// # Errors
     /// The tensor is missing, has another shape, or has an unsupported number format.
-    pub fn fits(&self, name: &str, rows: Option<usize>, columns: usize) -> Result<Dtype, ModelError> {
+    pub fn check_tensor(&self, name: &str, rows: Option<usize>, columns: usize) -> Result<Dtype, ModelError> {
         let Some(entry) = self.tensors.get(name) else {
             return Err(missing(&self.path, name));
         };
-        let name = in_line(name);
-        let want: Vec<usize> = rows.into_iter().chain([columns]).collect();
-        if entry.shape != want {
-            let shape = in_line(&format!("{:?}", entry.shape));
+        let name = printable_name(name);
+        let expected: Vec<usize> = rows.into_iter().chain([columns]).collect();
+        if entry.shape != expected {
+            let shape = printable_name(&format!("{:?}", entry.shape));
             return Err(ModelError::broken(
                 &self.path,
-                format!("tensor `{name}` has shape {shape}; `config.json` makes it {want:?}"),
+                format!("tensor `{name}` has shape {shape}; `config.json` makes it {expected:?}"),
             ));
         }
         match entry.dtype {
@@ -167,14 +169,14 @@ impl Header {
 }
 
 fn missing(path: &Path, name: &str) -> ModelError {
-    ModelError::broken(path, format!("tensor `{}` is missing", in_line(name)))
+    ModelError::broken(path, format!("tensor `{}` is missing", printable_name(name)))
 }
 
 /// Maximum length of a tensor's name in an error message, in characters.
 const NAME_CHARS_MAX: usize = 120;
 
-/// Text from a file, escaped and cut so that it fits on one line.
-pub fn in_line(text: &str) -> String {
+/// A tensor's name or other text from a file, escaped and cut so that it fits on one line.
+pub fn printable_name(text: &str) -> String {
     let text: String = text
         .chars()
         .take(NAME_CHARS_MAX + 1)
@@ -202,21 +204,21 @@ impl Weights {
             files.push(file);
             maps.push(map);
         }
-        let number: HashMap<&str, usize> = names.iter().enumerate().map(|(i, n)| (n.as_str(), i)).collect();
-        let in_index = |(tensor, file): (String, String)| (tensor, number[file.as_str()]);
+        let file_index: HashMap<&str, usize> = names.iter().enumerate().map(|(i, n)| (n.as_str(), i)).collect();
+        let in_index = |(tensor, file): (String, String)| (tensor, file_index[file.as_str()]);
         let index: Option<Vec<_>> = index.map(|index| index.into_iter().map(in_index).collect());
         let mut stored: Vec<(&String, usize)> = match &index {
             Some(index) => index.iter().map(|(tensor, file)| (tensor, *file)).collect(),
             None => files[0].tensors.keys().map(|tensor| (tensor, 0)).collect(),
         };
-        // A tensor whose stored name is the text-only name takes precedence over a renamed one.
+        // If two tensors get one text-only name, the one that is stored by this name wins.
         stored.sort_by_key(|(name, _)| (canonical_name(name).is_none(), *name));
         let tensors = stored
             .into_iter()
             .map(|(name, file)| {
-                let known_as = canonical_name(name).unwrap_or_else(|| name.clone());
+                let canonical = canonical_name(name).unwrap_or_else(|| name.clone());
                 let name = name.clone();
-                (known_as, TensorLocation { file, name })
+                (canonical, TensorLocation { file, name })
             })
             .collect();
         let dir = dir.to_owned();
@@ -234,11 +236,11 @@ impl Weights {
 
 impl WeightSource for Weights {
     fn tensor(&self, name: &str, rows: Option<usize>, columns: usize) -> Result<StoredTensor<'_>, ModelError> {
-        let place = self.tensors.get(name);
-        let place = place.ok_or_else(|| missing(self.path_of(name), name))?;
-        let header = &self.headers.files[place.file];
-        let dtype = header.fits(&place.name, rows, columns)?;
-        let data = Cow::Borrowed(&self.maps[place.file][header.tensors[&place.name].bytes.clone()]);
+        let location = self.tensors.get(name);
+        let location = location.ok_or_else(|| missing(self.path_of(name), name))?;
+        let header = &self.headers.files[location.file];
+        let dtype = header.check_tensor(&location.name, rows, columns)?;
+        let data = Cow::Borrowed(&self.maps[location.file][header.tensors[&location.name].bytes.clone()]);
         Ok(StoredTensor {
             dtype,
             rows: rows.unwrap_or(1),
@@ -249,7 +251,7 @@ impl WeightSource for Weights {
 
     fn path_of(&self, name: &str) -> &Path {
         match self.tensors.get(name) {
-            Some(place) => &self.headers.files[place.file].path,
+            Some(location) => &self.headers.files[location.file].path,
             None => self.headers.path(),
         }
     }
@@ -264,14 +266,17 @@ impl Header {
         // only change numbers, since all offsets are checked against the mapping's length.
         let map = unsafe { Mmap::map(&file) }.map_err(|e| ModelError::read(&path, e))?;
         let broken = |message: String| ModelError::broken(&path, format!("not a sound safetensors file: {message}"));
-        let (header, metadata) = SafeTensors::read_metadata(&map).map_err(|e| broken(e.to_string()))?;
-        // Eight bytes with the length of the header precede it.
-        let start = 8 + header;
+        let (header_bytes, metadata) = SafeTensors::read_metadata(&map).map_err(|e| broken(e.to_string()))?;
+        // Eight bytes with the header's length precede the header.
+        let start = 8 + header_bytes;
         let mut tensors = BTreeMap::new();
         for (name, info) in metadata.tensors() {
             let bytes = start.saturating_add(info.data_offsets.0)..start.saturating_add(info.data_offsets.1);
             if bytes.start > bytes.end || bytes.end > map.len() {
-                return Err(broken(format!("tensor `{}` lies outside the file", in_line(&name))));
+                return Err(broken(format!(
+                    "tensor `{}` lies outside the file",
+                    printable_name(&name)
+                )));
             }
             let (dtype, shape) = (info.dtype, info.shape.clone());
             tensors.insert(name, TensorEntry { dtype, shape, bytes });
@@ -280,12 +285,12 @@ impl Header {
     }
 }
 
-/// A warning that the index beside `model.safetensors` is ignored. `None`: one of the two files is
-/// absent, or the index lists that file alone.
+/// A warning that the index beside `model.safetensors` is ignored. `None`: one of the two files
+/// does not exist, or the index lists only `model.safetensors`.
 ///
 /// # Errors
 /// The folder cannot be read.
-pub fn index_beside(dir: &Path) -> Result<Option<String>, ModelError> {
+pub fn ignored_index_warning(dir: &Path) -> Result<Option<String>, ModelError> {
     let (single, index) = (dir.join(SINGLE), dir.join(INDEX));
     for path in [&single, &index] {
         if !path.try_exists().map_err(|e| ModelError::read(path, e))? {
@@ -314,7 +319,7 @@ fn weight_files(dir: &Path) -> Result<(Vec<String>, Option<IndexEntries>), Model
         return Ok((vec![SINGLE.to_owned()], None));
     }
     if !exists(INDEX)? {
-        return Err(no_weights(dir)?);
+        return Err(no_weights_error(dir)?);
     }
     let (files, index) = index_of(dir)?;
     Ok((files, Some(index)))
@@ -335,15 +340,15 @@ fn index_of(dir: &Path) -> Result<(Vec<String>, IndexEntries), ModelError> {
     for (tensor, file) in map.ok_or_else(|| broken("has no `weight_map`".to_owned()))? {
         let name = file
             .as_str()
-            .ok_or_else(|| broken(format!("tensor `{}` names no file", in_line(tensor))))?;
+            .ok_or_else(|| broken(format!("tensor `{}` names no file", printable_name(tensor))))?;
         // Only plain names in this folder are allowed, so that an index cannot make gristmill read
         // other files.
-        let plain = name.ends_with(".safetensors") && !name.contains(['/', '\\', '\0']) && !name.starts_with('.');
-        if !plain {
+        let is_plain = name.ends_with(".safetensors") && !name.contains(['/', '\\', '\0']) && !name.starts_with('.');
+        if !is_plain {
             return Err(broken(format!(
                 "tensor `{}` names `{}`, not a safetensors file of this folder",
-                in_line(tensor),
-                in_line(name)
+                printable_name(tensor),
+                printable_name(name)
             )));
         }
         entries.push((tensor.clone(), name.to_owned()));
@@ -356,7 +361,7 @@ fn index_of(dir: &Path) -> Result<(Vec<String>, IndexEntries), ModelError> {
 }
 
 /// The error for a folder without safetensors. It names pickled weights if there are any.
-fn no_weights(dir: &Path) -> Result<ModelError, ModelError> {
+fn no_weights_error(dir: &Path) -> Result<ModelError, ModelError> {
     let mut pickles = Vec::new();
     for entry in std::fs::read_dir(dir).map_err(|e| ModelError::read(dir, e))? {
         let name = entry
@@ -373,7 +378,7 @@ fn no_weights(dir: &Path) -> Result<ModelError, ModelError> {
         Some(pickle) => ModelError::unsupported(
             dir,
             format!(
-                "weights are there only as pickle (`{pickle}`), which can run code when it is read; convert them to \
+                "weights are there the only weights are pickle files (`{pickle}`), which can run code when it is read; convert them to \
                  safetensors"
             ),
         ),
@@ -381,9 +386,10 @@ fn no_weights(dir: &Path) -> Result<ModelError, ModelError> {
     })
 }
 
-/// SHA-256 over the files that decide a model's logits: `config.json`, then the index if it is
-/// used, then the weight files by name. For each file the hash covers the name's length and the
-/// name, the file's size and its bytes (lengths in 8 bytes, little-endian). Lower-case hex.
+/// SHA-256 over the files that determine a model's logits: `config.json`, then the index if it is
+/// used, then the weight files in the order of their names. For each file the hash covers the
+/// name's length and the name, the file's size and its bytes (lengths in 8 bytes, little-endian).
+/// Lower-case hex.
 ///
 /// # Errors
 /// As [`Weights::open`], or a file cannot be read.
@@ -416,8 +422,8 @@ pub fn checkpoint_hash(dir: &Path) -> Result<String, ModelError> {
     Ok(HEXLOWER.encode(&hash.finalize()))
 }
 
-/// Random numbers that a thread generates per task.
-const RANDOM_AT_ONCE: usize = 1 << 16;
+/// Random numbers per task of a thread.
+const RANDOM_TASK_VALUES: usize = 1 << 16;
 
 /// Random weights, the same for the same seed. Matrices are uniform with variance 1 / columns,
 /// norms are 1, biases 0.
@@ -456,12 +462,12 @@ impl WeightSource for RandomWeights {
         let size = self.dtype.bytes();
         let mut data = vec![0u8; count * size];
         // Each number depends only on its position, so threads can generate them independently.
-        data.par_chunks_mut(RANDOM_AT_ONCE * size)
+        data.par_chunks_mut(RANDOM_TASK_VALUES * size)
             .enumerate()
             .for_each(|(task, part)| {
                 for (i, out) in part.chunks_exact_mut(size).enumerate() {
-                    let at = (task * RANDOM_AT_ONCE + i) as u64;
-                    let x = constant.unwrap_or_else(|| scale * uniform(seed, at));
+                    let index = (task * RANDOM_TASK_VALUES + i) as u64;
+                    let x = constant.unwrap_or_else(|| scale * uniform(seed, index));
                     match self.dtype {
                         Dtype::F32 => out.copy_from_slice(&x.to_le_bytes()),
                         Dtype::F16 => out.copy_from_slice(&half::f16::from_f32(x).to_le_bytes()),

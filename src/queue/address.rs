@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use super::QueueError;
 
-/// RabbitMQ's default acknowledgement timeout: it closes a channel with a delivery that is
+/// RabbitMQ's default acknowledgement timeout: RabbitMQ closes a channel with a delivery that is
 /// unacknowledged for longer.
 pub const ACK_TIMEOUT_DEFAULT: Duration = Duration::from_secs(30 * 60);
 const KAFKA_PORT: u16 = 9092;
@@ -15,9 +15,9 @@ const AMQPS_PORT: u16 = 5671;
 /// Kafka's own bound on topic names, in bytes.
 const TOPIC_BYTES_MAX: usize = 249;
 /// Prefix of the default name of a consumer group; the topic follows.
-const GROUP_OF: &str = "gristmill-";
+const GROUP_PREFIX: &str = "gristmill-";
 /// Maximum length of a group's name in bytes: the default name of any topic fits.
-const GROUP_BYTES_MAX: usize = GROUP_OF.len() + TOPIC_BYTES_MAX;
+const GROUP_BYTES_MAX: usize = GROUP_PREFIX.len() + TOPIC_BYTES_MAX;
 /// Maximum length of an AMQP short string, in bytes.
 const NAME_BYTES_MAX: usize = 255;
 const PARTITIONS_MAX: u32 = 10_000;
@@ -60,7 +60,7 @@ pub struct KafkaUrl {
     pub topic: String,
     /// The consumer group that workers share.
     pub group: String,
-    /// Number of partitions of a new topic, where the address sets it.
+    /// Number of partitions of a new topic, if the address sets it.
     pub partitions: Option<u32>,
 }
 
@@ -80,7 +80,7 @@ pub struct RabbitUrl {
 }
 
 /// The components of an address after `://`.
-struct Parts<'a> {
+struct AddressParts<'a> {
     user: Option<String>,
     password: Option<Secret>,
     hosts: &'a str,
@@ -88,8 +88,8 @@ struct Parts<'a> {
     query: Vec<(String, String)>,
 }
 
-fn wrong(what: impl Into<String>) -> QueueError {
-    QueueError::Settings { what: what.into() }
+fn settings_error(why: impl Into<String>) -> QueueError {
+    QueueError::Settings { why: why.into() }
 }
 
 impl FromStr for QueueUrl {
@@ -99,33 +99,33 @@ impl FromStr for QueueUrl {
     fn from_str(text: &str) -> Result<QueueUrl, QueueError> {
         let (scheme, rest) = text
             .split_once("://")
-            .ok_or_else(|| wrong("a queue address begins with `kafka://`, `amqp://` or `amqps://`"))?;
+            .ok_or_else(|| settings_error("a queue address begins with `kafka://`, `amqp://` or `amqps://`"))?;
         match scheme {
-            "kafka" => Ok(QueueUrl::Kafka(kafka(parts(rest)?)?)),
-            "amqp" => Ok(QueueUrl::RabbitMq(rabbit(parts(rest)?, false)?)),
-            "amqps" => Ok(QueueUrl::RabbitMq(rabbit(parts(rest)?, true)?)),
-            _ => Err(wrong(
+            "kafka" => Ok(QueueUrl::Kafka(kafka_url(split_address(rest)?)?)),
+            "amqp" => Ok(QueueUrl::RabbitMq(rabbit_url(split_address(rest)?, false)?)),
+            "amqps" => Ok(QueueUrl::RabbitMq(rabbit_url(split_address(rest)?, true)?)),
+            _ => Err(settings_error(
                 "a queue address begins with `kafka://`, `amqp://` or `amqps://`, not with another scheme",
             )),
         }
     }
 }
 
-fn parts(rest: &str) -> Result<Parts<'_>, QueueError> {
+fn split_address(rest: &str) -> Result<AddressParts<'_>, QueueError> {
     if rest.chars().any(|c| c.is_control() || c.is_whitespace()) {
-        return Err(wrong(
+        return Err(settings_error(
             "the queue address has a space or a control character in it: percent-encode it",
         ));
     }
     let (rest, query) = match rest.split_once('?') {
-        Some((rest, query)) => (rest, pairs(query)?),
+        Some((rest, query)) => (rest, query_pairs(query)?),
         None => (rest, Vec::new()),
     };
     let (authority, path) = rest
         .split_once('/')
-        .ok_or_else(|| wrong("the queue address names no topic or queue: `…host:port/NAME`"))?;
+        .ok_or_else(|| settings_error("the queue address names no topic or queue: `…host:port/NAME`"))?;
     if rest.contains('#') || path.contains('@') {
-        return Err(wrong(
+        return Err(settings_error(
             "the queue address has a `#` in it, or an `@` after the first `/`: percent-encode `/`, `?`, `#` and `@` in user and password",
         ));
     }
@@ -141,9 +141,9 @@ fn parts(rest: &str) -> Result<Parts<'_>, QueueError> {
         },
     };
     if user.as_deref() == Some("") {
-        return Err(wrong("the queue address has an `@` but no user before it"));
+        return Err(settings_error("the queue address has an `@` but no user before it"));
     }
-    Ok(Parts {
+    Ok(AddressParts {
         user,
         password,
         hosts,
@@ -152,15 +152,15 @@ fn parts(rest: &str) -> Result<Parts<'_>, QueueError> {
     })
 }
 
-fn pairs(query: &str) -> Result<Vec<(String, String)>, QueueError> {
+fn query_pairs(query: &str) -> Result<Vec<(String, String)>, QueueError> {
     let mut found: Vec<(String, String)> = Vec::new();
     for pair in query.split('&').filter(|pair| !pair.is_empty()) {
         let (name, value) = pair
             .split_once('=')
-            .ok_or_else(|| wrong("after `?` the queue address takes `name=value`, joined by `&`"))?;
+            .ok_or_else(|| settings_error("after `?` the queue address takes `name=value`, joined by `&`"))?;
         let name = decode(name, "name after `?`")?;
         if found.iter().any(|(other, _)| *other == name) {
-            return Err(wrong("the queue address sets a parameter after `?` twice"));
+            return Err(settings_error("the queue address sets a parameter after `?` twice"));
         }
         found.push((name, decode(value, "value after `?`")?));
     }
@@ -170,7 +170,7 @@ fn pairs(query: &str) -> Result<Vec<(String, String)>, QueueError> {
 /// Decodes percent-encoding; `+` remains a plus.
 fn decode(text: &str, part: &str) -> Result<String, QueueError> {
     let bad = || {
-        wrong(format!(
+        settings_error(format!(
             "the {part} of the queue address is not percent-encoded UTF-8: a `%` takes two hexadecimal digits"
         ))
     };
@@ -198,14 +198,16 @@ fn encode(text: &str) -> String {
 }
 
 /// Parses a host and an optional port; IPv6 addresses are in brackets.
-pub(super) fn host_port(text: &str, default: u16) -> Result<(String, u16), QueueError> {
+pub(super) fn parse_host_port(text: &str, default: u16) -> Result<(String, u16), QueueError> {
     let (host, port) = match text.strip_prefix('[') {
         Some(rest) => {
             let (host, rest) = rest
                 .split_once(']')
-                .ok_or_else(|| wrong("an IPv6 address in the queue address lacks its `]`"))?;
+                .ok_or_else(|| settings_error("an IPv6 address in the queue address lacks its `]`"))?;
             if host.parse::<std::net::Ipv6Addr>().is_err() || !(rest.is_empty() || rest.starts_with(':')) {
-                return Err(wrong("the text in `[…]` of the queue address is not an IPv6 address"));
+                return Err(settings_error(
+                    "the text in `[…]` of the queue address is not an IPv6 address",
+                ));
             }
             (host, rest.strip_prefix(':'))
         }
@@ -214,9 +216,9 @@ pub(super) fn host_port(text: &str, default: u16) -> Result<(String, u16), Queue
             None => (text, None),
         },
     };
-    let legal = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '.' | '_' | ':');
-    if host.is_empty() || !host.chars().all(legal) {
-        return Err(wrong(
+    let is_legal = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '.' | '_' | ':');
+    if host.is_empty() || !host.chars().all(is_legal) {
+        return Err(settings_error(
             "the queue address has an empty or impossible host: `scheme://user:password@host:port/NAME`",
         ));
     }
@@ -225,7 +227,7 @@ pub(super) fn host_port(text: &str, default: u16) -> Result<(String, u16), Queue
         // The text may be the start of a password with an unencoded `/`, so the error does not
         // repeat it.
         Some(port) => port.parse().ok().filter(|&port| port > 0).ok_or_else(|| {
-            wrong(
+            settings_error(
                 "the queue address has a port that is no number from 1 to 65535 (a `/` or `@` in a password is to be percent-encoded)",
             )
         })?,
@@ -233,7 +235,7 @@ pub(super) fn host_port(text: &str, default: u16) -> Result<(String, u16), Queue
     Ok((host.to_owned(), port))
 }
 
-pub(super) fn joined(host: &str, port: u16) -> String {
+pub(super) fn join_host_port(host: &str, port: u16) -> String {
     if host.contains(':') {
         format!("[{host}]:{port}")
     } else {
@@ -241,37 +243,46 @@ pub(super) fn joined(host: &str, port: u16) -> String {
     }
 }
 
-fn kafka(parts: Parts<'_>) -> Result<KafkaUrl, QueueError> {
+fn kafka_url(parts: AddressParts<'_>) -> Result<KafkaUrl, QueueError> {
     let brokers = parts
         .hosts
         .split(',')
-        .map(|text| host_port(text, KAFKA_PORT).map(|(host, port)| joined(&host, port)))
+        .map(|text| parse_host_port(text, KAFKA_PORT).map(|(host, port)| join_host_port(&host, port)))
         .collect::<Result<Vec<_>, _>>()?;
     let topic = decode(parts.path, "topic")?;
-    let legal = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
-    if topic.is_empty() || topic.len() > TOPIC_BYTES_MAX || !topic.chars().all(legal) || [".", ".."].contains(&&*topic)
+    let is_legal = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
+    if topic.is_empty()
+        || topic.len() > TOPIC_BYTES_MAX
+        || !topic.chars().all(is_legal)
+        || [".", ".."].contains(&&*topic)
     {
-        return Err(wrong(format!(
+        return Err(settings_error(format!(
             "a Kafka topic has 1 to {TOPIC_BYTES_MAX} letters, digits, `.`, `_` and `-`: `kafka://host:port/TOPIC`"
         )));
     }
-    let mut group = format!("{GROUP_OF}{topic}");
+    let mut group = format!("{GROUP_PREFIX}{topic}");
     let mut partitions = None;
     for (name, value) in parts.query {
         match name.as_str() {
             "group" if !value.is_empty() && value.len() <= GROUP_BYTES_MAX => group = value,
-            "group" => return Err(wrong(format!("`group` takes a name of 1 to {GROUP_BYTES_MAX} bytes"))),
+            "group" => {
+                return Err(settings_error(format!(
+                    "`group` takes a name of 1 to {GROUP_BYTES_MAX} bytes"
+                )));
+            }
             "partitions" => {
                 partitions = Some(
                     value
                         .parse()
                         .ok()
                         .filter(|n| (1..=PARTITIONS_MAX).contains(n))
-                        .ok_or_else(|| wrong(format!("`partitions` takes a number from 1 to {PARTITIONS_MAX}")))?,
+                        .ok_or_else(|| {
+                            settings_error(format!("`partitions` takes a number from 1 to {PARTITIONS_MAX}"))
+                        })?,
                 );
             }
             _ => {
-                return Err(wrong(
+                return Err(settings_error(
                     "a Kafka address takes `group` and `partitions` after `?`; anything else is a property: `--kafka name=value`",
                 ));
             }
@@ -287,43 +298,43 @@ fn kafka(parts: Parts<'_>) -> Result<KafkaUrl, QueueError> {
     })
 }
 
-fn rabbit(parts: Parts<'_>, tls: bool) -> Result<RabbitUrl, QueueError> {
+fn rabbit_url(parts: AddressParts<'_>, tls: bool) -> Result<RabbitUrl, QueueError> {
     if parts.hosts.contains(',') {
-        return Err(wrong(
+        return Err(settings_error(
             "a RabbitMQ address takes one host: name a load balancer, or one node",
         ));
     }
-    let (host, port) = host_port(parts.hosts, if tls { AMQPS_PORT } else { AMQP_PORT })?;
+    let (host, port) = parse_host_port(parts.hosts, if tls { AMQPS_PORT } else { AMQP_PORT })?;
     let (vhost, queue) = match parts.path.split_once('/') {
         None => ("/".to_owned(), decode(parts.path, "queue")?),
         Some((_, queue)) if queue.contains('/') => {
-            return Err(wrong(
+            return Err(settings_error(
                 "a RabbitMQ address is `host:port/VHOST/QUEUE`: a `/` within a name is written `%2f`",
             ));
         }
         Some((vhost, queue)) => (decode(vhost, "vhost")?, decode(queue, "queue")?),
     };
     if vhost.is_empty() || vhost.len() > NAME_BYTES_MAX {
-        return Err(wrong(
+        return Err(settings_error(
             "the vhost of the queue address is empty or too long: the default vhost is `%2f`",
         ));
     }
     if queue.is_empty() || queue.len() > NAME_BYTES_MAX || queue.starts_with("amq.") {
-        return Err(wrong(format!(
+        return Err(settings_error(format!(
             "a RabbitMQ queue has a name of 1 to {NAME_BYTES_MAX} bytes that does not begin with `amq.`: `host:port/VHOST/QUEUE`"
         )));
     }
     let mut ack_timeout = ACK_TIMEOUT_DEFAULT;
     for (name, value) in parts.query {
         if name != "ack_timeout" {
-            return Err(wrong("a RabbitMQ address takes only `ack_timeout` after `?`"));
+            return Err(settings_error("a RabbitMQ address takes only `ack_timeout` after `?`"));
         }
         ack_timeout = value
             .parse()
             .ok()
             .filter(|seconds| (1..=u64::from(u32::MAX)).contains(seconds))
             .map(Duration::from_secs)
-            .ok_or_else(|| wrong("`ack_timeout` takes whole seconds, at least 1"))?;
+            .ok_or_else(|| settings_error("`ack_timeout` takes whole seconds, at least 1"))?;
     }
     Ok(RabbitUrl {
         tls,
@@ -379,7 +390,7 @@ impl fmt::Display for RabbitUrl {
         write!(
             f,
             "{}/{}/{}",
-            joined(&self.host, self.port),
+            join_host_port(&self.host, self.port),
             encode(&self.vhost),
             encode(&self.queue)
         )?;
@@ -424,7 +435,7 @@ mod tests {
     }
 
     #[test]
-    fn each_misuse_is_one_clear_line() {
+    fn each_invalid_address_gives_one_line() {
         for (text, part) in [
             ("h:9092/t", "begins with"),
             ("redis://h/t", "begins with"),
@@ -474,14 +485,14 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_text_gives_an_address_or_a_line(text in ".{0,80}") {
+        fn any_text_gives_an_address_or_a_one_line_error(text in ".{0,80}") {
             if let Err(error) = text.parse::<QueueUrl>() {
                 prop_assert!(!error.to_string().contains('\n'));
             }
         }
 
         #[test]
-        fn what_has_no_password_survives_its_display(
+        fn addresses_without_password_round_trip(
             user in "[ -~]{1,12}", vhost in "\\PC{1,12}", queue in "q\\PC{1,12}", port in 1u16.., tls: bool,
         ) {
             let url = QueueUrl::RabbitMq(RabbitUrl {

@@ -1,6 +1,6 @@
 //! State between a broker's thread and the worker: ready messages, outstanding deliveries with
-//! their leases, and recalls. It does no I/O and is independent of the broker. `T` is the broker's
-//! identifier of a delivery.
+//! their leases, and recalls. It does no I/O and does not depend on the broker. `T` is the broker's
+//! identifier of a delivery, its token.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -26,9 +26,9 @@ pub(crate) struct ReceivedMessage<T> {
     pub arrived: Instant,
 }
 
-/// Maximum number of outstanding deliveries beyond those being worked on: deliveries set aside, or
-/// on their way to other workers.
-const ASIDE_MAX: usize = 4096;
+/// Maximum number of outstanding deliveries besides those being worked on: deliveries that the
+/// worker has set aside or is passing on.
+const EXTRA_OUTSTANDING_MAX: usize = 4096;
 
 /// A message to be sent again with this number of hops. Once it is sent, `token` is acknowledged.
 #[derive(Debug, Clone)]
@@ -45,7 +45,7 @@ impl<T> From<ReceivedMessage<T>> for Republish<T> {
     }
 }
 
-/// The worker's answer to a delivery, for the broker's thread.
+/// The worker's decision on a delivery, for the broker's thread.
 #[derive(Debug)]
 pub(crate) enum Disposition<T> {
     Acknowledge(T),
@@ -54,29 +54,29 @@ pub(crate) enum Disposition<T> {
 }
 
 /// A delivery that the worker holds.
-struct Outstanding<T> {
+struct OutstandingDelivery<T> {
     item: ReceivedMessage<T>,
-    /// End of the lease: the worker counts as stuck from then on, unless it extends the delivery.
-    until: Instant,
+    /// From this time on, the worker counts as stuck, unless it extends the delivery.
+    lease_end: Instant,
 }
 
-struct State<T> {
+struct TrackerState<T> {
     ready: VecDeque<ReceivedMessage<T>>,
-    out: BTreeMap<u64, Outstanding<T>>,
+    outstanding: BTreeMap<u64, OutstandingDelivery<T>>,
     next_receipt: u64,
     recalls: VecDeque<Recall>,
     /// Why the broker refuses access; `None` while it grants access.
     denied: Option<String>,
     /// Whether the broker has registered this consumer.
-    attached: bool,
+    is_attached: bool,
 }
 
 pub(crate) struct DeliveryTracker<T> {
-    state: Mutex<State<T>>,
+    state: Mutex<TrackerState<T>>,
     dispositions: UnboundedSender<Disposition<T>>,
     first_lease: Duration,
     /// Maximum number of outstanding deliveries.
-    out_max: usize,
+    outstanding_max: usize,
     /// Notified when a message is ready, when another delivery is allowed, or when access is
     /// denied.
     ready_notify: Notify,
@@ -85,33 +85,36 @@ pub(crate) struct DeliveryTracker<T> {
     recall_notify: Notify,
     /// Counts the worker's calls that show progress.
     progress_count: AtomicU64,
-    /// Messages that wait to be passed on.
+    /// Number of messages that wait to be passed on.
     pub republishing: AtomicUsize,
-    closing: AtomicBool,
+    is_closing: AtomicBool,
     /// Notified when the queue is closed.
     pub closed_notify: Notify,
 }
 
-/// A recall in progress, which ends when the worker has let go of its deliveries.
-pub(crate) struct Recalling {
+/// A recall that ends when the worker has stopped work on its deliveries.
+pub(crate) struct PendingRecall {
     receipts: Vec<u64>,
     ended: oneshot::Receiver<()>,
 }
 
-impl Recalling {
+impl PendingRecall {
     pub(super) fn receipts(&self) -> &[u64] {
         &self.receipts
     }
 
     pub(super) fn has_ended<T>(&mut self, tracker: &DeliveryTracker<T>) -> bool {
         let dropped = !matches!(self.ended.try_recv(), Err(oneshot::error::TryRecvError::Empty));
-        dropped || self.is_answered(tracker)
+        dropped || self.is_settled(tracker)
     }
 
-    /// Whether each of the recalled deliveries has been answered.
-    pub(super) fn is_answered<T>(&self, tracker: &DeliveryTracker<T>) -> bool {
+    /// Whether each of the recalled deliveries has a disposition.
+    pub(super) fn is_settled<T>(&self, tracker: &DeliveryTracker<T>) -> bool {
         let state = tracker.state();
-        !self.receipts.iter().any(|receipt| state.out.contains_key(receipt))
+        !self
+            .receipts
+            .iter()
+            .any(|receipt| state.outstanding.contains_key(receipt))
     }
 }
 
@@ -120,69 +123,72 @@ impl<T> DeliveryTracker<T> {
     /// deliveries.
     pub(super) fn new(dispositions: UnboundedSender<Disposition<T>>, settings: &Settings) -> DeliveryTracker<T> {
         DeliveryTracker {
-            state: Mutex::new(State {
+            state: Mutex::new(TrackerState {
                 ready: VecDeque::new(),
-                out: BTreeMap::new(),
+                outstanding: BTreeMap::new(),
                 next_receipt: 0,
                 recalls: VecDeque::new(),
                 denied: None,
-                attached: false,
+                is_attached: false,
             }),
             dispositions,
             first_lease: settings.first_lease,
-            out_max: settings.in_flight.max(1) as usize + ASIDE_MAX,
+            outstanding_max: settings.in_flight.max(1) as usize + EXTRA_OUTSTANDING_MAX,
             ready_notify: Notify::new(),
             starved_notify: Notify::new(),
             recall_notify: Notify::new(),
             progress_count: AtomicU64::new(0),
             republishing: AtomicUsize::new(0),
-            closing: AtomicBool::new(false),
+            is_closing: AtomicBool::new(false),
             closed_notify: Notify::new(),
         }
     }
 
-    fn state(&self) -> MutexGuard<'_, State<T>> {
+    fn state(&self) -> MutexGuard<'_, TrackerState<T>> {
         // Every change is a single step, so the state is consistent even after a panic under the
         // lock.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Adds a message for the next receiver.
-    pub(super) fn put(&self, item: ReceivedMessage<T>) {
+    pub(super) fn push_ready(&self, item: ReceivedMessage<T>) {
         self.state().ready.push_back(item);
         self.ready_notify.notify_one();
     }
 
     /// Number of messages that no receiver has taken yet.
-    pub(super) fn ready(&self) -> usize {
+    pub(super) fn ready_count(&self) -> usize {
         self.state().ready.len()
     }
 
     /// Whether the lease of a delivery has expired.
     pub(super) fn is_stuck(&self, now: Instant) -> bool {
-        self.state().out.values().any(|out| out.until <= now)
+        self.state()
+            .outstanding
+            .values()
+            .any(|delivery| delivery.lease_end <= now)
     }
 
-    /// Extends all leases by the time in which the process itself was stopped: the worker could not
-    /// extend.
+    /// Extends all leases by the time for which the process itself was stopped: the worker could
+    /// not extend them.
     pub(super) fn extend_leases(&self, time: Duration) {
-        for out in self.state().out.values_mut() {
-            out.until += time;
+        for delivery in self.state().outstanding.values_mut() {
+            delivery.lease_end += time;
         }
     }
 
-    /// How many calls of the worker have shown progress so far.
+    /// Number of calls of the worker that have shown progress.
     pub(super) fn progress_count(&self) -> u64 {
         self.progress_count.load(Ordering::SeqCst)
     }
 
-    /// Recalls the outstanding deliveries that match `which`.
-    pub(super) fn recall(&self, why: &'static str, which: impl Fn(&ReceivedMessage<T>) -> bool) -> Recalling {
+    /// Recalls the outstanding deliveries that match `predicate`.
+    pub(super) fn recall(&self, why: &'static str, predicate: impl Fn(&ReceivedMessage<T>) -> bool) -> PendingRecall {
         let mut state = self.state();
         let receipts: Vec<u64> = state
-            .out
+            .outstanding
             .iter()
-            .filter(|(_, out)| which(&out.item))
+            .filter(|(_, delivery)| predicate(&delivery.item))
             .map(|(&receipt, _)| receipt)
             .collect();
         let (sender, ended) = oneshot::channel();
@@ -192,52 +198,59 @@ impl<T> DeliveryTracker<T> {
                 .push_back(Recall::new(receipts.clone(), why, Some(sender)));
             self.recall_notify.notify_one();
         }
-        Recalling { receipts, ended }
+        PendingRecall { receipts, ended }
     }
 
-    /// Forgets messages and deliveries that match `which`. Later answers to them do nothing.
-    pub(super) fn forget(&self, which: impl Fn(&T) -> bool) {
+    /// Forgets messages and deliveries that match `predicate`. Their later dispositions have no
+    /// effect.
+    pub(super) fn forget(&self, predicate: impl Fn(&T) -> bool) {
         let mut state = self.state();
-        state.ready.retain(|item| !which(&item.token));
-        state.out.retain(|_, out| !which(&out.item.token));
+        state.ready.retain(|item| !predicate(&item.token));
+        state.outstanding.retain(|_, delivery| !predicate(&delivery.item.token));
         drop(state);
         self.ready_notify.notify_one();
     }
 
-    /// Removes and returns the ready messages that match `which`.
-    pub(super) fn take_ready(&self, which: impl Fn(&ReceivedMessage<T>) -> bool) -> Vec<ReceivedMessage<T>> {
+    /// Removes and returns the ready messages that match `predicate`.
+    pub(super) fn take_ready(&self, predicate: impl Fn(&ReceivedMessage<T>) -> bool) -> Vec<ReceivedMessage<T>> {
         let mut state = self.state();
-        let (taken, kept): (Vec<_>, Vec<_>) = state.ready.drain(..).partition(|item| which(item));
+        let (taken, kept): (Vec<_>, Vec<_>) = state.ready.drain(..).partition(|item| predicate(item));
         state.ready = kept.into();
         taken
     }
 
-    /// Removes a delivery from those that the worker holds.
-    pub(super) fn take_out(&self, receipt: u64) -> Option<ReceivedMessage<T>> {
-        let taken = self.state().out.remove(&receipt).map(|out| out.item);
+    /// Removes an outstanding delivery.
+    pub(super) fn take_outstanding(&self, receipt: u64) -> Option<ReceivedMessage<T>> {
+        let taken = self.state().outstanding.remove(&receipt).map(|delivery| delivery.item);
         // Another delivery is allowed now.
         self.ready_notify.notify_one();
         taken
     }
 
-    /// Replaces the token of the outstanding delivery of `message` that matches `which` by `token`,
-    /// and returns the old token. `None` where there is no such delivery.
-    pub(super) fn adopt(&self, message: &Message, arrived: Instant, token: T, which: impl Fn(&T) -> bool) -> Option<T> {
+    /// Replaces the token of the outstanding delivery of `message` whose token matches `predicate`,
+    /// and returns the old token. `None`: there is no such delivery.
+    pub(super) fn replace_token(
+        &self,
+        message: &Message,
+        arrived: Instant,
+        token: T,
+        predicate: impl Fn(&T) -> bool,
+    ) -> Option<T> {
         let mut state = self.state();
-        let held = state
-            .out
+        let found = state
+            .outstanding
             .values_mut()
-            .find(|out| out.item.message == *message && which(&out.item.token));
-        match held {
-            Some(out) => {
-                out.item.arrived = arrived;
-                Some(std::mem::replace(&mut out.item.token, token))
+            .find(|delivery| delivery.item.message == *message && predicate(&delivery.item.token));
+        match found {
+            Some(delivery) => {
+                delivery.item.arrived = arrived;
+                Some(std::mem::replace(&mut delivery.item.token, token))
             }
             None => None,
         }
     }
 
-    /// Sets why access is refused; `None` where it is granted.
+    /// Sets the reason why the broker refuses access. `None`: the broker grants access.
     pub(super) fn set_denied(&self, why: Option<String>) {
         self.state().denied = why;
         self.ready_notify.notify_one();
@@ -248,16 +261,16 @@ impl<T> DeliveryTracker<T> {
     }
 
     /// Sets whether the broker has registered this consumer.
-    pub(super) fn set_attached(&self, attached: bool) {
-        self.state().attached = attached;
+    pub(super) fn set_attached(&self, is_attached: bool) {
+        self.state().is_attached = is_attached;
     }
 
     pub(super) fn is_closing(&self) -> bool {
-        self.closing.load(Ordering::SeqCst)
+        self.is_closing.load(Ordering::SeqCst)
     }
 
     pub(super) fn close(&self) {
-        self.closing.store(true, Ordering::SeqCst);
+        self.is_closing.store(true, Ordering::SeqCst);
         self.closed_notify.notify_one();
     }
 
@@ -265,13 +278,14 @@ impl<T> DeliveryTracker<T> {
         self.progress_count.fetch_add(1, Ordering::SeqCst);
     }
 
-    /// Ends an outstanding delivery. Does nothing if the delivery has ended already.
-    fn answer(&self, receipt: u64, answer: impl FnOnce(ReceivedMessage<T>) -> Disposition<T>) {
-        if let Some(item) = self.take_out(receipt) {
+    /// Ends an outstanding delivery by a disposition. Does nothing if the delivery has ended
+    /// already.
+    fn settle(&self, receipt: u64, disposition: impl FnOnce(ReceivedMessage<T>) -> Disposition<T>) {
+        if let Some(item) = self.take_outstanding(receipt) {
             self.note_progress();
             // The broker's thread ends only with the queue; the broker then delivers the message
             // again.
-            let _ = self.dispositions.send(answer(item));
+            let _ = self.dispositions.send(disposition(item));
         }
     }
 }
@@ -282,22 +296,24 @@ impl<T: Clone + Send + 'static> DeliveryTracker<T> {
         if let Some(why) = &state.denied {
             return Some(Err(QueueError::Denied { why: why.clone() }));
         }
-        if state.out.len() >= self.out_max {
+        if state.outstanding.len() >= self.outstanding_max {
             return None;
         }
         let item = state.ready.pop_front()?;
         let receipt = state.next_receipt;
         state.next_receipt += 1;
         let (message, deliveries, hops) = (item.message.clone(), item.deliveries, item.hops);
-        let until = Instant::now() + self.first_lease;
-        state.out.insert(receipt, Outstanding { item, until });
+        let lease_end = Instant::now() + self.first_lease;
+        state
+            .outstanding
+            .insert(receipt, OutstandingDelivery { item, lease_end });
         if !state.ready.is_empty() {
             // One notification may represent several messages: notify the next receiver.
             self.ready_notify.notify_one();
         }
         drop(state);
         let tracker = self.clone();
-        let on_drop = move || tracker.answer(receipt, Disposition::GiveBack);
+        let on_drop = move || tracker.settle(receipt, Disposition::GiveBack);
         Some(Ok(Delivery::new(
             message,
             deliveries,
@@ -309,25 +325,25 @@ impl<T: Clone + Send + 'static> DeliveryTracker<T> {
 }
 
 /// A queue whose broker has threads of its own.
-pub(crate) struct Brokered<T> {
+pub(crate) struct BrokeredQueue<T> {
     tracker: Arc<DeliveryTracker<T>>,
     /// Closed when the broker's thread has ended.
     ended: Mutex<std::sync::mpsc::Receiver<()>>,
 }
 
-/// How long dropping a queue waits for its last answers to reach the broker.
+/// How long dropping a queue waits until its last dispositions have reached the broker.
 const CLOSE_WAIT: Duration = Duration::from_secs(5);
 
-impl<T> Brokered<T> {
-    pub(super) fn new(tracker: Arc<DeliveryTracker<T>>, ended: std::sync::mpsc::Receiver<()>) -> Brokered<T> {
-        Brokered {
+impl<T> BrokeredQueue<T> {
+    pub(super) fn new(tracker: Arc<DeliveryTracker<T>>, ended: std::sync::mpsc::Receiver<()>) -> BrokeredQueue<T> {
+        BrokeredQueue {
             tracker,
             ended: Mutex::new(ended),
         }
     }
 }
 
-impl<T> Drop for Brokered<T> {
+impl<T> Drop for BrokeredQueue<T> {
     fn drop(&mut self) {
         self.tracker.close();
         let ended = self.ended.get_mut().unwrap_or_else(PoisonError::into_inner);
@@ -338,10 +354,10 @@ impl<T> Drop for Brokered<T> {
 }
 
 #[async_trait]
-impl<T: Clone + Send + 'static> Queue for Brokered<T> {
+impl<T: Clone + Send + 'static> Queue for BrokeredQueue<T> {
     async fn receive(&self, wait: Duration) -> Result<Option<Delivery>, QueueError> {
-        // A worker that asks for more makes progress. A late answer to a recalled delivery does not
-        // count.
+        // A worker that asks for more makes progress. A late disposition of a recalled delivery
+        // does not count as progress.
         self.tracker.note_progress();
         let arrival = async {
             loop {
@@ -357,30 +373,30 @@ impl<T: Clone + Send + 'static> Queue for Brokered<T> {
 
     async fn extend(&self, delivery: &Delivery, time: Duration) -> Result<(), QueueError> {
         self.tracker.note_progress();
-        if let Some(out) = self.tracker.state().out.get_mut(&delivery.receipt) {
-            out.until = Instant::now() + time;
+        if let Some(delivery) = self.tracker.state().outstanding.get_mut(&delivery.receipt) {
+            delivery.lease_end = Instant::now() + time;
         }
         Ok(())
     }
 
     async fn acknowledge(&self, delivery: &Delivery) -> Result<(), QueueError> {
         self.tracker
-            .answer(delivery.receipt, |item| Disposition::Acknowledge(item.token));
+            .settle(delivery.receipt, |item| Disposition::Acknowledge(item.token));
         Ok(())
     }
 
     async fn give_back(&self, delivery: &Delivery) -> Result<(), QueueError> {
-        self.tracker.answer(delivery.receipt, Disposition::GiveBack);
+        self.tracker.settle(delivery.receipt, Disposition::GiveBack);
         Ok(())
     }
 
     async fn forward(&self, delivery: &Delivery) -> Result<bool, QueueError> {
-        let again = delivery.hops < HOPS_MAX;
-        let mut sent = false;
-        self.tracker.answer(delivery.receipt, |item| {
-            sent = again;
+        let may_send = delivery.hops < HOPS_MAX;
+        let mut is_sent = false;
+        self.tracker.settle(delivery.receipt, |item| {
+            is_sent = may_send;
             let ReceivedMessage { token, body, hops, .. } = item;
-            if again {
+            if may_send {
                 Disposition::Republish(Republish {
                     token,
                     body,
@@ -390,18 +406,18 @@ impl<T: Clone + Send + 'static> Queue for Brokered<T> {
                 Disposition::Acknowledge(token)
             }
         });
-        Ok(sent)
+        Ok(is_sent)
     }
 
     async fn requeue_last(&self, delivery: &Delivery) -> Result<(), QueueError> {
-        self.tracker.answer(delivery.receipt, |item| {
+        self.tracker.settle(delivery.receipt, |item| {
             let ReceivedMessage { token, body, hops, .. } = item;
             Disposition::Republish(Republish { token, body, hops })
         });
         Ok(())
     }
 
-    async fn recalled(&self) -> Recall {
+    async fn next_recall(&self) -> Recall {
         loop {
             let recall = {
                 let mut state = self.tracker.state();
@@ -420,7 +436,7 @@ impl<T: Clone + Send + 'static> Queue for Brokered<T> {
 
     fn is_attached(&self) -> bool {
         let state = self.tracker.state();
-        state.attached && state.denied.is_none()
+        state.is_attached && state.denied.is_none()
     }
 }
 
@@ -431,7 +447,7 @@ mod tests {
     /// After a reconnect the broker repeats unacknowledged messages: a repetition replaces only the
     /// delivery of its own message.
     #[test]
-    fn a_repeated_delivery_is_adopted_by_its_own_message() {
+    fn a_repeated_delivery_replaces_the_token_of_its_message() {
         let (dispositions, _answered) = tokio::sync::mpsc::unbounded_channel();
         let tracker = DeliveryTracker::new(dispositions, &Settings::default());
         let now = Instant::now();
@@ -445,17 +461,24 @@ mod tests {
                 hops: 0,
                 arrived: now,
             };
-            tracker.state().out.insert(receipt, Outstanding { item, until: now });
+            tracker
+                .state()
+                .outstanding
+                .insert(receipt, OutstandingDelivery { item, lease_end: now });
         }
         let is_old = |token: &i32| *token < 100;
-        assert_eq!(tracker.adopt(&message(2), now, 200, is_old), Some(20));
+        assert_eq!(tracker.replace_token(&message(2), now, 200, is_old), Some(20));
         assert_eq!(
-            tracker.adopt(&message(2), now, 300, is_old),
+            tracker.replace_token(&message(2), now, 300, is_old),
             None,
             "it is of the new channel"
         );
-        assert_eq!(tracker.adopt(&message(3), now, 400, is_old), None, "nobody holds it");
-        assert_eq!(tracker.take_out(1).map(|item| item.token), Some(10));
-        assert_eq!(tracker.take_out(2).map(|item| item.token), Some(200));
+        assert_eq!(
+            tracker.replace_token(&message(3), now, 400, is_old),
+            None,
+            "nobody holds it"
+        );
+        assert_eq!(tracker.take_outstanding(1).map(|item| item.token), Some(10));
+        assert_eq!(tracker.take_outstanding(2).map(|item| item.token), Some(200));
     }
 }

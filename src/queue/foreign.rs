@@ -1,13 +1,13 @@
-//! Decides how the bytes of a delivery are handled: as our message, a newer gristmill's, or foreign
-//! bytes.
+//! Decides how the bytes of a delivery are handled: as a message, as a newer gristmill's message,
+//! or as foreign bytes.
 
 use super::{HOPS_MAX, Message, QueueError};
-use crate::signing::{Signing, Unsigned};
+use crate::signing::{SignatureError, Signing};
 
 /// The header that counts how often workers passed a message on.
 pub(crate) const HOPS_HEADER: &str = "gristmill-hops";
 /// Maximum number of characters of a foreign message in the log.
-const SHOWN_CHARS_MAX: usize = 80;
+const EXCERPT_CHARS_MAX: usize = 80;
 
 /// The action of the broker's thread on a message.
 #[derive(Debug, PartialEq, Eq)]
@@ -19,72 +19,77 @@ pub(crate) enum Handling {
     Drop,
 }
 
-/// Decides, and logs why a message is not delivered. `place` names the queue and the position in
-/// it.
-pub(crate) fn classify(body: &[u8], hops: u32, place: &str, signing: &Signing) -> Handling {
+/// Decides how a message is handled, and logs the reason if it is not delivered. `source` names the
+/// queue and, in Kafka, the message's position in it.
+pub(crate) fn classify(body: &[u8], hops: u32, source: &str, signing: &Signing) -> Handling {
     match Message::decode(body) {
         Ok(message) => match Message::check_signature(body, signing) {
             Ok(()) => Handling::Deliver(message),
-            Err(why) => unsigned(&message, why, hops, place),
+            Err(why) => handle_unsigned(&message, why, hops, source),
         },
         Err(QueueError::Newer { found, .. }) if hops < HOPS_MAX => {
             tracing::info!(
-                place,
-                "{place}: a message of version {found} is passed on to a newer gristmill"
+                place = source,
+                "{source}: a message of version {found} is passed on to a newer gristmill"
             );
             Handling::PassOn(hops + 1)
         }
         Err(QueueError::Newer { found, .. }) => {
             tracing::warn!(
-                place,
-                "{place}: a message of version {found} met no newer gristmill and is left to `gristmill reconcile`"
+                place = source,
+                "{source}: a message of version {found} met no newer gristmill and is left to `gristmill reconcile`"
             );
             Handling::Drop
         }
         Err(error) => {
-            tracing::warn!(place, "{place}: {error}; acknowledged and dropped: `{}`", shown(body));
+            tracing::warn!(
+                place = source,
+                "{source}: {error}; acknowledged and dropped: `{}`",
+                excerpt(body)
+            );
             Handling::Drop
         }
     }
 }
 
-/// Handles a message without a valid signature: another worker may have the right key, or no key.
-fn unsigned(message: &Message, why: Unsigned, hops: u32, place: &str) -> Handling {
+/// Handles a message without a valid signature. It is passed on: another worker may have its key,
+/// or no key.
+fn handle_unsigned(message: &Message, why: SignatureError, hops: u32, source: &str) -> Handling {
     let Message {
         job: job_id,
         output,
         shard,
         ..
     } = message;
-    let (handling, then) = if hops < HOPS_MAX {
+    let (handling, outcome) = if hops < HOPS_MAX {
         (Handling::PassOn(hops + 1), "it is passed on")
     } else {
         (
             Handling::Drop,
-            "no worker took it, and it is left to `gristmill reconcile` with a key of this worker",
+            "no worker accepted its signature; `gristmill reconcile` with the workers' key enqueues the shard again",
         )
     };
     tracing::warn!(
-        place,
+        place = source,
         job_id,
         shard,
         output,
-        "{place}: the message for shard {shard} of `{output}` {why}: {then}"
+        "{source}: the message for shard {shard} of `{output}` {why}: {outcome}"
     );
     handling
 }
 
 /// The first printable characters of the body.
-fn shown(body: &[u8]) -> String {
-    String::from_utf8_lossy(&body[..body.len().min(4 * SHOWN_CHARS_MAX)])
+fn excerpt(body: &[u8]) -> String {
+    String::from_utf8_lossy(&body[..body.len().min(4 * EXCERPT_CHARS_MAX)])
         .chars()
         .filter(|c| !c.is_control())
-        .take(SHOWN_CHARS_MAX)
+        .take(EXCERPT_CHARS_MAX)
         .collect()
 }
 
 /// Parses the header that counts hops. An unreadable header counts as the maximum.
-pub(crate) fn hops(header: Option<&[u8]>) -> u32 {
+pub(crate) fn parse_hops(header: Option<&[u8]>) -> u32 {
     match header {
         None => 0,
         Some(bytes) => std::str::from_utf8(bytes)
@@ -101,10 +106,10 @@ mod tests {
     const KEY: &str = "0123456789abcdef0123456789abcdef";
 
     #[test]
-    fn where_a_key_is_set_messages_without_it_go_on_a_few_times() {
+    fn with_a_key_unsigned_messages_are_passed_on_until_the_hop_limit() {
         let (signing, other) = (
-            Signing::with(KEY).unwrap(),
-            Signing::with(&KEY.replace('0', "x")).unwrap(),
+            Signing::parse(KEY).unwrap(),
+            Signing::parse(&KEY.replace('0', "x")).unwrap(),
         );
         let classified = |body: &[u8], hops| classify(body, hops, "here", &signing);
         let message = Message::new("j", "memory:///o", 2, 1);
@@ -126,9 +131,9 @@ mod tests {
     }
 
     #[test]
-    fn newer_messages_go_on_a_few_times_and_foreign_ones_are_dropped() {
+    fn newer_messages_are_passed_on_and_foreign_bytes_are_dropped() {
         let newer = br#"{"v":9,"x":1}"#;
-        let classified = |body: &[u8], hops, place| classify(body, hops, place, &Signing::default());
+        let classified = |body: &[u8], hops, source| classify(body, hops, source, &Signing::default());
         assert_eq!(classified(newer, 0, "here"), Handling::PassOn(1));
         assert_eq!(classified(newer, HOPS_MAX, "here"), Handling::Drop);
         assert_eq!(classified(b"\xffnot json\x07", 0, "here"), Handling::Drop);
@@ -137,13 +142,16 @@ mod tests {
             classified(&message.encode().unwrap(), 3, "here"),
             Handling::Deliver(message.clone())
         );
-        let signed = message.encode_signed(&Signing::with(KEY).unwrap()).unwrap();
+        let signed = message.encode_signed(&Signing::parse(KEY).unwrap()).unwrap();
         assert_eq!(
             classified(&signed, 0, "here"),
             Handling::Deliver(message),
             "signed, and no key here"
         );
-        assert_eq!((hops(None), hops(Some(b"2")), hops(Some(b"x"))), (0, 2, HOPS_MAX));
-        assert_eq!(shown(&[b'a'; 500]).len(), SHOWN_CHARS_MAX);
+        assert_eq!(
+            (parse_hops(None), parse_hops(Some(b"2")), parse_hops(Some(b"x"))),
+            (0, 2, HOPS_MAX)
+        );
+        assert_eq!(excerpt(&[b'a'; 500]).len(), EXCERPT_CHARS_MAX);
     }
 }

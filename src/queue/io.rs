@@ -1,5 +1,5 @@
-//! A thread for talking to brokers with its own runtime, so that computing on every core cannot
-//! delay its wake-ups.
+//! A thread for requests to brokers. It has its own runtime, so that tasks which compute on every
+//! core cannot delay it.
 
 use tokio::runtime::{Builder, Handle};
 use tokio::sync::oneshot;

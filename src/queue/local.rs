@@ -12,42 +12,42 @@ use super::{Delivery, HOPS_MAX, Message, Queue, QueueError, Recall};
 /// Messages in memory, delivered in order. A message that is given back is delivered next.
 #[derive(Debug, Clone, Default)]
 pub struct LocalQueue {
-    shared: Arc<Shared>,
+    shared: Arc<SharedQueue>,
 }
 
 #[derive(Debug, Default)]
-struct Shared {
-    state: Mutex<State>,
+struct SharedQueue {
+    state: Mutex<LocalState>,
     /// Notified when a message becomes available.
     ready_notify: Notify,
 }
 
 #[derive(Debug, Default)]
-struct State {
-    waiting: VecDeque<Waiting>,
-    /// Deliveries without an answer, by receipt.
-    out: HashMap<u64, Waiting>,
+struct LocalState {
+    queued: VecDeque<QueuedMessage>,
+    /// Deliveries without a disposition, by receipt.
+    delivered: HashMap<u64, QueuedMessage>,
     next_receipt: u64,
 }
 
-/// A message with its counters.
+/// A message with its counters, queued or delivered.
 #[derive(Debug, Clone)]
-struct Waiting {
+struct QueuedMessage {
     message: Message,
     /// See [`Delivery::deliveries`].
     deliveries: u32,
     hops: u32,
 }
 
-impl Shared {
-    fn state(&self) -> MutexGuard<'_, State> {
+impl SharedQueue {
+    fn state(&self) -> MutexGuard<'_, LocalState> {
         // Every change is a single step, so the state is consistent even after a panic under the
         // lock.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn push(&self, message: Message, hops: u32) {
-        self.state().waiting.push_back(Waiting {
+        self.state().queued.push_back(QueuedMessage {
             message,
             deliveries: 0,
             hops,
@@ -57,10 +57,10 @@ impl Shared {
 
     fn give_back(&self, receipt: u64) {
         let mut state = self.state();
-        if let Some(mut returned) = state.out.remove(&receipt) {
+        if let Some(mut returned) = state.delivered.remove(&receipt) {
             // A delivery that is given back is not counted.
             returned.deliveries -= 1;
-            state.waiting.push_front(returned);
+            state.queued.push_front(returned);
             drop(state);
             self.ready_notify.notify_one();
         }
@@ -82,27 +82,27 @@ impl LocalQueue {
         }
     }
 
-    /// Messages that are not acknowledged, waiting and delivered.
+    /// Number of messages, queued or delivered, that are not acknowledged.
     pub fn unacknowledged(&self) -> usize {
         let state = self.shared.state();
-        state.waiting.len() + state.out.len()
+        state.queued.len() + state.delivered.len()
     }
 
     fn try_receive(&self) -> Option<Delivery> {
         let mut state = self.shared.state();
-        let mut waiting = state.waiting.pop_front()?;
+        let mut queued = state.queued.pop_front()?;
         let receipt = state.next_receipt;
         state.next_receipt += 1;
-        waiting.deliveries += 1;
-        let Waiting {
+        queued.deliveries += 1;
+        let QueuedMessage {
             message,
             deliveries,
             hops,
-        } = waiting.clone();
-        state.out.insert(receipt, waiting);
-        let more = !state.waiting.is_empty();
+        } = queued.clone();
+        state.delivered.insert(receipt, queued);
+        let has_more = !state.queued.is_empty();
         drop(state);
-        if more {
+        if has_more {
             // One notification may represent several messages: notify the next receiver.
             self.shared.ready_notify.notify_one();
         }
@@ -137,7 +137,7 @@ impl Queue for LocalQueue {
     }
 
     async fn acknowledge(&self, delivery: &Delivery) -> Result<(), QueueError> {
-        self.shared.state().out.remove(&delivery.receipt);
+        self.shared.state().delivered.remove(&delivery.receipt);
         Ok(())
     }
 
@@ -147,8 +147,8 @@ impl Queue for LocalQueue {
     }
 
     async fn forward(&self, delivery: &Delivery) -> Result<bool, QueueError> {
-        let taken = self.shared.state().out.remove(&delivery.receipt);
-        let Some(Waiting { message, hops, .. }) = taken.filter(|waiting| waiting.hops < HOPS_MAX) else {
+        let taken = self.shared.state().delivered.remove(&delivery.receipt);
+        let Some(QueuedMessage { message, hops, .. }) = taken.filter(|queued| queued.hops < HOPS_MAX) else {
             return Ok(false);
         };
         self.shared.push(message, hops + 1);
@@ -156,15 +156,15 @@ impl Queue for LocalQueue {
     }
 
     async fn requeue_last(&self, delivery: &Delivery) -> Result<(), QueueError> {
-        let taken = self.shared.state().out.remove(&delivery.receipt);
-        if let Some(Waiting { message, hops, .. }) = taken {
+        let taken = self.shared.state().delivered.remove(&delivery.receipt);
+        if let Some(QueuedMessage { message, hops, .. }) = taken {
             self.shared.push(message, hops);
         }
         Ok(())
     }
 
     /// Deliveries in memory are never recalled.
-    async fn recalled(&self) -> Recall {
+    async fn next_recall(&self) -> Recall {
         std::future::pending().await
     }
 

@@ -6,19 +6,19 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::QueueError;
-use crate::signing::{Purpose, Signing, Unsigned};
+use crate::signing::{Purpose, SignatureError, Signing};
 
 /// Version of the messages written by this gristmill.
 pub const MESSAGE_VERSION: u32 = 1;
-/// Messages are signed without a place: their content means the same in every queue, and workers of
-/// another model pass them on.
+/// The address to which signatures of messages are bound: no address, because a message means the
+/// same in every queue, and workers of another model pass messages on.
 const ANY_QUEUE: &str = "";
 /// Maximum size of a message: a pointer is short, so longer bytes are not a message of gristmill.
 const MESSAGE_BYTES_MAX: usize = 4096;
 
 /// A pointer to one shard: never data.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[schemars(title = "gristmill message", transform = crate::signing::describe)]
+#[schemars(title = "gristmill message", transform = crate::signing::add_signature_field)]
 pub struct Message {
     /// Version of the message; readers leave a newer one untouched.
     pub v: u32,
@@ -54,7 +54,7 @@ impl Message {
         serde_json::to_vec(self).map_err(|error| QueueError::Malformed { why: error.to_string() })
     }
 
-    /// Encodes the message as [`Message::encode`] does, and signs it where a key is set.
+    /// As [`Message::encode`], and signs the message if a key is set.
     pub(crate) fn encode_signed(&self, signing: &Signing) -> Result<Vec<u8>, QueueError> {
         let bytes = signing.sign(Purpose::Message, ANY_QUEUE, self.encode()?.into());
         if bytes.len() > MESSAGE_BYTES_MAX {
@@ -67,13 +67,13 @@ impl Message {
         }
     }
 
-    /// Checks that one of the keys signed `bytes` as a message.
-    pub(crate) fn check_signature(bytes: &[u8], signing: &Signing) -> Result<(), Unsigned> {
+    /// Checks that `bytes` have the signature of one of the keys, as a message.
+    pub(crate) fn check_signature(bytes: &[u8], signing: &Signing) -> Result<(), SignatureError> {
         signing.check(Purpose::Message, ANY_QUEUE, bytes)
     }
 
-    /// Decodes the bytes that a broker delivered. A newer version has its own error: leave that
-    /// message to a newer worker.
+    /// Decodes the bytes that a broker delivered. A message of a newer version gives
+    /// [`QueueError::Newer`]: leave it to a newer worker.
     pub fn decode(bytes: &[u8]) -> Result<Message, QueueError> {
         #[derive(Deserialize)]
         struct Versioned {
@@ -102,7 +102,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn messages_survive_the_wire_and_foreign_bytes_do_not_panic() {
+    fn messages_round_trip_and_foreign_bytes_are_errors() {
         let message = Message::new("0123", "s3://bucket/out", 0, 7);
         assert_eq!(Message::decode(&message.encode().unwrap()).unwrap(), message);
         assert!(matches!(

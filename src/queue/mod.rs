@@ -3,8 +3,8 @@
 //!
 //! The queue is a hint: it may lose or repeat any message, and the ledger alone decides which
 //! shards are done. A message is acknowledged only after its shard is committed. Implementations
-//! reconnect by themselves. While a broker is away, `receive` returns no message, and answers to
-//! deliveries that the broker will repeat do nothing.
+//! reconnect by themselves. While a broker is away, `receive` returns no message, and calls for
+//! deliveries that the broker will repeat have no effect.
 //!
 //! See docs/decisions/017-deliveries-are-taken-back-by-recall.md.
 
@@ -31,8 +31,8 @@ use tokio::sync::oneshot;
 pub use address::{QueueUrl, Secret};
 pub use local::LocalQueue;
 pub use message::{MESSAGE_VERSION, Message};
-pub use publisher::{Prepared, Publisher};
-pub use settings::{Origin, Settings};
+pub use publisher::{PreparedQueue, Publisher};
+pub use settings::{AddressOrigin, Settings};
 
 /// Maximum number of times that workers pass a message on before it is left to `reconcile`. The
 /// pause before each hop grows, so that all hops together take about 20 minutes.
@@ -53,22 +53,24 @@ pub enum QueueError {
     #[error("the queue refuses access: {why}")]
     Denied { why: String },
     /// An address or a setting with which no broker can be reached.
-    #[error("{what}")]
-    Settings { what: String },
+    #[error("{why}")]
+    Settings { why: String },
     /// The bytes are not a message of gristmill: no worker can ever process them.
-    #[error("a message that is no pointer to a shard: {why}")]
+    #[error("a message that does not name a shard: {why}")]
     Malformed { why: String },
     /// The message was written by a newer gristmill: give it back unchanged.
     #[error("a message of version {found}, this gristmill reads up to {known}: use a newer gristmill")]
     Newer { found: u64, known: u32 },
 }
 
-/// A message that a worker holds. It is delivered again if it is dropped without an answer.
+/// A message that a worker holds. It is delivered again if it is dropped without a disposition: a
+/// call of [`Queue::acknowledge`], [`Queue::give_back`], [`Queue::forward`] or
+/// [`Queue::requeue_last`].
 pub struct Delivery {
     pub message: Message,
     /// How often this message was delivered, as far as the queue knows, from 1. A delivery that was
-    /// given back, or dropped by a process that kept running, counts only if the broker could not
-    /// be told.
+    /// given back, or dropped by a process that kept running, counts only if this could not be
+    /// reported to the broker.
     pub deliveries: u32,
     /// How often workers passed this message on because it was for another kind of worker.
     pub hops: u32,
@@ -79,7 +81,7 @@ pub struct Delivery {
 }
 
 impl Delivery {
-    /// For implementations of [`Queue`]; `on_drop` gives back a delivery that was not answered.
+    /// For implementations of [`Queue`]; `on_drop` gives back a delivery without a disposition.
     pub fn new(
         message: Message,
         deliveries: u32,
@@ -98,8 +100,8 @@ impl Delivery {
 }
 
 impl QueueError {
-    /// Whether the error may go away with time.
-    pub(crate) fn is_passing(&self) -> bool {
+    /// Whether the error may go away by itself.
+    pub(crate) fn is_transient(&self) -> bool {
         matches!(self, QueueError::Unavailable { .. } | QueueError::UnknownHost { .. })
     }
 }
@@ -130,8 +132,8 @@ impl std::fmt::Debug for Delivery {
 
 /// The broker takes deliveries back, because their partitions go to another worker or their time
 /// runs out. The worker logs the finished rows of these deliveries now and drops the rest. Dropping
-/// the `Recall` tells the queue that work on the deliveries has ended. Later answers to them are
-/// harmless.
+/// the `Recall` signals to the queue that work on the deliveries has ended. Later dispositions of
+/// them are harmless.
 #[derive(Debug)]
 pub struct Recall {
     /// Receipts of the recalled deliveries.
@@ -156,43 +158,43 @@ impl Recall {
 /// A source of messages. Every implementation passes the suite in `tests/contract.rs`.
 #[async_trait]
 pub trait Queue: Send + Sync {
-    /// Returns the next message, or `None` where none came within `wait`.
+    /// Returns the next message, or `None` if no message came within `wait`.
     async fn receive(&self, wait: Duration) -> Result<Option<Delivery>, QueueError>;
 
-    /// Says that the delivery is still being worked on, for at least `time` from now. A queue may
-    /// recall deliveries that are not extended: their worker has stopped making progress.
+    /// Extends the delivery's lease until `time` from now: the worker still works on it. A queue
+    /// may recall deliveries that are not extended: their worker has stopped making progress.
     async fn extend(&self, delivery: &Delivery, time: Duration) -> Result<(), QueueError>;
 
     /// Acknowledges the message: its work is done. A repeated or late acknowledgement is harmless.
     async fn acknowledge(&self, delivery: &Delivery) -> Result<(), QueueError>;
 
-    /// Gives the message back, so that another worker gets it soon. Harmless after an answer.
+    /// Gives the message back, so that another worker gets it soon. Harmless after another
+    /// disposition.
     async fn give_back(&self, delivery: &Delivery) -> Result<(), QueueError>;
 
-    /// The message is for another kind of worker: sends it again with one hop more, and
+    /// Passes on a message for another kind of worker: sends it again with one hop more, and
     /// acknowledges this delivery. After [`HOPS_MAX`] hops it is only acknowledged and left to
     /// `reconcile`. Returns whether the message was sent again.
     async fn forward(&self, delivery: &Delivery) -> Result<bool, QueueError>;
 
     /// Defers the message behind all others: sends it again at the end of the queue with the same
-    /// number of hops, and acknowledges this delivery. Harmless after an answer.
+    /// number of hops, and acknowledges this delivery. Harmless after another disposition.
     async fn requeue_last(&self, delivery: &Delivery) -> Result<(), QueueError>;
 
-    /// Waits until deliveries must be given up (see [`Recall`]). Never returns for queues that
-    /// recall nothing.
-    async fn recalled(&self) -> Recall;
+    /// Waits for the next recall (see [`Recall`]). Never returns for queues that recall nothing.
+    async fn next_recall(&self) -> Recall;
 
     /// Whether messages in the queue would reach this worker. Only then does an empty `receive`
     /// mean that the queue is empty. False while the broker is away or refuses access, and until it
-    /// has registered this consumer. An outage counts from when it is noticed.
+    /// has registered this consumer. True in an outage until the outage is noticed.
     fn is_attached(&self) -> bool;
 }
 
-/// Connects to receive. A broker that refuses access is an error, within about 15 s. If the broker
-/// does not answer, or its name is unknown, the queue is returned all the same: it logs the outage,
+/// Connects to receive. Fails within about 15 s if the broker refuses access. If the broker does
+/// not answer, or its name is unknown, the queue is returned all the same: it logs the outage,
 /// retries, and delivers nothing meanwhile.
 pub async fn connect(url: &QueueUrl, settings: &Settings) -> Result<Arc<dyn Queue>, QueueError> {
-    let resolved = settings::Resolved::new(url, settings)?;
+    let resolved = settings::ResolvedSettings::new(url, settings)?;
     match url {
         QueueUrl::Kafka(url) => kafka::connect(url, &resolved).await,
         QueueUrl::RabbitMq(url) => rabbitmq::connect(url, &resolved).await,

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-/// Whether a broker is away, and since when. An outage is logged once.
+/// The time since which a broker is away, if it is. An outage is logged once.
 #[derive(Debug)]
 pub(crate) struct Outage {
     /// The address, without secrets.
@@ -22,9 +22,9 @@ impl Outage {
         self.since.is_some()
     }
 
-    /// Notes that the broker does not answer; only the first call logs. An address at the beginning
-    /// of `why` is removed, because the line names it already.
-    pub(super) fn down(&mut self, why: &str) {
+    /// Reports that the broker does not answer; only the first call logs. Removes an address at the
+    /// beginning of `why`, because the line names it already.
+    pub(super) fn report_down(&mut self, why: &str) {
         if self.since.is_none() {
             self.since = Some(Instant::now());
             let why = why.strip_prefix(&format!("{}: ", self.address)).unwrap_or(why);
@@ -32,8 +32,8 @@ impl Outage {
         }
     }
 
-    /// Notes that the broker answers.
-    pub(super) fn up(&mut self) {
+    /// Reports that the broker answers.
+    pub(super) fn report_up(&mut self) {
         if let Some(since) = self.since.take() {
             tracing::warn!(queue = %self.address, "{} is back after {} s", self.address, since.elapsed().as_secs());
         }

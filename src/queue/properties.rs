@@ -3,8 +3,8 @@
 //!
 //! See docs/decisions/020-a-job-file-is-not-its-operator.md.
 
-/// Properties that gristmill alone sets, with the reason: its guarantee depends on them, or the
-/// address gives them.
+/// Properties that only gristmill sets, each with the reason: the guarantee depends on them, or the
+/// address contains them.
 pub(crate) const RESERVED: &[(&str, &str)] = &[
     ("bootstrap.servers", "name the brokers in the address"),
     ("metadata.broker.list", "name the brokers in the address"),
@@ -22,8 +22,8 @@ pub(crate) const RESERVED: &[(&str, &str)] = &[
 ];
 
 /// Properties of librdkafka with two names ("Alias for" in its CONFIGURATION.md), as (alias,
-/// Kafka's name). Only Kafka's name is used here, and each property is set once: librdkafka would
-/// take whichever of two names is set last.
+/// Kafka's name). Only Kafka's name is used here, so that each property is set once: of two names,
+/// librdkafka would take the one that is set last.
 pub(crate) const ALIASES: &[(&str, &str)] = &[
     ("compression.codec", "compression.type"),
     ("fetch.message.max.bytes", "max.partition.fetch.bytes"),
@@ -43,10 +43,10 @@ pub(crate) const ALIASES: &[(&str, &str)] = &[
 ];
 
 /// Properties that a job file may set: they tune sending, fetching and timeouts, and name the
-/// client. Properties are left out if they name a file, a host or a library, hold a secret, change
-/// how a broker is trusted, or allow gigabytes of memory (`receive.message.max.bytes`) or an
-/// endless wait (`delivery.timeout.ms`: 0). Unlisted properties, such as those of later librdkafka
-/// versions, are left to the operator.
+/// client. The list leaves out properties that name a file, a host or a library, hold a secret,
+/// change security settings, or allow gigabytes of memory (`receive.message.max.bytes`) or an
+/// endless wait (`delivery.timeout.ms`: 0). Only the operator may set unlisted properties, such as
+/// those of later librdkafka versions.
 pub(crate) const JOB_FILE_ALLOWED: &[&str] = &[
     "batch.num.messages",
     "batch.size",
@@ -101,7 +101,7 @@ pub(crate) const JOB_FILE_ALLOWED: &[&str] = &[
 ];
 
 /// Properties that make librdkafka or OpenSSL load a library.
-const LOAD_CODE: &[&str] = &[
+const CODE_LOADING: &[&str] = &[
     "plugin.library.paths",
     "interceptors",
     "ssl.engine.id",
@@ -115,12 +115,11 @@ const LOAD_CODE: &[&str] = &[
 pub(crate) enum Owner {
     /// A job file or the operator.
     JobFile,
-    /// Only the operator, by the environment or `--kafka`. The text says what a job file may not
-    /// do.
+    /// Only the operator, by the environment or `--kafka`. The text is the reason.
     Operator(&'static str),
     /// Only the operator. The property is in no list here, and librdkafka may not know it.
     Unlisted,
-    /// Nobody; the text says why.
+    /// Nobody. The text is the reason.
     Nobody(&'static str),
 }
 
@@ -129,15 +128,15 @@ pub(crate) fn owner(property: &str) -> Owner {
     if let Some((_, why)) = RESERVED.iter().find(|(ours, _)| *ours == property) {
         return Owner::Nobody(why);
     }
-    if JOB_FILE_ALLOWED.contains(&one_name(property)) {
+    if JOB_FILE_ALLOWED.contains(&canonical_name(property)) {
         return Owner::JobFile;
     }
-    if LOAD_CODE.contains(&property) {
-        return Owner::Operator("loads native code, which a job file may not");
+    if CODE_LOADING.contains(&property) {
+        return Owner::Operator("loads native code, which a job file may not do");
     }
     let security = ["sasl", "ssl", "security.", "https.", "oauth"];
     if security.iter().any(|word| property.contains(word)) {
-        return Owner::Operator("says how the broker is trusted, which a job file may not");
+        return Owner::Operator("is a security setting (how the broker is trusted), which a job file may not change");
     }
     Owner::Unlisted
 }
@@ -168,8 +167,8 @@ pub(crate) fn accepts(property: &str, value: &str) -> bool {
         .is_ok()
 }
 
-/// The name under which a property is set here: Kafka's name if `property` is an alias.
-pub(crate) fn one_name(property: &str) -> &str {
+/// The name that is used here for a property: Kafka's name if `property` is an alias.
+pub(crate) fn canonical_name(property: &str) -> &str {
     let found = ALIASES.iter().find(|(alias, _)| *alias == property);
     found.map_or(property, |(_, name)| name)
 }
@@ -182,7 +181,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn no_alias_leads_to_an_alias() {
+    fn no_alias_maps_to_an_alias() {
         for (alias, name) in ALIASES {
             assert!(
                 !ALIASES.iter().any(|(other, _)| other == name),
@@ -192,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn job_files_tune_and_do_nothing_else() {
+    fn job_files_set_only_harmless_properties() {
         for name in JOB_FILE_ALLOWED {
             // `?` is an invalid number, switch and keyword: librdkafka rejects it for every known
             // property but plain texts.
@@ -208,11 +207,11 @@ mod tests {
                 }
                 Some(other) => panic!("{name}: {other}"),
             }
-            assert_eq!(one_name(name), *name, "is listed by its other name");
+            assert_eq!(canonical_name(name), *name, "is listed by its other name");
             assert!(!is_credential(name), "{name}");
-            let reaching = "location path file plugin sasl ssl security pem password secret oauth url server debug log _cb offset commit \
+            let forbidden_words = "location path file plugin sasl ssl security pem password secret oauth url server debug log _cb offset commit \
                             https events report";
-            for word in reaching.split_whitespace() {
+            for word in forbidden_words.split_whitespace() {
                 assert!(!name.contains(word), "`{name}` holds `{word}`");
             }
         }
@@ -222,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn the_page_lists_what_job_files_may_set() {
+    fn docs_list_the_properties_for_job_files() {
         let page = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/docs/queues.md")).unwrap();
         let listed: Vec<&str> = page
             .lines()
@@ -235,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn code_trust_and_the_unknown_are_the_operators() {
+    fn only_the_operator_sets_code_security_and_unlisted_properties() {
         for (name, why) in [
             ("plugin.library.paths", "native code"),
             ("ssl.engine.location", "native code"),

@@ -3,15 +3,15 @@
 use super::address::QueueUrl;
 use super::kafka::KafkaPublisher;
 use super::rabbitmq::RabbitPublisher;
-use super::settings::{Resolved, Settings};
+use super::settings::{ResolvedSettings, Settings};
 use super::{Message, QueueError};
 
 /// The topic or queue that [`Publisher::prepare`] found or created.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Prepared {
+pub struct PreparedQueue {
     /// Whether this call created the topic or queue.
     pub created: bool,
-    /// Maximum number of workers that can share the topic; `None` where any number can.
+    /// Maximum number of workers that can share the topic. `None`: any number can.
     pub partitions: Option<u32>,
 }
 
@@ -26,7 +26,7 @@ enum Broker {
 impl Publisher {
     /// Connects, within about 15 s.
     pub async fn open(url: &QueueUrl, settings: &Settings) -> Result<Publisher, QueueError> {
-        let resolved = Resolved::new(url, settings)?;
+        let resolved = ResolvedSettings::new(url, settings)?;
         Ok(Publisher(match url {
             QueueUrl::Kafka(url) => Broker::Kafka(Box::new(KafkaPublisher::open(url, &resolved).await?)),
             QueueUrl::RabbitMq(url) => Broker::RabbitMq(RabbitPublisher::open(url, &resolved).await?),
@@ -35,23 +35,23 @@ impl Publisher {
 
     /// Creates the topic or queue, sized for this number of messages. An existing one is left
     /// unchanged.
-    pub async fn prepare(&self, messages: u64) -> Result<Prepared, QueueError> {
+    pub async fn prepare(&self, messages: u64) -> Result<PreparedQueue, QueueError> {
         match &self.0 {
             Broker::Kafka(publisher) => publisher.prepare(messages).await,
             Broker::RabbitMq(publisher) => publisher.prepare().await,
         }
     }
 
-    /// Returns the existing topic or queue without creating one; `None` where there is none.
-    pub async fn look(&self) -> Result<Option<Prepared>, QueueError> {
+    /// The topic or queue, if it exists. Creates nothing.
+    pub async fn find_existing(&self) -> Result<Option<PreparedQueue>, QueueError> {
         match &self.0 {
             Broker::Kafka(publisher) => publisher.find_existing().await,
             Broker::RabbitMq(publisher) => publisher.find_existing().await,
         }
     }
 
-    /// Returns when the broker has confirmed every message. After an error the broker may have
-    /// stored some of them.
+    /// Sends messages, and returns when the broker has confirmed all of them. After an error the
+    /// broker may have stored some of them.
     pub async fn send(&self, messages: &[Message]) -> Result<(), QueueError> {
         match &self.0 {
             Broker::Kafka(publisher) => publisher.send(messages).await,

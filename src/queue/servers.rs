@@ -2,17 +2,17 @@
 //! queue address of a job file.
 //!
 //! An address on the command line comes from the operator. An address in a job file may come from
-//! anybody: it gets a password of the environment only where `GRISTMILL_QUEUE` or an entry of
-//! `GRISTMILL_QUEUE_HOST` names its servers.
+//! anybody: it gets a password of the environment only if `GRISTMILL_QUEUE` or an entry of
+//! `GRISTMILL_QUEUE_HOST` names each of its servers.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
 
 use super::QueueError;
-use super::address::{QueueUrl, host_port, joined};
+use super::address::{QueueUrl, join_host_port, parse_host_port};
 
-const ADDRESS: &str = "GRISTMILL_QUEUE";
-const LIST: &str = "GRISTMILL_QUEUE_HOST";
+const ADDRESS_VARIABLE: &str = "GRISTMILL_QUEUE";
+const LIST_VARIABLE: &str = "GRISTMILL_QUEUE_HOST";
 /// Matches any port.
 const ANY_PORT: u16 = 0;
 
@@ -28,18 +28,18 @@ struct Server {
 
 /// The servers named in the environment.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Servers(Vec<Server>);
+pub(crate) struct TrustedServers(Vec<Server>);
 
-fn wrong(what: String) -> QueueError {
-    QueueError::Settings { what }
+fn settings_error(why: String) -> QueueError {
+    QueueError::Settings { why }
 }
 
 impl Server {
     fn parse(entry: &str) -> Result<Server, QueueError> {
         // The entry may hold a password by mistake, so the error does not repeat it.
         let bad = || {
-            wrong(format!(
-                "`{LIST}` has an invalid entry: write `host`, `host:port` or `amqp://host:port`, separated by commas"
+            settings_error(format!(
+                "`{LIST_VARIABLE}` has an invalid entry: write `host`, `host:port` or `amqp://host:port`, separated by commas"
             ))
         };
         let (scheme, rest) = match entry.split_once("://") {
@@ -47,63 +47,68 @@ impl Server {
             Some((scheme @ ("kafka" | "amqp" | "amqps"), rest)) => (Some(scheme.to_owned()), rest),
             Some(_) => return Err(bad()),
         };
-        let (host, port) = host_port(rest, ANY_PORT).map_err(|_| bad())?;
+        let (host, port) = parse_host_port(rest, ANY_PORT).map_err(|_| bad())?;
         Ok(Server { scheme, host, port })
     }
 
-    fn is_at(&self, host: &str, port: u16) -> bool {
+    fn matches(&self, host: &str, port: u16) -> bool {
         self.host.eq_ignore_ascii_case(host) && (self.port == ANY_PORT || self.port == port)
     }
 }
 
-impl Servers {
+impl TrustedServers {
     /// Reads the servers from the two variables.
-    pub(super) fn of(environment: &BTreeMap<String, String>) -> Result<Servers, QueueError> {
+    pub(super) fn from_environment(environment: &BTreeMap<String, String>) -> Result<TrustedServers, QueueError> {
         let mut found = Vec::new();
-        if let Some(address) = environment.get(ADDRESS) {
+        if let Some(address) = environment.get(ADDRESS_VARIABLE) {
             let url: QueueUrl = address
                 .parse()
-                .map_err(|error| wrong(format!("`{ADDRESS}`: {error}")))?;
+                .map_err(|error| settings_error(format!("`{ADDRESS_VARIABLE}`: {error}")))?;
             found.extend(endpoints(&url).into_iter().map(|(host, port)| Server {
                 scheme: Some(scheme(&url).to_owned()),
                 host,
                 port,
             }));
         }
-        let list = environment.get(LIST).map_or("", String::as_str);
+        let list = environment.get(LIST_VARIABLE).map_or("", String::as_str);
         for entry in list.split([',', ' ']).filter(|entry| !entry.is_empty()) {
             found.push(Server::parse(entry)?);
         }
-        Ok(Servers(found))
+        Ok(TrustedServers(found))
     }
 
-    /// Fails where the operator has not named every server of `url`, which comes from a job file.
-    /// `what` is the credential for the message ("the password", …).
-    pub(super) fn admit(&self, url: &QueueUrl, what: &str) -> Result<(), QueueError> {
+    /// Fails unless the operator has named every server of `url`, which comes from a job file.
+    /// `credential` is named in the error ("the password", …).
+    pub(super) fn check_named(&self, url: &QueueUrl, credential: &str) -> Result<(), QueueError> {
         let scheme = scheme(url);
         let mut refused = Vec::new();
-        let mut only_in_clear = true;
+        let mut is_only_cleartext = true;
         for (host, port) in endpoints(url) {
-            let in_clear = scheme == "amqp" && !is_loopback(&host);
-            let mut named = self.0.iter().filter(|server| server.is_at(&host, port)).peekable();
-            only_in_clear &= in_clear && named.peek().is_some();
-            if !named.any(|server| server.scheme.as_deref().map_or(!in_clear, |wanted| wanted == scheme)) {
-                let prefix = if in_clear { "amqp://" } else { "" };
-                refused.push(format!("{prefix}{}", joined(&host, port)));
+            let is_cleartext = scheme == "amqp" && !is_loopback(&host);
+            let mut named = self.0.iter().filter(|server| server.matches(&host, port)).peekable();
+            is_only_cleartext &= is_cleartext && named.peek().is_some();
+            if !named.any(|server| {
+                server
+                    .scheme
+                    .as_deref()
+                    .map_or(!is_cleartext, |wanted| wanted == scheme)
+            }) {
+                let prefix = if is_cleartext { "amqp://" } else { "" };
+                refused.push(format!("{prefix}{}", join_host_port(&host, port)));
             }
         }
         if refused.is_empty() {
             return Ok(());
         }
         let servers = refused.join(",");
-        let list = format!("give the address with `--queue`, or list `{servers}` in `{LIST}`");
-        Err(wrong(if only_in_clear {
+        let list = format!("give the address with `--queue`, or list `{servers}` in `{LIST_VARIABLE}`");
+        Err(settings_error(if is_only_cleartext {
             format!(
-                "`queue.url` of the job file begins with `amqp://`, which would send {what} in clear text: use `amqps://`, {list}"
+                "`queue.url` of the job file begins with `amqp://`, which would send {credential} in clear text: use `amqps://`, {list}"
             )
         } else {
             format!(
-                "the job file's `queue.url` names the server `{servers}`, which is not in your list, and {what} is sent to listed servers only: {list} in \
+                "the job file's `queue.url` names the server `{servers}`, which is not in your list, and {credential} is sent to listed servers only: {list} in \
              the environment"
             )
         }))
@@ -133,11 +138,12 @@ fn endpoints(url: &QueueUrl) -> Vec<(String, u16)> {
     }
 }
 
-/// The servers of an address on other machines, as `host:port`: traffic to them crosses a network.
-pub(crate) fn remote(url: &QueueUrl) -> Vec<String> {
+/// The servers of an address that are on other machines, as `host:port`: traffic to them crosses a
+/// network.
+pub(crate) fn remote_servers(url: &QueueUrl) -> Vec<String> {
     let all = endpoints(url).into_iter();
-    let far = all.filter(|(host, _)| !is_loopback(host));
-    far.map(|(host, port)| joined(&host, port)).collect()
+    let remote = all.filter(|(host, _)| !is_loopback(host));
+    remote.map(|(host, port)| join_host_port(&host, port)).collect()
 }
 
 fn is_loopback(host: &str) -> bool {
@@ -155,60 +161,65 @@ mod tests {
             .iter()
             .map(|&(name, value)| (name.to_owned(), value.to_owned()))
             .collect();
-        let servers = match Servers::of(&environment) {
+        let servers = match TrustedServers::from_environment(&environment) {
             Ok(servers) => servers,
             Err(error) => return Some(error.to_string()),
         };
-        let found = servers.admit(&url.parse().unwrap(), "the password");
+        let found = servers.check_named(&url.parse().unwrap(), "the password");
         found.err().map(|error| error.to_string())
     }
 
     #[test]
     fn named_servers_get_passwords() {
         for (variable, value, url) in [
-            (LIST, "broker", "kafka://broker:1/t"),
-            (LIST, "broker:9092", "kafka://Broker/t"),
-            (LIST, "x, a:1,kafka://b", "kafka://a:1,b:2/t"),
-            (LIST, "[::1]:9092", "kafka://[::1]/t"),
-            (LIST, "mq", "amqps://u@mq/q"),
-            (LIST, "amqp://mq:5672", "amqp://u@mq/q"),
-            (LIST, "localhost", "amqp://localhost/q"),
-            (ADDRESS, "kafka://u:p@a,b:9/t?group=g", "kafka://b:9,a/other"),
-            (ADDRESS, "amqp://mq/q", "amqp://mq/other"),
+            (LIST_VARIABLE, "broker", "kafka://broker:1/t"),
+            (LIST_VARIABLE, "broker:9092", "kafka://Broker/t"),
+            (LIST_VARIABLE, "x, a:1,kafka://b", "kafka://a:1,b:2/t"),
+            (LIST_VARIABLE, "[::1]:9092", "kafka://[::1]/t"),
+            (LIST_VARIABLE, "mq", "amqps://u@mq/q"),
+            (LIST_VARIABLE, "amqp://mq:5672", "amqp://u@mq/q"),
+            (LIST_VARIABLE, "localhost", "amqp://localhost/q"),
+            (ADDRESS_VARIABLE, "kafka://u:p@a,b:9/t?group=g", "kafka://b:9,a/other"),
+            (ADDRESS_VARIABLE, "amqp://mq/q", "amqp://mq/other"),
         ] {
             assert_eq!(refused(&[(variable, value)], url), None, "{variable}={value} {url}");
         }
     }
 
     #[test]
-    fn others_do_not_and_the_line_says_what_to_set() {
+    fn other_servers_get_no_password_and_the_error_names_the_variable() {
         for (variable, value, url, words) in [
-            (LIST, "", "kafka://h/t", "list `h:9092` in `GRISTMILL_QUEUE_HOST`"),
-            (LIST, "broker:9092", "kafka://broker:9093/t", "`broker:9093`"),
-            (LIST, "a", "kafka://a,b,c:1/t", "names the server `b:9092,c:1`"),
             (
-                LIST,
+                LIST_VARIABLE,
+                "",
+                "kafka://h/t",
+                "list `h:9092` in `GRISTMILL_QUEUE_HOST`",
+            ),
+            (LIST_VARIABLE, "broker:9092", "kafka://broker:9093/t", "`broker:9093`"),
+            (LIST_VARIABLE, "a", "kafka://a,b,c:1/t", "names the server `b:9092,c:1`"),
+            (
+                LIST_VARIABLE,
                 "broker",
                 "kafka://broker.evil.example/t",
                 "`broker.evil.example:9092`",
             ),
-            (LIST, "kafka://h", "amqps://h/q", "`h:5671`"),
-            (LIST, "amqps://h", "amqp://h/q", "list `amqp://h:5672`"),
-            (LIST, "h", "amqp://h/q", "in clear text: use `amqps://`"),
-            (LIST, "", "amqp://h/q", "list `amqp://h:5672`"),
-            (LIST, "", "amqp://127.0.0.1/q", "list `127.0.0.1:5672`"),
-            (LIST, "", "kafka://[::1]/t", "list `[::1]:9092`"),
-            (ADDRESS, "amqps://mq/q", "amqp://mq:5671/q", "in clear text"),
-            (ADDRESS, "kafka://a/t", "kafka://a:1/t", "`a:1`"),
+            (LIST_VARIABLE, "kafka://h", "amqps://h/q", "`h:5671`"),
+            (LIST_VARIABLE, "amqps://h", "amqp://h/q", "list `amqp://h:5672`"),
+            (LIST_VARIABLE, "h", "amqp://h/q", "in clear text: use `amqps://`"),
+            (LIST_VARIABLE, "", "amqp://h/q", "list `amqp://h:5672`"),
+            (LIST_VARIABLE, "", "amqp://127.0.0.1/q", "list `127.0.0.1:5672`"),
+            (LIST_VARIABLE, "", "kafka://[::1]/t", "list `[::1]:9092`"),
+            (ADDRESS_VARIABLE, "amqps://mq/q", "amqp://mq:5671/q", "in clear text"),
+            (ADDRESS_VARIABLE, "kafka://a/t", "kafka://a:1/t", "`a:1`"),
             (
-                ADDRESS,
+                ADDRESS_VARIABLE,
                 "redis://u:hunter2@a/t",
                 "kafka://a:1/t",
                 "`GRISTMILL_QUEUE`: a queue address",
             ),
-            (LIST, "u:hunter2@h", "kafka://h/t", "has an invalid entry"),
-            (LIST, "https://h", "kafka://h/t", "has an invalid entry"),
-            (LIST, "h:9092/t", "kafka://h/t", "has an invalid entry"),
+            (LIST_VARIABLE, "u:hunter2@h", "kafka://h/t", "has an invalid entry"),
+            (LIST_VARIABLE, "https://h", "kafka://h/t", "has an invalid entry"),
+            (LIST_VARIABLE, "h:9092/t", "kafka://h/t", "has an invalid entry"),
         ] {
             let line = refused(&[(variable, value)], url).unwrap_or_else(|| panic!("{variable}={value} {url}"));
             assert!(
@@ -219,8 +230,8 @@ mod tests {
     }
 
     #[test]
-    fn this_machine_is_no_network() {
-        for (url, far) in [
+    fn loopback_addresses_are_not_remote() {
+        for (url, remote) in [
             ("amqp://localhost/q", 0),
             ("amqp://127.9.9.9/q", 0),
             ("kafka://[::1],a.localhost,LOCALHOST/t", 0),
@@ -228,7 +239,7 @@ mod tests {
             ("amqp://localhost.example.com/q", 1),
             ("amqp://0.0.0.0/q", 1),
         ] {
-            assert_eq!(remote(&url.parse().unwrap()).len(), far, "{url}");
+            assert_eq!(remote_servers(&url.parse().unwrap()).len(), remote, "{url}");
         }
     }
 }

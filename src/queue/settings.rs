@@ -19,19 +19,19 @@ use std::time::Duration;
 
 use super::QueueError;
 use super::address::{QueueUrl, Secret};
-use super::properties::{is_credential, is_secret, one_name};
-use super::servers::{Servers, remote};
+use super::properties::{canonical_name, is_credential, is_secret};
+use super::servers::{TrustedServers, remote_servers};
 use crate::signing::Signing;
 
 const PROPERTY_PREFIX: &str = "GRISTMILL_KAFKA_";
 const FILE_SUFFIX: &str = "_FILE";
-/// Shorter texts are not hidden: a secret of that length protects nothing, and hiding it would
-/// garble every line.
+/// Minimum length of a secret that is removed from texts: a shorter secret protects nothing, and
+/// removing it would garble every line.
 const SECRET_BYTES_MIN: usize = 3;
 
 /// Who named the address of a queue.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub enum Origin {
+pub enum AddressOrigin {
     /// The operator, who runs gristmill: credentials in the environment are meant for this address.
     #[default]
     Operator,
@@ -39,20 +39,20 @@ pub enum Origin {
     JobFile,
 }
 
-/// Settings for a connection to a queue; the environment supplies absent ones.
+/// Settings for a connection to a queue. The environment supplies absent settings.
 #[derive(Clone)]
 pub struct Settings {
-    /// Who named the address that these settings are used with.
-    pub origin: Origin,
+    /// Who named the address of the connection.
+    pub origin: AddressOrigin,
     /// librdkafka properties, passed through.
     pub kafka: Vec<(String, String)>,
-    /// Number of deliveries that the worker works on at once, at least 1; RabbitMQ's prefetch.
+    /// Number of deliveries that the worker works on concurrently, at least 1; RabbitMQ's prefetch.
     pub in_flight: u32,
     pub user: Option<String>,
     pub password: Option<Secret>,
-    /// PEM file of certificates that are trusted in addition to the system's.
+    /// PEM file of certificates that are trusted in addition to those of the system.
     pub ca_file: Option<PathBuf>,
-    /// How long a message for another worker is held before it is sent again.
+    /// Delay before a message for another worker is sent again.
     pub pass_on_delay: Duration,
     /// Length of a delivery's lease until the first [`super::Queue::extend`].
     pub first_lease: Duration,
@@ -63,7 +63,7 @@ pub struct Settings {
 impl Default for Settings {
     fn default() -> Settings {
         Settings {
-            origin: Origin::default(),
+            origin: AddressOrigin::default(),
             kafka: Vec::new(),
             in_flight: 4,
             user: None,
@@ -93,29 +93,29 @@ impl std::fmt::Debug for Settings {
 
 /// Address, settings and environment combined.
 #[derive(Clone)]
-pub(crate) struct Resolved {
+pub(crate) struct ResolvedSettings {
     pub settings: Settings,
     pub user: Option<String>,
     pub password: Option<Secret>,
     pub ca_file: Option<PathBuf>,
-    /// librdkafka properties by name; a property of [`ALIASES`] has Kafka's name.
+    /// librdkafka properties by name. A property with two names has Kafka's name.
     pub kafka: BTreeMap<String, String>,
-    pub scrub: Scrub,
+    pub scrub: SecretScrubber,
     /// How messages are signed and checked.
     pub signing: Signing,
 }
 
-impl Resolved {
-    /// Reads the environment. Fails where a file named there is unreadable, a setting is invalid,
-    /// or a password would go to a server that only a job file names.
-    pub(crate) fn new(url: &QueueUrl, settings: &Settings) -> Result<Resolved, QueueError> {
-        let mut resolved = Resolved::with(
+impl ResolvedSettings {
+    /// Reads the environment. Fails if a file named there is unreadable, a setting is invalid, or a
+    /// password would go to a server that only a job file names.
+    pub(crate) fn new(url: &QueueUrl, settings: &Settings) -> Result<ResolvedSettings, QueueError> {
+        let mut resolved = ResolvedSettings::with(
             url,
             settings,
             std::env::vars_os().filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?))),
         )?;
-        resolved.signing = Signing::of_process().map_err(|what| QueueError::Settings { what })?;
-        if let Some(warning) = resolved.in_clear(url) {
+        resolved.signing = Signing::of_process().map_err(|why| QueueError::Settings { why })?;
+        if let Some(warning) = resolved.cleartext_warning(url) {
             static ONCE: Once = Once::new();
             ONCE.call_once(|| tracing::warn!("{warning}"));
         }
@@ -126,7 +126,7 @@ impl Resolved {
         url: &QueueUrl,
         settings: &Settings,
         environment: impl IntoIterator<Item = (String, String)>,
-    ) -> Result<Resolved, QueueError> {
+    ) -> Result<ResolvedSettings, QueueError> {
         let environment: BTreeMap<String, String> = environment
             .into_iter()
             .filter(|(name, value)| name.starts_with("GRISTMILL_") && !value.is_empty())
@@ -139,7 +139,7 @@ impl Resolved {
             .ca_file
             .clone()
             .or_else(|| environment.get("GRISTMILL_QUEUE_CA_FILE").map(PathBuf::from));
-        let given = Credentials {
+        let credentials = Credentials {
             user: settings
                 .user
                 .clone()
@@ -151,24 +151,24 @@ impl Resolved {
             },
             kafka: kafka_properties(settings, &environment)?,
         };
-        if settings.origin == Origin::JobFile
-            && let Some(what) = given.credential(url)
+        if settings.origin == AddressOrigin::JobFile
+            && let Some(credential) = credentials.first_credential(url)
         {
-            Servers::of(&environment)?.admit(url, &what)?;
+            TrustedServers::from_environment(&environment)?.check_named(url, &credential)?;
         }
-        let Credentials { user, password, kafka } = given;
+        let Credentials { user, password, kafka } = credentials;
         let (user, password) = (url_user.or(user), url_password.or(password));
-        let mut scrub = Scrub::default();
-        scrub.hide(password.as_ref().map(Secret::reveal));
-        // The value may be an address with a password in it.
-        let may_hold = |value: &str| value.contains("://") && value.contains('@');
-        scrub.hide(
+        let mut scrub = SecretScrubber::default();
+        scrub.add_secrets(password.as_ref().map(Secret::reveal));
+        // The value may be an address that contains a password.
+        let may_hold_password = |value: &str| value.contains("://") && value.contains('@');
+        scrub.add_secrets(
             kafka
                 .iter()
-                .filter(|(name, value)| is_secret(name) || may_hold(value))
+                .filter(|(name, value)| is_secret(name) || may_hold_password(value))
                 .map(|(_, value)| &**value),
         );
-        Ok(Resolved {
+        Ok(ResolvedSettings {
             settings: Settings {
                 in_flight: settings.in_flight.max(1),
                 ..settings.clone()
@@ -182,27 +182,27 @@ impl Resolved {
         })
     }
 
-    /// The warning where a password crosses a network in clear text. The operator asked for that
-    /// with an address that begins with `amqp://`, or with `security.protocol`.
-    fn in_clear(&self, url: &QueueUrl) -> Option<String> {
-        let set = |name: &str, words: &[&str]| {
+    /// The warning if a password crosses a network in clear text, as the operator has chosen by an
+    /// address that begins with `amqp://`, or by `security.protocol`.
+    fn cleartext_warning(&self, url: &QueueUrl) -> Option<String> {
+        let is_one_of = |name: &str, values: &[&str]| {
             let value = self.kafka.get(name);
-            value.is_some_and(|value| words.iter().any(|word| value.eq_ignore_ascii_case(word)))
+            value.is_some_and(|value| values.iter().any(|other| value.eq_ignore_ascii_case(other)))
         };
-        let instead = match url {
+        let remedy = match url {
             QueueUrl::RabbitMq(url) if !url.tls && self.password.is_some() => "`amqps://` encrypts it",
             QueueUrl::Kafka(_)
-                if set("security.protocol", &["SASL_PLAINTEXT"])
-                    && set("sasl.mechanism", &["PLAIN", "OAUTHBEARER"]) =>
+                if is_one_of("security.protocol", &["SASL_PLAINTEXT"])
+                    && is_one_of("sasl.mechanism", &["PLAIN", "OAUTHBEARER"]) =>
             {
                 "`security.protocol=SASL_SSL` encrypts it"
             }
             _ => return None,
         };
-        let servers = remote(url);
+        let servers = remote_servers(url);
         (!servers.is_empty()).then(|| {
             let servers = servers.join(",");
-            format!("the password goes to `{servers}` over the network in clear text: {instead}")
+            format!("the password goes to `{servers}` over the network in clear text: {remedy}")
         })
     }
 }
@@ -215,8 +215,8 @@ struct Credentials {
 }
 
 impl Credentials {
-    /// Names a setting among these that authenticates us to the broker, if there is one.
-    fn credential(&self, url: &QueueUrl) -> Option<String> {
+    /// Describes the first of these settings that authenticates us to the broker, if there is one.
+    fn first_credential(&self, url: &QueueUrl) -> Option<String> {
         if self.password.is_some() {
             return Some("the password of the environment".to_owned());
         }
@@ -225,7 +225,7 @@ impl Credentials {
         }
         let mut names = self.kafka.keys().filter(|name| is_credential(name));
         match url {
-            QueueUrl::Kafka(_) => names.next().map(|name| format!("what is set as `{name}`")),
+            QueueUrl::Kafka(_) => names.next().map(|name| format!("the value of `{name}`")),
             QueueUrl::RabbitMq(_) => None,
         }
     }
@@ -248,16 +248,16 @@ fn kafka_properties(
     settings: &Settings,
     environment: &BTreeMap<String, String>,
 ) -> Result<BTreeMap<String, String>, QueueError> {
-    let mut found = properties(environment)?;
+    let mut found = environment_properties(environment)?;
     let own = settings.kafka.iter();
-    found.extend(own.map(|(name, value)| (one_name(name).to_owned(), value.clone())));
+    found.extend(own.map(|(name, value)| (canonical_name(name).to_owned(), value.clone())));
     Ok(found)
 }
 
 /// librdkafka properties of the environment: `GRISTMILL_KAFKA_SASL_MECHANISM` sets
 /// `sasl.mechanism`.
-fn properties(environment: &BTreeMap<String, String>) -> Result<BTreeMap<String, String>, QueueError> {
-    let name = |text: &str| one_name(&text.to_ascii_lowercase().replace('_', ".")).to_owned();
+fn environment_properties(environment: &BTreeMap<String, String>) -> Result<BTreeMap<String, String>, QueueError> {
+    let name = |text: &str| canonical_name(&text.to_ascii_lowercase().replace('_', ".")).to_owned();
     let mut found = BTreeMap::new();
     for (variable, path) in environment {
         let Some(property) = variable
@@ -284,17 +284,17 @@ const SECRET_BYTES_MAX: u64 = 1 << 20;
 /// Reads a secret from a file and removes trailing line breaks.
 fn read(variable: &str, path: &Path) -> Result<String, QueueError> {
     let text = crate::regular::read_text(path, SECRET_BYTES_MAX).map_err(|error| QueueError::Settings {
-        what: format!("cannot read `{}`, which `{variable}` names: {error}", path.display()),
+        why: format!("cannot read `{}`, which `{variable}` names: {error}", path.display()),
     })?;
     Ok(text.trim_end_matches(['\r', '\n']).to_owned())
 }
 
-/// Removes secrets from texts written by others, such as errors of librdkafka.
+/// Removes secrets from texts of other programs, such as errors of librdkafka.
 #[derive(Clone, Default)]
-pub(crate) struct Scrub(Vec<String>);
+pub(crate) struct SecretScrubber(Vec<String>);
 
-impl Scrub {
-    fn hide<'a>(&mut self, secrets: impl IntoIterator<Item = &'a str>) {
+impl SecretScrubber {
+    fn add_secrets<'a>(&mut self, secrets: impl IntoIterator<Item = &'a str>) {
         for secret in secrets {
             if secret.len() >= SECRET_BYTES_MIN {
                 self.0.push(secret.to_owned());
@@ -304,8 +304,8 @@ impl Scrub {
         self.0.sort_by_key(|secret| std::cmp::Reverse(secret.len()));
     }
 
-    /// The text on one line, with every secret replaced by `***`.
-    pub(crate) fn line(&self, text: &str) -> String {
+    /// `text` as one line, with every secret replaced by `***`.
+    pub(crate) fn clean_line(&self, text: &str) -> String {
         let mut line = text.split_whitespace().collect::<Vec<_>>().join(" ");
         for secret in &self.0 {
             line = line.replace(secret.as_str(), "***");
@@ -318,15 +318,15 @@ impl Scrub {
 mod tests {
     use super::*;
 
-    fn resolve(url: &str, settings: &Settings, environment: &[(&str, &str)]) -> Resolved {
+    fn resolve(url: &str, settings: &Settings, environment: &[(&str, &str)]) -> ResolvedSettings {
         let environment = environment
             .iter()
             .map(|&(name, value)| (name.to_owned(), value.to_owned()));
-        Resolved::with(&url.parse().unwrap(), settings, environment).unwrap()
+        ResolvedSettings::with(&url.parse().unwrap(), settings, environment).unwrap()
     }
 
     #[test]
-    fn the_address_wins_over_settings_over_environment_over_files() {
+    fn precedence_is_address_settings_environment_files() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("secret");
         std::fs::write(&file, "from-file\n").unwrap();
@@ -370,11 +370,11 @@ mod tests {
                 ("ssl.key.password", "from-file")
             ]
         );
-        assert_eq!(found.scrub.line("a from-file\nb"), "a *** b");
+        assert_eq!(found.scrub.clean_line("a from-file\nb"), "a *** b");
     }
 
     #[test]
-    fn two_names_of_a_property_are_one() {
+    fn an_alias_sets_the_property_itself() {
         let set = Settings {
             kafka: vec![("sasl.mechanisms".into(), "PLAIN".into())],
             ..Settings::default()
@@ -389,7 +389,7 @@ mod tests {
     }
 
     #[test]
-    fn what_proves_who_we_are_goes_to_servers_that_the_operator_named() {
+    fn credentials_go_only_to_servers_that_the_operator_named() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("secret");
         std::fs::write(&file, "hunter2").unwrap();
@@ -402,7 +402,7 @@ mod tests {
             let environment = environment
                 .iter()
                 .map(|&(name, value)| (name.to_owned(), value.to_owned()));
-            let found = Resolved::with(&url.parse().unwrap(), &settings, environment);
+            let found = ResolvedSettings::with(&url.parse().unwrap(), &settings, environment);
             found.err().map(|error| error.to_string())
         };
         let named = ("GRISTMILL_QUEUE_HOST", "h,amqp://h");
@@ -417,19 +417,23 @@ mod tests {
             ("kafka://h/t", "GRISTMILL_KAFKA_SSL_KEYSTORE_LOCATION", "hunter2"),
         ] {
             let set = (variable, value);
-            let line = refused(url, Origin::JobFile, &[set], &[]).unwrap_or_else(|| panic!("{url} {variable}"));
+            let line = refused(url, AddressOrigin::JobFile, &[set], &[]).unwrap_or_else(|| panic!("{url} {variable}"));
             assert!(
                 line.contains("GRISTMILL_QUEUE_HOST") && !line.contains("hunter2"),
                 "{line}"
             );
-            assert_eq!(refused(url, Origin::Operator, &[set], &[]), None, "{url} {variable}");
             assert_eq!(
-                refused(url, Origin::JobFile, &[set, named], &[]),
+                refused(url, AddressOrigin::Operator, &[set], &[]),
+                None,
+                "{url} {variable}"
+            );
+            assert_eq!(
+                refused(url, AddressOrigin::JobFile, &[set, named], &[]),
                 None,
                 "{url} {variable}"
             );
         }
-        let line = refused("kafka://h/t", Origin::JobFile, &[], &[("sasl.username", "u")]).unwrap();
+        let line = refused("kafka://h/t", AddressOrigin::JobFile, &[], &[("sasl.username", "u")]).unwrap();
         assert!(line.contains("`sasl.username`"), "{line}");
         // Settings that are not credentials go to any server, and an address without a password
         // needs no entry.
@@ -441,25 +445,28 @@ mod tests {
             ("GRISTMILL_QUEUE_HOST", "nonsense/entry"),
             ("GRISTMILL_QUEUE_PASSWORD", ""),
         ] {
-            assert_eq!(refused("kafka://h/t", Origin::JobFile, &[(variable, value)], &[]), None);
             assert_eq!(
-                refused("amqp://u@h/q", Origin::JobFile, &[(variable, value)], &[]),
+                refused("kafka://h/t", AddressOrigin::JobFile, &[(variable, value)], &[]),
+                None
+            );
+            assert_eq!(
+                refused("amqp://u@h/q", AddressOrigin::JobFile, &[(variable, value)], &[]),
                 None
             );
         }
         let of_kafka = [("GRISTMILL_KAFKA_SASL_PASSWORD", "hunter2")];
         assert_eq!(
-            refused("amqp://h/q", Origin::JobFile, &of_kafka, &[]),
+            refused("amqp://h/q", AddressOrigin::JobFile, &of_kafka, &[]),
             None,
             "not sent there"
         );
     }
 
     #[test]
-    fn a_password_in_clear_text_is_said() {
+    fn a_password_in_clear_text_gives_a_warning() {
         let said = |url: &str, environment: &[(&str, &str)]| {
             let found = resolve(url, &Settings::default(), environment);
-            found.in_clear(&url.parse().unwrap())
+            found.cleartext_warning(&url.parse().unwrap())
         };
         let protocol = |value| ("GRISTMILL_KAFKA_SECURITY_PROTOCOL", value);
         let mechanism = |value| ("GRISTMILL_KAFKA_SASL_MECHANISM", value);
@@ -492,7 +499,9 @@ mod tests {
     fn a_missing_file_is_named_and_debug_hides_values() {
         let url = "amqp://h/q".parse().unwrap();
         let environment = [("GRISTMILL_QUEUE_PASSWORD_FILE".to_owned(), "/nowhere/x".to_owned())];
-        let error = Resolved::with(&url, &Settings::default(), environment).err().unwrap();
+        let error = ResolvedSettings::with(&url, &Settings::default(), environment)
+            .err()
+            .unwrap();
         assert!(error.to_string().contains("`/nowhere/x`"), "{error}");
         let settings = Settings {
             kafka: vec![("sasl.password".into(), "hunter2".into())],

@@ -67,10 +67,10 @@ fn compare(batch: &RecordBatch, gold: &str) -> Result<Agreement, String> {
         .is_some_and(|gold| gold.data_type().is_floating());
     let (completion, gold) = (text("completion")?, text(gold)?);
     let parsed = match batch.column_by_name("parsed") {
-        // Objects, lists and fractions are compared as the answer's compact JSON: it has `3` where
-        // Arrow would write `3.0`.
+        // Objects, lists and fractions are compared as the answer's compact JSON, which has `3`
+        // where Arrow would write `3.0`.
         Some(typed) if typed.data_type().is_nested() || typed.data_type().is_floating() && !is_fraction => {
-            compact(completion.as_string::<i32>(), typed)
+            compact_answers(completion.as_string::<i32>(), typed)
         }
         _ => text("parsed")?,
     };
@@ -88,8 +88,8 @@ fn compare(batch: &RecordBatch, gold: &str) -> Result<Agreement, String> {
     Ok(sum)
 }
 
-/// The answers as compact JSON, in the rows where `parsed` has a value.
-fn compact(completion: &StringArray, parsed: &ArrayRef) -> ArrayRef {
+/// The answers as compact JSON; null in rows without a value of `parsed`.
+fn compact_answers(completion: &StringArray, parsed: &ArrayRef) -> ArrayRef {
     let of = |row: usize| {
         let answer = parsed.is_valid(row).then(|| Answer::parse(completion.value(row)));
         answer?.ok().map(|answer| answer.compact())

@@ -17,7 +17,7 @@ const PART_BYTES_MAX: u64 = 1 << 30;
 
 /// The answer to a row, with one text per sample.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct Answer {
+pub struct RowAnswer {
     /// At least one.
     pub texts: Vec<String>,
     /// Log probabilities of each sample's tokens; empty if the job writes none.
@@ -26,11 +26,11 @@ pub struct Answer {
     pub probabilities: Vec<f32>,
 }
 
-impl Answer {
-    /// Converts a result of the device; `None` if the row has no answer.
-    pub fn of_result(row: RowResult) -> Option<Answer> {
-        let mut answer = Answer::default();
-        if !row.samples.iter().all(SampleResult::is_there) {
+impl RowAnswer {
+    /// The answer in a row's result; `None` if a sample failed or there is none.
+    pub fn of_result(row: RowResult) -> Option<RowAnswer> {
+        let mut answer = RowAnswer::default();
+        if !row.samples.iter().all(SampleResult::has_completion) {
             return None;
         }
         for sample in row.samples {
@@ -52,11 +52,11 @@ pub enum AnswersError {
 }
 
 /// Reads the answers to these rows of a shard; `None` for a row that failed.
-pub async fn of_part(
+pub async fn read_part(
     ledger: &Ledger,
     shard: u32,
     rows: &BTreeSet<u64>,
-) -> Result<BTreeMap<u64, Option<Answer>>, AnswersError> {
+) -> Result<BTreeMap<u64, Option<RowAnswer>>, AnswersError> {
     let part = ledger.keys().part(shard);
     let bytes = ledger.store().get(&part, PART_BYTES_MAX).await?;
     let bad = |why: String| AnswersError::Part {
@@ -71,7 +71,7 @@ pub async fn of_part(
     let mut found = BTreeMap::new();
     for batch in reader.map_err(|e| bad(e.to_string()))? {
         let batch = batch.map_err(|e| bad(e.to_string()))?;
-        found.extend(of_batch(&batch, rows).map_err(bad)?);
+        found.extend(answers_in_batch(&batch, rows).map_err(bad)?);
     }
     match rows.iter().find(|row| !found.contains_key(row)) {
         None => Ok(found),
@@ -79,43 +79,43 @@ pub async fn of_part(
     }
 }
 
-fn of_batch(batch: &RecordBatch, rows: &BTreeSet<u64>) -> Result<Vec<(u64, Option<Answer>)>, String> {
-    let numbers = batch
+fn answers_in_batch(batch: &RecordBatch, rows: &BTreeSet<u64>) -> Result<Vec<(u64, Option<RowAnswer>)>, String> {
+    let row_numbers = batch
         .column_by_name("row")
         .and_then(|column| column.as_primitive_opt::<Int64Type>())
         .ok_or("it has no column `row` of whole numbers")?;
-    let value = |name: &str, i: usize| match batch.column_by_name(name) {
-        Some(column) => cell(column, i),
+    let value = |name: &str, index: usize| match batch.column_by_name(name) {
+        Some(column) => cell(column, index),
         None => Ok(Value::Null),
     };
     let mut found = Vec::new();
-    for (i, &row) in numbers.values().iter().enumerate() {
+    for (index, &row) in row_numbers.values().iter().enumerate() {
         let row = row as u64;
         if !rows.contains(&row) {
             continue;
         }
-        let logprobs = value("logprobs", i)?;
-        let answer = match value("completion", i)? {
+        let logprobs = value("logprobs", index)?;
+        let answer = match value("completion", index)? {
             Value::Null => None,
             // One of the row's samples failed.
             Value::Array(texts) if texts.iter().any(Value::is_null) => None,
             // With one sample per row, each column holds the value itself instead of a list of
             // samples.
-            Value::String(text) => Some((vec![text], vec![numbers_of(&logprobs)])),
+            Value::String(text) => Some((vec![text], vec![to_numbers(&logprobs)])),
             Value::Array(texts) => Some((
                 texts
                     .iter()
                     .map(|text| text.as_str().unwrap_or_default().to_string())
                     .collect(),
-                logprobs.as_array().into_iter().flatten().map(numbers_of).collect(),
+                logprobs.as_array().into_iter().flatten().map(to_numbers).collect(),
             )),
             other => return Err(format!("its column `completion` holds {other}")),
         };
-        let probabilities: Vec<f32> = match value("choice_probabilities", i)? {
-            Value::Object(choices) => choices.values().map(number_of).collect(),
+        let probabilities: Vec<f32> = match value("choice_probabilities", index)? {
+            Value::Object(choices) => choices.values().map(to_number).collect(),
             _ => Vec::new(),
         };
-        let answer = answer.map(|(texts, logprobs)| Answer {
+        let answer = answer.map(|(texts, logprobs)| RowAnswer {
             texts,
             logprobs,
             probabilities,
@@ -125,12 +125,13 @@ fn of_batch(batch: &RecordBatch, rows: &BTreeSet<u64>) -> Result<Vec<(u64, Optio
     Ok(found)
 }
 
-fn numbers_of(list: &Value) -> Vec<f32> {
-    list.as_array().into_iter().flatten().map(number_of).collect()
+fn to_numbers(list: &Value) -> Vec<f32> {
+    list.as_array().into_iter().flatten().map(to_number).collect()
 }
 
-/// Converts to a number, or to NaN, which makes the mean visibly wrong.
-fn number_of(value: &Value) -> f32 {
+/// Converts to a number. Any other value becomes NaN, so that the recheck's mean differences show
+/// the fault.
+fn to_number(value: &Value) -> f32 {
     value.as_f64().map_or(f32::NAN, |number| number as f32)
 }
 
@@ -190,8 +191,8 @@ mod tests {
             let options = arrow::array::RecordBatchOptions::new().with_row_count(Some(3));
             let carry = RecordBatch::try_new_with_options(Arc::new(Schema::empty()), Vec::new(), &options).unwrap();
             let batch = schema.to_batch(&carry, 4, &results).unwrap();
-            let found = of_batch(&batch, &BTreeSet::from([4, 5])).unwrap();
-            let expected = [(4, Answer::of_result(row(4, texts))), (5, None)];
+            let found = answers_in_batch(&batch, &BTreeSet::from([4, 5])).unwrap();
+            let expected = [(4, RowAnswer::of_result(row(4, texts))), (5, None)];
             assert!(expected[0].1.is_some());
             assert_eq!(found, expected);
         }

@@ -16,15 +16,15 @@ pub struct Meter {
     prompt_tokens: AtomicU64,
     cached_tokens: AtomicU64,
     completion_tokens: AtomicU64,
-    /// Computed tokens of finished rows that are logged.
-    written_tokens: AtomicU64,
+    /// Tokens that were computed for finished rows that are logged.
+    logged_tokens: AtomicU64,
     device_micros: AtomicU64,
     lost_micros: AtomicU64,
 }
 
 /// A snapshot of a [`Meter`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
-pub struct Reading {
+pub struct MeterReading {
     pub rows: u64,
     pub failed_rows: u64,
     /// Rows with a truncated completion, whatever their status.
@@ -48,21 +48,21 @@ impl Meter {
     }
 
     /// Counts finished rows that are logged, so they are never computed again.
-    pub fn add_written(&self, rows: &[RowResult]) {
+    pub fn add_logged(&self, rows: &[RowResult]) {
         let computed =
             |row: &RowResult| u64::from(row.prompt_tokens.saturating_sub(row.cached_tokens)) + completion_tokens(row);
-        self.written_tokens.fetch_add(rows.iter().map(computed).sum(), Relaxed);
+        self.logged_tokens.fetch_add(rows.iter().map(computed).sum(), Relaxed);
     }
 
-    /// Counts the device time of unlogged rows as lost, because this process leaves without logging
+    /// Counts the device time of finished, unlogged rows as lost: this process ends without logging
     /// them.
-    pub fn lose_unwritten(&self) {
-        let read = self.read();
-        let finished = read.prompt_tokens.saturating_sub(read.cached_tokens) + read.completion_tokens;
-        let unwritten = finished.saturating_sub(self.written_tokens.load(Relaxed));
-        if unwritten > 0 {
-            let share = unwritten as f64 / finished as f64;
-            self.set_lost_seconds(read.lost_seconds + (read.device_seconds - read.lost_seconds) * share);
+    pub fn add_unlogged_to_lost(&self) {
+        let reading = self.read();
+        let finished = reading.prompt_tokens.saturating_sub(reading.cached_tokens) + reading.completion_tokens;
+        let unlogged = finished.saturating_sub(self.logged_tokens.load(Relaxed));
+        if unlogged > 0 {
+            let share = unlogged as f64 / finished as f64;
+            self.set_lost_seconds(reading.lost_seconds + (reading.device_seconds - reading.lost_seconds) * share);
         }
     }
 
@@ -71,17 +71,17 @@ impl Meter {
         self.device_micros.fetch_add(time.as_micros() as u64, Relaxed);
     }
 
-    /// Sets the device time spent on unfinished rows.
+    /// Sets the device time that was spent on rows that this process did not finish.
     pub fn set_lost_seconds(&self, seconds: f64) {
         self.lost_micros.store((seconds * 1e6) as u64, Relaxed);
     }
 
-    pub fn read(&self) -> Reading {
-        let rows: Vec<u64> = self.rows.iter().map(|r| r.load(Relaxed)).collect();
-        let all: u64 = rows.iter().sum();
-        Reading {
-            rows: all,
-            failed_rows: all - rows[RowStatus::Succeeded as usize],
+    pub fn read(&self) -> MeterReading {
+        let rows: Vec<u64> = self.rows.iter().map(|count| count.load(Relaxed)).collect();
+        let total: u64 = rows.iter().sum();
+        MeterReading {
+            rows: total,
+            failed_rows: total - rows[RowStatus::Succeeded as usize],
             truncated_rows: self.truncated_rows.load(Relaxed),
             prompt_tokens: self.prompt_tokens.load(Relaxed),
             cached_tokens: self.cached_tokens.load(Relaxed),
@@ -125,12 +125,12 @@ mod tests {
         rows.iter().for_each(|row| meter.add_row(row));
         meter.add_device_time(Duration::from_secs(6));
         meter.set_lost_seconds(2.0);
-        meter.add_written(&rows[..1]);
-        meter.lose_unwritten();
+        meter.add_logged(&rows[..1]);
+        meter.add_unlogged_to_lost();
         // Unlogged rows have three quarters of the computed tokens, and so 3 s of the 4 s left.
         assert_eq!(meter.read().lost_seconds, 5.0);
-        meter.add_written(&rows[1..]);
-        meter.lose_unwritten();
+        meter.add_logged(&rows[1..]);
+        meter.add_unlogged_to_lost();
         assert_eq!(meter.read().lost_seconds, 5.0);
     }
 
@@ -152,13 +152,13 @@ mod tests {
             ..row
         });
         meter.add_device_time(Duration::from_millis(1500));
-        let read = meter.read();
-        assert_eq!((read.rows, read.failed_rows), (2, 1));
+        let reading = meter.read();
+        assert_eq!((reading.rows, reading.failed_rows), (2, 1));
         assert_eq!(
-            (read.prompt_tokens, read.cached_tokens, read.completion_tokens),
+            (reading.prompt_tokens, reading.cached_tokens, reading.completion_tokens),
             (10, 4, 0)
         );
-        assert_eq!(read.device_seconds, 1.5);
+        assert_eq!(reading.device_seconds, 1.5);
     }
 
     #[test]

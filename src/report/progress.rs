@@ -9,13 +9,13 @@ use tracing::Instrument;
 
 use crate::ledger::spend::dollars;
 use crate::report::cost::show_dollars;
-use crate::report::meter::{Meter, Reading};
+use crate::report::meter::{Meter, MeterReading};
 use crate::report::summary::{counted, number, rate};
 use crate::say;
 
-const BAR_EVERY: Duration = Duration::from_millis(500);
-const LINE_EVERY: Duration = Duration::from_secs(5);
-const WORK_EVERY: Duration = Duration::from_secs(10);
+const BAR_INTERVAL: Duration = Duration::from_millis(500);
+const LINE_INTERVAL: Duration = Duration::from_secs(5);
+const WORKER_LINE_INTERVAL: Duration = Duration::from_secs(10);
 
 /// The job's size, and what was done before this process began.
 #[derive(Debug, Clone)]
@@ -35,68 +35,69 @@ pub fn show(meter: Arc<Meter>, goal: Goal, quiet: bool) -> tokio::task::JoinHand
         if quiet {
             return;
         }
-        let started = Instant::now();
-        if std::io::stderr().is_terminal() && !say::are_events() {
+        let start = Instant::now();
+        if std::io::stderr().is_terminal() && !say::stderr_is_logged() {
             let bar = ProgressBar::new(goal.rows).with_style(bar_style());
             loop {
-                let read = meter.read();
-                bar.set_position(goal.rows_before + read.rows);
-                bar.set_message(status(&read, &goal, started.elapsed()));
-                tokio::time::sleep(BAR_EVERY).await;
+                let reading = meter.read();
+                bar.set_position(goal.rows_before + reading.rows);
+                bar.set_message(status(&reading, &goal, start.elapsed()));
+                tokio::time::sleep(BAR_INTERVAL).await;
             }
         }
         loop {
-            tokio::time::sleep(LINE_EVERY).await;
-            let read = meter.read();
-            let rows = goal.rows_before + read.rows;
+            tokio::time::sleep(LINE_INTERVAL).await;
+            let reading = meter.read();
+            let rows = goal.rows_before + reading.rows;
             let line = format!(
                 "{} of {}, {}",
                 number(rows),
                 counted(goal.rows, "row"),
-                status(&read, &goal, started.elapsed())
+                status(&reading, &goal, start.elapsed())
             );
-            tell(&line, &read, rows, Some(goal.rows));
+            print_line(&line, &reading, rows, Some(goal.rows));
         }
     })
 }
 
 /// Shows a worker's progress until the returned task is aborted: a line every ten seconds if rows
 /// were finished in that time.
-pub fn show_work(meter: Arc<Meter>, quiet: bool) -> tokio::task::JoinHandle<()> {
-    let showing = async move {
+pub fn show_worker(meter: Arc<Meter>, quiet: bool) -> tokio::task::JoinHandle<()> {
+    let show_lines = async move {
         if quiet {
             return;
         }
-        let mut shown = 0;
+        let mut rows_shown = 0;
         loop {
-            tokio::time::sleep(WORK_EVERY).await;
-            let read = meter.read();
-            if read.rows > shown {
-                shown = read.rows;
+            tokio::time::sleep(WORKER_LINE_INTERVAL).await;
+            let reading = meter.read();
+            if reading.rows > rows_shown {
+                rows_shown = reading.rows;
                 let line = format!(
                     "{}, {} failed, {} truncated, {} tokens/s",
-                    counted(read.rows, "row"),
-                    number(read.failed_rows),
-                    number(read.truncated_rows),
-                    number(tokens_per_second(&read))
+                    counted(reading.rows, "row"),
+                    number(reading.failed_rows),
+                    number(reading.truncated_rows),
+                    number(tokens_per_second(&reading))
                 );
-                tell(&line, &read, read.rows, None);
+                print_line(&line, &reading, reading.rows, None);
             }
         }
     };
-    tokio::spawn(showing.in_current_span())
+    tokio::spawn(show_lines.in_current_span())
 }
 
-/// Prints a line of progress, with its figures as fields where the log is JSON. `rows_total`: the job's rows.
-fn tell(line: &str, read: &Reading, rows: u64, rows_total: Option<u64>) {
-    if say::are_events() {
+/// Prints a line of progress, with its figures as fields where the log is JSON. `rows_total`: the
+/// job's rows.
+fn print_line(line: &str, reading: &MeterReading, rows: u64, rows_total: Option<u64>) {
+    if say::stderr_is_logged() {
         tracing::info!(
-            target: say::TARGET,
+            target: say::LOG_TARGET,
             rows,
             rows_total,
-            failed_rows = read.failed_rows,
-            truncated_rows = read.truncated_rows,
-            tokens_per_second = tokens_per_second(read),
+            failed_rows = reading.failed_rows,
+            truncated_rows = reading.truncated_rows,
+            tokens_per_second = tokens_per_second(reading),
             "{line}"
         );
     } else {
@@ -104,8 +105,12 @@ fn tell(line: &str, read: &Reading, rows: u64, rows_total: Option<u64>) {
     }
 }
 
-fn tokens_per_second(read: &Reading) -> u64 {
-    rate(read.prompt_tokens + read.completion_tokens, read.device_seconds).round() as u64
+fn tokens_per_second(reading: &MeterReading) -> u64 {
+    rate(
+        reading.prompt_tokens + reading.completion_tokens,
+        reading.device_seconds,
+    )
+    .round() as u64
 }
 
 /// The text is shown whole; the bar takes the rest of the terminal's width.
@@ -115,20 +120,20 @@ fn bar_style() -> ProgressStyle {
 }
 
 /// Formats progress, as in "1,234 tokens/s, 2m 10s left, $0.0123 so far".
-fn status(read: &Reading, goal: &Goal, elapsed: Duration) -> String {
-    let mut parts = vec![format!("{} tokens/s", number(tokens_per_second(read)))];
-    let left = goal.rows.saturating_sub(goal.rows_before + read.rows);
-    if read.rows > 0 && left > 0 {
-        let seconds = elapsed.as_secs_f64() / read.rows as f64 * left as f64;
+fn status(reading: &MeterReading, goal: &Goal, elapsed: Duration) -> String {
+    let mut parts = vec![format!("{} tokens/s", number(tokens_per_second(reading)))];
+    let left = goal.rows.saturating_sub(goal.rows_before + reading.rows);
+    if reading.rows > 0 && left > 0 {
+        let seconds = elapsed.as_secs_f64() / reading.rows as f64 * left as f64;
         parts.push(format!("{} left", show_duration(seconds)));
     }
-    if read.failed_rows > 0 {
-        parts.push(counted(read.failed_rows, "failed row"));
+    if reading.failed_rows > 0 {
+        parts.push(counted(reading.failed_rows, "failed row"));
     }
-    if read.truncated_rows > 0 {
-        parts.push(counted(read.truncated_rows, "truncated row"));
+    if reading.truncated_rows > 0 {
+        parts.push(counted(reading.truncated_rows, "truncated row"));
     }
-    if let Some(usd) = dollars(goal.seconds_before + read.device_seconds, goal.usd_per_hour) {
+    if let Some(usd) = dollars(goal.seconds_before + reading.device_seconds, goal.usd_per_hour) {
         parts.push(format!("{} so far", show_dollars(usd)));
     }
     parts.join(", ")
@@ -153,7 +158,7 @@ mod tests {
         assert_eq!(show_duration(4.4), "4s");
         assert_eq!(show_duration(130.0), "2m 10s");
         assert_eq!(show_duration(7_260.0), "2h 1m");
-        let read = Reading {
+        let reading = MeterReading {
             rows: 10,
             failed_rows: 1,
             truncated_rows: 2,
@@ -169,7 +174,7 @@ mod tests {
             usd_per_hour: Some(3.6),
         };
         assert_eq!(
-            status(&read, &goal, Duration::from_secs(20)),
+            status(&reading, &goal, Duration::from_secs(20)),
             "500 tokens/s, 20s left, 1 failed row, 2 truncated rows, $0.0030 so far"
         );
     }

@@ -4,21 +4,23 @@ use std::sync::Arc;
 
 use serde::Serialize;
 
-use crate::report::answers::Answer;
+use crate::report::answers::RowAnswer;
 use crate::report::summary::{counted, number};
 use crate::tokenizer::Tokenizer;
 
 /// Maximum number of differing rows that are listed.
-const DIFFERING_SHOWN: usize = 5;
-/// Maximum length of a listed answer, and maximum text before its first difference, in characters.
-const SHOWN_CHARS: usize = 60;
-const SHOWN_BEFORE: usize = 20;
-/// The 97.5 % quantile of the normal distribution: 95 % lie within this many standard deviations.
-const DEVIATIONS: f64 = 1.959_964;
+const DIFFERING_SHOWN_MAX: usize = 5;
+/// Maximum length of a listed answer, in characters.
+const SHOWN_CHARS_MAX: usize = 60;
+/// Maximum number of characters that are shown before the first difference.
+const COMMON_CHARS_SHOWN: usize = 20;
+/// The 97.5 % quantile of the normal distribution: 95 % of it lie within this many standard
+/// deviations of the mean.
+const Z_95: f64 = 1.959_964;
 
 /// The result of a recheck, as `--json` prints it.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Recheck {
+pub struct RecheckReport {
     /// The precision that the rows were run again in.
     pub precision: String,
     /// Rows of the sample.
@@ -34,7 +36,7 @@ pub struct Recheck {
     /// Mean share of an answer's tokens before its first difference; absent for choices.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub leading_tokens: Option<f64>,
-    /// Mean absolute difference of a choice's probability, if the job writes probabilities.
+    /// Mean absolute difference of the choices' probabilities, if the job writes them.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub probability_difference: Option<f64>,
     /// Mean absolute difference of a token's log probability over the answers that are the same, if
@@ -62,8 +64,8 @@ pub struct Differing {
 }
 
 /// Counts the rows of a recheck.
-pub struct Tally {
-    /// Tokenizes answers; `None` if answers are choices, which are only compared as a whole.
+pub struct RecheckTally {
+    /// Tokenizes answers; `None` if answers are choices, which are compared only as a whole.
     tokenizer: Option<Arc<Tokenizer>>,
     compared: u64,
     same: u64,
@@ -92,10 +94,10 @@ impl Mean {
     }
 }
 
-impl Tally {
+impl RecheckTally {
     /// `tokenizer` tokenizes answers; it is `None` if answers are choices.
-    pub fn new(tokenizer: Option<Arc<Tokenizer>>) -> Tally {
-        Tally {
+    pub fn new(tokenizer: Option<Arc<Tokenizer>>) -> RecheckTally {
+        RecheckTally {
             tokenizer,
             compared: 0,
             same: 0,
@@ -113,25 +115,26 @@ impl Tally {
         self.unanswered += 1;
     }
 
-    /// Counts a row that was run again; `again` is `None` if it failed. Rows may come in any order.
-    pub fn add(&mut self, row: u64, job: &Answer, again: Option<&Answer>) {
-        let Some(again) = again else {
+    /// Counts a row that was run again; `recheck` is `None` if it failed. Rows may come in any
+    /// order.
+    pub fn add(&mut self, row: u64, job: &RowAnswer, recheck: Option<&RowAnswer>) {
+        let Some(recheck) = recheck else {
             self.failed += 1;
             return;
         };
         self.compared += 1;
-        let pairs = || job.texts.iter().zip(&again.texts);
+        let pairs = || job.texts.iter().zip(&recheck.texts);
         if let Some(tokenizer) = &self.tokenizer {
             let tokens = |text: &String| tokenizer.encode_plain(text);
             let shares: f64 = pairs().map(|(a, b)| leading_share(&tokens(a), &tokens(b))).sum();
             self.leading.add(shares / job.texts.len() as f64);
         }
-        for (a, b) in job.probabilities.iter().zip(&again.probabilities) {
+        for (a, b) in job.probabilities.iter().zip(&recheck.probabilities) {
             self.probability.add(f64::from(a - b).abs());
         }
-        if job.texts == again.texts {
+        if job.texts == recheck.texts {
             self.same += 1;
-            for (a, b) in job.logprobs.iter().zip(&again.logprobs) {
+            for (a, b) in job.logprobs.iter().zip(&recheck.logprobs) {
                 // The same text may consist of other tokens, whose log probabilities are not
                 // comparable.
                 if a.len() == b.len() {
@@ -143,25 +146,25 @@ impl Tally {
         } else {
             let (a, b) = pairs()
                 .find(|(a, b)| a != b)
-                .unwrap_or((&job.texts[0], &again.texts[0]));
+                .unwrap_or((&job.texts[0], &recheck.texts[0]));
             let (job, recheck) = shortened(a, b);
-            let at = self.differing.partition_point(|differing| differing.row < row);
-            self.differing.insert(at, Differing { row, job, recheck });
-            self.differing.truncate(DIFFERING_SHOWN);
+            let position = self.differing.partition_point(|differing| differing.row < row);
+            self.differing.insert(position, Differing { row, job, recheck });
+            self.differing.truncate(DIFFERING_SHOWN_MAX);
         }
     }
 
     /// Returns the result; `precision` names the recheck's precision, and `seconds` are device
     /// seconds.
-    pub fn finish(self, precision: String, seconds: f64) -> Recheck {
+    pub fn finish(self, precision: String, seconds: f64) -> RecheckReport {
         let (same, compared) = (self.same, self.compared);
-        Recheck {
+        RecheckReport {
             precision,
             rows: compared + self.unanswered + self.failed,
             compared,
             same,
             share: (compared > 0).then(|| same as f64 / compared as f64),
-            interval: wilson(same, compared),
+            interval: wilson_interval(same, compared),
             leading_tokens: self.leading.value(),
             probability_difference: self.probability.value(),
             logprob_difference: self.logprob.value(),
@@ -173,7 +176,7 @@ impl Tally {
     }
 }
 
-impl Recheck {
+impl RecheckReport {
     /// Formats the report for people, in the layout of summaries.
     pub fn lines(&self) -> Vec<String> {
         let to = &self.precision;
@@ -191,39 +194,39 @@ impl Recheck {
                 counted(self.rows, "row")
             ),
         }];
-        let mut more = |line: String| lines.push(format!("            {line}"));
+        let mut add_line = |line: String| lines.push(format!("            {line}"));
         if let Some(share) = self.leading_tokens {
-            more(format!(
+            add_line(format!(
                 "{:.1} % of an answer's tokens come before its first difference",
                 share * 100.0
             ));
         }
         if let Some(difference) = self.probability_difference {
-            more(format!("a choice's probability differs by {difference:.4} on average"));
+            add_line(format!("a choice's probability differs by {difference:.4} on average"));
         }
         if let Some(difference) = self.logprob_difference {
-            more(format!(
+            add_line(format!(
                 "a token's log probability differs by {difference:.4} on average"
             ));
         }
         if self.unanswered > 0 {
-            more(format!(
+            add_line(format!(
                 "no answer in the output for {}",
                 counted(self.unanswered, "more row")
             ));
         }
         if self.failed > 0 {
-            more(format!("{} failed in {to}", counted(self.failed, "more row")));
+            add_line(format!("{} failed in {to}", counted(self.failed, "more row")));
         }
         for differing in &self.differing {
-            more(format!(
+            add_line(format!(
                 "row {}: `{}`, in {to} `{}`",
                 differing.row, differing.job, differing.recheck
             ));
         }
         let unshown = (self.compared - self.same).saturating_sub(self.differing.len() as u64);
         if unshown > 0 {
-            more(format!("and {} more with another answer", number(unshown)));
+            add_line(format!("and {} more with another answer", number(unshown)));
         }
         lines
     }
@@ -234,16 +237,16 @@ impl Recheck {
 /// E. B. Wilson, "Probable Inference, the Law of Succession, and Statistical Inference", Journal of
 /// the American Statistical Association 22 (1927), 209–212. Unlike the normal approximation, the
 /// interval stays within 0 and 1, and has a positive width at shares of 0 and 1.
-fn wilson(hits: u64, all: u64) -> Option<[f64; 2]> {
+fn wilson_interval(hits: u64, all: u64) -> Option<[f64; 2]> {
     if all == 0 {
         return None;
     }
     let n = all as f64;
     let share = hits as f64 / n;
-    let z2 = DEVIATIONS * DEVIATIONS;
+    let z2 = Z_95 * Z_95;
     let middle = (share + z2 / (2.0 * n)) / (1.0 + z2 / n);
-    let half = DEVIATIONS / (1.0 + z2 / n) * (share * (1.0 - share) / n + z2 / (4.0 * n * n)).sqrt();
-    // Exactly 0 and 1 at the ends, which rounding may miss.
+    let half = Z_95 / (1.0 + z2 / n) * (share * (1.0 - share) / n + z2 / (4.0 * n * n)).sqrt();
+    // At these ends the interval reaches 0 or 1 exactly, which rounding may miss.
     let low = if hits == 0 { 0.0 } else { middle - half };
     let high = if hits == all { 1.0 } else { middle + half };
     Some([low, high])
@@ -262,19 +265,19 @@ fn leading_share(a: &[u32], b: &[u32]) -> f64 {
 /// Formats two texts on one line each, cut so that their first difference is visible.
 fn shortened(a: &str, b: &str) -> (String, String) {
     let common = a.chars().zip(b.chars()).take_while(|(a, b)| a == b).count();
-    let from = match common {
-        0..=SHOWN_BEFORE => 0,
-        _ => common - SHOWN_BEFORE,
+    let start = match common {
+        0..=COMMON_CHARS_SHOWN => 0,
+        _ => common - COMMON_CHARS_SHOWN,
     };
     let cut = |text: &str| {
-        let mut chars = text.chars().skip(from);
-        let shown: String = chars.by_ref().take(SHOWN_CHARS).collect();
+        let mut chars = text.chars().skip(start);
+        let shown: String = chars.by_ref().take(SHOWN_CHARS_MAX).collect();
         let shown = shown
             .escape_debug()
             .to_string()
             .replace("\\\"", "\"")
             .replace("\\'", "'");
-        let (before, after) = (from > 0, chars.next().is_some());
+        let (before, after) = (start > 0, chars.next().is_some());
         format!(
             "{}{shown}{}",
             if before { "…" } else { "" },
@@ -288,14 +291,14 @@ fn shortened(a: &str, b: &str) -> (String, String) {
 mod tests {
     use super::*;
 
-    fn answer(text: &str) -> Answer {
-        Answer {
+    fn answer(text: &str) -> RowAnswer {
+        RowAnswer {
             texts: vec![text.into()],
-            ..Answer::default()
+            ..RowAnswer::default()
         }
     }
 
-    fn near(found: Option<[f64; 2]>, expected: [f64; 2]) {
+    fn assert_near(found: Option<[f64; 2]>, expected: [f64; 2]) {
         let found = found.unwrap();
         assert!(
             found.iter().zip(expected).all(|(a, b)| (a - b).abs() < 5e-4),
@@ -306,13 +309,13 @@ mod tests {
     /// Compares with Newcombe, "Two-Sided Confidence Intervals for the Single Proportion",
     /// Statistics in Medicine 17 (1998), table I, method 3. The last case mirrors the third.
     #[test]
-    fn intervals_are_those_of_the_literature() {
-        near(wilson(81, 263), [0.2553, 0.3662]);
-        near(wilson(15, 148), [0.0624, 0.1605]);
-        near(wilson(0, 20), [0.0, 0.1611]);
-        near(wilson(1, 29), [0.0061, 0.1718]);
-        near(wilson(20, 20), [0.8389, 1.0]);
-        assert_eq!(wilson(0, 0), None);
+    fn intervals_equal_published_ones() {
+        assert_near(wilson_interval(81, 263), [0.2553, 0.3662]);
+        assert_near(wilson_interval(15, 148), [0.0624, 0.1605]);
+        assert_near(wilson_interval(0, 20), [0.0, 0.1611]);
+        assert_near(wilson_interval(1, 29), [0.0061, 0.1718]);
+        assert_near(wilson_interval(20, 20), [0.8389, 1.0]);
+        assert_eq!(wilson_interval(0, 0), None);
     }
 
     #[test]
@@ -330,26 +333,26 @@ mod tests {
     }
 
     #[test]
-    fn differences_are_seen_in_what_is_shown() {
+    fn shortened_texts_show_their_first_difference() {
         let long = "The same beginning of a long text, and then ";
         let (a, b) = shortened(&format!("{long}this{}", "x".repeat(100)), &format!("{long}that\n"));
         assert!(a.starts_with('…') && a.ends_with('…') && a.contains(" this"), "{a}");
         assert!(b.starts_with('…') && b.ends_with("that\\n"), "{b}");
-        assert!(a.chars().count() <= SHOWN_CHARS + 2, "{a}");
+        assert!(a.chars().count() <= SHOWN_CHARS_MAX + 2, "{a}");
         assert_eq!(shortened("billing", "refund"), ("billing".into(), "refund".into()));
         assert_eq!(shortened("", "it's"), (String::new(), "it's".into()));
     }
 
     #[test]
     fn rows_are_counted_once_each_and_the_first_differing_are_shown() {
-        let mut tally = Tally::new(None);
+        let mut tally = RecheckTally::new(None);
         tally.add_unanswered();
         tally.add(9, &answer("a"), None);
         for row in (0..8).rev() {
             tally.add(row, &answer("a"), Some(&answer("b")));
         }
         for row in 10..12 {
-            let with = |p: f32, l: f32| Answer {
+            let with = |p: f32, l: f32| RowAnswer {
                 probabilities: vec![p, 1.0 - p],
                 logprobs: vec![vec![l]],
                 ..answer("a")
@@ -384,10 +387,10 @@ mod tests {
     #[test]
     fn texts_are_compared_token_by_token_over_all_samples() {
         let tokenizer = Tokenizer::from_words(&["one", "two", "three", " "], &[]).unwrap();
-        let mut tally = Tally::new(Some(Arc::new(tokenizer)));
-        let many = |texts: [&str; 2]| Answer {
+        let mut tally = RecheckTally::new(Some(Arc::new(tokenizer)));
+        let many = |texts: [&str; 2]| RowAnswer {
             texts: texts.map(String::from).to_vec(),
-            ..Answer::default()
+            ..RowAnswer::default()
         };
         tally.add(0, &many(["one two", "one"]), Some(&many(["one two", "two"])));
         tally.add(1, &many(["one", "two"]), Some(&many(["one", "two"])));
@@ -402,8 +405,8 @@ mod tests {
     }
 
     #[test]
-    fn nothing_to_compare_is_said() {
-        let mut tally = Tally::new(None);
+    fn a_recheck_without_compared_rows_says_so() {
+        let mut tally = RecheckTally::new(None);
         tally.add_unanswered();
         let found = tally.finish("f32".into(), 0.0);
         assert_eq!((found.share, found.interval), (None, None));

@@ -14,8 +14,8 @@ pub struct ShardSample {
     pub rows: BTreeSet<u64>,
 }
 
-/// Draws `wanted` rows of a job, or all if there are fewer, grouped by shard. `job_hash` is the
-/// hash of the job as written.
+/// Draws `wanted` rows of a job, or all if there are fewer, grouped by shard. `job_hash`: the hash
+/// of the job file.
 ///
 /// Each shard gives its proportional share of rows, to within one. If there are more shards than
 /// rows, the shards that give a row are evenly spaced. A hash of job and row selects the rows
@@ -23,42 +23,39 @@ pub struct ShardSample {
 pub fn sample(shards: &[Shard], wanted: u64, job_hash: &str) -> Vec<ShardSample> {
     let all: u128 = shards.iter().map(|shard| u128::from(shard.rows)).sum();
     let wanted = u128::from(wanted).min(all);
-    // Offset of the running count. At 0, the last shard would always give the extra row, the first
-    // never.
-    let start = match all {
+    // The offset of the running count depends on the job. Were it 0, rounding would always give the
+    // extra row to the last shard, and never to the first.
+    let offset = match all {
         0 => 0,
-        _ => u128::from(rank(job_hash, u64::MAX)) % all,
+        _ => u128::from(rank_key(job_hash, u64::MAX)) % all,
     };
-    let given_before = |row: u64| (u128::from(row) * wanted + start).checked_div(all).unwrap_or(0);
-    let of_shard = |(number, shard): (usize, &Shard)| {
+    let sampled_before = |row: u64| (u128::from(row) * wanted + offset).checked_div(all).unwrap_or(0);
+    let sample_shard = |(number, shard): (usize, &Shard)| {
         let rows = shard.first_row..shard.first_row + shard.rows;
-        let count = (given_before(rows.end) - given_before(rows.start)) as usize;
-        let mut places: Vec<(u64, u64)> = match count {
+        let count = (sampled_before(rows.end) - sampled_before(rows.start)) as usize;
+        let mut ranked_rows: Vec<(u64, u64)> = match count {
             0 => return None,
-            _ => rows.map(|row| (rank(job_hash, row), row)).collect(),
+            _ => rows.map(|row| (rank_key(job_hash, row), row)).collect(),
         };
-        if count < places.len() {
-            places.select_nth_unstable(count);
-            places.truncate(count);
+        if count < ranked_rows.len() {
+            ranked_rows.select_nth_unstable(count);
+            ranked_rows.truncate(count);
         }
         Some(ShardSample {
             shard: number as u32,
-            rows: places.into_iter().map(|(_, row)| row).collect(),
+            rows: ranked_rows.into_iter().map(|(_, row)| row).collect(),
         })
     };
-    shards.iter().enumerate().filter_map(of_shard).collect()
+    shards.iter().enumerate().filter_map(sample_shard).collect()
 }
 
-/// The row's rank key: a shard gives its rows with the lowest keys.
-fn rank(job_hash: &str, row: u64) -> u64 {
+/// The row's rank in its shard: the rows with the lowest keys are drawn.
+fn rank_key(job_hash: &str, row: u64) -> u64 {
     let digest = Sha256::new_with_prefix(b"gristmill-recheck\0")
         .chain_update(job_hash)
         .chain_update(row.to_le_bytes())
         .finalize();
-    digest
-        .iter()
-        .take(8)
-        .fold(0, |place, byte| place << 8 | u64::from(*byte))
+    digest.iter().take(8).fold(0, |key, byte| key << 8 | u64::from(*byte))
 }
 
 #[cfg(test)]
@@ -94,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn few_rows_of_many_shards_lie_apart() {
+    fn few_rows_of_many_shards_are_spread_evenly() {
         let found = sample(&shards(&[10; 1000]), 5, "job");
         let numbers: Vec<u32> = found.iter().map(|shard| shard.shard).collect();
         assert_eq!(found.iter().map(|shard| shard.rows.len()).collect::<Vec<_>>(), [1; 5]);
@@ -108,7 +105,7 @@ mod tests {
 
     /// Each position in a shard is drawn equally often: over 400 jobs, each of ten about 160 times.
     #[test]
-    fn every_place_in_a_shard_is_drawn_alike() {
+    fn every_position_in_a_shard_is_drawn_equally_often() {
         let shards = shards(&[10; 4]);
         let mut drawn = [0_u32; 10];
         for job in 0..400 {
@@ -125,16 +122,16 @@ mod tests {
 
     proptest! {
         #[test]
-        fn as_many_as_asked_for_or_all(rows in prop::collection::vec(1_u64..40, 0..30), wanted in 1_u64..700) {
+        fn the_requested_number_of_rows_is_drawn_or_all(rows in prop::collection::vec(1_u64..40, 0..30), wanted in 1_u64..700) {
             let shards = shards(&rows);
             let all: u64 = rows.iter().sum();
             let found = sample(&shards, wanted, "job");
             prop_assert_eq!(rows_of(&found).len() as u64, wanted.min(all));
-            for of_shard in &found {
-                let shard = &shards[of_shard.shard as usize];
+            for shard_sample in &found {
+                let shard = &shards[shard_sample.shard as usize];
                 let share = wanted.min(all) as f64 * shard.rows as f64 / all as f64;
-                prop_assert!((of_shard.rows.len() as f64 - share).abs() < 1.0 + 1e-9);
-                prop_assert!(of_shard.rows.iter().all(|row| (shard.first_row..shard.first_row + shard.rows).contains(row)));
+                prop_assert!((shard_sample.rows.len() as f64 - share).abs() < 1.0 + 1e-9);
+                prop_assert!(shard_sample.rows.iter().all(|row| (shard.first_row..shard.first_row + shard.rows).contains(row)));
             }
         }
     }

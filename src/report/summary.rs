@@ -6,7 +6,7 @@ use crate::ledger::Tally;
 use crate::ledger::failures::{Failures, Reason};
 use crate::ledger::status::Status;
 use crate::report::cost::show_dollars;
-use crate::report::recheck::Recheck;
+use crate::report::recheck::RecheckReport;
 use crate::report::shell_word;
 
 /// Percentage of truncated answers above which the summary warns.
@@ -40,8 +40,8 @@ impl RowCounts {
         }
     }
 
-    /// The share of answered rows that were truncated, if it is above `TRUNCATED_MAX_PERCENT`.
-    pub fn many_truncated(&self) -> Option<String> {
+    /// The share of truncated rows among the answered ones, if it is above `TRUNCATED_MAX_PERCENT`.
+    pub fn high_truncated_share(&self) -> Option<String> {
         let answered = self.succeeded + self.invalid_output;
         let truncated = self.truncated?;
         (truncated * 100 > answered * TRUNCATED_MAX_PERCENT).then(|| percent(truncated, answered))
@@ -75,7 +75,7 @@ impl RowCounts {
         lines
     }
 
-    /// Number of rows that have ended, whatever their status.
+    /// Number of rows that have a final status.
     pub fn ended(&self) -> u64 {
         self.succeeded + self.invalid_output + self.errored + self.expired + self.cancelled
     }
@@ -117,7 +117,7 @@ pub struct Summary {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub agreement: Option<Agreement>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub recheck: Option<Recheck>,
+    pub recheck: Option<RecheckReport>,
     /// Why rows failed; absent if none did.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub failures: Option<Failures>,
@@ -186,7 +186,7 @@ impl Summary {
                 percent(a.equal, a.rows)
             ));
         }
-        lines.extend(self.recheck.iter().flat_map(Recheck::lines));
+        lines.extend(self.recheck.iter().flat_map(RecheckReport::lines));
         lines.push(format!("output      {}", self.output));
         lines.extend(self.warning().map(|warning| format!("warning     {warning}")));
         lines
@@ -194,7 +194,7 @@ impl Summary {
 
     /// A warning that the user should see even if every row succeeded.
     pub fn warning(&self) -> Option<String> {
-        let share = self.rows.many_truncated()?;
+        let share = self.rows.high_truncated_share()?;
         Some(format!(
             "{share} of the answers were cut off at their `max_tokens`: raise `generate.max_tokens`; for a finished job, run \
              `gristmill retry {} --truncated --max-tokens N`",
@@ -244,8 +244,8 @@ pub fn number(n: u64) -> String {
 }
 
 /// Formats a count with its noun: "1 row", "2,000 rows".
-pub fn counted(n: u64, what: &str) -> String {
-    format!("{} {what}{}", number(n), if n == 1 { "" } else { "s" })
+pub fn counted(n: u64, noun: &str) -> String {
+    format!("{} {noun}{}", number(n), if n == 1 { "" } else { "s" })
 }
 
 #[cfg(test)]
@@ -268,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn the_json_has_the_documented_fields() {
+    fn json_has_the_documented_fields() {
         let summary = Summary {
             job: "j".into(),
             output: "file:///o".into(),
@@ -323,7 +323,7 @@ mod tests {
     }
 
     #[test]
-    fn more_than_one_answer_in_a_hundred_cut_off_is_a_warning() {
+    fn a_high_truncated_share_is_a_warning() {
         let rows = |truncated| RowCounts {
             total: 400,
             succeeded: 190,
@@ -333,16 +333,16 @@ mod tests {
             ..Default::default()
         };
         // Rows that the model never answered are not counted as answers.
-        assert_eq!(rows(Some(3)).many_truncated(), Some("1.5 %".into()));
+        assert_eq!(rows(Some(3)).high_truncated_share(), Some("1.5 %".into()));
         for few in [Some(2), Some(0), None] {
-            assert_eq!(rows(few).many_truncated(), None, "{few:?}");
+            assert_eq!(rows(few).high_truncated_share(), None, "{few:?}");
         }
         assert_eq!(
             RowCounts {
                 truncated: Some(0),
                 ..Default::default()
             }
-            .many_truncated(),
+            .high_truncated_share(),
             None
         );
         let lines = rows(Some(2)).lines().join("\n");

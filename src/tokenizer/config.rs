@@ -6,7 +6,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use super::{Added, TokenizerError};
+use super::{AddedToken, TokenizerError};
 use crate::python_json;
 
 /// Maximum size of a companion file in bytes.
@@ -17,7 +17,7 @@ const TEMPLATES_MAX: usize = 64;
 /// A chat template of the checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ChatTemplateSource {
-    /// `default`, unless the checkpoint names several templates.
+    /// `default`, or the template's name if the checkpoint has several.
     pub name: String,
     pub source: String,
 }
@@ -29,19 +29,18 @@ pub struct TokenizerConfig {
     pub eos_token: Option<String>,
     pub unk_token: Option<String>,
     pub pad_token: Option<String>,
-    /// Special tokens without a role of their own (`additional_special_tokens`,
-    /// `extra_special_tokens`).
+    /// Special tokens without a role (`additional_special_tokens`, `extra_special_tokens`).
     pub more_special_tokens: Vec<String>,
     /// `None` where the file has no such flag.
     pub add_bos_token: Option<bool>,
     pub add_eos_token: Option<bool>,
     /// Tokens of `added_tokens_decoder`, by ascending id.
-    pub added_tokens: Vec<Added>,
+    pub added_tokens: Vec<AddedToken>,
     pub chat_templates: Vec<ChatTemplateSource>,
 }
 
 impl TokenizerConfig {
-    /// Reads the companion files of `tokenizer.json` in `dir` that exist.
+    /// Reads the companion files of `tokenizer.json` that exist in `dir`.
     ///
     /// A `chat_template.jinja` file replaces the template in `tokenizer_config.json`, as in
     /// transformers.
@@ -112,7 +111,7 @@ impl TokenizerConfig {
                 .map_err(|_| format!("`added_tokens_decoder` has the key `{id}`, not an id"))?;
             let flag = |name: &str| token.get(name).and_then(Value::as_bool).unwrap_or(false);
             let content = token_text(token).ok_or_else(|| format!("added token {id} has no `content`"))?;
-            config.added_tokens.push(Added {
+            config.added_tokens.push(AddedToken {
                 id,
                 content,
                 special: flag("special"),

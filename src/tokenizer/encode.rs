@@ -2,7 +2,7 @@
 
 use std::sync::{Mutex, OnceLock, PoisonError};
 
-use tokenizers::{NormalizedString, Normalizer, Tokenizer as Inner};
+use tokenizers::{NormalizedString, Normalizer, Tokenizer as HfTokenizer};
 
 use super::Tokenizer;
 use super::guarded::{THIS_TEXT, guarded};
@@ -10,25 +10,25 @@ use super::stream::{STRETCH_BYTES_MAX, StreamEncoder};
 use super::trie::{ROOT, Trie};
 
 /// Texts above this length in bytes are encoded in parts.
-const LONG_BYTES: usize = 64 << 10;
-/// Maximum bytes that the model encodes at once, counted after normalizer and pre-tokenizer.
-pub(super) const WRITTEN_BYTES_MAX: usize = 2 * STRETCH_BYTES_MAX;
-/// Block size in bytes for measuring the length of a normalized text.
-const MEASURED_BYTES: usize = 4 << 10;
-/// Budget in bytes for encoding text again because it contains special tokens' texts, besides four
-/// times the text's length.
-const AGAIN_BYTES: usize = 1 << 20;
+const LONG_TEXT_BYTES: usize = 64 << 10;
+/// Maximum bytes that the model encodes at once, counted after the normalizer and pre-tokenizer.
+pub(super) const MODEL_INPUT_BYTES_MAX: usize = 2 * STRETCH_BYTES_MAX;
+/// Size in bytes of the blocks in which the length of a normalized text is measured.
+const MEASURED_BLOCK_BYTES: usize = 4 << 10;
+/// Minimum bytes of text that may be encoded again because it contains special tokens' texts. Four
+/// times the text's length are added.
+const RETRY_BYTES_MIN: usize = 1 << 20;
 
 /// The token ids of a text.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Encoded {
     pub ids: Vec<u32>,
-    /// If true, `ids` are more than the limit and may cover only the beginning of the text.
+    /// Whether `ids` are more than the limit. If so, they may cover only the beginning of the text.
     pub is_cut: bool,
 }
 
-/// Encoders for long texts, each built at its first use; see [`StreamEncoder`]. `None` inside: the
-/// tokenizer cannot be streamed.
+/// Encoders for long texts, each built at its first use; see [`StreamEncoder`]. The inner `None`
+/// means that the tokenizer cannot encode in parts.
 #[derive(Default)]
 pub(super) struct StreamEncoders {
     full: OnceLock<Option<StreamEncoder>>,
@@ -39,13 +39,14 @@ pub(super) struct StreamEncoders {
 
 /// Limits for texts that are encoded at once.
 pub(super) struct EncodeBounds {
-    /// Maximum length in bytes of a text that cannot exceed the limits after normalization.
+    /// Maximum length in bytes of a text that certainly stays within the limits after
+    /// normalization.
     pub whole_bytes_max: usize,
-    /// Maximum bytes that the pre-tokenizer makes from one byte.
+    /// Maximum output bytes of the pre-tokenizer per input byte.
     pub pre_tokenizer_growth: usize,
 }
 
-/// Selects one of the tokenizer's encoders.
+/// Selects an encoder of the tokenizer.
 #[derive(Clone, Copy)]
 enum EncoderKind {
     Full,
@@ -71,7 +72,7 @@ impl Tokenizer {
         let ids = self.encode_as(EncoderKind::Full, text, limit)?;
         let is_cut = ids.len() > limit;
         let (before, after) = if add_special {
-            self.surrounding()?
+            self.surrounding_ids()?
         } else {
             Default::default()
         };
@@ -98,7 +99,7 @@ impl Tokenizer {
     /// Encodes `text` as if in the middle of a prompt: special tokens are neither added nor
     /// recognised.
     pub fn encode_plain(&self, text: &str) -> Vec<u32> {
-        // Loading has checked that characters outside the vocabulary can be encoded. The remaining
+        // Loading has checked that characters outside the vocabulary can be encoded. The only other
         // error is a text on which the regex engine gives up. Such a text gets no tokens here, and
         // the caller spells it from the vocabulary.
         self.encode_without_specials(EncoderKind::Plain, text, usize::MAX)
@@ -115,7 +116,7 @@ impl Tokenizer {
             if let (_, Some(stream)) = self.encoder(EncoderKind::Full) {
                 return stream.normalize(text);
             }
-            self.check_whole(text)?;
+            self.check_whole_text(text)?;
         }
         let mut normalized = NormalizedString::from(text);
         guarded(THIS_TEXT, || normalizer.normalize(&mut normalized))?;
@@ -130,20 +131,20 @@ impl Tokenizer {
     fn encode_without_specials(&self, kind: EncoderKind, text: &str, limit: usize) -> Result<Encoded, String> {
         let mut out: Vec<u32> = Vec::new();
         // A stack of the remaining texts; the last one is encoded next.
-        let mut left = vec![(text, kind)];
-        let mut again = text.len().saturating_mul(4).saturating_add(AGAIN_BYTES);
-        while let Some((text, kind)) = left.pop() {
+        let mut pending = vec![(text, kind)];
+        let mut retry_budget = text.len().saturating_mul(4).saturating_add(RETRY_BYTES_MIN);
+        while let Some((text, kind)) = pending.pop() {
             let ids = self.encode_as(kind, text, limit - out.len())?;
-            let culprit = ids.iter().find(|id| self.is_offending(**id));
-            let cut = culprit.and_then(|culprit| self.cut_inside(*culprit, text));
+            let offending_id = ids.iter().find(|id| self.is_offending(**id));
+            let cut = offending_id.and_then(|offending_id| self.offset_inside(*offending_id, text));
             match cut {
-                Some(cut) if again >= text.len() => {
-                    again -= text.len();
-                    left.extend([(&text[cut..], EncoderKind::Plain), (&text[..cut], kind)]);
+                Some(cut) if retry_budget >= text.len() => {
+                    retry_budget -= text.len();
+                    pending.extend([(&text[cut..], EncoderKind::Plain), (&text[..cut], kind)]);
                     continue;
                 }
                 // The budget for encoding again is spent, so cut inside all special texts at once.
-                Some(_) => self.encode_cut(kind, text, limit, &mut out)?,
+                Some(_) => self.encode_cut_at_specials(kind, text, limit, &mut out)?,
                 None => out.extend(ids.into_iter().filter(|id| !self.is_offending(*id))),
             }
             if out.len() > limit {
@@ -156,24 +157,30 @@ impl Tokenizer {
         })
     }
 
-    /// Whether `id` is a special token that plain text must not yield.
+    /// Whether `id` is a special token that must not result from plain text.
     fn is_offending(&self, id: u32) -> bool {
-        self.is_special(id) && Some(id) != self.unknown
+        self.is_special(id) && Some(id) != self.unknown_id
     }
 
-    /// An offset inside the first occurrence of this token's text in `text`.
-    fn cut_inside(&self, culprit: u32, text: &str) -> Option<usize> {
-        let token = self.added.iter().find(|token| token.id == culprit)?;
+    /// An offset inside the first occurrence in `text` of this token's text.
+    fn offset_inside(&self, offending_id: u32, text: &str) -> Option<usize> {
+        let token = self.added.iter().find(|token| token.id == offending_id)?;
         let at = text.find(token.content.as_str())?;
-        let first = text[at..].chars().next()?.len_utf8();
-        (at + first < text.len()).then_some(at + first)
+        let first_char_bytes = text[at..].chars().next()?.len_utf8();
+        (at + first_char_bytes < text.len()).then_some(at + first_char_bytes)
     }
 
     /// Encodes `text`, cut inside every occurrence of a special token's text.
-    fn encode_cut(&self, mut kind: EncoderKind, text: &str, limit: usize, out: &mut Vec<u32>) -> Result<(), String> {
+    fn encode_cut_at_specials(
+        &self,
+        mut kind: EncoderKind,
+        text: &str,
+        limit: usize,
+        out: &mut Vec<u32>,
+    ) -> Result<(), String> {
         let mut specials = Trie::<bool>::new();
         for token in self.added.iter().filter(|token| token.special) {
-            specials.insert(token.content.chars(), |is_text, ends| *is_text |= ends);
+            specials.insert(token.content.chars(), |is_token, ends| *is_token |= ends);
         }
         let mut from = 0;
         for (at, c) in text.char_indices() {
@@ -191,47 +198,48 @@ impl Tokenizer {
         Ok(())
     }
 
-    /// If the text has more than `limit` tokens, the result may cover only its beginning.
+    /// Encodes `text` with this encoder. If the text has more than `limit` tokens, the result may
+    /// cover only its beginning.
     fn encode_as(&self, kind: EncoderKind, text: &str, limit: usize) -> Result<Vec<u32>, String> {
         if !self.is_long(text) {
-            return encode_with(self.inner(kind), text, false);
+            return encode_with(self.hf_tokenizer(kind), text, false);
         }
         match self.encoder(kind) {
-            (inner, Some(stream)) => stream.encode(inner, text, limit),
-            (inner, None) => {
-                self.check_whole(text)?;
+            (hf_tokenizer, Some(stream)) => stream.encode(hf_tokenizer, text, limit),
+            (hf_tokenizer, None) => {
+                self.check_whole_text(text)?;
                 // One text at a time, since a long text needs hundreds of megabytes.
-                static LONG: Mutex<()> = Mutex::new(());
-                let _one = LONG.lock().unwrap_or_else(PoisonError::into_inner);
-                encode_with(inner, text, false)
+                static LONG_TEXT: Mutex<()> = Mutex::new(());
+                let _guard = LONG_TEXT.lock().unwrap_or_else(PoisonError::into_inner);
+                encode_with(hf_tokenizer, text, false)
             }
         }
     }
 
     /// Whether a text is too long to be encoded at once without a check.
     fn is_long(&self, text: &str) -> bool {
-        text.len() > LONG_BYTES.min(self.bounds.whole_bytes_max)
+        text.len() > LONG_TEXT_BYTES.min(self.bounds.whole_bytes_max)
     }
 
     /// Checks that a text can be encoded at once within the limits.
-    fn check_whole(&self, text: &str) -> Result<(), String> {
+    fn check_whole_text(&self, text: &str) -> Result<(), String> {
         let bounds = &self.bounds;
         if text.len() > bounds.whole_bytes_max {
-            let mut written = 0;
-            let mut left = text;
-            while !left.is_empty() && written <= WRITTEN_BYTES_MAX {
-                let end = left.floor_char_boundary(MEASURED_BYTES);
-                let (block, rest) = left.split_at(end);
+            let mut input_bytes = 0;
+            let mut remaining = text;
+            while !remaining.is_empty() && input_bytes <= MODEL_INPUT_BYTES_MAX {
+                let end = remaining.floor_char_boundary(MEASURED_BLOCK_BYTES);
+                let (block, rest) = remaining.split_at(end);
                 let mut block = NormalizedString::from(block);
                 if let Some(normalizer) = self.full.get_normalizer() {
                     guarded(THIS_TEXT, || normalizer.normalize(&mut block))?;
                 }
-                written += block.get().len() * bounds.pre_tokenizer_growth;
-                left = rest;
+                input_bytes += block.get().len() * bounds.pre_tokenizer_growth;
+                remaining = rest;
             }
-            if written > WRITTEN_BYTES_MAX || text.len() > STRETCH_BYTES_MAX {
+            if input_bytes > MODEL_INPUT_BYTES_MAX || text.len() > STRETCH_BYTES_MAX {
                 return Err(format!(
-                    "this text has {} bytes, more than its tokenizer encodes at once, and this tokenizer cannot split a text",
+                    "this text has {} bytes: its tokenizer cannot encode so many at once, and cannot encode a text in parts",
                     text.len()
                 ));
             }
@@ -239,7 +247,7 @@ impl Tokenizer {
         Ok(())
     }
 
-    fn inner(&self, kind: EncoderKind) -> &Inner {
+    fn hf_tokenizer(&self, kind: EncoderKind) -> &HfTokenizer {
         match kind {
             EncoderKind::Full => &self.full,
             EncoderKind::First => &self.first_piece,
@@ -248,20 +256,23 @@ impl Tokenizer {
         }
     }
 
-    fn encoder(&self, kind: EncoderKind) -> (&Inner, Option<&StreamEncoder>) {
-        let streams = &self.streams;
+    fn encoder(&self, kind: EncoderKind) -> (&HfTokenizer, Option<&StreamEncoder>) {
+        let streams = &self.stream_encoders;
         let stream = match kind {
             EncoderKind::Full => &streams.full,
             EncoderKind::Later if self.later_piece.is_some() => &streams.later,
             EncoderKind::Plain if self.plain.is_some() => &streams.plain,
             EncoderKind::First | EncoderKind::Later | EncoderKind::Plain => &streams.first,
         };
-        let inner = self.inner(kind);
-        (inner, stream.get_or_init(|| StreamEncoder::of(inner)).as_ref())
+        let hf_tokenizer = self.hf_tokenizer(kind);
+        (
+            hf_tokenizer,
+            stream.get_or_init(|| StreamEncoder::of(hf_tokenizer)).as_ref(),
+        )
     }
 }
 
-pub(super) fn encode_with(encoder: &Inner, text: &str, add_special: bool) -> Result<Vec<u32>, String> {
+pub(super) fn encode_with(encoder: &HfTokenizer, text: &str, add_special: bool) -> Result<Vec<u32>, String> {
     let encoding = guarded(THIS_TEXT, || encoder.encode_fast(text, add_special))?;
     Ok(encoding.get_ids().to_vec())
 }

@@ -14,18 +14,18 @@ thread_local! {
     static IS_GUARDED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Maximum backtracking steps per regex search, about half a second of them. Ordinary searches need
-/// a few per character. (One match attempt has its own limit.)
-const STEPS_BACK_MAX: c_ulong = 50_000_000;
-/// Maximum entries of 32 bytes on the backtracking stack of a search.
-const PLACES_MAX: c_uint = 8 << 20;
+/// Maximum backtracking steps per regex search; they take about half a second. Ordinary searches
+/// need a few steps per character. (Oniguruma has another limit for one match attempt.)
+const BACKTRACK_STEPS_MAX: c_ulong = 50_000_000;
+/// Maximum entries on the backtracking stack of a search, 32 bytes each.
+const BACKTRACK_STACK_MAX: c_uint = 8 << 20;
 
-/// The value of `what` for an error about the text of a row.
+/// The argument `what` of [`guarded`] for the text of a row.
 pub(super) const THIS_TEXT: &str = "this text";
 
-/// Runs the library on `what` and turns a panic into an error. The library's regex engine gives up
-/// on some texts (a limit on backtracking), and the library unwraps some parts of its files. The
-/// panic's message is not printed.
+/// Runs the library on `what` and turns a panic into an error. The library panics where its regex
+/// engine reaches the limit on backtracking, and at some invalid parts of its files. The panic's
+/// message is not printed.
 pub(super) fn guarded<T>(what: &str, run: impl FnOnce() -> tokenizers::Result<T>) -> Result<T, String> {
     static HOOKED: Once = Once::new();
     HOOKED.call_once(|| {
@@ -38,8 +38,8 @@ pub(super) fn guarded<T>(what: &str, run: impl FnOnce() -> tokenizers::Result<T>
     });
     limit_searches();
     IS_GUARDED.set(true);
-    // The closure can leave only caches half done. They are behind locks, and the library checks
-    // whether these are poisoned.
+    // A panic can leave only caches in an inconsistent state. They are behind locks, and the
+    // library checks whether these are poisoned.
     let result = catch_unwind(AssertUnwindSafe(run));
     IS_GUARDED.set(false);
     match result {
@@ -58,10 +58,10 @@ pub(super) fn guarded<T>(what: &str, run: impl FnOnce() -> tokenizers::Result<T>
 /// Sets the limits of all searches by the library's regular expressions.
 pub(super) fn limit_searches() {
     static LIMITED: Once = Once::new();
-    // SAFETY: both calls set plain numbers, of which any is valid, once and before the first
+    // SAFETY: both calls set plain numbers, any value of which is valid, once and before the first
     // search.
     LIMITED.call_once(|| unsafe {
-        onig_sys::onig_set_retry_limit_in_search(STEPS_BACK_MAX);
-        onig_sys::onig_set_match_stack_limit_size(PLACES_MAX);
+        onig_sys::onig_set_retry_limit_in_search(BACKTRACK_STEPS_MAX);
+        onig_sys::onig_set_match_stack_limit_size(BACKTRACK_STACK_MAX);
     });
 }

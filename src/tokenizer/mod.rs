@@ -1,15 +1,13 @@
-//! The checkpoint's tokenizer (`tokenizer.json`), and the facts about it that other modules need.
+//! The checkpoint's tokenizer (`tokenizer.json`), and the properties of it that other modules need.
 //!
-//! Three encodings of a text are distinguished, because confusing them silently gives wrong
-//! prompts:
+//! There are three encodings of a text. To confuse them gives wrong prompts without an error:
 //!
 //! - [`Tokenizer::encode`]: a whole prompt, as Hugging Face transformers encodes it. Added tokens
 //!   in it are recognised.
 //! - [`Tokenizer::encode_piece`]: a section of a prompt between two added tokens. No added token is
 //!   recognised in it.
 //! - [`Tokenizer::encode_plain`]: text in the middle of a prompt or completion. No added token is
-//!   recognised, and the text gets no prefix (some vocabularies put a space mark before every
-//!   text).
+//!   recognised, and the text gets no prefix (some tokenizers put a space mark before every text).
 
 mod bytes;
 mod config;
@@ -28,12 +26,12 @@ use std::path::{Path, PathBuf};
 use data_encoding::HEXLOWER;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
-use tokenizers::{AddedToken, AddedVocabulary, PostProcessorWrapper, Tokenizer as Inner};
+use tokenizers::{AddedToken as HfAddedToken, AddedVocabulary, PostProcessorWrapper, Tokenizer as HfTokenizer};
 
-use declared::{RawTokenizerFile, check_beginnings, check_templates};
+use declared::{RawTokenizerFile, check_post_processor, check_prefix_chains};
 use encode::{EncodeBounds, StreamEncoders, encode_with};
 use guarded::guarded;
-use other_forms::other_tokenizer;
+use other_forms::describe_other_format;
 use prefix::{StripPrefix, puts_space_in_front, without_prefix};
 
 pub use config::{ChatTemplateSource, TokenizerConfig};
@@ -42,10 +40,10 @@ pub use encode::Encoded;
 /// Maximum size of `tokenizer.json` in bytes. The largest known file has 34 MB (a vocabulary of
 /// 262,144 tokens).
 const TOKENIZER_BYTES_MAX: u64 = 128 << 20;
-/// Maximum token id. Tables are as long as the largest id.
+/// Maximum token id. Tables have an entry for each id up to the largest.
 const TOKEN_ID_MAX: u32 = 1 << 24;
 
-/// An unusable tokenizer. The job stops before it starts.
+/// The reason why a tokenizer is unusable. It stops the job before it starts.
 #[derive(Debug, thiserror::Error)]
 pub enum TokenizerError {
     #[error("`{}` holds no `tokenizer.json`", .0.display())]
@@ -58,7 +56,7 @@ pub enum TokenizerError {
     OnlySentencePiece(PathBuf),
     /// The tokenizer exists in another format than `tokenizer.json`.
     #[error("`{}` {what}", dir.display())]
-    OtherForm { dir: PathBuf, what: String },
+    OtherFormat { dir: PathBuf, what: String },
     #[error("cannot read `{}`: {source}", path.display())]
     Read {
         path: PathBuf,
@@ -71,48 +69,48 @@ pub enum TokenizerError {
 
 impl TokenizerError {
     /// Whether `tokenizer.json` is absent.
-    pub fn is_absence(&self) -> bool {
-        use TokenizerError::{Missing, OnlySentencePiece, OtherForm};
-        matches!(self, Missing(_) | OnlySentencePiece(_) | OtherForm { .. })
+    pub fn is_missing(&self) -> bool {
+        use TokenizerError::{Missing, OnlySentencePiece, OtherFormat};
+        matches!(self, Missing(_) | OnlySentencePiece(_) | OtherFormat { .. })
     }
 }
 
 /// An added token: a text that becomes one token wherever it occurs.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Added {
+pub struct AddedToken {
     pub id: u32,
     pub content: String,
     /// Whether this is a control token, which never appears in a completion's text.
     pub special: bool,
-    /// Matches only between non-word characters.
+    /// Whether it matches only between non-word characters.
     pub single_word: bool,
-    /// Includes white space on its left (`rstrip`: on its right) in the match.
+    /// Whether the match includes white space on its left (`rstrip`: on its right).
     pub lstrip: bool,
     pub rstrip: bool,
-    /// Matches in the normalized text rather than in the original text.
+    /// Whether it matches in the normalized text rather than in the original text.
     pub normalized: bool,
 }
 
 /// A loaded tokenizer. It encodes prompts, decodes completions, and knows every token's bytes.
 pub struct Tokenizer {
     /// The tokenizer as transformers uses it.
-    full: Inner,
-    /// Without added tokens. It puts the same prefix before a text as `full`.
-    first_piece: Inner,
+    full: HfTokenizer,
+    /// Like `full`, without added tokens. Puts the same prefix before a text.
+    first_piece: HfTokenizer,
     /// Like `first_piece`, for text after the first piece. `None` where the two are equal.
-    later_piece: Option<Inner>,
+    later_piece: Option<HfTokenizer>,
     /// Without added tokens and without any prefix. `None` where `first_piece` has no prefix.
-    plain: Option<Inner>,
+    plain: Option<HfTokenizer>,
     bytes: bytes::TokenBytes,
-    /// By token id. True for control tokens.
+    /// Whether each token id is a control token.
     special: Vec<bool>,
-    added: Vec<Added>,
+    added: Vec<AddedToken>,
     /// Whether the tokenizer puts a space mark before a text, as SentencePiece does.
     prefixes_space: bool,
-    /// The unknown token, the only special token that plain text may yield.
-    unknown: Option<u32>,
+    /// Id of the unknown token, the only special token that plain text may yield.
+    unknown_id: Option<u32>,
     /// Encoders for long texts.
-    streams: StreamEncoders,
+    stream_encoders: StreamEncoders,
     bounds: EncodeBounds,
     config: TokenizerConfig,
     hash: String,
@@ -128,14 +126,15 @@ impl std::fmt::Debug for Tokenizer {
 }
 
 impl Tokenizer {
-    /// Reads `tokenizer.json` and its companions (`tokenizer_config.json`, `special_tokens_map.json`,
-    /// `chat_template.jinja`, `additional_chat_templates/*.jinja`) from a checkpoint's folder.
+    /// Reads `tokenizer.json` and its companions (`tokenizer_config.json`,
+    /// `special_tokens_map.json`, `chat_template.jinja`, `additional_chat_templates/*.jinja`) from
+    /// a checkpoint's folder.
     pub fn load(dir: &Path) -> Result<Tokenizer, TokenizerError> {
         let path = dir.join("tokenizer.json");
         if !path.exists() {
             let dir = dir.to_path_buf();
-            return Err(match other_tokenizer(&dir) {
-                Some(what) => TokenizerError::OtherForm { dir, what },
+            return Err(match describe_other_format(&dir) {
+                Some(what) => TokenizerError::OtherFormat { dir, what },
                 None if dir.join("tokenizer.model").exists() => TokenizerError::OnlySentencePiece(dir),
                 None => TokenizerError::Missing(dir),
             });
@@ -162,7 +161,7 @@ impl Tokenizer {
     /// A small byte-level tokenizer, for tests and for benchmarks without a checkpoint.
     ///
     /// Ids 0 to 255 are the bytes. Then come the `words` and their prefixes, merged from left to
-    /// right. Last are the `specials`, the last of which is the end-of-sequence token.
+    /// right. The `specials` come last, and the last of them is the end-of-sequence token.
     pub fn from_words(words: &[&str], specials: &[&str]) -> Result<Tokenizer, TokenizerError> {
         let eos_token = specials.last().map(|token| token.to_string());
         Tokenizer::from_words_with(
@@ -202,8 +201,8 @@ impl Tokenizer {
     }
 
     /// A byte-level tokenizer of `size` ids (at least 256), for benchmarks without a checkpoint.
-    /// Encoding never yields ids above 255, which are names without merges.
-    pub fn numbered(size: usize) -> Result<Tokenizer, TokenizerError> {
+    /// Encoding never yields ids above 255, since their texts cannot be merged.
+    pub fn with_vocab_size(size: usize) -> Result<Tokenizer, TokenizerError> {
         let mut vocab = byte_vocab();
         vocab.extend((vocab.len()..size).map(|id| format!("w{id}")));
         Tokenizer::byte_level(&vocab, &[], &[], TokenizerConfig::default())
@@ -240,16 +239,16 @@ impl Tokenizer {
 
     fn build(json: &[u8], config: TokenizerConfig) -> Result<Tokenizer, String> {
         let declared = RawTokenizerFile::read(json)?;
-        let mut full = guarded("it", || Inner::from_bytes(json))?;
-        // Truncation and padding would change prompts without the job asking for it.
+        let mut full = guarded("it", || HfTokenizer::from_bytes(json))?;
+        // Truncation and padding would change prompts unasked.
         full.with_truncation(None).map_err(|e| e.to_string())?;
         full.with_padding(None);
         declared.check_added_ids(&full)?;
-        check_beginnings(&full)?;
+        check_prefix_chains(&full)?;
         add_missing(&mut full, &config)?;
         follow_bos_eos_flags(&mut full, &config)?;
         if let Some(processor) = full.get_post_processor() {
-            check_templates(&serde_json::to_value(processor).map_err(|e| e.to_string())?)?;
+            check_post_processor(&serde_json::to_value(processor).map_err(|e| e.to_string())?)?;
         }
 
         let added = added_tokens(&full, &config);
@@ -262,10 +261,10 @@ impl Tokenizer {
         let mut first_piece = full.clone();
         first_piece.with_added_vocabulary(AddedVocabulary::new());
         let later_piece = without_prefix(&first_piece, StripPrefix::FirstOnly)?;
-        let plain = without_prefix(&first_piece, StripPrefix::Any)?;
+        let plain = without_prefix(&first_piece, StripPrefix::All)?;
         let prefixes_space = puts_space_in_front(&first_piece)?;
         let unknown_text = declared.model.unk_token.as_ref().or(config.unk_token.as_ref());
-        let unknown = declared.model.unk_id.or_else(|| full.token_to_id(unknown_text?));
+        let unknown_id = declared.model.unk_id.or_else(|| full.token_to_id(unknown_text?));
         let hash = HEXLOWER.encode(&Sha256::digest(json));
         let tokenizer = Tokenizer {
             full,
@@ -276,14 +275,14 @@ impl Tokenizer {
             special,
             added,
             prefixes_space,
-            unknown,
-            streams: StreamEncoders::default(),
+            unknown_id,
+            stream_encoders: StreamEncoders::default(),
             bounds: declared.bounds()?,
             config,
             hash,
         };
         // Some models fail at characters outside their vocabulary if they have no unknown token.
-        // Some post-processors fail at any text. Detect both now.
+        // Some post-processors fail at any text. Both are detected now.
         for add_special in [false, true] {
             tokenizer
                 .encode("a\u{10FFFD}", add_special)
@@ -316,7 +315,7 @@ impl Tokenizer {
         self.prefixes_space
     }
 
-    /// Whether this id is a special (control) token, which never appears in a completion's text.
+    /// Whether `id` is a special (control) token, which never appears in a completion's text.
     pub fn is_special(&self, id: u32) -> bool {
         self.special.get(id as usize).copied().unwrap_or(false)
     }
@@ -331,7 +330,7 @@ impl Tokenizer {
     }
 
     /// All added tokens, special or not, by ascending id.
-    pub fn added_tokens(&self) -> &[Added] {
+    pub fn added_tokens(&self) -> &[AddedToken] {
         &self.added
     }
 
@@ -356,8 +355,8 @@ impl Tokenizer {
         &self.hash
     }
 
-    /// The special tokens (before, after) that the tokenizer puts around a whole prompt.
-    pub fn surrounding(&self) -> Result<(Vec<u32>, Vec<u32>), String> {
+    /// The ids of the special tokens that the tokenizer puts before and after a whole prompt.
+    pub fn surrounding_ids(&self) -> Result<(Vec<u32>, Vec<u32>), String> {
         let bare = encode_with(&self.full, "a", false)?;
         let whole = encode_with(&self.full, "a", true)?;
         let at = whole
@@ -370,8 +369,7 @@ impl Tokenizer {
         ))
     }
 
-    /// Decodes a whole completion into the text that it adds to its prompt. Special tokens are left
-    /// out.
+    /// Decodes a whole completion into the text that it adds to its prompt, without special tokens.
     ///
     /// A leading space is kept. Invalid UTF-8 becomes U+FFFD.
     pub fn decode(&self, ids: &[u32]) -> String {
@@ -383,14 +381,14 @@ impl Tokenizer {
     }
 }
 
-/// The 256 bytes, each in the spelling of byte-level tokenizers.
+/// The 256 bytes, each as the character that stands for it in byte-level vocabularies.
 fn byte_vocab() -> Vec<String> {
     (0..=255).map(|byte| bytes::byte_char(byte).to_string()).collect()
 }
 
-/// Adds the tokens of `added_tokens_decoder` that `tokenizer.json` lacks. Also makes special tokens
-/// of the vocabulary recognised in text. Transformers does the same.
-fn add_missing(full: &mut Inner, config: &TokenizerConfig) -> Result<(), String> {
+/// Adds the tokens of `added_tokens_decoder` that `tokenizer.json` lacks, and registers special
+/// tokens of the vocabulary, so that they are recognised in text. Transformers does the same.
+fn add_missing(full: &mut HfTokenizer, config: &TokenizerConfig) -> Result<(), String> {
     let known = full.get_added_vocabulary().get_vocab();
     let missing: Vec<_> = config
         .added_tokens
@@ -398,7 +396,7 @@ fn add_missing(full: &mut Inner, config: &TokenizerConfig) -> Result<(), String>
         .filter(|token| !known.contains_key(&token.content))
         .collect();
     let added = missing.iter().map(|token| {
-        AddedToken::from(token.content.clone(), token.special)
+        HfAddedToken::from(token.content.clone(), token.special)
             .single_word(token.single_word)
             .lstrip(token.lstrip)
             .rstrip(token.rstrip)
@@ -417,7 +415,7 @@ fn add_missing(full: &mut Inner, config: &TokenizerConfig) -> Result<(), String>
     for token in config.named_specials() {
         let known = full.get_added_vocabulary().get_vocab().contains_key(token);
         if !known && full.token_to_id(token).is_some() {
-            full.add_special_tokens([AddedToken::from(token, true)])
+            full.add_special_tokens([HfAddedToken::from(token, true)])
                 .map_err(|e| e.to_string())?;
         }
     }
@@ -426,17 +424,17 @@ fn add_missing(full: &mut Inner, config: &TokenizerConfig) -> Result<(), String>
 
 /// If `tokenizer_config.json` has `add_bos_token` or `add_eos_token`, these flags replace the
 /// post-processor (as in transformers 5).
-fn follow_bos_eos_flags(full: &mut Inner, config: &TokenizerConfig) -> Result<(), String> {
+fn follow_bos_eos_flags(full: &mut HfTokenizer, config: &TokenizerConfig) -> Result<(), String> {
     if config.add_bos_token.is_none() && config.add_eos_token.is_none() {
         return Ok(());
     }
-    let known = |wanted: Option<bool>, token: &Option<String>| -> Option<(String, u32)> {
-        let token = token.clone().filter(|_| wanted == Some(true))?;
+    let token_if = |is_enabled: Option<bool>, token: &Option<String>| -> Option<(String, u32)> {
+        let token = token.clone().filter(|_| is_enabled == Some(true))?;
         let id = full.token_to_id(&token)?;
         Some((token, id))
     };
-    let bos = known(config.add_bos_token, &config.bos_token);
-    let eos = known(config.add_eos_token, &config.eos_token);
+    let bos = token_if(config.add_bos_token, &config.bos_token);
+    let eos = token_if(config.add_eos_token, &config.eos_token);
     let text = |id: &str| json!({"Sequence": {"id": id, "type_id": 0}});
     let token = |(token, _): &(String, u32)| json!({"SpecialToken": {"id": token, "type_id": 0}});
     let single: Vec<Value> = bos
@@ -459,16 +457,16 @@ fn follow_bos_eos_flags(full: &mut Inner, config: &TokenizerConfig) -> Result<()
 }
 
 /// The added tokens by ascending id. Tokens that the config names (`eos_token`, …) are special.
-fn added_tokens(full: &Inner, config: &TokenizerConfig) -> Vec<Added> {
+fn added_tokens(full: &HfTokenizer, config: &TokenizerConfig) -> Vec<AddedToken> {
     let named: BTreeSet<u32> = config
         .named_specials()
         .filter_map(|token| full.token_to_id(token))
         .collect();
-    let mut added: Vec<Added> = full
+    let mut added: Vec<AddedToken> = full
         .get_added_vocabulary()
         .get_added_tokens_decoder()
         .iter()
-        .map(|(id, token)| Added {
+        .map(|(id, token)| AddedToken {
             id: *id,
             content: token.content.clone(),
             special: token.special || named.contains(id),

@@ -2,23 +2,23 @@
 
 use std::path::Path;
 
-use crate::regular::{self, beginning};
+use crate::regular::{self, first_bytes};
 
-/// Names the tokenizer that a folder without `tokenizer.json` has. `None`: no known tokenizer, or
-/// SentencePiece's.
-pub(super) fn other_tokenizer(dir: &Path) -> Option<String> {
-    let names = regular::names(dir).ok()?;
+/// Describes the tokenizer of a folder without `tokenizer.json`. `None` if the folder has no known
+/// tokenizer, or SentencePiece's.
+pub(super) fn describe_other_format(dir: &Path) -> Option<String> {
+    let names = regular::entry_names(dir).ok()?;
     let has = |name: &str| names.contains(name) && dir.join(name).is_file();
-    let convert = "transformers makes a `tokenizer.json` of it, where it knows the model: \
+    let convert = "if transformers supports the model, it can write a `tokenizer.json`: \
                    `AutoTokenizer.from_pretrained(folder).save_pretrained(folder)`";
     if has("tokenizer.model") {
-        let is_ranks = is_tiktoken(&beginning(&dir.join("tokenizer.model")));
+        let is_ranks = is_tiktoken(&first_bytes(&dir.join("tokenizer.model")));
         return is_ranks.then(|| format!("has its tokenizer only in tiktoken's form (`tokenizer.model`), and gristmill reads `tokenizer.json`: {convert}"));
     }
     if has("tekken.json") {
         return Some(
-            "has its tokenizer only in Mistral's own form (`tekken.json`), and gristmill reads `tokenizer.json`: take it from the \
-             checkpoint in the Hugging Face layout, or have transformers make it of this one"
+            "has its tokenizer only in Mistral's own form (`tekken.json`), and gristmill reads `tokenizer.json`: use the \
+             checkpoint in the Hugging Face layout, or write a `tokenizer.json` for this one with transformers"
                 .into(),
         );
     }
@@ -31,7 +31,7 @@ pub(super) fn other_tokenizer(dir: &Path) -> Option<String> {
     let is_code = |name: &&String| name.starts_with("tokenization_") && name.ends_with(".py");
     if let Some(name) = names.iter().find(is_code) {
         return Some(format!(
-            "has a tokenizer that is code of its own (`{name}`), which gristmill does not run; it reads `tokenizer.json`"
+            "has its tokenizer only as Python code (`{name}`), which gristmill does not run: it needs a `tokenizer.json`"
         ));
     }
     (has("vocab.json") && has("merges.txt")).then(|| {
@@ -61,7 +61,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tiktokens_form_is_told_from_sentencepieces() {
+    fn tiktoken_files_are_distinguished_from_sentencepiece_files() {
         for text in [&b"IQ== 0\nIg== 1\n"[..], b"IQ== 0\r\n", b"IQ== 12"] {
             assert!(is_tiktoken(text), "{text:?}");
         }

@@ -1,26 +1,26 @@
 //! Prefixes that pre-tokenizers and normalizers put before a text, and tokenizers without them.
 
 use serde_json::{Value, json};
-use tokenizers::{NormalizerWrapper, PreTokenizerWrapper, Tokenizer as Inner};
+use tokenizers::{NormalizerWrapper, PreTokenizerWrapper, Tokenizer as HfTokenizer};
 
 /// The prefixes to remove from a tokenizer.
 #[derive(Clone, Copy, PartialEq)]
 pub(super) enum StripPrefix {
-    /// Prefixes before the first text of a prompt only.
+    /// Prefixes that only the first text of a prompt gets.
     FirstOnly,
     /// All prefixes.
-    Any,
+    All,
 }
 
-/// A copy of `from` without these prefixes. `None` where `from` has none of them.
-pub(super) fn without_prefix(from: &Inner, which: StripPrefix) -> Result<Option<Inner>, String> {
+/// A copy of `from` without these prefixes. `None` if `from` has none of them.
+pub(super) fn without_prefix(from: &HfTokenizer, which: StripPrefix) -> Result<Option<HfTokenizer>, String> {
     let mut changed = false;
     let mut out = from.clone();
     if let Some(pre) = from.get_pre_tokenizer() {
         let mut value = serde_json::to_value(pre).map_err(|e| e.to_string())?;
-        let mut here = false;
-        strip_prefix(&mut value, which, &mut here);
-        if here {
+        let mut stripped = false;
+        strip_prefix(&mut value, which, &mut stripped);
+        if stripped {
             let pre: PreTokenizerWrapper = serde_json::from_value(value).map_err(|e| e.to_string())?;
             out.with_pre_tokenizer(Some(pre));
             changed = true;
@@ -28,9 +28,9 @@ pub(super) fn without_prefix(from: &Inner, which: StripPrefix) -> Result<Option<
     }
     if let Some(normalizer) = from.get_normalizer() {
         let mut value = serde_json::to_value(normalizer).map_err(|e| e.to_string())?;
-        let mut here = false;
-        strip_prefix(&mut value, which, &mut here);
-        if here {
+        let mut stripped = false;
+        strip_prefix(&mut value, which, &mut stripped);
+        if stripped {
             let normalizer: NormalizerWrapper = serde_json::from_value(value).map_err(|e| e.to_string())?;
             out.with_normalizer(Some(normalizer)).map_err(|e| e.to_string())?;
             changed = true;
@@ -40,7 +40,7 @@ pub(super) fn without_prefix(from: &Inner, which: StripPrefix) -> Result<Option<
 }
 
 /// Whether a pre-tokenizer or normalizer puts SentencePiece's space mark before a text.
-pub(super) fn puts_space_in_front(tokenizer: &Inner) -> Result<bool, String> {
+pub(super) fn puts_space_in_front(tokenizer: &HfTokenizer) -> Result<bool, String> {
     let pre = tokenizer.get_pre_tokenizer().map(serde_json::to_value);
     let normalizer = tokenizer.get_normalizer().map(serde_json::to_value);
     for part in [pre, normalizer].into_iter().flatten() {
@@ -76,16 +76,16 @@ fn strip_prefix(value: &mut Value, which: StripPrefix, changed: &mut bool) {
         }
         Some("Metaspace") => {
             let scheme = value["prepend_scheme"].as_str().unwrap_or("always");
-            if scheme == "first" || (scheme == "always" && which == StripPrefix::Any) {
+            if scheme == "first" || (scheme == "always" && which == StripPrefix::All) {
                 value["prepend_scheme"] = "never".into();
                 *changed = true;
             }
         }
-        Some("ByteLevel") if which == StripPrefix::Any && value["add_prefix_space"] == true => {
+        Some("ByteLevel") if which == StripPrefix::All && value["add_prefix_space"] == true => {
             value["add_prefix_space"] = false.into();
             *changed = true;
         }
-        Some("Prepend") if which == StripPrefix::Any => {
+        Some("Prepend") if which == StripPrefix::All => {
             // An empty sequence is a normalizer that changes nothing.
             *value = json!({"type": "Sequence", "normalizers": []});
             *changed = true;

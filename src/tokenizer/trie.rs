@@ -1,13 +1,13 @@
-//! A trie of texts. One walk finds all texts that begin at a position, whatever their number.
+//! A trie of texts. A single walk finds all texts of the trie that begin at a position.
 
-/// A trie with a value at each node.
+/// A trie of texts with a value at each node.
 pub(crate) struct Trie<T> {
     nodes: Vec<Node<T>>,
 }
 
 struct Node<T> {
     /// Children, ascending by character.
-    next: Vec<(char, u32)>,
+    children: Vec<(char, u32)>,
     value: T,
 }
 
@@ -17,7 +17,7 @@ pub(crate) const ROOT: u32 = 0;
 impl<T: Default> Trie<T> {
     pub(crate) fn new() -> Trie<T> {
         let root = Node {
-            next: Vec::new(),
+            children: Vec::new(),
             value: T::default(),
         };
         Trie { nodes: vec![root] }
@@ -26,31 +26,31 @@ impl<T: Default> Trie<T> {
     /// Adds a text. `visit` gets the value of each node on its path except the root, and whether
     /// the text ends at that node.
     pub(crate) fn insert(&mut self, text: impl Iterator<Item = char>, mut visit: impl FnMut(&mut T, bool)) {
-        let mut at = ROOT;
+        let mut node = ROOT;
         let mut text = text.peekable();
         while let Some(c) = text.next() {
-            let next = &self.nodes[at as usize].next;
-            at = match next.binary_search_by_key(&c, |(c, _)| *c) {
-                Ok(place) => next[place].1,
-                Err(place) => {
+            let children = &self.nodes[node as usize].children;
+            node = match children.binary_search_by_key(&c, |(c, _)| *c) {
+                Ok(position) => children[position].1,
+                Err(position) => {
                     let new = self.nodes.len() as u32;
-                    self.nodes[at as usize].next.insert(place, (c, new));
+                    self.nodes[node as usize].children.insert(position, (c, new));
                     self.nodes.push(Node {
-                        next: Vec::new(),
+                        children: Vec::new(),
                         value: T::default(),
                     });
                     new
                 }
             };
-            visit(&mut self.nodes[at as usize].value, text.peek().is_none());
+            visit(&mut self.nodes[node as usize].value, text.peek().is_none());
         }
     }
 
     /// The child of `node` for `c`.
     pub(crate) fn step(&self, node: u32, c: char) -> Option<u32> {
-        let next = &self.nodes[node as usize].next;
-        let place = next.binary_search_by_key(&c, |(c, _)| *c).ok()?;
-        Some(next[place].1)
+        let children = &self.nodes[node as usize].children;
+        let position = children.binary_search_by_key(&c, |(c, _)| *c).ok()?;
+        Some(children[position].1)
     }
 
     pub(crate) fn value(&self, node: u32) -> &T {

@@ -1,7 +1,7 @@
-//! What each job costs and whether it may go on: records this worker's spending, reads the orders
-//! and the other workers' spendings.
+//! One account per job: records this worker's spending, reads the job's commands and the other
+//! workers' spendings, and stops the job at its budget or deadline.
 //!
-//! Requests per job and look: this worker's spending and the next order. A deadline adds the
+//! Requests per job and update: this worker's spending and the next command. A deadline adds the
 //! timestamp of the spending. A budget adds the list of spendings instead and, close to the budget,
 //! each changed spending.
 //!
@@ -22,55 +22,56 @@ use crate::worker::retry_policy::RetryDecision;
 use crate::worker::stop::Stop;
 use crate::worker::{Worker, spans};
 
-/// How often budgets are checked with this process's own counters, which needs no request.
+/// Time between two checks of budgets with this process's own counters, which need no request.
 const BUDGET_EVERY: Duration = Duration::from_secs(1);
 
 /// Keeps an account of each job that the worker hears of, until `stop` is set. Each account is a
-/// task of its own: a store that does not answer holds up no other job's budget.
+/// task of its own, so that a store that does not answer holds up no other job's budget.
 pub(super) async fn run(worker: Arc<Worker>, stop: Stop) -> anyhow::Result<()> {
     let mut accounts = JoinSet::new();
     let mut known = HashSet::new();
-    let mut looks = ticks(budget_every(&worker));
+    let mut update_ticks = ticks(budget_every(&worker));
     loop {
         tokio::select! {
             biased;
             () = stop.wait() => return Ok(()),
             Some(ended) = accounts.join_next() => ended??,
-            _ = looks.tick() => {}
+            _ = update_ticks.tick() => {}
         }
         for job in worker.jobs.open().await {
             if known.insert(job.number) {
-                let account = keep(worker.clone(), Arc::downgrade(&job));
+                let account = keep_account(worker.clone(), Arc::downgrade(&job));
                 accounts.spawn(account.instrument(spans::of_job(&job)));
             }
         }
     }
 }
 
-/// Looks at one job each log interval, and at its limits in between, for as long as the job is
+/// Updates one job's account each log interval, and checks its limits in between, while the job is
 /// open.
-async fn keep(worker: Arc<Worker>, job: Weak<OpenJob>) -> anyhow::Result<()> {
-    let (mut looks, mut budgets) = (ticks(worker.options.log_interval), ticks(budget_every(&worker)));
+async fn keep_account(worker: Arc<Worker>, job: Weak<OpenJob>) -> anyhow::Result<()> {
+    let (mut update_ticks, mut budget_ticks) = (ticks(worker.options.log_interval), ticks(budget_every(&worker)));
     let mut budget = Budget::new(&worker.name, worker.options.log_interval);
-    let (mut looked_at, mut rested) = (false, false);
+    let (mut has_updated, mut has_rested) = (false, false);
     loop {
-        let due = tokio::select! {
+        let is_due = tokio::select! {
             biased;
-            _ = looks.tick() => true,
-            _ = budgets.tick() => false,
+            _ = update_ticks.tick() => true,
+            _ = budget_ticks.tick() => false,
         };
-        // Hold the job only during a look: its other holders decide how long it stays open.
+        // Hold the job only during an update: its other holders decide how long it stays open.
         let Some(job) = job.upgrade() else { return Ok(()) };
-        // Look at a job as soon as it is heard of, and as soon as work on it resumes: other workers
-        // must reckon with this one. A job without work here needs no further looks.
-        let busy = worker.in_flight.of_job(job.number) > 0 || job.owes();
-        if !looked_at || busy && (due || rested) {
-            (looked_at, rested) = (true, false);
-            if let Err(error) = look(&worker, &job, &mut budget, false).await {
+        // Update as soon as the worker hears of the job, and as soon as work on it resumes, because
+        // other workers make an allowance for this one. A job without work here needs no more
+        // updates.
+        let is_busy = worker.in_flight.count_of_job(job.number) > 0 || job.has_unwritten_spend();
+        if !has_updated || is_busy && (is_due || has_rested) {
+            (has_updated, has_rested) = (true, false);
+            if let Err(error) = update(&worker, &job, &mut budget, false).await {
                 backoff(&worker, &job, error)?;
             }
         }
-        rested |= due && !busy;
+        has_rested |= is_due && !is_busy;
         if let Err(error) = enforce(&worker, &job, &mut budget).await {
             backoff(&worker, &job, error)?;
         }
@@ -80,7 +81,7 @@ async fn keep(worker: Arc<Worker>, job: Weak<OpenJob>) -> anyhow::Result<()> {
 /// Waits out or logs the error; returns an error that must end the worker.
 fn backoff(worker: &Worker, job: &OpenJob, error: anyhow::Error) -> anyhow::Result<()> {
     match worker.retry_policy.decision(&error) {
-        RetryDecision::Wait => worker.retry_policy.say(&error),
+        RetryDecision::Wait => worker.retry_policy.report(&error),
         RetryDecision::LeaveShard => job.leave_to_others(&error),
         RetryDecision::End => return Err(error),
     }
@@ -98,43 +99,43 @@ fn ticks(every: Duration) -> Interval {
     ticks
 }
 
-/// Records this worker's spending and reads the orders and, as far as a limit needs them, the other
-/// workers' spendings. `anew`: write even if nothing was spent, since the store's timestamp tells
-/// the current time.
-async fn look(worker: &Worker, job: &OpenJob, budget: &mut Budget, anew: bool) -> anyhow::Result<()> {
-    // The first look writes too: others reckon with every worker on the job. A worker at work shows
-    // that it lives.
-    let is_at_it = worker.in_flight.of_job(job.number) > 0 && worker.watchdog.is_alive();
-    if anew || is_at_it {
-        job.sign(&worker.name).await?
+/// Records this worker's spending, and reads the commands and, as far as a limit needs them, the
+/// other workers' spendings. `force_write`: write even if nothing was spent, because the timestamp
+/// of the write is the store's current time.
+async fn update(worker: &Worker, job: &OpenJob, budget: &mut Budget, force_write: bool) -> anyhow::Result<()> {
+    // `write_spend` writes at the first update in any case, because others make an allowance for
+    // every worker on the job. A worker with shards of the job writes each time, as a heartbeat.
+    let is_working = worker.in_flight.count_of_job(job.number) > 0 && worker.watchdog.is_alive();
+    if force_write || is_working {
+        job.write_heartbeat(&worker.name).await?
     } else {
         job.write_spend(&worker.name).await?
     }
-    budget.set_terms(job.refresh().await?);
-    Ok(budget.look(&job.ledger).await?)
+    budget.set_limits(job.refresh().await?);
+    Ok(budget.update(&job.ledger).await?)
 }
 
-/// Orders a stop where budget or deadline are reached.
+/// Orders a stop if the budget or the deadline is reached.
 async fn enforce(worker: &Worker, job: &OpenJob, budget: &mut Budget) -> anyhow::Result<()> {
-    if job.state() != JobState::Going || budget.reached(job.device_seconds()).is_none() {
+    if job.state() != JobState::Running || budget.reached(job.device_seconds()).is_none() {
         return Ok(());
     }
-    // The known spendings may be old, and an order that extends the limits must not be answered
-    // with a stop.
-    if budget.is_old() {
-        look(worker, job, budget, true).await?
+    // The known spendings may be stale, and a job whose limits were just extended must not be
+    // stopped.
+    if budget.is_stale() {
+        update(worker, job, budget, true).await?
     } else {
-        budget.set_terms(job.refresh().await?)
+        budget.set_limits(job.refresh().await?)
     }
     if !budget.is_exact() {
-        budget.read(&job.ledger).await?;
+        budget.read_changed(&job.ledger).await?;
     }
     match budget.reached(job.device_seconds()) {
-        Some(why) if job.state() == JobState::Going => {
+        Some(why) if job.state() == JobState::Running => {
             let order = JobCommand::Stop {
                 why,
                 close: budget.limits().unfinished == Unfinished::Expire,
-                note: (why == StopWhy::Budget).then(|| budget.bill(job.device_seconds())),
+                note: (why == StopWhy::Budget).then(|| budget.explain(job.device_seconds())),
             };
             job.order_stop(order).await
         }

@@ -9,29 +9,29 @@ use crate::dataset::answer::types::AnswerType;
 use crate::dataset::output::OutputColumns;
 use crate::dataset::row::{RowResult, RowStatus, SampleResult};
 use crate::engine::params::OutputConstraint;
-use crate::engine::request::{Completion, Finished};
+use crate::engine::request::{Completion, FinishedSample};
 use crate::worker::in_flight::ShardKey;
 
-/// Maximum length of a row's `error` in characters: it may quote text as long as the row.
+/// Maximum length of a row's `error` in characters: an error may quote text as long as the row.
 const ERROR_CHARS_MAX: usize = 2_000;
 
 /// Collects the samples of rows that are on the device.
 #[derive(Debug, Default)]
 pub struct Assembler {
-    /// Key: job (its number within the worker) and row.
-    rows: HashMap<(u32, u64), Partial>,
+    /// Key: the job's number within the worker, and the row.
+    rows: HashMap<(u32, u64), PartialRow>,
 }
 
 #[derive(Debug)]
-struct Partial {
+struct PartialRow {
     key: ShardKey,
     shape: ShapeKind,
     columns: Arc<OutputColumns>,
     samples: Vec<Option<Result<Completion, String>>>,
-    missing: u32,
+    samples_missing: u32,
 }
 
-/// What `parsed` holds for a row.
+/// What the column `parsed` holds for a row: nothing, the text, or the JSON.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum ShapeKind {
     Free,
@@ -50,8 +50,8 @@ impl From<&OutputConstraint> for ShapeKind {
 }
 
 impl Assembler {
-    /// Registers a row of shard `key` that goes to the device and will return `samples` finished
-    /// units. `columns`: its output columns.
+    /// Registers a row of the shard `key` before it goes to the device, which will return `samples`
+    /// finished samples of it. `columns`: the job's output columns.
     pub fn expect(
         &mut self,
         key: ShardKey,
@@ -60,25 +60,25 @@ impl Assembler {
         shape: &OutputConstraint,
         columns: &Arc<OutputColumns>,
     ) {
-        let partial = Partial {
+        let partial = PartialRow {
             key,
             shape: shape.into(),
             columns: columns.clone(),
             samples: vec![None; samples as usize],
-            missing: samples,
+            samples_missing: samples,
         };
         self.rows.insert((key.job, row), partial);
     }
 
-    /// Adds one finished unit; returns the row's result once its last unit has come.
-    pub fn add(&mut self, finished: Finished) -> Option<(ShardKey, RowResult)> {
+    /// Adds one finished sample; returns the row's result once its last sample has come.
+    pub fn add(&mut self, finished: FinishedSample) -> Option<(ShardKey, RowResult)> {
         let (job, row) = (finished.id.job, finished.id.row);
         let partial = self.rows.get_mut(&(job, row))?;
         let slot = partial.samples.get_mut(finished.id.sample as usize)?;
         if slot.replace(finished.result).is_none() {
-            partial.missing -= 1;
+            partial.samples_missing -= 1;
         }
-        if partial.missing > 0 {
+        if partial.samples_missing > 0 {
             return None;
         }
         let partial = self.rows.remove(&(job, row))?;
@@ -86,24 +86,25 @@ impl Assembler {
         Some((partial.key, row_result(row, partial.shape, &partial.columns, samples)))
     }
 
-    /// Drops a row that will not come after all.
+    /// Drops a row whose samples will not come after all.
     pub fn forget(&mut self, job: u32, row: u64) {
         self.rows.remove(&(job, row));
     }
 
-    /// Drops rows of a job that will not come after all.
+    /// Drops rows of a job whose samples will not come after all.
     pub fn forget_rows(&mut self, job: u32, rows: &Range<u64>) {
-        self.rows.retain(|(of, row), _| *of != job || !rows.contains(row));
+        self.rows
+            .retain(|(row_job, row), _| *row_job != job || !rows.contains(row));
     }
 }
 
 /// The result of a row that never reached the device.
-pub fn errored(row: u64, error: String) -> RowResult {
-    without_completion(row, RowStatus::Errored, readable(error))
+pub fn errored_row(row: u64, error: String) -> RowResult {
+    without_completion(row, RowStatus::Errored, cut_error(error))
 }
 
 /// Cuts an error to a readable length.
-fn readable(mut error: String) -> String {
+fn cut_error(mut error: String) -> String {
     if let Some((end, _)) = error.char_indices().nth(ERROR_CHARS_MAX) {
         error.truncate(end);
         error.push('…');
@@ -111,8 +112,8 @@ fn readable(mut error: String) -> String {
     error
 }
 
-/// The result of a row that the end of its job left without a completion.
-pub fn closed(row: u64, status: RowStatus) -> RowResult {
+/// The result of a row that was unfinished when its job was cancelled or reached a limit.
+pub fn closed_row(row: u64, status: RowStatus) -> RowResult {
     let why = match status {
         RowStatus::Cancelled => "the job was cancelled before this row was finished",
         _ => "the job's budget or deadline was reached before this row was finished",
@@ -135,23 +136,23 @@ fn row_result(
     row: u64,
     shape: ShapeKind,
     columns: &OutputColumns,
-    units: Vec<Result<Completion, String>>,
+    results: Vec<Result<Completion, String>>,
 ) -> RowResult {
-    let mut samples = Vec::with_capacity(units.len());
+    let mut samples = Vec::with_capacity(results.len());
     let (mut prompt_tokens, mut cached_tokens) = (0, 0);
     let mut failed: Option<String> = None;
-    // Without the sample columns, a failed sample could not be told from its neighbours.
-    let is_kept = columns.sample_status && units.iter().any(Result::is_ok);
-    for (unit, number) in units.into_iter().zip(1..) {
-        let completion = match unit {
+    // Other samples of the row are kept only if the sample columns show which sample failed.
+    let keeps_samples = columns.sample_status && results.iter().any(Result::is_ok);
+    for (result, number) in results.into_iter().zip(1..) {
+        let completion = match result {
             Ok(completion) => completion,
-            Err(error) if is_kept => {
-                let error = readable(error);
-                failed = failed.or_else(|| Some(readable(format!("sample {number}: {error}"))));
+            Err(error) if keeps_samples => {
+                let error = cut_error(error);
+                failed = failed.or_else(|| Some(cut_error(format!("sample {number}: {error}"))));
                 samples.push(SampleResult::failed(error));
                 continue;
             }
-            Err(error) => return errored(row, error),
+            Err(error) => return errored_row(row, error),
         };
         if prompt_tokens == 0 {
             prompt_tokens = completion.prompt_tokens;
@@ -178,30 +179,30 @@ fn row_result(
 }
 
 /// Why a completion with a thought lacks an answer.
-fn without_answer(c: &Completion) -> Option<&'static str> {
-    let thought = c.thought.as_ref().filter(|_| !c.fits_shape)?;
-    match thought.closed {
+fn missing_answer(completion: &Completion) -> Option<&'static str> {
+    let thought = completion.thought.as_ref().filter(|_| !completion.fits_shape)?;
+    match thought.is_closed {
         false => Some("there is no answer: the completion ended inside its thought"),
-        true if c.text.is_empty() => Some("there is no answer: the completion ended with its thought"),
+        true if completion.text.is_empty() => Some("there is no answer: the completion ended with its thought"),
         true => None,
     }
 }
 
-/// A sample; its `error` says why where its text lacks the requested shape.
-fn sample_result(shape: ShapeKind, parsed: Option<&AnswerType>, c: Completion) -> SampleResult {
-    let (fits_shape, no_answer) = (c.fits_shape, without_answer(&c));
+/// The result of one sample. If its text lacks the requested shape, its `error` says why.
+fn sample_result(shape: ShapeKind, parsed: Option<&AnswerType>, completion: Completion) -> SampleResult {
+    let (fits_shape, no_answer) = (completion.fits_shape, missing_answer(&completion));
     let mut sample = SampleResult {
         status: RowStatus::Succeeded,
         error: None,
-        reasoning_tokens: c.thought.as_ref().map_or(0, |thought| thought.tokens),
-        reasoning: c.thought.map(|thought| thought.text),
+        reasoning_tokens: completion.thought.as_ref().map_or(0, |thought| thought.tokens),
+        reasoning: completion.thought.map(|thought| thought.text),
         parsed: None,
-        finish_reason: c.finish_reason.as_str(),
-        completion_tokens: c.token_ids.len() as u32,
-        token_ids: c.token_ids,
-        logprobs: c.logprobs.unwrap_or_default(),
-        choice_probabilities: c.choice_probabilities.unwrap_or_default(),
-        text: c.text,
+        finish_reason: completion.finish_reason.as_str(),
+        completion_tokens: completion.token_ids.len() as u32,
+        token_ids: completion.token_ids,
+        logprobs: completion.logprobs.unwrap_or_default(),
+        choice_probabilities: completion.choice_probabilities.unwrap_or_default(),
+        text: completion.text,
     };
     let (reason, tokens) = (sample.finish_reason, sample.completion_tokens);
     let answer = match (no_answer, fits_shape, shape) {
@@ -211,7 +212,7 @@ fn sample_result(shape: ShapeKind, parsed: Option<&AnswerType>, c: Completion) -
         )),
         (None, true, ShapeKind::Free) => Ok(None),
         (None, true, ShapeKind::Text) => Ok(Some(sample.text.clone())),
-        (None, true, ShapeKind::Json) => json_of(&sample.text, parsed).map(Some),
+        (None, true, ShapeKind::Json) => compact_json(&sample.text, parsed).map(Some),
     };
     match answer {
         Ok(answer) => sample.parsed = answer,
@@ -223,11 +224,12 @@ fn sample_result(shape: ShapeKind, parsed: Option<&AnswerType>, c: Completion) -
     sample
 }
 
-/// The answer as compact JSON, if its column can hold it.
-fn json_of(text: &str, parsed: Option<&AnswerType>) -> Result<String, String> {
+/// The answer as compact JSON; an error if it is no JSON or its column cannot hold it.
+fn compact_json(text: &str, parsed: Option<&AnswerType>) -> Result<String, String> {
     let answer = Answer::parse(text)?;
-    if let Some(of) = parsed {
-        of.check(&answer)
+    if let Some(answer_type) = parsed {
+        answer_type
+            .check(&answer)
             .map_err(|why| format!("the answer does not fit its column: {why}"))?;
     }
     Ok(answer.compact())
@@ -236,13 +238,13 @@ fn json_of(text: &str, parsed: Option<&AnswerType>) -> Result<String, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::engine::request::{FinishReason, UnitId};
+    use crate::engine::request::{FinishReason, SampleId};
     use crate::engine::thinking::Thought;
 
     const KEY: ShardKey = ShardKey { job: 0, shard: 3 };
 
-    fn unit(row: u64, sample: u32, text: &str, fits: bool) -> Finished {
-        let id = UnitId {
+    fn finished(row: u64, sample: u32, text: &str, fits: bool) -> FinishedSample {
+        let id = SampleId {
             job: 0,
             row,
             sample,
@@ -260,7 +262,7 @@ mod tests {
             prompt_tokens: 7,
             cached_tokens: 3 * sample,
         };
-        Finished {
+        FinishedSample {
             id,
             result: Ok(completion),
             computed_tokens: 9,
@@ -271,8 +273,8 @@ mod tests {
     fn a_row_is_finished_by_its_last_sample_in_any_order() {
         let mut assembler = Assembler::default();
         assembler.expect(KEY, 4, 2, &OutputConstraint::Free, &Arc::default());
-        assert_eq!(assembler.add(unit(4, 1, "b", true)), None);
-        let (key, row) = assembler.add(unit(4, 0, "a", true)).unwrap();
+        assert_eq!(assembler.add(finished(4, 1, "b", true)), None);
+        let (key, row) = assembler.add(finished(4, 0, "a", true)).unwrap();
         assert_eq!(key, KEY);
         assert_eq!(row.status, RowStatus::Succeeded);
         assert_eq!(
@@ -288,11 +290,11 @@ mod tests {
         for (closed, words) in [(false, "ended inside its thought"), (true, "ended with its thought")] {
             let mut assembler = Assembler::default();
             assembler.expect(KEY, 4, 1, &OutputConstraint::Free, &Arc::default());
-            let mut finished = unit(4, 0, "", false);
+            let mut finished = finished(4, 0, "", false);
             finished.result.as_mut().unwrap().thought = Some(Thought {
                 text: "hm".into(),
                 tokens: 1,
-                closed,
+                is_closed: closed,
             });
             let (_, row) = assembler.add(finished).unwrap();
             assert_eq!(
@@ -333,7 +335,7 @@ mod tests {
         ] {
             let mut assembler = Assembler::default();
             assembler.expect(KEY, 0, 1, &shape, &Arc::default());
-            let (_, row) = assembler.add(unit(0, 0, text, fits)).unwrap();
+            let (_, row) = assembler.add(finished(0, 0, text, fits)).unwrap();
             assert_eq!(
                 (row.status, row.samples[0].parsed.as_deref()),
                 (status, parsed),
@@ -379,7 +381,7 @@ mod tests {
                 &OutputConstraint::JsonSchema(schema.clone()),
                 &Arc::new(columns),
             );
-            let (_, row) = assembler.add(unit(0, 0, answer, true)).unwrap();
+            let (_, row) = assembler.add(finished(0, 0, answer, true)).unwrap();
             assert_eq!(row.samples[0].parsed.as_deref(), parsed, "{answer}");
             let is_fine = row.status == RowStatus::Succeeded;
             assert!(
@@ -391,7 +393,7 @@ mod tests {
 
     #[test]
     fn an_error_is_no_longer_than_a_person_reads() {
-        let error = |text: String| errored(0, text).error.unwrap();
+        let error = |text: String| errored_row(0, text).error.unwrap();
         assert_eq!(error("é".repeat(ERROR_CHARS_MAX)).chars().count(), ERROR_CHARS_MAX);
         let long = error("é".repeat(1 << 20));
         assert!(long.chars().count() == ERROR_CHARS_MAX + 1 && long.ends_with('…'));
@@ -407,13 +409,13 @@ mod tests {
                 ..OutputColumns::default()
             };
             assembler.expect(KEY, 0, 3, &OutputConstraint::Regex("x".into()), &Arc::new(columns));
-            let mut bad = unit(0, 1, "", true);
+            let mut bad = finished(0, 1, "", true);
             bad.result = Err("logits".into());
             assert_eq!(assembler.add(bad), None);
-            assert_eq!(assembler.add(unit(0, 0, "x", true)), None);
-            let (_, row) = assembler.add(unit(0, 2, "y", false)).unwrap();
+            assert_eq!(assembler.add(finished(0, 0, "x", true)), None);
+            let (_, row) = assembler.add(finished(0, 2, "y", false)).unwrap();
             if !told {
-                assert_eq!(row, errored(0, "logits".into()));
+                assert_eq!(row, errored_row(0, "logits".into()));
                 continue;
             }
             assert_eq!(
@@ -436,8 +438,8 @@ mod tests {
         let mut assembler = Assembler::default();
         assembler.expect(KEY, 0, 1, &OutputConstraint::Free, &Arc::default());
         assembler.expect(KEY, 1, 1, &OutputConstraint::Free, &Arc::default());
-        let bad = Finished {
-            id: UnitId {
+        let bad = FinishedSample {
+            id: SampleId {
                 job: 0,
                 row: 0,
                 sample: 0,
@@ -446,9 +448,9 @@ mod tests {
             result: Err("logits".into()),
             computed_tokens: 7,
         };
-        assert_eq!(assembler.add(bad).unwrap().1, errored(0, "logits".into()));
+        assert_eq!(assembler.add(bad).unwrap().1, errored_row(0, "logits".into()));
         assert_eq!(
-            assembler.add(unit(1, 0, "x", true)).unwrap().1.status,
+            assembler.add(finished(1, 0, "x", true)).unwrap().1.status,
             RowStatus::Succeeded
         );
     }

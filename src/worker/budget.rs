@@ -1,6 +1,6 @@
-//! How much of a job's limits is used, as one of its workers knows it: by its own counter at once,
-//! by the records of other workers, and by what they may have spent since. `docs/job-file.md` says
-//! where each of them stops, and how far all together may exceed the budget.
+//! One worker's estimate of how much of a job's limits is used: its own counter, the records of
+//! other workers, and an allowance for their spending since those records. `docs/job-file.md` says
+//! where each worker stops, and by how much all together may exceed the budget.
 
 use std::time::Duration;
 
@@ -12,109 +12,108 @@ use crate::ledger::{JobLimits, Ledger, Result, StopWhy};
 use crate::report::cost::show_dollars;
 use crate::worker::limits::WorkerLimits;
 
-/// A worker on a job has written its spending within this many log intervals.
+/// A worker counts as live on a job if it has written its spending within this many log intervals.
 const LIVE_INTERVALS: u32 = 2;
 
-/// One worker's knowledge of one job, as of its last look.
+/// One worker's knowledge of one job, as of its last update.
 pub struct Budget {
-    me: String,
-    interval: Duration,
-    terms: JobLimits,
-    /// Spendings of other workers. Kept between looks, so that unchanged records are not read
+    worker: String,
+    log_interval: Duration,
+    limits: JobLimits,
+    /// Spendings of other workers. Kept between updates, so that unchanged records are not read
     /// again.
-    others: OtherSpendings,
-    /// The job's age at the last look, by the store's clock, and the instant of that look.
-    looked: Option<(Duration, Instant)>,
+    other_spendings: OtherSpendings,
+    /// The job's age at the last update, by the store's clock, and the instant of that update.
+    last_update: Option<(Duration, Instant)>,
 }
 
 impl Budget {
-    /// The budget as worker `me` sees it; all workers of the job look once per `interval`.
-    pub fn new(me: &str, interval: Duration) -> Budget {
+    /// The budget as `worker` sees it; all workers of the job update once per `log_interval`.
+    pub fn new(worker: &str, log_interval: Duration) -> Budget {
         Budget {
-            me: me.to_string(),
-            interval,
-            terms: JobLimits::default(),
-            others: OtherSpendings::default(),
-            looked: None,
+            worker: worker.to_string(),
+            log_interval,
+            limits: JobLimits::default(),
+            other_spendings: OtherSpendings::default(),
+            last_update: None,
         }
     }
 
     pub fn limits(&self) -> &JobLimits {
-        &self.terms
+        &self.limits
     }
 
-    /// Replaces the terms by the current ones.
-    pub fn set_terms(&mut self, terms: JobLimits) {
-        self.terms = terms;
+    /// Replaces the limits; `gristmill extend` may have changed them.
+    pub fn set_limits(&mut self, limits: JobLimits) {
+        self.limits = limits;
     }
 
-    /// Looks at the records of other workers as far as a limit needs them: one listing for a
-    /// budget, the timestamp of this worker's last write for a deadline alone, and nothing without
-    /// a limit.
-    pub async fn look(&mut self, ledger: &Ledger) -> Result<()> {
-        let limits = WorkerLimits::of(&self.terms);
-        let now = if limits.count_money() {
-            ledger.list_spends(&self.me, &mut self.others).await?;
-            self.others.store_now()
+    /// Reads of the other workers' records only what a limit needs: one listing for a budget, the
+    /// timestamp of this worker's last write for a deadline alone, and nothing without a limit.
+    pub async fn update(&mut self, ledger: &Ledger) -> Result<()> {
+        let limits = WorkerLimits::of(&self.limits);
+        let now = if limits.has_budget() {
+            ledger.list_spends(&self.worker, &mut self.other_spendings).await?;
+            self.other_spendings.store_now()
         } else if limits.deadline.is_some() {
-            ledger.spend_time(&self.me).await?
+            ledger.spend_time(&self.worker).await?
         } else {
             None
         };
-        self.looked = Some((ledger.age_at(now), Instant::now()));
+        self.last_update = Some((ledger.age_at(now), Instant::now()));
         Ok(())
     }
 
-    /// Reads the records of other workers that have changed since they were last read.
-    pub async fn read(&mut self, ledger: &Ledger) -> Result<()> {
-        ledger.read_changed_spends(&mut self.others).await
+    /// Reads those records of other workers that have changed since their last read.
+    pub async fn read_changed(&mut self, ledger: &Ledger) -> Result<()> {
+        ledger.read_changed_spends(&mut self.other_spendings).await
     }
 
-    /// Whether others may have written since the last look.
-    pub fn is_old(&self) -> bool {
-        self.since() > self.interval
+    /// Whether other workers may have written since the last update.
+    pub fn is_stale(&self) -> bool {
+        self.since_update() > self.log_interval
     }
 
-    /// Whether every record that the last look found was read.
+    /// Whether every record that the last update found has been read.
     pub fn is_exact(&self) -> bool {
-        self.others.is_exact()
+        self.other_spendings.is_exact()
     }
 
-    /// Which limit is reached, where this worker has spent `own_seconds`.
+    /// The limit that is reached if this worker has spent `own_seconds`.
     pub fn reached(&self, own_seconds: f64) -> Option<StopWhy> {
-        // Without a look, no limit is known to be reached.
-        let (age, _) = self.looked?;
-        let (spent, held) = self.seconds(own_seconds);
-        WorkerLimits::of(&self.terms).reached(spent + held, age + self.since())
+        // Before the first update, no limit is known to be reached.
+        let (age, _) = self.last_update?;
+        let (spent, reserved) = self.spent_and_reserved(own_seconds);
+        WorkerLimits::of(&self.limits).reached(spent + reserved, age + self.since_update())
     }
 
-    /// Device seconds: first the known spending of all workers, then an allowance for other live
-    /// workers. The allowance covers what they may have spent since their last records and may
-    /// spend until they hear of a stop.
-    fn seconds(&self, own_seconds: f64) -> (f64, f64) {
-        let window = LIVE_INTERVALS * self.interval;
-        let known = self.others.known_seconds();
-        let not_written = self.others.max_device_seconds(window, self.since()) - known;
-        let to_come = f64::from(self.others.live(window)) * self.interval.as_secs_f64();
+    /// Device seconds: the known spending of all workers, and an allowance for other live workers.
+    /// The allowance covers their possible spending since their last records and until they read
+    /// a stop.
+    fn spent_and_reserved(&self, own_seconds: f64) -> (f64, f64) {
+        let window = LIVE_INTERVALS * self.log_interval;
+        let known = self.other_spendings.known_seconds();
+        let not_written = self.other_spendings.max_device_seconds(window, self.since_update()) - known;
+        let to_come = f64::from(self.other_spendings.live_workers(window)) * self.log_interval.as_secs_f64();
         (known + own_seconds, not_written + to_come)
     }
 
-    fn since(&self) -> Duration {
-        self.looked.map_or(Duration::ZERO, |(_, at)| at.elapsed())
+    fn since_update(&self) -> Duration {
+        self.last_update.map_or(Duration::ZERO, |(_, at)| at.elapsed())
     }
 
-    /// Explains to people why a budget ends work where it does.
-    pub fn bill(&self, own_seconds: f64) -> String {
-        let (spent, held) = self.seconds(own_seconds);
-        let usd = |seconds| show_dollars(dollars(seconds, self.terms.usd_per_hour).unwrap_or_default());
-        let most = show_dollars(self.terms.usd.unwrap_or_default());
-        let mut bill = format!("{} of {most} are spent", usd(spent));
-        let others = self.others.live(LIVE_INTERVALS * self.interval);
+    /// The calculation by which the budget is reached, for messages.
+    pub fn explain(&self, own_seconds: f64) -> String {
+        let (spent, reserved) = self.spent_and_reserved(own_seconds);
+        let usd = |seconds| show_dollars(dollars(seconds, self.limits.usd_per_hour).unwrap_or_default());
+        let max = show_dollars(self.limits.usd.unwrap_or_default());
+        let mut bill = format!("{} of {max} are spent", usd(spent));
+        let others = self.other_spendings.live_workers(LIVE_INTERVALS * self.log_interval);
         if others > 0 {
             let plural = if others == 1 { "" } else { "s" };
             bill.push_str(&format!(
-                ", and {} are held for {others} other worker{plural} at it, until each has heard of a stop",
-                usd(held)
+                ", and {} are reserved for {others} other worker{plural}, until each has read a stop",
+                usd(reserved)
             ));
         }
         bill

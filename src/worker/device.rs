@@ -1,4 +1,5 @@
-//! The thread that owns the device: takes ready shards, steps the engine, hands finished rows on. It never awaits.
+//! The thread that owns the device: takes ready shards, steps the engine, and sends finished rows
+//! to the router. It never awaits.
 
 use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
@@ -11,7 +12,7 @@ use tokio::sync::mpsc::{self, error::TryRecvError};
 use tokio::sync::oneshot;
 
 use crate::engine::Generator;
-use crate::worker::assemble::{Assembler, errored};
+use crate::worker::assemble::{Assembler, errored_row};
 use crate::worker::in_flight::ShardKey;
 use crate::worker::jobs::OpenJob;
 use crate::worker::stop::Stop;
@@ -42,7 +43,7 @@ pub(super) async fn run(
                 tries: Vec::new(),
                 tokens: Tokens::default(),
             };
-            // If the router has ended, its own error gives the cause.
+            // If the router has ended, its own error is the cause.
             let result = device
                 .run(ready)
                 .or_else(|error| if error.is::<RouterGone>() { Ok(()) } else { Err(error) });
@@ -64,9 +65,9 @@ struct Device {
     router_events: mpsc::Sender<RouterEvent>,
     stop: Stop,
     assembler: Assembler,
-    /// Rows of received shards that the engine has no room for yet.
+    /// Rows of taken shards, until the engine has capacity for them.
     backlog: VecDeque<(ShardKey, ReadyRow)>,
-    /// Jobs with rows on the device, by number.
+    /// Jobs with rows on the device, by their number within the worker.
     jobs: HashMap<u32, Arc<OpenJob>>,
     /// Tries whose rows may be on the device.
     tries: Vec<Try>,
@@ -78,10 +79,10 @@ struct Device {
 struct Try {
     job: u32,
     rows: Range<u64>,
-    unwanted: Arc<AtomicBool>,
+    is_unwanted: Arc<AtomicBool>,
 }
 
-/// Tokens that were computed, and the share of them in finished rows.
+/// Number of computed tokens, and how many of them are in finished samples.
 #[derive(Debug, Default)]
 struct Tokens {
     computed: u64,
@@ -90,34 +91,36 @@ struct Tokens {
 
 impl Device {
     fn run(mut self, mut ready: mpsc::Receiver<ReadyShard>) -> anyhow::Result<()> {
-        let mut more = true;
+        let mut intake_open = true;
         while !self.stop.is_set() {
             self.cancel();
-            self.fill(&mut ready, &mut more)?;
-            if self.engine.is_idle() && !more && self.backlog.is_empty() {
+            self.fill(&mut ready, &mut intake_open)?;
+            if self.engine.is_idle() && !intake_open && self.backlog.is_empty() {
                 break;
             }
             self.step()?;
         }
         self.report_lost_work();
-        self.hand_on(RouterEvent::DeviceLeft)
+        self.send_event(RouterEvent::DeviceEnded)
     }
 
-    /// The next shard joins while this one's tail runs, so the batch stays full across shards and jobs.
-    fn fill(&mut self, ready: &mut mpsc::Receiver<ReadyShard>, more: &mut bool) -> anyhow::Result<()> {
+    /// Submits rows while the engine has capacity. The next shard joins while the last rows of the
+    /// current one run, so that the batch stays full across shards and jobs.
+    fn fill(&mut self, ready: &mut mpsc::Receiver<ReadyShard>, intake_open: &mut bool) -> anyhow::Result<()> {
         while self.engine.wants_more() {
             if let Some((key, row)) = self.backlog.pop_front() {
                 self.submit(key, row)?;
                 continue;
             }
-            if !*more {
+            if !*intake_open {
                 break;
             }
             let shard = match ready.try_recv() {
                 Ok(shard) => Some(shard),
                 Err(TryRecvError::Disconnected) => None,
                 Err(TryRecvError::Empty) if self.engine.is_idle() => {
-                    // The device is empty: it must not keep finished jobs open.
+                    // The device is empty: drop its references, which would keep finished jobs
+                    // open.
                     self.tries.clear();
                     self.jobs.clear();
                     ready.blocking_recv()
@@ -125,8 +128,8 @@ impl Device {
                 Err(TryRecvError::Empty) => break,
             };
             match shard {
-                Some(shard) => self.take(shard),
-                None => *more = false,
+                Some(shard) => self.take_shard(shard),
+                None => *intake_open = false,
             }
         }
         Ok(())
@@ -142,16 +145,16 @@ impl Device {
             .context("the device cannot go on")?;
         self.charge(began.elapsed());
         crate::failpoint!(blocking "device.after-step");
-        for unit in finished {
-            self.tokens.finished += unit.computed_tokens;
-            if let Some((key, row)) = self.assembler.add(unit) {
-                self.hand_on(RouterEvent::Row(key, row))?;
+        for sample in finished {
+            self.tokens.finished += sample.computed_tokens;
+            if let Some((key, row)) = self.assembler.add(sample) {
+                self.send_event(RouterEvent::Row(key, row))?;
             }
         }
         Ok(())
     }
 
-    /// Splits a step's time among jobs by their tokens in it.
+    /// Splits a step's time among the jobs in proportion to their tokens in the step.
     fn charge(&mut self, time: Duration) {
         self.worker.meter.add_device_time(time);
         let tokens = self.engine.step_tokens();
@@ -164,7 +167,7 @@ impl Device {
         }
     }
 
-    fn take(&mut self, shard: ReadyShard) {
+    fn take_shard(&mut self, shard: ReadyShard) {
         // Drop rows of an earlier try at the same shard first.
         self.cancel();
         let ReadyShard {
@@ -172,16 +175,16 @@ impl Device {
             job,
             range,
             rows,
-            unwanted,
+            is_unwanted,
         } = shard;
-        if unwanted.load(Ordering::Acquire) {
+        if is_unwanted.load(Ordering::Acquire) {
             return;
         }
         self.jobs.insert(key.job, job);
         self.tries.push(Try {
             job: key.job,
             rows: range,
-            unwanted,
+            is_unwanted,
         });
         self.backlog.extend(rows.into_iter().map(|row| (key, row)));
     }
@@ -190,7 +193,7 @@ impl Device {
     fn cancel(&mut self) {
         let dropped = self
             .tries
-            .extract_if(.., |shard| shard.unwanted.load(Ordering::Acquire));
+            .extract_if(.., |shard| shard.is_unwanted.load(Ordering::Acquire));
         for Try { job, rows, .. } in dropped {
             self.backlog
                 .retain(|(key, row)| key.job != job || !rows.contains(&row.row));
@@ -207,18 +210,17 @@ impl Device {
         };
         self.assembler
             .expect(key, row, params.samples, &params.shape, &job.columns);
-        // A row of a retry draws other random numbers.
+        // The generation keys the random numbers, so that a retried row draws others.
         for request in job.requests(row, prompt, params, job.ledger.generation()) {
             if let Err(refused) = self.engine.submit(request) {
                 self.assembler.forget(key.job, row);
-                return self.hand_on(RouterEvent::Row(key, errored(row, refused.to_string())));
+                return self.send_event(RouterEvent::Row(key, errored_row(row, refused.to_string())));
             }
         }
         Ok(())
     }
 
-    /// Reports the device time spent on unfinished rows: the worker that continues them spends it
-    /// again.
+    /// Reports the device time of unfinished rows, which the next worker spends again.
     fn report_lost_work(&self) {
         let lost = self.tokens.computed.saturating_sub(self.tokens.finished);
         if self.tokens.computed > 0 && !self.engine.is_idle() {
@@ -229,7 +231,7 @@ impl Device {
         }
     }
 
-    fn hand_on(&self, event: RouterEvent) -> anyhow::Result<()> {
+    fn send_event(&self, event: RouterEvent) -> anyhow::Result<()> {
         Ok(self.router_events.blocking_send(event).map_err(|_| RouterGone)?)
     }
 }

@@ -1,92 +1,91 @@
-//! How long a queue has had nothing.
+//! How long a queue has delivered nothing.
 
 use std::time::{Duration, Instant};
 
 use crate::worker::retry_policy::Pauses;
 
-/// Runs while an attached queue delivers nothing. The silence of a broker that is away proves
-/// nothing.
+/// Measures the time in which an attached queue delivers nothing. Time without a connection to the
+/// broker does not count.
 #[derive(Debug, Default)]
 pub struct IdleClock {
     since: Option<Instant>,
 }
 
 impl IdleClock {
-    /// Notes that the queue delivered nothing; `attached`: whether it was attached.
-    pub fn look(&mut self, attached: bool) {
+    /// Notes that the queue, `attached` or not, delivered nothing.
+    pub fn note_empty(&mut self, attached: bool) {
         self.since = attached.then(|| self.since.unwrap_or_else(Instant::now));
     }
 
-    /// Whether the clock has run for this time.
-    pub fn has_run(&self, time: Duration) -> bool {
+    /// Whether the attached queue has delivered nothing for this time.
+    pub fn has_run_for(&self, time: Duration) -> bool {
         self.since.is_some_and(|since| since.elapsed() >= time)
     }
 }
 
-/// Pause between two looks at the ledgers while the queue delivers nothing. Doubles from `LOOK_MIN`
-/// up to `LOOK_MAX` (about eight requests a minute) or the log interval, so that jobs with a short
-/// log interval also end sooner.
-const LOOK_MIN: Duration = Duration::from_secs(1);
-const LOOK_MAX: Duration = Duration::from_secs(30);
+/// Pause between two checks of the ledgers while the queue delivers nothing. Doubles from the
+/// minimum up to the maximum (about eight requests a minute) or the log interval, so that jobs with
+/// a short log interval also end sooner.
+const CHECK_PAUSE_MIN: Duration = Duration::from_secs(1);
+const CHECK_PAUSE_MAX: Duration = Duration::from_secs(30);
 /// Time after which a worker reports that a job is unfinished and the queue delivers nothing.
-const SAY_AFTER: Duration = Duration::from_secs(60);
+const REPORT_AFTER: Duration = Duration::from_secs(60);
 
-/// How long the queue has delivered nothing, and when to look at the ledgers next.
-pub struct Idle {
+/// How long the queue has delivered nothing, and when to check the ledgers next.
+pub struct IdleState {
     pub clock: IdleClock,
-    /// Pauses while the queue refuses this worker.
-    pub refused: Pauses,
+    /// Pauses after errors of `receive`.
+    pub refusal_pauses: Pauses,
     /// Since when the queue has not been attached.
-    away: Option<Instant>,
+    detached_since: Option<Instant>,
     pause: Duration,
-    next_look: Instant,
+    next_check: Instant,
     /// Whether the worker has reported that a job is unfinished and the queue delivers nothing.
-    said: bool,
+    has_reported: bool,
 }
 
-impl Default for Idle {
-    fn default() -> Idle {
-        Idle {
+impl Default for IdleState {
+    fn default() -> IdleState {
+        IdleState {
             clock: IdleClock::default(),
-            refused: Pauses::default(),
-            away: None,
-            pause: LOOK_MIN,
-            next_look: Instant::now() + LOOK_MIN,
-            said: false,
+            refusal_pauses: Pauses::default(),
+            detached_since: None,
+            pause: CHECK_PAUSE_MIN,
+            next_check: Instant::now() + CHECK_PAUSE_MIN,
+            has_reported: false,
         }
     }
 }
 
-impl Idle {
-    /// Notes that the queue delivered nothing. Returns for how long the queue has not been
-    /// attached.
-    pub fn look(&mut self, attached: bool) -> Duration {
-        self.clock.look(attached);
+impl IdleState {
+    /// Notes that the queue delivered nothing. Returns how long it has not been attached.
+    pub fn note_empty(&mut self, attached: bool) -> Duration {
+        self.clock.note_empty(attached);
         if attached {
-            (self.refused, self.away) = (Pauses::default(), None);
+            (self.refusal_pauses, self.detached_since) = (Pauses::default(), None);
             return Duration::ZERO;
         }
-        self.away.get_or_insert_with(Instant::now).elapsed()
+        self.detached_since.get_or_insert_with(Instant::now).elapsed()
     }
 
-    /// Whether a look at the ledgers is due, for a worker with this log interval. If so, schedules
-    /// the next look.
-    pub fn looks_now(&mut self, log_interval: Duration) -> bool {
-        let is_due = self.next_look <= Instant::now();
+    /// Whether a check of the ledgers is due, for a worker with this log interval. If so, schedules
+    /// the next one.
+    pub fn take_due_check(&mut self, log_interval: Duration) -> bool {
+        let is_due = self.next_check <= Instant::now();
         if is_due {
-            self.pause = (2 * self.pause).min(log_interval.clamp(LOOK_MIN, LOOK_MAX));
-            self.next_look = Instant::now() + self.pause;
+            self.pause = (2 * self.pause).min(log_interval.clamp(CHECK_PAUSE_MIN, CHECK_PAUSE_MAX));
+            self.next_check = Instant::now() + self.pause;
         }
         is_due
     }
 
-    /// Reports once that a job is unfinished and none of its messages comes here.
-    pub fn say_unfinished(&mut self) {
-        if !self.said && self.clock.has_run(SAY_AFTER) {
-            self.said = true;
+    /// Warns once that a job is unfinished although the queue delivers nothing.
+    pub fn report_unfinished(&mut self) {
+        if !self.has_reported && self.clock.has_run_for(REPORT_AFTER) {
+            self.has_reported = true;
             tracing::warn!(
-                "nothing has come for {} s, and a job is not finished: what no other worker has is enqueued by `gristmill reconcile`",
-                SAY_AFTER.as_secs()
+                "the queue has delivered nothing for {} s, but a job is not finished: `gristmill reconcile` enqueues the shards that no worker has",
+                REPORT_AFTER.as_secs()
             );
         }
     }
@@ -100,14 +99,14 @@ mod tests {
     fn only_time_in_which_the_queue_was_attached_counts() {
         let short = Duration::from_millis(20);
         let mut clock = IdleClock::default();
-        assert!(!clock.has_run(Duration::ZERO));
-        clock.look(true);
+        assert!(!clock.has_run_for(Duration::ZERO));
+        clock.note_empty(true);
         std::thread::sleep(short);
-        clock.look(true);
-        assert!(clock.has_run(short));
-        clock.look(false);
-        assert!(!clock.has_run(Duration::ZERO));
-        clock.look(true);
-        assert!(clock.has_run(Duration::ZERO) && !clock.has_run(Duration::from_secs(60)));
+        clock.note_empty(true);
+        assert!(clock.has_run_for(short));
+        clock.note_empty(false);
+        assert!(!clock.has_run_for(Duration::ZERO));
+        clock.note_empty(true);
+        assert!(clock.has_run_for(Duration::ZERO) && !clock.has_run_for(Duration::from_secs(60)));
     }
 }

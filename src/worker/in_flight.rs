@@ -1,7 +1,8 @@
-//! The shards in hand at this worker, with their deliveries.
+//! The shards that this worker has received and not yet ended, with their deliveries.
 //!
-//! A queue may deliver one shard twice (a broker that restarted, a `reconcile`): the second delivery joins the first, and
-//! both are answered when the work on the shard ends.
+//! A queue may deliver one shard twice (after a restart of the broker, or a `reconcile`): the
+//! second delivery joins the first, and both are acknowledged or given back when the work on the
+//! shard ends.
 //!
 //! See docs/decisions/025-an-extended-job-goes-on-by-itself.md.
 
@@ -9,9 +10,9 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::queue::Delivery;
-use crate::worker::room::Room;
+use crate::worker::room::CarriedMemory;
 
-/// A shard within this worker.
+/// Identifies a shard within this worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ShardKey {
     /// [`OpenJob::number`](crate::worker::jobs::OpenJob::number).
@@ -22,56 +23,60 @@ pub struct ShardKey {
 /// See the module's description.
 #[derive(Debug, Default)]
 pub struct InFlight {
-    shards: Mutex<HashMap<ShardKey, Vec<Held>>>,
+    shards: Mutex<HashMap<ShardKey, Vec<HeldDelivery>>>,
     /// Accounts for the carried columns of the shards.
-    room: Arc<Room>,
+    carried_memory: Arc<CarriedMemory>,
 }
 
 #[derive(Debug)]
-struct Held {
+struct HeldDelivery {
     delivery: Arc<Delivery>,
     /// Whether the queue took the delivery back.
-    recalled: bool,
+    is_recalled: bool,
 }
 
 impl InFlight {
-    pub fn new(room: Arc<Room>) -> InFlight {
+    pub fn new(carried_memory: Arc<CarriedMemory>) -> InFlight {
         InFlight {
             shards: Mutex::default(),
-            room,
+            carried_memory,
         }
     }
 
-    /// Adds a delivery. True: the shard was not in hand, and the caller works on it now.
-    pub fn enter(&self, key: ShardKey, delivery: Arc<Delivery>) -> bool {
+    /// Adds a delivery. True: the shard was not in flight, and the caller must work on it.
+    pub fn add(&self, key: ShardKey, delivery: Arc<Delivery>) -> bool {
         let mut shards = self.shards();
-        let held = shards.entry(key).or_default();
-        held.push(Held {
+        let deliveries = shards.entry(key).or_default();
+        deliveries.push(HeldDelivery {
             delivery,
-            recalled: false,
+            is_recalled: false,
         });
-        held.len() == 1
+        deliveries.len() == 1
     }
 
     /// Ends the work on a shard and returns the deliveries to acknowledge or give back.
-    pub fn leave(&self, key: ShardKey) -> Vec<Arc<Delivery>> {
-        let held = self.shards().remove(&key).unwrap_or_default();
-        self.room.leave(key);
-        held.into_iter().map(|held| held.delivery).collect()
+    pub fn remove(&self, key: ShardKey) -> Vec<Arc<Delivery>> {
+        let deliveries = self.shards().remove(&key).unwrap_or_default();
+        self.carried_memory.release(key);
+        deliveries.into_iter().map(|held| held.delivery).collect()
     }
 
     /// Marks deliveries that the queue takes back. Returns the shards without any other delivery;
-    /// they stay in hand until their work ends.
-    pub fn recall(&self, receipts: &[u64]) -> Vec<ShardKey> {
-        let mut lost = Vec::new();
-        for (key, held) in self.shards().iter_mut() {
-            let named = |held: &&mut Held| receipts.contains(&held.delivery.receipt);
-            let hit = held.iter_mut().filter(named).map(|held| held.recalled = true).count();
-            if hit > 0 && held.iter().all(|held| held.recalled) {
-                lost.push(*key);
+    /// they stay in flight until their work ends.
+    pub fn mark_recalled(&self, receipts: &[u64]) -> Vec<ShardKey> {
+        let mut without_delivery = Vec::new();
+        for (key, deliveries) in self.shards().iter_mut() {
+            let named = |held: &&mut HeldDelivery| receipts.contains(&held.delivery.receipt);
+            let marked = deliveries
+                .iter_mut()
+                .filter(named)
+                .map(|held| held.is_recalled = true)
+                .count();
+            if marked > 0 && deliveries.iter().all(|held| held.is_recalled) {
+                without_delivery.push(*key);
             }
         }
-        lost
+        without_delivery
     }
 
     /// Whether the shard has a delivery that the queue has not taken back.
@@ -79,22 +84,22 @@ impl InFlight {
         let shards = self.shards();
         shards
             .get(&key)
-            .is_some_and(|held| held.iter().any(|held| !held.recalled))
+            .is_some_and(|deliveries| deliveries.iter().any(|held| !held.is_recalled))
     }
 
-    /// Whether one of these deliveries is still in hand.
+    /// Whether the shard of one of these deliveries is still in flight.
     pub fn holds_any(&self, receipts: &[u64]) -> bool {
         let shards = self.shards();
-        let mut held = shards.values().flatten();
-        held.any(|held| receipts.contains(&held.delivery.receipt))
+        let mut all = shards.values().flatten();
+        all.any(|held| receipts.contains(&held.delivery.receipt))
     }
 
-    /// Number of one job's shards in hand.
-    pub fn of_job(&self, job: u32) -> usize {
+    /// Number of one job's shards in flight.
+    pub fn count_of_job(&self, job: u32) -> usize {
         self.shards().keys().filter(|key| key.job == job).count()
     }
 
-    /// All deliveries in hand.
+    /// The deliveries of all shards in flight.
     pub fn deliveries(&self) -> Vec<Arc<Delivery>> {
         let shards = self.shards();
         shards.values().flatten().map(|held| held.delivery.clone()).collect()
@@ -104,7 +109,7 @@ impl InFlight {
         self.shards().is_empty()
     }
 
-    fn shards(&self) -> MutexGuard<'_, HashMap<ShardKey, Vec<Held>>> {
+    fn shards(&self) -> MutexGuard<'_, HashMap<ShardKey, Vec<HeldDelivery>>> {
         // Every change is a single step, so the state is consistent even after a panic of its
         // holder.
         self.shards.lock().unwrap_or_else(PoisonError::into_inner)
@@ -117,7 +122,7 @@ mod tests {
 
     use super::*;
     use crate::queue::Message;
-    use crate::worker::room::ROOM_BYTES;
+    use crate::worker::room::CARRIED_BYTES_MAX;
 
     fn delivery(receipt: u64) -> Arc<Delivery> {
         let message = Message::new("a", "memory:///a", 0, 7);
@@ -128,31 +133,34 @@ mod tests {
     fn a_second_delivery_joins_the_first() {
         let key = ShardKey { job: 0, shard: 7 };
         let in_flight = InFlight::default();
-        assert!(in_flight.enter(key, delivery(1)));
-        assert!(!in_flight.enter(key, delivery(2)));
+        assert!(in_flight.add(key, delivery(1)));
+        assert!(!in_flight.add(key, delivery(2)));
         assert_eq!(
-            in_flight.recall(&[1]),
+            in_flight.mark_recalled(&[1]),
             [],
             "another delivery still stands for the shard"
         );
         assert!(in_flight.is_wanted(key));
-        assert_eq!(in_flight.recall(&[2]), [key]);
+        assert_eq!(in_flight.mark_recalled(&[2]), [key]);
         assert!(!in_flight.is_wanted(key) && in_flight.holds_any(&[2]));
         assert_eq!(in_flight.deliveries().len(), 2);
-        assert_eq!(in_flight.leave(key).len(), 2);
+        assert_eq!(in_flight.remove(key).len(), 2);
         assert!(in_flight.is_empty());
-        assert!(in_flight.enter(key, delivery(3)), "it may come again");
+        assert!(in_flight.add(key, delivery(3)), "it may come again");
     }
 
     #[tokio::test]
     async fn who_leaves_makes_room_for_carried_columns() {
-        let room = Arc::new(Room::default());
-        let in_flight = InFlight::new(room.clone());
+        let carried_memory = Arc::new(CarriedMemory::default());
+        let in_flight = InFlight::new(carried_memory.clone());
         let key = |shard| ShardKey { job: 0, shard };
-        in_flight.enter(key(7), delivery(1));
-        room.hold(key(7), ROOM_BYTES).await;
-        in_flight.leave(key(7));
-        let held = tokio::time::timeout(Duration::from_secs(5), room.hold(key(8), ROOM_BYTES));
+        in_flight.add(key(7), delivery(1));
+        carried_memory.reserve(key(7), CARRIED_BYTES_MAX).await;
+        in_flight.remove(key(7));
+        let held = tokio::time::timeout(
+            Duration::from_secs(5),
+            carried_memory.reserve(key(8), CARRIED_BYTES_MAX),
+        );
         held.await.expect("there is room");
     }
 }

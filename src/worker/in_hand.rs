@@ -12,45 +12,45 @@ use crate::worker::Worker;
 use crate::worker::in_flight::ShardKey;
 use crate::worker::jobs::OpenJob;
 
-/// Pause before another look at a shard whose last rows may be running elsewhere.
+/// Pause before a shard whose last rows may be running on another worker goes back to the queue.
 const WAITING_PAUSE: Duration = Duration::from_secs(5);
 
 /// See the module's description. When dropped, the shard goes back to the queue.
-pub(super) struct InHand {
+pub(super) struct ReceivedShard {
     worker: Arc<Worker>,
     pub key: ShardKey,
-    kept: bool,
+    give_back_on_drop: bool,
 }
 
-impl InHand {
+impl ReceivedShard {
     /// Guards a shard that is in flight.
-    pub(super) fn new(worker: &Arc<Worker>, key: ShardKey) -> InHand {
-        InHand {
+    pub(super) fn new(worker: &Arc<Worker>, key: ShardKey) -> ReceivedShard {
+        ReceivedShard {
             worker: worker.clone(),
             key,
-            kept: true,
+            give_back_on_drop: true,
         }
     }
 
     /// Ends the work on the shard and returns the deliveries to acknowledge or give back.
-    pub(super) fn answer(mut self) -> Vec<Arc<Delivery>> {
-        self.kept = false;
-        self.worker.in_flight.leave(self.key)
+    pub(super) fn take_deliveries(mut self) -> Vec<Arc<Delivery>> {
+        self.give_back_on_drop = false;
+        self.worker.in_flight.remove(self.key)
     }
 
-    /// Keeps the shard in hand for a while and then gives it back to the queue, so that its message
-    /// is not redelivered in a tight loop. `rows` may be running on another worker.
+    /// Keeps the shard for a while and then gives it back to the queue, so that its message is not
+    /// redelivered in a tight loop. `rows`: the rows that may be running on another worker.
     pub(super) fn give_back_later(mut self, job: &OpenJob, rows: &RowSet) {
-        self.kept = false;
+        self.give_back_on_drop = false;
         tracing::info!(
-            "shard {} of {} waits: rows {rows} may be running elsewhere, alone on a device",
+            "shard {} of {} waits: rows {rows} may be running on another worker, one at a time because an attempt with them failed",
             self.key.shard,
             job.title()
         );
         let (worker, key, title) = (self.worker.clone(), self.key, job.title());
         let waiting = async move {
             tokio::time::sleep(WAITING_PAUSE).await;
-            for delivery in worker.in_flight.leave(key) {
+            for delivery in worker.in_flight.remove(key) {
                 if let Err(error) = worker.queue.give_back(&delivery).await {
                     // The delivery is dropped without an acknowledgement, so the queue delivers it
                     // again.
@@ -65,9 +65,9 @@ impl InHand {
         tokio::spawn(waiting.in_current_span());
     }
 
-    /// Releases the memory reserved for the shard, whose carried columns have been dropped.
-    pub(super) fn holds_no_rows(&self) {
-        self.worker.jobs.room().leave(self.key);
+    /// Releases the memory reserved for the shard. The caller has dropped its carried columns.
+    pub(super) fn release_memory(&self) {
+        self.worker.jobs.carried_memory().release(self.key);
     }
 
     /// Whether the queue still wants this worker to do the shard.
@@ -76,16 +76,16 @@ impl InHand {
     }
 
     /// The router takes over the shard.
-    pub(super) fn hand_on(mut self) {
-        self.kept = false;
+    pub(super) fn hand_over(mut self) {
+        self.give_back_on_drop = false;
     }
 }
 
-impl Drop for InHand {
+impl Drop for ReceivedShard {
     fn drop(&mut self) {
-        if self.kept {
+        if self.give_back_on_drop {
             // Dropping the deliveries gives them back.
-            drop(self.worker.in_flight.leave(self.key));
+            drop(self.worker.in_flight.remove(self.key));
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Receive → read → render → tokenize: all work on a shard before the device has room.
+//! Receive → read → render → tokenize: all work on a shard before it goes to the device.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -9,38 +9,38 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tracing::Instrument;
 
 use crate::dataset::row::RowStatus;
-use crate::ledger::attempts::Narrowing;
-use crate::worker::idle::Idle;
-use crate::worker::in_hand::InHand;
+use crate::ledger::attempts::AttemptPlan;
+use crate::worker::idle::IdleState;
+use crate::worker::in_hand::ReceivedShard;
 use crate::worker::jobs::OpenJob;
-use crate::worker::opening::{Opened, Openings, Taken, is_changed};
-use crate::worker::pace::Pace;
+use crate::worker::opening::{OpenedShard, Openings, TakeOutcome, is_input_changed};
+use crate::worker::pace::RequeuePace;
 use crate::worker::read_time::ReadTime;
 use crate::worker::reading::{close, prepare};
 use crate::worker::retry_policy::{Pauses, RetryDecision};
-use crate::worker::shard::OpenShard;
+use crate::worker::shard::ShardWork;
 use crate::worker::stop::Stop;
-use crate::worker::troubles::Where;
+use crate::worker::troubles::JobStore;
 use crate::worker::{ReadyRow, ReadyShard, RouterEvent, Until, Worker, one_line, spans};
 
-/// How long to wait for a message before other checks.
+/// How long one receive waits for a message; other checks follow.
 const RECEIVE_WAIT: Duration = Duration::from_millis(250);
-/// Time between two looks at a device that hangs.
-const HANG_LOOK: Duration = Duration::from_secs(1);
+/// Time between two checks of a device that hangs.
+const HANG_POLL: Duration = Duration::from_secs(1);
 
-/// Prepares shards until there is nothing more to do or `stop` is set.
+/// Prepares shards until all jobs are done, `max_shards` is reached, or `stop` is set.
 pub(super) async fn run(
     worker: Arc<Worker>,
     ready: mpsc::Sender<ReadyShard>,
     router_events: mpsc::Sender<RouterEvent>,
     stop: Stop,
 ) -> anyhow::Result<()> {
-    let places = Arc::new(Semaphore::new(worker.options.shards_in_flight as usize));
+    let shard_slots = Arc::new(Semaphore::new(worker.options.shards_in_flight as usize));
     let intake = Intake {
         worker,
         ready,
         router_events,
-        places,
+        shard_slots,
         stop,
     };
     intake.serve().await
@@ -50,53 +50,52 @@ struct Intake {
     worker: Arc<Worker>,
     ready: mpsc::Sender<ReadyShard>,
     router_events: mpsc::Sender<RouterEvent>,
-    places: Arc<Semaphore>,
+    shard_slots: Arc<Semaphore>,
     stop: Stop,
 }
 
-/// What became of a shard that was ready.
-enum Handed {
-    On,
-    /// This worker cannot begin it: it is left to others.
-    Back,
-    /// The other stages have ended; their own errors give the cause.
-    ToNobody,
+/// Result of [`Intake::begin`].
+enum Handover {
+    ToRouter,
+    /// The shard could not begin: it was set aside, or left to other workers.
+    NotBegun,
+    /// The worker stops, or the other stages have ended; their own errors are the cause.
+    StagesEnded,
 }
 
-/// What the search for the next shard found.
-enum Found<'a> {
-    Nothing,
-    /// The message goes to the end of the queue, to be tried later.
-    PutOff,
+/// Result of [`Intake::next_shard`].
+enum NextShard<'a> {
+    NotYet,
+    /// The message was put at the end of the queue.
+    Requeued,
     /// All jobs are done.
-    Over,
+    AllDone,
     /// A shard that is ready for the router and the device.
-    Shard(Box<Begun<'a>>),
+    Shard(Box<PlannedShard<'a>>),
 }
 
 impl Intake {
     async fn serve(&self) -> anyhow::Result<()> {
-        let mut idle = Idle::default();
+        let mut idle = IdleState::default();
         let mut openings = Openings::new(self.worker.clone(), self.stop.clone());
-        let (mut taken, mut pace) = (0, Pace::default());
-        while self.worker.options.max_shards.is_none_or(|most| taken < most) {
-            let found = tokio::select! {
+        let (mut shards_begun, mut pace) = (0, RequeuePace::default());
+        while self.worker.options.max_shards.is_none_or(|max| shards_begun < max) {
+            let next = tokio::select! {
                 biased;
                 () = self.stop.wait() => return Ok(()),
-                found = self.find(&mut openings, &mut idle) => found?,
+                next = self.next_shard(&mut openings, &mut idle) => next?,
             };
-            match found {
-                Found::Nothing => {}
-                Found::PutOff => pace.rest().await,
-                Found::Over => return Ok(()),
-                // This future must not be dropped midway: a stop would leave an attempt that never
-                // ends.
-                Found::Shard(begun) => {
-                    let span = spans::of_shard(&begun.shard.job, begun.shard.key.shard, None);
-                    match self.begin(*begun, &mut openings).instrument(span).await? {
-                        Handed::On => (taken, pace) = (taken + 1, Pace::default()),
-                        Handed::Back => {}
-                        Handed::ToNobody => return Ok(()),
+            match next {
+                NextShard::NotYet => {}
+                NextShard::Requeued => pace.pause().await,
+                NextShard::AllDone => return Ok(()),
+                // This future must not be dropped midway: the attempt would stay without an end.
+                NextShard::Shard(planned_shard) => {
+                    let span = spans::of_shard(&planned_shard.shard.job, planned_shard.shard.key.shard, None);
+                    match self.begin(*planned_shard, &mut openings).instrument(span).await? {
+                        Handover::ToRouter => (shards_begun, pace) = (shards_begun + 1, RequeuePace::default()),
+                        Handover::NotBegun => {}
+                        Handover::StagesEnded => return Ok(()),
                     }
                 }
             }
@@ -104,196 +103,201 @@ impl Intake {
         Ok(())
     }
 
-    /// Cancel-safe: a delivery in hand goes back to the queue when it is dropped.
-    async fn find(&self, openings: &mut Openings, idle: &mut Idle) -> anyhow::Result<Found<'_>> {
+    /// Receives and opens the next shard. Cancel-safe: a received delivery goes back to the queue
+    /// when it is dropped.
+    async fn next_shard(&self, openings: &mut Openings, idle: &mut IdleState) -> anyhow::Result<NextShard<'_>> {
         while !self.worker.watchdog.is_alive() {
             // The device hangs: other workers should take the remaining messages.
-            tokio::time::sleep(HANG_LOOK).await;
+            tokio::time::sleep(HANG_POLL).await;
         }
-        // Reserve a place among the shards in flight first. Until one is free, another worker
-        // should have the messages, and shards that were set aside and could begin now.
-        let place = loop {
+        // Reserve a slot among the shards in flight first. Until one is free, other workers should
+        // get the messages, and also shards that were set aside here and could begin now.
+        let slot = loop {
             tokio::select! {
                 biased;
-                place = self.places.clone().acquire_owned() => break place?,
+                slot = self.shard_slots.clone().acquire_owned() => break slot?,
                 opened = openings.next() => drop(opened?),
             }
         };
         crate::failpoint!("intake.before-receive");
         let received = tokio::select! {
             biased;
-            opened = openings.next() => return self.found(openings, opened?, place).await,
+            opened = openings.next() => return self.plan_shard(openings, opened?, slot).await,
             received = self.worker.queue.receive(RECEIVE_WAIT) => received,
         };
-        let mut refused = false;
+        let mut is_refused = false;
         let received = match received {
             Ok(received) => received,
             Err(error) => {
-                refused = true;
+                is_refused = true;
                 self.worker
                     .retry_policy
-                    .backoff(error.into(), &mut idle.refused, &self.stop)
+                    .backoff(error.into(), &mut idle.refusal_pauses, &self.stop)
                     .await?;
                 None
             }
         };
         let Some(delivery) = received else {
-            drop(place);
-            let away = idle.look(self.worker.queue.is_attached());
-            if !refused {
-                self.worker.retry_policy.still_waits_for_queue(away)?;
+            drop(slot);
+            let away = idle.note_empty(self.worker.queue.is_attached());
+            if !is_refused {
+                self.worker.retry_policy.check_queue_wait(away)?;
             }
-            let over = self.worker.in_flight.is_empty() && openings.is_quiet() && self.is_over(idle).await?;
-            return Ok(if over { Found::Over } else { Found::Nothing });
+            let is_done = self.worker.in_flight.is_empty() && openings.is_quiet() && self.is_done(idle).await?;
+            return Ok(if is_done { NextShard::AllDone } else { NextShard::NotYet });
         };
-        *idle = Idle::default();
+        *idle = IdleState::default();
         crate::failpoint!("intake.after-receive");
         #[cfg(feature = "faults")]
-        if crate::faults::switch("ack-before-commit") {
+        if crate::faults::is_switched_on("ack-before-commit") {
             self.worker.queue.acknowledge(&delivery).await?;
         }
         match openings.take(delivery).await? {
-            Taken::PutOff => Ok(Found::PutOff),
-            Taken::PassedOn => Ok(Found::Nothing),
-            Taken::Opening { output, wait } => tokio::select! {
+            TakeOutcome::Requeued => Ok(NextShard::Requeued),
+            TakeOutcome::PassedOn => Ok(NextShard::NotYet),
+            TakeOutcome::Opening { output, wait } => tokio::select! {
                 biased;
-                opened = openings.next() => self.found(openings, opened?, place).await,
+                opened = openings.next() => self.plan_shard(openings, opened?, slot).await,
                 () = tokio::time::sleep(wait) => {
-                    // The opening goes on by itself, set aside.
+                    // The opening goes on in its own task.
                     openings.note_slow(output);
-                    Ok(Found::Nothing)
+                    Ok(NextShard::NotYet)
                 }
             },
         }
     }
 
-    /// Plans an opened shard: all of its open rows, or those that may be tried at once.
-    async fn found(
+    /// Plans the attempt at an opened shard: all of its open rows, or a part of them. Reserves the
+    /// slots that the attempt needs.
+    async fn plan_shard(
         &self,
         openings: &mut Openings,
-        opened: Option<Opened>,
-        place: OwnedSemaphorePermit,
-    ) -> anyhow::Result<Found<'_>> {
+        opened: Option<OpenedShard>,
+        slot: OwnedSemaphorePermit,
+    ) -> anyhow::Result<NextShard<'_>> {
         let Some(opened) = opened else {
-            return Ok(Found::Nothing);
+            return Ok(NextShard::NotYet);
         };
-        let plan = opened.log.narrowing();
+        let plan = opened.log.plan_attempt();
         let is_complete = opened.log.is_complete();
         let troubles = &self.worker.troubles;
-        if !is_complete && !plan.reads().is_empty() && opened.pauses.waited().is_zero() {
+        if !is_complete && !plan.rows_to_read().is_empty() && opened.pauses.waited().is_zero() {
             let output = opened.job.ledger.store().url().to_string();
-            if troubles.holds(Where::Inputs, &output) {
+            if troubles.is_failing(JobStore::Inputs, &output) {
                 openings.hold_up(opened).await?;
-                return Ok(Found::Nothing);
+                return Ok(NextShard::NotYet);
             }
         }
-        let Opened {
-            in_hand,
+        let OpenedShard {
+            received_shard,
             job,
             log,
-            since,
+            opened_at,
             pauses,
         } = opened;
-        let permit = if plan.alone() {
-            // A narrowed try has the device to itself, so it takes all places.
-            self.all_places(place).await?
+        let permit = if plan.is_alone() {
+            // A narrowed try has the device to itself, so it takes all slots.
+            self.all_slots(slot).await?
         } else {
-            place
+            slot
         };
-        let shard = OpenShard {
+        let shard = ShardWork {
             job: job.clone(),
-            key: in_hand.key,
+            key: received_shard.key,
             attempt: None,
             expected: HashSet::new(),
             carry: RecordBatch::new_empty(job.output.schema()),
             _permit: permit,
             pending: Vec::new(),
-            unwanted: Arc::default(),
+            is_unwanted: Arc::default(),
             log: *log,
         };
-        // Read the state once: the job may be resumed meanwhile, and rows that were not sent to the
-        // device must not be waited for.
-        let closes = job.state().closes_as();
-        // A complete log means that a worker died between the last record and the part: only
+        // Read the state only once, because the job may be resumed meanwhile: the shard's task must
+        // not wait for rows that were not sent to the device.
+        let close_status = job.state().close_status();
+        // If the log is complete, a worker died between the last record and the part, and only the
         // publishing is left.
-        let runs = !plan.next.is_empty() && !is_complete && closes.is_none();
-        // Reserve the device's slot before the attempt is written: rows that only wait must not be
-        // blamed for a kill.
-        let at_device = if runs { Some(self.ready.reserve().await?) } else { None };
-        Ok(Found::Shard(Box::new(Begun {
-            in_hand,
+        let has_rows_to_run = !plan.next_rows.is_empty() && !is_complete && close_status.is_none();
+        // Reserve the device's slot before the attempt is recorded, so that rows that only wait are
+        // not suspected when the worker is killed.
+        let device_slot = if has_rows_to_run {
+            Some(self.ready.reserve().await?)
+        } else {
+            None
+        };
+        Ok(NextShard::Shard(Box::new(PlannedShard {
+            received_shard,
             shard,
             plan,
-            closes,
-            at_device,
-            since,
+            close_status,
+            device_slot,
+            opened_at,
             pauses,
         })))
     }
 
     /// Writes the attempt record, reads its rows, and hands the shard to the router and the device.
     #[expect(clippy::too_many_lines, reason = "one shard's way, in order")]
-    async fn begin(&self, begun: Begun<'_>, openings: &mut Openings) -> anyhow::Result<Handed> {
-        let Begun {
-            in_hand,
+    async fn begin(&self, planned_shard: PlannedShard<'_>, openings: &mut Openings) -> anyhow::Result<Handover> {
+        let PlannedShard {
+            received_shard,
             mut shard,
             plan,
-            closes,
-            at_device,
-            since,
+            close_status,
+            device_slot,
+            opened_at,
             pauses,
-        } = begun;
+        } = planned_shard;
         let (key, job) = (shard.key, shard.job.clone());
-        let (range, unwanted) = (shard.log.rows(), shard.unwanted.clone());
+        let (range, is_unwanted) = (shard.log.rows(), shard.is_unwanted.clone());
         let output = job.ledger.store().url().to_string();
         let began = Instant::now();
-        // Rows are read under the attempt, too: a row may end the process before it is on the
-        // device.
-        let (place, error, rows) = match self.note_attempt(&mut shard, &plan).await {
-            Err(error) => (Where::Output, Some(error), Vec::new()),
+        // The attempt covers reading, too: a row may end the process before it is on the device.
+        let (failed_store, error, rows) = match self.record_attempt(&mut shard, &plan).await {
+            Err(error) => (JobStore::Output, Some(error), Vec::new()),
             Ok(()) => {
-                self.worker.troubles.end(Where::Output, &output);
+                self.worker.troubles.note_recovery(JobStore::Output, &output);
                 let read = tokio::select! {
                     biased;
                     () = self.stop.wait() => None,
-                    read = self.read(&job, &mut shard, &plan, closes, pauses.rounds()) => Some(read),
+                    read = self.read(&job, &mut shard, &plan, close_status, pauses.rounds()) => Some(read),
                 };
                 let Some(read) = read else {
-                    self.end_unread(&mut shard).await;
-                    return Ok(Handed::ToNobody);
+                    self.end_attempt_unread(&mut shard).await;
+                    return Ok(Handover::StagesEnded);
                 };
                 if read.is_err() {
-                    self.end_unread(&mut shard).await;
+                    self.end_attempt_unread(&mut shard).await;
                 }
                 match read {
                     Ok(rows) => {
-                        self.worker.troubles.end(Where::Inputs, &output);
-                        (Where::Inputs, None, rows)
+                        self.worker.troubles.note_recovery(JobStore::Inputs, &output);
+                        (JobStore::Inputs, None, rows)
                     }
-                    Err(error) => (Where::Inputs, Some(error), Vec::new()),
+                    Err(error) => (JobStore::Inputs, Some(error), Vec::new()),
                 }
             }
         };
         if let Some(error) = error {
             let decision = self.worker.retry_policy.decision(&error);
-            // This holds for `run`, too, which has no other workers: the job is stopped for all,
-            // with the reason.
-            if is_changed(&error) || decision == RetryDecision::LeaveShard {
-                openings.opener.leave(&job, in_hand, &error).await?;
+            // A changed input stops the job for all workers, with the reason. This holds for `run`,
+            // too.
+            if is_input_changed(&error) || decision == RetryDecision::LeaveShard {
+                openings.opener.leave_shard(&job, received_shard, &error).await?;
             } else if decision == RetryDecision::Wait && !self.stop.is_set() {
                 let log = Box::new(shard.log);
-                let opened = Opened {
-                    in_hand,
+                let opened = OpenedShard {
+                    received_shard,
                     job,
                     log,
-                    since,
+                    opened_at,
                     pauses,
                 };
-                openings.set_aside(opened, place, error, began.elapsed());
+                openings.set_aside(opened, failed_store, error, began.elapsed());
             } else {
                 return Err(error);
             }
-            return Ok(Handed::Back);
+            return Ok(Handover::NotBegun);
         }
         // The router must know the shard before any of its rows arrives.
         if self
@@ -302,40 +306,40 @@ impl Intake {
             .await
             .is_err()
         {
-            return Ok(Handed::ToNobody);
+            return Ok(Handover::StagesEnded);
         }
-        in_hand.hand_on();
-        if let Some(at_device) = at_device.filter(|_| !rows.is_empty()) {
-            at_device.send(ReadyShard {
+        received_shard.hand_over();
+        if let Some(device_slot) = device_slot.filter(|_| !rows.is_empty()) {
+            device_slot.send(ReadyShard {
                 key,
                 job,
                 range,
                 rows,
-                unwanted,
+                is_unwanted,
             });
         }
-        Ok(Handed::On)
+        Ok(Handover::ToRouter)
     }
 
-    /// Records which rows are about to be read and run.
-    async fn note_attempt(&self, shard: &mut OpenShard, plan: &Narrowing) -> anyhow::Result<()> {
-        let reads = plan.reads();
-        if reads.is_empty() || shard.log.is_complete() {
+    /// Records the attempt: the rows that are about to be read and run.
+    async fn record_attempt(&self, shard: &mut ShardWork, plan: &AttemptPlan) -> anyhow::Result<()> {
+        let rows_to_read = plan.rows_to_read();
+        if rows_to_read.is_empty() || shard.log.is_complete() {
             return Ok(());
         }
         crate::failpoint!("intake.before-attempt");
         let attempt = shard
             .log
-            .begin(self.worker.runner.clone(), &reads, plan.alone())
+            .begin(self.worker.attempt_worker.clone(), &rows_to_read, plan.is_alone())
             .await?;
         shard.attempt = Some(attempt);
         crate::failpoint!("intake.after-attempt");
         Ok(())
     }
 
-    /// Records the end of an attempt of which no row went to the device. If the store refuses, the
-    /// attempt counts as one that never ended, which alone makes no row errored.
-    async fn end_unread(&self, shard: &mut OpenShard) {
+    /// Records the end of an attempt of which no row went to the device. If that fails, the attempt
+    /// stays without an end, which alone makes no row errored.
+    async fn end_attempt_unread(&self, shard: &mut ShardWork) {
         if let Some(attempt) = shard.attempt.take()
             && let Err(error) = shard.log.end(&attempt).await
         {
@@ -348,13 +352,13 @@ impl Intake {
         }
     }
 
-    /// Reads the rows for the device; results that are already known go to `shard`.
+    /// Reads the rows for the device. Results that need no device go to `shard`.
     async fn read(
         &self,
         job: &Arc<OpenJob>,
-        shard: &mut OpenShard,
-        plan: &Narrowing,
-        closes: Option<RowStatus>,
+        shard: &mut ShardWork,
+        plan: &AttemptPlan,
+        close_status: Option<RowStatus>,
         tries: u32,
     ) -> anyhow::Result<Vec<ReadyRow>> {
         if shard.log.is_complete() {
@@ -364,12 +368,12 @@ impl Intake {
         crate::failpoint!("intake.before-read");
         let output = job.ledger.store().url().to_string();
         let time = if self.worker.retry_policy.is_patient() {
-            ReadTime::of_try(output, tries)
+            ReadTime::for_try(output, tries)
         } else {
             // No other shard waits.
-            ReadTime::endless(output)
+            ReadTime::unbounded(output)
         };
-        let prepared = match closes {
+        let prepared = match close_status {
             Some(status) => close(job, &planned, &shard.log, status, plan, time).await?,
             None => prepare(&self.worker, job, &planned, &shard.log, plan, time).await?,
         };
@@ -383,62 +387,62 @@ impl Intake {
         Ok(prepared.ready)
     }
 
-    /// Whether the worker is done, while the queue delivers nothing and nothing is in hand. An
-    /// empty queue proves nothing, so the ledgers decide.
-    async fn is_over(&self, idle: &mut Idle) -> anyhow::Result<bool> {
+    /// Whether the worker is done; to be called when the queue delivers nothing and no shard is in
+    /// flight. An empty queue does not show that the jobs are done, so the ledgers decide.
+    async fn is_done(&self, idle: &mut IdleState) -> anyhow::Result<bool> {
         if self.worker.options.until == Until::Once {
-            return Ok(idle.clock.has_run(self.worker.options.idle_after));
+            return Ok(idle.clock.has_run_for(self.worker.options.idle_after));
         }
-        if !idle.looks_now(self.worker.options.log_interval) {
+        if !idle.take_due_check(self.worker.options.log_interval) {
             return Ok(false);
         }
-        let done = match self.look_around().await {
+        let done = match self.check_ledgers().await {
             Ok(done) => done,
             Err(error) if self.worker.retry_policy.decision(&error) == RetryDecision::Wait => {
-                self.worker.retry_policy.say(&error);
+                self.worker.retry_policy.report(&error);
                 return Ok(false);
             }
             Err(error) => return Err(error),
         };
         if done == Some(false) {
-            idle.say_unfinished();
+            idle.report_unfinished();
         }
         Ok(match (self.worker.options.until, done) {
             (Until::Stopped, _) | (_, Some(false)) => false,
             (_, Some(true)) => true,
             // The worker has heard of no job.
-            (_, None) => idle.clock.has_run(self.worker.options.idle_after),
+            (_, None) => idle.clock.has_run_for(self.worker.options.idle_after),
         })
     }
 
-    /// Whether all jobs are done (see [`Worker::all_done`]). If one goes on, its shards are sent to
-    /// the process's own queue again.
-    async fn look_around(&self) -> anyhow::Result<Option<bool>> {
+    /// Whether all jobs are done (see [`Worker::all_done`]). If not, unfinished shards are sent to
+    /// the embedded queue again.
+    async fn check_ledgers(&self) -> anyhow::Result<Option<bool>> {
         let done = self.worker.all_done().await?;
         if done == Some(false) {
-            self.worker.refill().await?;
+            self.worker.refill_embedded_queue().await?;
         }
         Ok(done)
     }
 
-    async fn all_places(&self, mut place: OwnedSemaphorePermit) -> anyhow::Result<OwnedSemaphorePermit> {
+    async fn all_slots(&self, mut slot: OwnedSemaphorePermit) -> anyhow::Result<OwnedSemaphorePermit> {
         let others = self.worker.options.shards_in_flight.saturating_sub(1);
-        place.merge(self.places.clone().acquire_many_owned(others).await?);
-        Ok(place)
+        slot.merge(self.shard_slots.clone().acquire_many_owned(others).await?);
+        Ok(slot)
     }
 }
 
-/// A shard that is about to begin.
-struct Begun<'a> {
-    in_hand: InHand,
-    shard: OpenShard,
-    plan: Narrowing,
-    /// Status of the unfinished rows where the job is closing: they do not run any more.
-    closes: Option<RowStatus>,
+/// An opened shard with its planned attempt, about to begin.
+struct PlannedShard<'a> {
+    received_shard: ReceivedShard,
+    shard: ShardWork,
+    plan: AttemptPlan,
+    /// If the job is closing, the status of its unfinished rows, which do not run any more.
+    close_status: Option<RowStatus>,
     /// `None`: no row goes to the device.
-    at_device: Option<mpsc::Permit<'a, ReadyShard>>,
-    /// See [`Opened::since`].
-    since: Instant,
+    device_slot: Option<mpsc::Permit<'a, ReadyShard>>,
+    /// See [`OpenedShard::opened_at`].
+    opened_at: Instant,
     /// The pauses between tries to begin the shard.
     pauses: Pauses,
 }

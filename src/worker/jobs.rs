@@ -18,55 +18,55 @@ use crate::dataset::output::{OutputColumns, OutputSchema};
 use crate::dataset::part::{OpenaiMeta, part_openai, part_parquet};
 use crate::dataset::row::RowStatus;
 use crate::dataset::shard::ShardReader;
+use crate::dataset::store::job_inputs::VerifiedVersion;
 use crate::dataset::store::location::Location;
-use crate::dataset::store::pinned::display_name;
-use crate::dataset::store::pins::PinnedAnew;
-use crate::dataset::writing::Writing;
+use crate::dataset::store::pinned_file::display_name;
+use crate::dataset::writing::WriteOptions;
 use crate::engine::params::GenerationParams;
-use crate::engine::request::{Request, UnitId};
+use crate::engine::request::{Request, SampleId};
 use crate::error_line::one_line;
 use crate::job::file::OutputFormat;
 use crate::job::{Job, Renderer};
-use crate::ledger::control::Control;
+use crate::ledger::control::ControlLog;
 use crate::ledger::keys::JOB;
 use crate::ledger::{JobCommand, JobLimits, Ledger, PinOrder, StopWhy};
 use crate::queue::Message;
 use crate::worker::access::Access;
 use crate::worker::in_flight::ShardKey;
-use crate::worker::model::{Model, Stream};
+use crate::worker::model::{Model, PromptSettings};
 use crate::worker::retry_policy::{RetryDecision, decision};
-use crate::worker::room::Room;
+use crate::worker::room::CarriedMemory;
 
-/// Maximum number of open jobs; beyond it, jobs without a holder are dropped.
+/// Number of known jobs from which those without another holder are dropped.
 const OPEN_MAX: usize = 64;
 
-/// How a shard's rows become a published part.
+/// The file format of a job's parts, with its options.
 #[derive(Debug, Clone)]
 pub enum PartFormat {
-    Parquet(Writing),
+    Parquet(WriteOptions),
     /// OpenAI batch result lines.
     Openai(OpenaiMeta),
 }
 
-/// Whether a job's rows may run.
+/// Whether a job's rows may run, by its commands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum JobState {
-    Going,
+    Running,
     /// No further rows run; unfinished rows stay open.
     Stopped(StopWhy),
-    /// No further rows run; unfinished rows are published as `cancelled` or `expired`.
+    /// No further rows run; unfinished rows end as `cancelled` or `expired`.
     Closing(StopWhy),
-    /// This gristmill cannot read its orders: other workers should continue it.
+    /// This version cannot read its commands: other workers should continue it.
     Unreadable,
 }
 
 impl JobState {
-    /// Status of unfinished rows at the close; `None`: they stay open.
-    pub fn closes_as(self) -> Option<RowStatus> {
+    /// The status with which unfinished rows end; `None`: they stay open.
+    pub fn close_status(self) -> Option<RowStatus> {
         match self {
             JobState::Closing(StopWhy::Cancelled) => Some(RowStatus::Cancelled),
             JobState::Closing(StopWhy::Budget | StopWhy::Deadline | StopWhy::InputChanged) => Some(RowStatus::Expired),
-            JobState::Going | JobState::Stopped(_) | JobState::Unreadable => None,
+            JobState::Running | JobState::Stopped(_) | JobState::Unreadable => None,
         }
     }
 }
@@ -75,20 +75,20 @@ impl JobState {
 #[derive(Debug, Default)]
 pub struct Spending {
     micros: AtomicU64,
-    /// One more than the microseconds that are recorded; 0: none are recorded.
-    written: AtomicU64,
+    /// Recorded microseconds plus one; 0: there is no record.
+    recorded_plus_one: AtomicU64,
 }
 
 /// A job (in one of its generations), ready to be worked on.
 pub struct OpenJob {
-    /// Distinguishes the job from others within this worker.
+    /// Identifies the job within this worker.
     pub number: u32,
     pub ledger: Ledger,
     pub reader: ShardReader,
     pub renderer: Renderer,
-    /// Ids that end its completions.
+    /// Token ids that end its completions.
     pub eos: Arc<[u32]>,
-    /// Rows share computed prefixes with jobs of the same salt; the default salt is the job's own.
+    /// Jobs with the same salt share computed prefixes; the default is unique to the job.
     cache_salt: Arc<str>,
     pub output: OutputSchema,
     /// The output columns besides the carried columns.
@@ -97,19 +97,19 @@ pub struct OpenJob {
     /// What this worker has spent on the job, in all its generations.
     spending: Arc<Spending>,
     /// Accounts for the carried columns of its shards.
-    room: Arc<Room>,
+    carried_memory: Arc<CarriedMemory>,
     /// Number of its shards with rows on the device.
     running: AtomicU64,
-    /// The orders to the job's workers that were read so far.
-    control: Mutex<Option<Control>>,
+    /// The commands to the job's workers that were read so far.
+    control: Mutex<Option<ControlLog>>,
     state: watch::Sender<JobState>,
 }
 
 impl OpenJob {
-    /// The bytes of a part of these rows.
+    /// Encodes a part of these rows.
     pub fn make_part(&self, batches: &[RecordBatch], metadata: &[(String, String)]) -> Result<Bytes, DatasetError> {
         match &self.format {
-            PartFormat::Parquet(writing) => part_parquet(&self.output.schema(), batches, metadata, *writing),
+            PartFormat::Parquet(options) => part_parquet(&self.output.schema(), batches, metadata, *options),
             PartFormat::Openai(meta) => part_openai(batches, meta),
         }
     }
@@ -117,29 +117,29 @@ impl OpenJob {
     /// Opens the job of `ledger` for `model`.
     ///
     /// # Errors
-    /// This gristmill cannot read the record. The caller has asked [`Model::refuses`] before.
+    /// This version cannot read the record. The caller must have checked [`Model::refusal`].
     pub fn new(
         number: u32,
         ledger: Ledger,
         model: &Model,
         spending: Arc<Spending>,
-        room: Arc<Room>,
+        carried_memory: Arc<CarriedMemory>,
     ) -> anyhow::Result<OpenJob> {
         let record = ledger.job();
-        let place = ledger.store().address(JOB);
-        let job = Job::of_record(&record.resolved, &place)?;
-        let output = job.recorded_columns(&record.columns, &place)?;
+        let record_address = ledger.store().address(JOB);
+        let job = Job::from_record(&record.resolved, &record_address)?;
+        let output = job.recorded_columns(&record.columns, &record_address)?;
         let extension = match job.output.format {
             OutputFormat::Parquet => "parquet",
             OutputFormat::Openai => "jsonl",
         };
         if record.part_extension != extension {
             anyhow::bail!(
-                "{place}: its parts end in `{}`, and its job writes `{extension}`",
+                "{record_address}: its parts end in `{}`, and its job writes `{extension}`",
                 record.part_extension
             );
         }
-        let renderer = model.files.renderer(&job, &Stream::of(&job, &ledger))?;
+        let renderer = model.files.renderer(&job, &PromptSettings::of(&job, &ledger))?;
         let format = match job.output.format {
             OutputFormat::Parquet => PartFormat::Parquet(job.output.writing),
             OutputFormat::Openai => PartFormat::Openai(OpenaiMeta {
@@ -151,7 +151,7 @@ impl OpenJob {
         Ok(OpenJob {
             number,
             reader: ShardReader::new(record.inputs.clone(), output.carry(), renderer.columns())
-                .of_layout(record.layout.clone()),
+                .with_layout(record.layout.clone()),
             eos: model.files.eos_token_ids(&renderer),
             cache_salt: match &job.cache_salt {
                 Some(salt) => format!("salt {salt}").into(),
@@ -163,10 +163,10 @@ impl OpenJob {
             format,
             ledger,
             spending,
-            room,
+            carried_memory,
             running: AtomicU64::new(0),
             control: Mutex::new(None),
-            state: watch::Sender::new(JobState::Going),
+            state: watch::Sender::new(JobState::Running),
         })
     }
 
@@ -174,8 +174,8 @@ impl OpenJob {
         *self.state.borrow()
     }
 
-    /// Reads the orders since the last call (one request if there are none) and notifies the job's
-    /// shards. Returns the current terms.
+    /// Reads the commands since the last call (one request if there are none) and notifies the
+    /// job's shards. Returns the current limits.
     pub async fn refresh(&self) -> anyhow::Result<JobLimits> {
         let mut control = self.control.lock().await;
         match control.as_mut() {
@@ -184,65 +184,67 @@ impl OpenJob {
             }
             None => *control = Some(self.ledger.control().await?),
         }
-        Ok(self.obey(control.as_ref()))
+        Ok(self.apply_control(control.as_ref()))
     }
 
-    /// Orders a stop, unless the job is finished or another order came first: that order holds.
+    /// Orders a stop, unless the job is finished or another command came first, which then applies.
     pub async fn order_stop(&self, order: JobCommand) -> anyhow::Result<()> {
         let mut control = self.control.lock().await;
         if let Some(control) = control.as_mut()
             && self.ledger.success().await?.is_none()
         {
-            control.give(order).await?;
+            control.try_append(order).await?;
         }
-        self.obey(control.as_ref());
+        self.apply_control(control.as_ref());
         Ok(())
     }
 
-    /// Records inputs with the planned bytes under another ETag, to save other workers the check.
+    /// Records inputs with another ETag but the planned bytes, to save other workers the check.
     pub async fn write_pins(&self) -> anyhow::Result<()> {
-        for anew in self.reader.pins().news() {
-            let planned = &self.ledger.job().inputs[anew.input as usize];
+        for verified in self.reader.inputs().unreported() {
+            let planned = &self.ledger.job().inputs[verified.input as usize];
             let order = PinOrder {
-                input: anew.input,
+                input: verified.input,
                 size: planned.size,
-                etag: anew.pin.etag.clone(),
-                version: anew.pin.version.clone(),
+                etag: verified.version.etag.clone(),
+                version: verified.version.version.clone(),
             };
             let mut control = self.control.lock().await;
             if let Some(control) = control.as_mut() {
-                control.pin(order).await?;
+                control.record_pin(order).await?;
             }
-            self.obey(control.as_ref());
-            self.reader.pins().told(&anew);
+            self.apply_control(control.as_ref());
+            self.reader.inputs().mark_reported(&verified);
             let name = display_name(&planned.url);
             tracing::warn!(
-                "{}: `{name}` has another ETag and the planned bytes: pinned anew",
+                "{}: `{name}` has another ETag but the planned bytes: the new ETag is recorded",
                 self.title()
             );
         }
         Ok(())
     }
 
-    /// Leaves the job to other workers, because this gristmill cannot continue it. Logs the error.
+    /// Leaves the job to other workers, because this version cannot continue it. Logs the error.
     pub fn leave_to_others(&self, error: &anyhow::Error) {
         tracing::warn!("{} is left to others: {}", self.title(), one_line(error));
         self.set_unreadable();
     }
 
-    /// Marks the job's orders as unreadable.
+    /// Marks the job's commands as unreadable.
     pub fn set_unreadable(&self) {
         self.state.send_replace(JobState::Unreadable);
     }
 
-    fn obey(&self, control: Option<&Control>) -> JobLimits {
+    fn apply_control(&self, control: Option<&ControlLog>) -> JobLimits {
         if let Some(control) = control {
-            self.reader.pins().know(control.pins().map(PinnedAnew::from));
+            self.reader
+                .inputs()
+                .add_verified(control.pins().map(VerifiedVersion::from));
         }
-        let state = match control.and_then(Control::holds) {
+        let state = match control.and_then(ControlLog::current_command) {
             Some(JobCommand::Stop { why, close: true, .. }) => JobState::Closing(*why),
             Some(JobCommand::Stop { why, close: false, .. }) => JobState::Stopped(*why),
-            Some(JobCommand::Extend(_) | JobCommand::Pin(_)) | None => JobState::Going,
+            Some(JobCommand::Extend(_) | JobCommand::Pin(_)) | None => JobState::Running,
         };
         self.state.send_if_modified(|now| {
             let changed = *now != state;
@@ -255,7 +257,7 @@ impl OpenJob {
         }
     }
 
-    /// A row's requests to the engine, one per sample. `attempt`: the row's generation.
+    /// A row's requests to the engine, one per sample. `attempt`: the generation that runs the row.
     pub fn requests(
         &self,
         row: u64,
@@ -265,7 +267,7 @@ impl OpenJob {
     ) -> impl Iterator<Item = Request> {
         let (job, eos, cache_salt) = (self.number, self.eos.clone(), self.cache_salt.clone());
         (0..params.samples).map(move |sample| Request {
-            id: UnitId {
+            id: SampleId {
                 job,
                 row,
                 sample,
@@ -283,10 +285,10 @@ impl OpenJob {
         Ok(self.ledger.job().shard(shard)?.first_row)
     }
 
-    /// Waits until the shard's carried columns, `bytes` so far, fit beside the other shards'.
-    pub async fn hold_carried(&self, shard: u32, bytes: usize) {
+    /// Waits until the shard's carried columns (`bytes` so far) fit in memory beside the others'.
+    pub async fn reserve_carried(&self, shard: u32, bytes: usize) {
         let job = self.number;
-        self.room.hold(ShardKey { job, shard }, bytes).await;
+        self.carried_memory.reserve(ShardKey { job, shard }, bytes).await;
     }
 
     /// Notifies of changes of [`OpenJob::state`].
@@ -307,32 +309,32 @@ impl OpenJob {
     /// Records this worker's spending on the job if it changed, and at the first call in any case.
     pub async fn write_spend(&self, worker: &str) -> anyhow::Result<()> {
         let micros = self.spending.micros.load(Relaxed);
-        if self.spending.written.load(Relaxed) > micros {
+        if self.spending.recorded_plus_one.load(Relaxed) > micros {
             return Ok(());
         }
-        self.sign(worker).await
+        self.write_heartbeat(worker).await
     }
 
-    /// As [`OpenJob::write_spend`], but always writes: the record is also a sign of life.
-    pub async fn sign(&self, worker: &str) -> anyhow::Result<()> {
+    /// As [`OpenJob::write_spend`], but always writes: the record is also a heartbeat.
+    pub async fn write_heartbeat(&self, worker: &str) -> anyhow::Result<()> {
         let micros = self.spending.micros.load(Relaxed);
         self.ledger.write_spend(worker, micros as f64 / 1e6, false).await?;
-        self.spending.written.store(micros + 1, Relaxed);
+        self.spending.recorded_plus_one.store(micros + 1, Relaxed);
         Ok(())
     }
 
-    /// As [`OpenJob::write_spend`], for the last time: others stop counting this worker as live.
-    pub async fn end_spend(&self, worker: &str) -> anyhow::Result<()> {
-        if self.spending.written.load(Relaxed) == 0 && !self.owes() {
+    /// Records the spending for the last time, so that others stop counting this worker as live.
+    pub async fn write_final_spend(&self, worker: &str) -> anyhow::Result<()> {
+        if self.spending.recorded_plus_one.load(Relaxed) == 0 && !self.has_unwritten_spend() {
             return Ok(());
         }
         Ok(self.ledger.write_spend(worker, self.device_seconds(), true).await?)
     }
 
     /// Whether some spending is not recorded yet.
-    pub fn owes(&self) -> bool {
+    pub fn has_unwritten_spend(&self) -> bool {
         let micros = self.spending.micros.load(Relaxed);
-        micros > 0 && self.spending.written.load(Relaxed) <= micros
+        micros > 0 && self.spending.recorded_plus_one.load(Relaxed) <= micros
     }
 
     /// Name and output, for messages.
@@ -341,24 +343,24 @@ impl OpenJob {
     }
 }
 
-/// A shard of a job while it has rows on the device.
-pub struct Running {
+/// Counts a shard of a job among those with rows on the device, until it is dropped.
+pub struct RunningShardGuard {
     job: Option<Arc<OpenJob>>,
 }
 
-impl Running {
-    pub fn of(job: Arc<OpenJob>) -> Running {
+impl RunningShardGuard {
+    pub fn of(job: Arc<OpenJob>) -> RunningShardGuard {
         job.running.fetch_add(1, AcqRel);
-        Running { job: Some(job) }
+        RunningShardGuard { job: Some(job) }
     }
 
-    /// Ends it: all rows have come. True: no other shard of the job has rows on the device.
+    /// All rows have come. Returns true if no other shard of the job has rows on the device.
     pub fn end(mut self) -> bool {
         self.job.take().is_some_and(|job| job.running.fetch_sub(1, AcqRel) == 1)
     }
 }
 
-impl Drop for Running {
+impl Drop for RunningShardGuard {
     fn drop(&mut self) {
         if let Some(job) = self.job.take() {
             job.running.fetch_sub(1, AcqRel);
@@ -366,12 +368,12 @@ impl Drop for Running {
     }
 }
 
-/// The target of a message.
+/// The job of a message.
 pub enum JobLookup {
     Job(Arc<OpenJob>),
-    /// The job needs a worker with another model, or a newer gristmill; holds the reason.
+    /// The job needs another worker (other model, access or version); holds the reason.
     NotOurs(Arc<str>),
-    /// This worker finds no such job (any more); holds the reason.
+    /// There is no such job (any more); holds the reason.
     Stale(Arc<str>),
 }
 
@@ -379,47 +381,47 @@ pub enum JobLookup {
 pub struct Jobs {
     model: Arc<Model>,
     access: Access,
-    room: Arc<Room>,
-    known: Mutex<Known>,
+    carried_memory: Arc<CarriedMemory>,
+    known: Mutex<KnownJobs>,
 }
 
-/// A job in one of its generations: its output, its id, the generation.
-type Key = (String, String, u32);
+/// A job in one of its generations: output, job id, generation.
+pub(super) type JobKey = (String, String, u32);
 
 #[derive(Default)]
-struct Known {
-    jobs: HashMap<Key, Entry>,
+struct KnownJobs {
+    jobs: HashMap<JobKey, KnownJob>,
     next_number: u32,
     /// By job id, over generations and re-openings.
     spendings: HashMap<String, Arc<Spending>>,
 }
 
-enum Entry {
+enum KnownJob {
     Open(Arc<OpenJob>),
     NotOurs(Arc<str>),
 }
 
-impl Entry {
+impl KnownJob {
     fn lookup(&self) -> JobLookup {
         match self {
-            Entry::Open(job) => JobLookup::Job(job.clone()),
-            Entry::NotOurs(why) => JobLookup::NotOurs(why.clone()),
+            KnownJob::Open(job) => JobLookup::Job(job.clone()),
+            KnownJob::NotOurs(why) => JobLookup::NotOurs(why.clone()),
         }
     }
 }
 
 impl Jobs {
-    /// For a worker that accepts every job: a person named them in this process.
+    /// For a worker that accepts every job, because a person gave them to this process.
     pub fn new(model: Model) -> Jobs {
-        Jobs::confined(model, Access::everything())
+        Jobs::with_access(model, Access::everything())
     }
 
-    /// For a worker that is confined to what `access` accepts.
-    pub fn confined(model: Model, access: Access) -> Jobs {
+    /// For a worker that takes only jobs that `access` accepts.
+    pub fn with_access(model: Model, access: Access) -> Jobs {
         Jobs {
             model: Arc::new(model),
             access,
-            room: Arc::default(),
+            carried_memory: Arc::default(),
             known: Mutex::default(),
         }
     }
@@ -430,50 +432,50 @@ impl Jobs {
     }
 
     /// Accounts for the carried columns of all shards.
-    pub fn room(&self) -> &Arc<Room> {
-        &self.room
+    pub fn carried_memory(&self) -> &Arc<CarriedMemory> {
+        &self.carried_memory
     }
 
     /// Adds a job whose ledger is open already.
     pub async fn add(&self, ledger: Ledger) -> JobLookup {
         let (output, job) = (ledger.store().url().to_string(), ledger.job().job.to_string());
         let key = (output, job, ledger.generation());
-        self.take(key, ledger).await
+        self.open_and_remember(key, ledger).await
     }
 
     /// Opens the job of a ledger, and remembers the result.
-    async fn take(&self, key: Key, ledger: Ledger) -> JobLookup {
-        let opened = match self.model.refuses(&ledger.job().identity) {
+    async fn open_and_remember(&self, key: JobKey, ledger: Ledger) -> JobLookup {
+        let opened = match self.model.refusal(&ledger.job().identity) {
             Some(why) => Err(why),
             None => {
-                let (number, spending) = self.known.lock().await.begin(&key.1);
-                let (model, room) = (self.model.clone(), self.room.clone());
-                // A thread of its own: templates are slow, and it contains a panic over a record.
-                let opened = tokio::task::spawn_blocking(move || open(number, ledger, &model, spending, room)).await;
+                let (number, spending) = self.known.lock().await.assign_number(&key.1);
+                let (model, memory) = (self.model.clone(), self.carried_memory.clone());
+                // On a thread of its own: templates are slow, and a record may cause a panic.
+                let opened = tokio::task::spawn_blocking(move || open(number, ledger, &model, spending, memory)).await;
                 opened.unwrap_or_else(|error| Err(format!("this gristmill cannot open it: {error}")))
             }
         };
         let entry = match opened {
-            Ok(job) => Entry::Open(Arc::new(job)),
-            Err(why) => Entry::NotOurs(why.into()),
+            Ok(job) => KnownJob::Open(Arc::new(job)),
+            Err(why) => KnownJob::NotOurs(why.into()),
         };
         let lookup = entry.lookup();
         self.known.lock().await.remember(key, entry);
         lookup
     }
 
-    /// The job that a message points at, with its orders, from memory or from its ledger.
+    /// The job that a message points at, with its commands, from memory or from its ledger.
     ///
     /// # Errors
-    /// The store does not answer, or the record cannot be one of a job.
+    /// The store does not answer, or the record is not one of a job.
     pub async fn resolve(&self, message: &Message) -> anyhow::Result<JobLookup> {
-        let lookup = self.find(message).await?;
+        let lookup = self.look_up(message).await?;
         if let JobLookup::Job(job) = &lookup
             && job.control.lock().await.is_none()
             && let Err(error) = job.refresh().await
         {
             return match decision(&error) {
-                // Read orders before running rows; the job may be cancelled.
+                // Without its commands, the job must not run: it may be cancelled.
                 RetryDecision::LeaveShard => Ok(JobLookup::NotOurs(one_line(&error).into())),
                 _ => Err(error),
             };
@@ -481,13 +483,13 @@ impl Jobs {
         Ok(lookup)
     }
 
-    /// Whether this process has opened the job that a message points at.
-    pub async fn knows(&self, message: &Message) -> bool {
+    /// Whether this process has already opened, or refused, the job that a message points at.
+    pub async fn is_known(&self, message: &Message) -> bool {
         let key = (message.output.clone(), message.job.clone(), message.generation);
         self.known.lock().await.lookup(&key).is_some()
     }
 
-    async fn find(&self, message: &Message) -> anyhow::Result<JobLookup> {
+    async fn look_up(&self, message: &Message) -> anyhow::Result<JobLookup> {
         let key = (message.output.clone(), message.job.clone(), message.generation);
         // Release the lock before the record is read: a slow store must not hold up other jobs.
         if let Some(lookup) = self.known.lock().await.lookup(&key) {
@@ -497,7 +499,7 @@ impl Jobs {
             Ok(output) => output,
             Err(error) => return Ok(JobLookup::Stale(one_line(&error.into()).into())),
         };
-        if let Some(why) = self.access.refuses_output(&output) {
+        if let Some(why) = self.access.output_refusal(&output) {
             return Ok(JobLookup::NotOurs(why.into()));
         }
         let Some(ledger) = Ledger::open(&output).await? else {
@@ -515,8 +517,8 @@ impl Jobs {
             ));
         }
         let inputs = ledger.job().inputs.iter().map(|input| input.url.as_str());
-        if let Some(why) = self.access.refuses_inputs(&output, inputs) {
-            let entry = Entry::NotOurs(why.into());
+        if let Some(why) = self.access.inputs_refusal(&output, inputs) {
+            let entry = KnownJob::NotOurs(why.into());
             let lookup = entry.lookup();
             self.known.lock().await.remember(key, entry);
             return Ok(lookup);
@@ -524,11 +526,11 @@ impl Jobs {
         let ledger = if ledger.generation() == message.generation {
             ledger
         } else {
-            ledger.at(message.generation).await?
+            ledger.open_generation(message.generation).await?
         };
-        // This process may reach the store by another route than the process that made the job.
+        // The process that made the job may have reached the store by another route.
         ledger.store().check().await?;
-        Ok(self.take(key, ledger).await)
+        Ok(self.open_and_remember(key, ledger).await)
     }
 
     /// All open jobs.
@@ -538,62 +540,62 @@ impl Jobs {
     }
 }
 
-impl Known {
+impl KnownJobs {
     fn open(&self) -> impl Iterator<Item = &Arc<OpenJob>> {
         self.jobs.values().filter_map(|entry| match entry {
-            Entry::Open(job) => Some(job),
-            Entry::NotOurs(_) => None,
+            KnownJob::Open(job) => Some(job),
+            KnownJob::NotOurs(_) => None,
         })
     }
 
-    fn lookup(&self, key: &Key) -> Option<JobLookup> {
-        self.jobs.get(key).map(Entry::lookup)
+    fn lookup(&self, key: &JobKey) -> Option<JobLookup> {
+        self.jobs.get(key).map(KnownJob::lookup)
     }
 
-    /// A number for another job, and the spending on it so far.
-    fn begin(&mut self, job: &str) -> (u32, Arc<Spending>) {
+    /// A number for a job that is being opened, and the spending on it so far.
+    fn assign_number(&mut self, job: &str) -> (u32, Arc<Spending>) {
         let number = self.next_number;
         self.next_number += 1;
         (number, self.spendings.entry(job.to_string()).or_default().clone())
     }
 
-    fn remember(&mut self, key: Key, entry: Entry) {
+    fn remember(&mut self, key: JobKey, entry: KnownJob) {
         if self.jobs.len() >= OPEN_MAX {
-            // Jobs without another holder can be opened again.
+            // A job without another holder can be opened again.
             self.jobs
-                .retain(|_, entry| matches!(entry, Entry::Open(job) if Arc::strong_count(job) > 1));
+                .retain(|_, entry| matches!(entry, KnownJob::Open(job) if Arc::strong_count(job) > 1));
         }
         self.jobs.insert(key, entry);
     }
 }
 
-/// Opens a job; the error says why this worker must leave it.
+/// Opens a job; the error says why this worker must leave it to others.
 fn open(
     number: u32,
     ledger: Ledger,
     model: &Model,
     spending: Arc<Spending>,
-    room: Arc<Room>,
+    carried_memory: Arc<CarriedMemory>,
 ) -> Result<OpenJob, String> {
-    // The record was most likely written by another version of gristmill.
-    let job = OpenJob::new(number, ledger, model, spending, room)
+    // If this fails, most likely another version wrote the record.
+    let job = OpenJob::new(number, ledger, model, spending, carried_memory)
         .map_err(|error| format!("this gristmill cannot open it: {}", one_line(&error)))?;
-    match misfit(&job, model) {
+    match mismatch(&job, model) {
         Some(why) => Err(why),
         None => Ok(job),
     }
 }
 
-/// Why an opened job does not suit this model after all.
-fn misfit(job: &OpenJob, model: &Model) -> Option<String> {
-    let planned = job.ledger.job().identity.template_hash.as_deref();
-    if planned != Some(job.renderer.template_hash()) {
+/// Why an opened job does not fit this model after all.
+fn mismatch(job: &OpenJob, model: &Model) -> Option<String> {
+    let planned_hash = job.ledger.job().identity.template_hash.as_deref();
+    if planned_hash != Some(job.renderer.template_hash()) {
         return Some("its prompts go through another chat template than this worker's model has".into());
     }
-    let needs = job.renderer.context_tokens();
-    (needs > model.context_tokens).then(|| {
+    let context_needed = job.renderer.context_tokens();
+    (context_needed > model.context_tokens).then(|| {
         format!(
-            "it needs a context of {needs} tokens, this worker's model was loaded for {}",
+            "it needs a context of {context_needed} tokens, this worker's model was loaded for {}",
             model.context_tokens
         )
     })

@@ -1,45 +1,43 @@
-//! When a job has used up its money or time. Pure: the same rule decides about stopping and about
-//! going on.
+//! Whether a job has used up its budget or time. Without state, so that stopping and resuming
+//! follow the same rule.
 
 use std::time::Duration;
 
 use crate::ledger::spend::dollars;
 use crate::ledger::{JobLimits, StopWhy};
 
-/// What a job may cost, and how long it may take.
+/// The budget and the deadline of a job, as a worker compares them.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct WorkerLimits {
     pub usd: Option<f64>,
     /// Without a price, `usd` cannot be reached.
     pub usd_per_hour: Option<f64>,
-    /// Time since the job was created.
+    /// Maximum time since the job's creation.
     pub deadline: Option<Duration>,
 }
 
 impl WorkerLimits {
-    /// The limits in these terms.
-    pub fn of(terms: &JobLimits) -> WorkerLimits {
+    /// The limits of a job, as recorded or extended.
+    pub fn of(limits: &JobLimits) -> WorkerLimits {
         WorkerLimits {
-            usd: terms.usd,
-            usd_per_hour: terms.usd_per_hour,
-            deadline: terms.deadline_seconds.map(Duration::from_secs),
+            usd: limits.usd,
+            usd_per_hour: limits.usd_per_hour,
+            deadline: limits.deadline_seconds.map(Duration::from_secs),
         }
     }
 
-    /// Whether spending can reach a limit.
-    pub fn count_money(&self) -> bool {
+    /// Whether spending can reach a limit: there is a budget and a price.
+    pub fn has_budget(&self) -> bool {
         self.usd.is_some() && self.usd_per_hour.is_some_and(|price| price > 0.0)
     }
 
-    /// Which limit is reached, if any, by `device_seconds` of work and `age` of the job.
+    /// The limit that `device_seconds` of work or `age` of the job has reached, if any.
     pub fn reached(&self, device_seconds: f64, age: Duration) -> Option<StopWhy> {
         let spent = dollars(device_seconds, self.usd_per_hour);
-        if self.usd.zip(spent).is_some_and(|(most, spent)| spent >= most) {
+        if self.usd.zip(spent).is_some_and(|(max, spent)| spent >= max) {
             return Some(StopWhy::Budget);
         }
-        self.deadline
-            .is_some_and(|most| age >= most)
-            .then_some(StopWhy::Deadline)
+        self.deadline.is_some_and(|max| age >= max).then_some(StopWhy::Deadline)
     }
 }
 

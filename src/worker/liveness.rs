@@ -1,4 +1,4 @@
-//! Heartbeats of life for the supervisor that restarts hanging workers: a file that is touched, or a
+//! Signs of life for the supervisor that restarts hanging workers: a file that is touched, or a
 //! port that answers.
 
 use std::net::{Ipv4Addr, SocketAddr};
@@ -41,8 +41,8 @@ pub fn touch(path: PathBuf, watchdog: Arc<StepWatchdog>) -> std::io::Result<()> 
 /// Parses an address to listen at: `PORT` on loopback, or `ADDRESS:PORT`.
 ///
 /// # Errors
-/// It is neither.
-pub fn address(text: &str) -> Result<SocketAddr, String> {
+/// The text is neither.
+pub fn parse_address(text: &str) -> Result<SocketAddr, String> {
     if let Ok(port) = text.parse::<u16>() {
         return Ok((Ipv4Addr::LOCALHOST, port).into());
     }
@@ -58,24 +58,24 @@ pub fn address(text: &str) -> Result<SocketAddr, String> {
 /// The port cannot be bound.
 pub async fn listen(address: SocketAddr, watchdog: Arc<StepWatchdog>) -> std::io::Result<()> {
     let listener = TcpListener::bind(address).await?;
-    let places = Arc::new(Semaphore::new(PROBES_MAX));
+    let slots = Arc::new(Semaphore::new(PROBES_MAX));
     tokio::spawn(async move {
         loop {
             match listener.accept().await {
                 Ok((stream, _)) => {
-                    // Where all places are taken, further connections are dropped at once, so the
-                    // wait stays bounded.
-                    let Ok(place) = places.clone().try_acquire_owned() else {
+                    // If all slots are taken, further connections are dropped at once, so that none
+                    // waits.
+                    let Ok(slot) = slots.clone().try_acquire_owned() else {
                         continue;
                     };
                     let watchdog = watchdog.clone();
                     tokio::spawn(async move {
                         // A probe that disconnects early simply gets no answer.
                         let _ = tokio::time::timeout(PROBE_MAX, answer(stream, &watchdog)).await;
-                        drop(place);
+                        drop(slot);
                     });
                 }
-                // For example no free file descriptors; running probes release theirs.
+                // For example, no file descriptor is free; running probes will release theirs.
                 Err(_) => tokio::time::sleep(TOUCH_EVERY).await,
             }
         }
@@ -119,7 +119,7 @@ mod tests {
             free.local_addr().unwrap().port()
         };
         let watchdog = Arc::new(StepWatchdog::new(Duration::from_millis(50)));
-        listen(address(&port.to_string()).unwrap(), watchdog.clone())
+        listen(parse_address(&port.to_string()).unwrap(), watchdog.clone())
             .await
             .unwrap();
         assert!(ask(port).await.starts_with("HTTP/1.1 200"));
@@ -132,7 +132,7 @@ mod tests {
 
     #[test]
     fn a_port_alone_is_of_this_machine() {
-        let shown = |text: &str| address(text).map(|address| address.to_string());
+        let shown = |text: &str| parse_address(text).map(|address| address.to_string());
         assert_eq!(shown("8080").unwrap(), "127.0.0.1:8080");
         assert_eq!(shown("0.0.0.0:8080").unwrap(), "0.0.0.0:8080");
         assert_eq!(shown("[::]:8080").unwrap(), "[::]:8080");
@@ -141,7 +141,7 @@ mod tests {
         }
     }
 
-    /// Silent connections keep their places for a bounded time, and their number is bounded.
+    /// Silent connections keep their slots for a bounded time, and their number is bounded.
     #[tokio::test]
     async fn probes_that_say_nothing_are_bounded() {
         let free = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();

@@ -1,5 +1,5 @@
-//! **Open this first.** The worker takes shards of all jobs of one model from the queue and sees
-//! each through to its acknowledgement.
+//! **Open this first.** The worker takes shards of all jobs of one model from the queue and works
+//! on each until its part is committed and its message acknowledged.
 //!
 //! ```text
 //!            ┌──────────────── opened shard: its job, log, carried columns ──────────────┐
@@ -9,12 +9,12 @@
 //!          tokenize                                                                ▸ finish check ▸ acknowledge
 //! ```
 //!
-//! Each arrow is a bounded channel of owned values. (The number of shards in flight bounds the rows
-//! that wait for a shard's task.) A row's result names its row, and the ledger accepts rows only in
-//! this form. The stages live in one `JoinSet`, which returns an error of any stage and ends the
-//! others. On a stop the intake ends, the device drops unfinished rows, and the router logs
-//! finished rows and gives unfinished shards back. Beside the stages, `accounts` reads each job's
-//! orders and spendings.
+//! Each arrow is a bounded channel of owned values. (The channel to a shard's task is unbounded,
+//! but the number of shards in flight bounds its rows.) Each result carries its row number, because
+//! rows finish in any order. The stages are tasks of one `JoinSet`: an error of one stage stops the
+//! others. On a stop the intake ends, the device drops unfinished rows, and
+//! the router has finished rows logged and unfinished shards given back. Beside the stages,
+//! `accounts` reads each job's commands and spendings.
 
 pub mod access;
 mod accounts;
@@ -63,7 +63,7 @@ use crate::dataset::row::RowResult;
 use crate::engine::Generator;
 use crate::engine::params::GenerationParams;
 use crate::error_line::one_line;
-use crate::ledger::{Ledger, Runner};
+use crate::ledger::{AttemptWorker, Ledger};
 use crate::queue::{Delivery, HOPS_MAX, LocalQueue, Message, Queue};
 use crate::report::meter::Meter;
 use crate::worker::in_flight::{InFlight, ShardKey};
@@ -72,57 +72,57 @@ pub use crate::worker::limits::WorkerLimits;
 use crate::worker::process::Process;
 use crate::worker::retry_policy::{RetryDecision, RetryPolicy};
 use crate::worker::step_watchdog::StepWatchdog;
-use crate::worker::stop::{Stop, Why};
+use crate::worker::stop::{Stop, StopCause};
 use crate::worker::troubles::Troubles;
-use crate::worker::watched::Watched;
+use crate::worker::watched::WatchedJobs;
 
-/// Shards that are read and tokenized ahead of the device. One is enough: it is ready when the
-/// current shard's tail runs.
+/// Number of shards that are read and tokenized ahead of the device. One is enough, because it is
+/// ready when the last rows of the current shard run.
 const READY_SHARDS: usize = 1;
-/// Capacity for finished rows on their way to the log: enough that the router does not hold up the
+/// Capacity of the channel of finished rows: large enough that the router does not hold up the
 /// device.
 const FINISHED_ROWS: usize = 16_384;
 
 /// The parts of a worker, built at its start.
 pub struct Worker {
-    /// Distinguishes this process from others in attempts and spendings.
+    /// Identifies this process in attempts and spendings.
     pub name: String,
-    runner: Runner,
+    attempt_worker: AttemptWorker,
     pub queue: Arc<dyn Queue>,
-    /// The same queue where it is embedded in this process: no other process refills it.
-    pub own_queue: Option<LocalQueue>,
+    /// The same queue if it is embedded in this process, which then must refill it.
+    pub embedded_queue: Option<LocalQueue>,
     pub jobs: Jobs,
-    pub watched: Watched,
+    pub watched: WatchedJobs,
     pub in_flight: InFlight,
     pub meter: Arc<Meter>,
     pub retry_policy: RetryPolicy,
-    /// Stores that fail, and jobs that other workers must take.
+    /// Stores that have failed lately, and jobs that are not for this worker.
     pub troubles: Troubles,
     pub watchdog: Arc<StepWatchdog>,
     /// Threads for rendering and tokenizing, so that the device's sampling does not wait for them.
     pub render_threads: rayon::ThreadPool,
-    pub options: Options,
+    pub options: WorkerOptions,
     shards_done: watch::Sender<u64>,
 }
 
-/// When a worker writes its log, and when it ends.
+/// Options of a worker: its log interval, its capacity, and when it ends.
 #[derive(Debug, Clone)]
-pub struct Options {
-    /// Time between writes of finished rows to the log: the maximum work that a kill can cost.
+pub struct WorkerOptions {
+    /// Time between writes of finished rows to the log, and so the maximum work that a kill loses.
     pub log_interval: Duration,
-    /// Shards (or narrowed tries) between intake and acknowledgement, at least 1: one running, one
-    /// whose tail runs, one ready, one being published, and more where shards are small. Bounds the
-    /// memory for rows.
+    /// Maximum number of shards (or narrowed tries) between intake and acknowledgement, at least 1:
+    /// one whose last rows run, one that runs, one ready, one being published, and more if shards
+    /// are small. Bounds the memory for rows.
     pub shards_in_flight: u32,
     pub until: Until,
-    /// How long the queue must deliver nothing before a worker ends that has heard of no job, or
-    /// that works once.
+    /// For `Once`, and for a worker that has heard of no job: how long the queue must deliver
+    /// nothing before the worker ends.
     pub idle_after: Duration,
     /// Number of shards (or narrowed tries) after which the worker ends.
     pub max_shards: Option<u64>,
 }
 
-/// When a worker ends by itself.
+/// When a worker ends without being told to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Until {
     /// Never.
@@ -137,14 +137,14 @@ pub enum Until {
 pub struct WorkerConfig {
     pub name: String,
     pub queue: Arc<dyn Queue>,
-    pub own_queue: Option<LocalQueue>,
+    pub embedded_queue: Option<LocalQueue>,
     pub jobs: Jobs,
-    pub watched: Watched,
+    pub watched: WatchedJobs,
     pub meter: Arc<Meter>,
     pub retry_policy: RetryPolicy,
     pub watchdog: Arc<StepWatchdog>,
     pub render_threads: rayon::ThreadPool,
-    pub options: Options,
+    pub options: WorkerOptions,
 }
 
 /// A shard whose prompts are ready for the device.
@@ -154,11 +154,11 @@ struct ReadyShard {
     /// All rows of the shard.
     range: Range<u64>,
     rows: Vec<ReadyRow>,
-    /// Set when the rows are not needed any more: the shard was given back, stopped or closed.
-    unwanted: Arc<AtomicBool>,
+    /// Set when the rows are no longer needed: the shard was given back, stopped or closed.
+    is_unwanted: Arc<AtomicBool>,
 }
 
-/// A row that can go to the device as it is.
+/// A rendered and tokenized row.
 struct ReadyRow {
     row: u64,
     prompt: Arc<[u32]>,
@@ -168,18 +168,18 @@ struct ReadyRow {
 /// The router's input.
 enum RouterEvent {
     /// Always sent before any row of that shard.
-    Opened(Box<shard::OpenShard>),
+    Opened(Box<shard::ShardWork>),
     Row(ShardKey, RowResult),
-    /// The device's last event, unless the device failed.
-    DeviceLeft,
+    /// The device's last event, sent only if it ended without an error.
+    DeviceEnded,
 }
 
-/// Pause before a message for other workers is passed on, so that it does not spin among workers
-/// that cannot use it. Doubles with each hop up to `PASS_ON_PAUSE_MAX`.
+/// Pause before a message for other workers is passed on, so that it does not circulate in a tight
+/// loop among workers that cannot use it. Doubles with each hop up to `PASS_ON_PAUSE_MAX`.
 const PASS_ON_PAUSE: Duration = Duration::from_secs(5);
 const PASS_ON_PAUSE_MAX: Duration = Duration::from_secs(60);
 
-/// Maximum time for a stop; rows that are not written by then are computed again.
+/// Maximum time from a stop to the worker's end; rows not written by then are computed again.
 const DRAIN_MAX: Duration = Duration::from_secs(25);
 
 impl Worker {
@@ -187,7 +187,7 @@ impl Worker {
         let WorkerConfig {
             name,
             queue,
-            own_queue,
+            embedded_queue,
             jobs,
             watched,
             meter,
@@ -197,15 +197,15 @@ impl Worker {
             options,
         } = config;
         Worker {
-            runner: Runner {
+            attempt_worker: AttemptWorker {
                 worker: name.clone(),
                 process: Process::own().map(|process| process.as_str().to_string()),
-                signs_every: Some(options.log_interval.as_secs_f64()),
+                heartbeat_seconds: Some(options.log_interval.as_secs_f64()),
             },
             name,
             queue,
-            own_queue,
-            in_flight: InFlight::new(jobs.room().clone()),
+            embedded_queue,
+            in_flight: InFlight::new(jobs.carried_memory().clone()),
             jobs,
             watched,
             meter,
@@ -218,37 +218,36 @@ impl Worker {
         }
     }
 
-    /// The span of everything that concerns this worker as a whole.
+    /// The log span of this worker.
     pub fn span(&self) -> Span {
         spans::of_worker(&self.name)
     }
 
-    /// Shards that this worker has committed.
+    /// Number of shards that this worker has committed.
     pub fn shards_done(&self) -> u64 {
         *self.shards_done.borrow()
     }
 
     /// Whether all jobs that this worker has heard of are done or stopped; `None`: it has heard of
-    /// no job. Also writes the records that are due where the last worker died before it could
-    /// write them.
+    /// no job. Also writes the final records of jobs whose last worker died before writing them.
     async fn all_done(&self) -> anyhow::Result<Option<bool>> {
         let jobs = self.jobs.open().await;
         for job in &jobs {
             match is_done(job).await {
                 Ok(true) => {}
                 Ok(false) => return Ok(Some(false)),
-                // This worker is done with a job that only a newer gristmill can continue.
+                // A job that only another version can continue does not keep this worker waiting.
                 Err(error) if self.retry_policy.decision(&error) == RetryDecision::LeaveShard => job.set_unreadable(),
                 Err(error) => return Err(error),
             }
         }
         if let Some(error) = self.watched.open(&self.retry_policy).await? {
-            self.retry_policy.say(&error);
+            self.retry_policy.report(&error);
             return Ok(Some(false));
         }
         let watched = self.watched.ledgers();
         for ledger in &watched {
-            match is_over(ledger).await {
+            match is_ledger_done(ledger).await {
                 Ok(true) => {}
                 Ok(false) => return Ok(Some(false)),
                 Err(error) if self.retry_policy.decision(&error) == RetryDecision::LeaveShard => {}
@@ -258,25 +257,25 @@ impl Worker {
         Ok((!jobs.is_empty() || !watched.is_empty()).then_some(true))
     }
 
-    /// Nothing is in hand and some jobs go on, so the process's own queue gets the shards that are
-    /// not committed. The messages of a stopped job are gone; over a broker, whoever extends the
-    /// job enqueues its shards again.
-    async fn refill(&self) -> anyhow::Result<()> {
-        let Some(queue) = self.own_queue.as_ref().filter(|queue| queue.unacknowledged() == 0) else {
+    /// Sends the uncommitted shards of unfinished jobs to the embedded queue, if it is empty: an
+    /// extended job has lost its messages when it was stopped. (With a broker, whoever extends the
+    /// job enqueues its shards again.)
+    async fn refill_embedded_queue(&self) -> anyhow::Result<()> {
+        let Some(queue) = self.embedded_queue.as_ref().filter(|queue| queue.unacknowledged() == 0) else {
             return Ok(());
         };
         for job in self.jobs.open().await {
-            if let JobState::Going | JobState::Closing(_) = job.state() {
-                let shards = job.ledger.unfinished().await?;
+            if let JobState::Running | JobState::Closing(_) = job.state() {
+                let shards = job.ledger.unfinished_shards().await?;
                 queue.send(messages(&job.ledger, &shards));
             }
         }
         Ok(())
     }
 
-    /// Leaves a shard to other workers, or to a person, because something is wrong with the shard
-    /// or its job.
-    fn leave_to_others(&self, shard: u32, job: &OpenJob, error: &anyhow::Error, held: Vec<Arc<Delivery>>) {
+    /// Logs the error of a shard that this worker cannot do, and passes its deliveries on: other
+    /// workers, or a person, must deal with it.
+    fn leave_to_others(&self, shard: u32, job: &OpenJob, error: &anyhow::Error, deliveries: Vec<Arc<Delivery>>) {
         tracing::error!(
             shard,
             job = job.ledger.job().name,
@@ -285,10 +284,10 @@ impl Worker {
             job.title(),
             one_line(error)
         );
-        self.pass_on_later(held);
+        self.pass_on_later(deliveries);
     }
 
-    /// Passes deliveries that are not for this worker on, after a pause.
+    /// After a pause, passes on deliveries that are not for this worker.
     fn pass_on_later(&self, deliveries: Vec<Arc<Delivery>>) {
         for delivery in deliveries {
             pass_on_later(self.queue.clone(), delivery);
@@ -296,7 +295,7 @@ impl Worker {
     }
 }
 
-/// Passes a delivery that is not for this worker on, after a pause.
+/// After a pause, passes on a delivery that is not for this worker.
 pub fn pass_on_later(queue: Arc<dyn Queue>, delivery: Arc<Delivery>) {
     let span = spans::of_message(&delivery.message);
     let passing = async move {
@@ -320,8 +319,7 @@ pub fn pass_on_later(queue: Arc<dyn Queue>, delivery: Arc<Delivery>) {
     tokio::spawn(passing.instrument(span));
 }
 
-/// The worker that can use the message may be busy for long, so the message is offered ever more
-/// slowly.
+/// The pause grows with the hops, because the worker that can use the message may be busy for long.
 fn pass_on_pause(hops: u32) -> Duration {
     if hops < HOPS_MAX {
         PASS_ON_PAUSE.saturating_mul(1 << hops.min(16)).min(PASS_ON_PAUSE_MAX)
@@ -330,7 +328,7 @@ fn pass_on_pause(hops: u32) -> Duration {
     }
 }
 
-/// Messages that point to these shards of the ledger's generation.
+/// Queue messages for these shards, in the ledger's generation.
 pub fn messages(ledger: &Ledger, shards: &[u32]) -> Vec<Message> {
     let job = ledger.job().job.to_string();
     let output = ledger.store().url().to_string();
@@ -338,85 +336,85 @@ pub fn messages(ledger: &Ledger, shards: &[u32]) -> Vec<Message> {
     shards.iter().map(message).collect()
 }
 
-/// Whether a job is finished or stopped. Also writes the records that are due.
+/// Whether a job is finished or stopped. Also writes its final records if they are due.
 async fn is_done(job: &OpenJob) -> anyhow::Result<bool> {
     if job.ledger.finish_check(None).await?.is_some() {
         return Ok(true);
     }
-    // Another process may have stopped the job while none of its shards was here.
+    // Another process may have stopped the job while this worker had none of its shards.
     job.refresh().await?;
     Ok(matches!(job.state(), JobState::Stopped(_)))
 }
 
 /// Like [`is_done`], for a job that may be of another model.
-async fn is_over(ledger: &Ledger) -> anyhow::Result<bool> {
+async fn is_ledger_done(ledger: &Ledger) -> anyhow::Result<bool> {
     if ledger.finish_check(None).await?.is_some() {
         return Ok(true);
     }
     let control = ledger.control().await?;
-    Ok(control.stopped().is_some() && !control.closes())
+    Ok(control.stop_reason().is_some() && !control.is_closing())
 }
 
-/// Works until it is told to stop, or until its options say that it is done: then returns
-/// `Ok(None)`.
-pub async fn run(worker: Arc<Worker>, engine: Box<dyn Generator>, stop: Stop) -> anyhow::Result<Option<Why>> {
+/// Works until `stop` is set, and returns its reason; or until the worker is done by its options,
+/// and returns `Ok(None)`.
+pub async fn run(worker: Arc<Worker>, engine: Box<dyn Generator>, stop: Stop) -> anyhow::Result<Option<StopCause>> {
     let span = worker.span();
     run_stages(worker, engine, stop).instrument(span).await
 }
 
-async fn run_stages(worker: Arc<Worker>, engine: Box<dyn Generator>, stop: Stop) -> anyhow::Result<Option<Why>> {
+async fn run_stages(worker: Arc<Worker>, engine: Box<dyn Generator>, stop: Stop) -> anyhow::Result<Option<StopCause>> {
     let (ready_tx, ready_rx) = mpsc::channel::<ReadyShard>(READY_SHARDS);
-    let (kept_tx, kept_rx) = mpsc::channel::<RouterEvent>(FINISHED_ROWS);
+    let (router_tx, router_rx) = mpsc::channel::<RouterEvent>(FINISHED_ROWS);
 
     let mut stages: JoinSet<anyhow::Result<()>> = JoinSet::new();
-    stages.spawn(intake::run(worker.clone(), ready_tx, kept_tx.clone(), stop.clone()).in_current_span());
-    stages.spawn(device::run(worker.clone(), engine, ready_rx, kept_tx, stop.clone()).in_current_span());
-    stages.spawn(shard_router::run(worker.clone(), kept_rx, stop.clone()).in_current_span());
+    stages.spawn(intake::run(worker.clone(), ready_tx, router_tx.clone(), stop.clone()).in_current_span());
+    stages.spawn(device::run(worker.clone(), engine, ready_rx, router_tx, stop.clone()).in_current_span());
+    stages.spawn(shard_router::run(worker.clone(), router_rx, stop.clone()).in_current_span());
     let mut accounts = tokio::spawn(accounts::run(worker.clone(), stop.clone()).in_current_span());
 
-    let mut accounts_over = false;
+    let mut accounts_ended = false;
     let mut first_error = None;
-    let drained = async {
+    let drain_timeout = async {
         stop.wait().await;
         tokio::time::sleep(DRAIN_MAX).await;
     };
-    tokio::pin!(drained);
+    tokio::pin!(drain_timeout);
     loop {
         let joined = tokio::select! {
             joined = stages.join_next() => joined,
-            ended = &mut accounts, if !accounts_over => {
-                accounts_over = true;
+            ended = &mut accounts, if !accounts_ended => {
+                accounts_ended = true;
                 Some(ended)
             }
-            () = &mut drained => {
+            () = &mut drain_timeout => {
                 tracing::warn!("the worker did not stop within {} s: rows that are not written yet are left", DRAIN_MAX.as_secs());
                 stages.abort_all();
-                worker.meter.lose_unwritten();
+                worker.meter.add_unlogged_to_lost();
                 break;
             }
         };
         let Some(joined) = joined else { break };
         let result = joined.unwrap_or_else(|e| Err(anyhow::anyhow!("a stage of the worker panicked: {e}")));
         if let Err(error) = result {
-            // The other stages end by themselves: they see the stop, or their channel closes. Only
-            // the first error is the cause.
-            stop.set(Why::Failed);
+            // The other stages end by themselves: they see the stop, or their channel closes. Their
+            // later errors are consequences of the first.
+            stop.set(StopCause::Failed);
             first_error.get_or_insert(error);
         }
     }
     accounts.abort();
     match first_error {
-        // The worker was told to leave during an outage of the store: rows that could not be
-        // written are computed again.
+        // The worker was stopped during an outage of the store: rows that could not be written are
+        // computed again.
         Some(error)
-            if matches!(stop.why(), Some(Why::Interrupted | Why::Preempted))
+            if matches!(stop.why(), Some(StopCause::Interrupted | StopCause::Preempted))
                 && worker.retry_policy.decision(&error) == RetryDecision::Wait =>
         {
             tracing::warn!(
                 "the worker left without writing all finished rows: {}",
                 one_line(&error)
             );
-            worker.meter.lose_unwritten();
+            worker.meter.add_unlogged_to_lost();
             Ok(stop.why())
         }
         Some(error) => Err(error),

@@ -20,35 +20,36 @@ use crate::model::weights::checkpoint_hash;
 use crate::model::{ActivationMaxima, Checkpoint};
 use crate::tokenizer::Tokenizer;
 
-/// The keys of a job's random numbers and template dates, and the `max_tokens` of its retries.
+/// The settings of a job's prompts that its job file does not give: the seed of its random numbers,
+/// the date for its templates, and the `max_tokens` of its retries.
 #[derive(Debug, Clone, Copy)]
-pub struct Stream {
+pub struct PromptSettings {
     pub seed: u64,
-    /// Creation time of the job: a row that is tried again gets the same prompt.
+    /// Creation time of the job, so that a row that is tried again gets the same prompt.
     pub now: NaiveDateTime,
-    /// The minimum `max_tokens` of a row, where a retry raised it.
+    /// Minimum `max_tokens` of each row; `None`: no retry has raised it.
     pub max_tokens: Option<u32>,
 }
 
-impl Stream {
+impl PromptSettings {
     /// For checks of a job that may have no id yet.
-    pub const UNKNOWN: Stream = Stream {
+    pub const UNKNOWN: PromptSettings = PromptSettings {
         seed: 0,
         now: DateTime::UNIX_EPOCH.naive_utc(),
         max_tokens: None,
     };
 
-    /// For prompts of a job that would be created now.
-    pub fn now() -> Stream {
-        Stream {
+    /// For prompts of a job that is not created yet, as if it were created now.
+    pub fn now() -> PromptSettings {
+        PromptSettings {
             now: Utc::now().naive_utc(),
-            ..Stream::UNKNOWN
+            ..PromptSettings::UNKNOWN
         }
     }
 
-    /// The stream of a job with a ledger.
-    pub fn of(job: &Job, ledger: &Ledger) -> Stream {
-        Stream {
+    /// The settings of a job with a ledger.
+    pub fn of(job: &Job, ledger: &Ledger) -> PromptSettings {
+        PromptSettings {
             seed: job.seed(&ledger.job().job.to_string()),
             now: ledger.created_at().naive_utc(),
             max_tokens: ledger.max_tokens(),
@@ -76,21 +77,22 @@ impl ModelFiles {
         Ok(ModelFiles { dir, config, tokenizer })
     }
 
-    /// See [`ActivationMaxima::of_model`].
-    pub fn channels(&self, precision: Precision) -> Result<Option<ActivationMaxima>, ModelError> {
+    /// The activation maxima per channel for INT8 smoothing: see [`ActivationMaxima::of_model`].
+    pub fn activation_maxima(&self, precision: Precision) -> Result<Option<ActivationMaxima>, ModelError> {
         ActivationMaxima::of_model(&self.dir, &self.config, precision)
     }
 
-    /// SHA-256 in hex of the whole checkpoint, and of the measured channels where the precision
-    /// uses them. Reads every byte of the checkpoint.
+    /// SHA-256 in hex of the whole checkpoint, and of the measured activation maxima if the
+    /// precision uses them. Reads every byte of the checkpoint.
     pub fn hash(&self, precision: Precision) -> Result<String, ModelError> {
         let mut checkpoint = checkpoint_hash(&self.dir)?;
-        // An older gristmill used the embedding table as the output head of such a model. The
-        // changed hash keeps one job from mixing both.
+        // For a checkpoint with its own output head and `tied_embeddings` in its config, older
+        // versions used the embedding table as the head. The changed hash keeps one job from
+        // mixing both.
         if Config::load(&self.dir)?.tied_embeddings && !self.config.tied_embeddings {
             checkpoint = sha256(format!("{checkpoint} with its own head").as_bytes());
         }
-        Ok(match self.channels(precision)? {
+        Ok(match self.activation_maxima(precision)? {
             None => checkpoint,
             Some(channels) => sha256(format!("{checkpoint} balanced by {}", channels.hash()).as_bytes()),
         })
@@ -99,11 +101,11 @@ impl ModelFiles {
     /// Maximum sequence length of a job in tokens: the job's own value, within the limit of the
     /// checkpoint, or the length that the checkpoint declares.
     pub fn context_tokens(&self, job: &Job) -> Result<u32, JobError> {
-        let most = self.config.context_limit();
+        let tokens_max = self.config.context_limit();
         match job.context {
-            Some(tokens) if tokens > most => Err(JobError::Invalid {
-                place: job.file.clone(),
-                message: format!("`context` is {tokens} tokens, more than the {most} that this model can do"),
+            Some(tokens) if tokens > tokens_max => Err(JobError::Invalid {
+                location: job.file.clone(),
+                message: format!("`context` is {tokens} tokens, more than the {tokens_max} that this model can do"),
             }),
             Some(tokens) => Ok(tokens),
             None => Ok(self.config.max_position_embeddings),
@@ -111,14 +113,14 @@ impl ModelFiles {
     }
 
     /// The renderer of a job's prompts.
-    pub fn renderer(&self, job: &Job, stream: &Stream) -> Result<Renderer, JobError> {
+    pub fn renderer(&self, job: &Job, settings: &PromptSettings) -> Result<Renderer, JobError> {
         let setup = RenderSetup {
             tokenizer: self.tokenizer.clone(),
             model_vocabulary: self.config.vocab_size,
             context_tokens: self.context_tokens(job)?,
-            seed: stream.seed,
-            now: stream.now,
-            max_tokens: stream.max_tokens,
+            seed: settings.seed,
+            now: settings.now,
+            retry_max_tokens: settings.max_tokens,
         };
         Renderer::new(job, setup)
     }
@@ -126,8 +128,8 @@ impl ModelFiles {
     /// Ids that end a job's completions: the union of the ids in config, generation config and
     /// tokenizer config, and the chat template's end of turn.
     pub fn eos_token_ids(&self, renderer: &Renderer) -> Arc<[u32]> {
-        // `generation_config.json` is outside the model's identity, so its ids as of the job's
-        // planning hold.
+        // `generation_config.json` is outside the model's hash and may have changed, so the ids
+        // that were recorded when the job was planned are used.
         let mut ids = renderer.model_ends().unwrap_or(&self.config.eos_token_ids).to_vec();
         ids.extend(self.tokenizer.eos_id());
         ids.extend(renderer.end_of_turn());
@@ -137,7 +139,7 @@ impl ModelFiles {
     }
 }
 
-/// The number formats that a model computes in, resolved.
+/// The number formats that a model computes in; `auto` is resolved.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Formats {
     pub precision: Precision,
@@ -157,9 +159,9 @@ impl Formats {
         Formats::of(job.precision, job.kv_cache, auto)
     }
 
-    /// Formats for a recheck in `precision` of a job in these formats; keys and values have at
-    /// least the job's bits. `None`: the formats are not higher.
-    pub fn rechecked_in(self, precision: Precision) -> Option<Formats> {
+    /// Formats for a recheck in `precision` of a job in these formats. Keys and values get at
+    /// least as many bits as in the job. `None`: the formats would not be more precise.
+    pub fn for_recheck(self, precision: Precision) -> Option<Formats> {
         let mut to = Formats {
             precision,
             kv: precision.kv_format(),
@@ -171,30 +173,30 @@ impl Formats {
     }
 
     /// The name of the precision in records.
-    pub fn precision_word(self) -> &'static str {
-        self.precision.word()
+    pub fn precision_name(self) -> &'static str {
+        self.precision.name()
     }
 
     /// The name of the format of keys and values.
-    pub fn kv_word(self) -> &'static str {
-        self.kv.word()
+    pub fn kv_name(self) -> &'static str {
+        self.kv.name()
     }
 
     /// The name of the format of keys and values in records. `None`: the precision's default, as in
     /// older records.
     pub fn recorded_kv(self) -> Option<String> {
-        (self.kv != self.precision.kv_format()).then(|| self.kv_word().into())
+        (self.kv != self.precision.kv_format()).then(|| self.kv_name().into())
     }
 }
 
 impl Display for Formats {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        f.write_str(&in_words(self.precision_word(), self.recorded_kv().as_deref()))
+        f.write_str(&describe(self.precision_name(), self.recorded_kv().as_deref()))
     }
 }
 
-/// Recorded formats as text for people.
-fn in_words(precision: &str, kv: Option<&str>) -> String {
+/// Recorded formats for messages.
+fn describe(precision: &str, kv: Option<&str>) -> String {
     match kv {
         None => precision.into(),
         Some(kv) => format!("{precision} with keys and values in {kv}"),
@@ -222,8 +224,8 @@ impl Model {
         }
     }
 
-    /// Why a job with this identity cannot be worked on here; `None`: it can.
-    pub fn refuses(&self, identity: &JobIdentity) -> Option<String> {
+    /// Why a job with this identity cannot run on this model; `None`: it can.
+    pub fn refusal(&self, identity: &JobIdentity) -> Option<String> {
         let short = |hash: &str| hash.get(..12).unwrap_or(hash).to_string();
         if identity.model_hash != self.hash {
             return Some(format!(
@@ -237,7 +239,7 @@ impl Model {
             return Some("it is for another tokenizer than this worker's".into());
         }
         let ours = self.formats.to_string();
-        let its = in_words(&identity.precision, identity.kv_cache.as_deref());
+        let its = describe(&identity.precision, identity.kv_cache.as_deref());
         (its != ours).then(|| format!("it runs in {its}, this worker in {ours}"))
     }
 
@@ -291,7 +293,7 @@ mod tests {
             (Bf16, Some(F32), Bf16, None),
         ] {
             let kv_cache = kv_cache.map_or(RequestedPrecision::Auto, RequestedPrecision::from);
-            let found = Formats::of(precision.into(), kv_cache, F32).rechecked_in(asked);
+            let found = Formats::of(precision.into(), kv_cache, F32).for_recheck(asked);
             assert_eq!(found.map(|formats| formats.to_string()).as_deref(), rechecked);
         }
     }
@@ -313,19 +315,19 @@ mod tests {
         let (files, identity) = demo();
         let formats = Formats::of(Precision::Int8.into(), RequestedPrecision::Auto, Precision::F32);
         let model = Model::new(files, formats, 128, "m".into());
-        assert_eq!(model.refuses(&identity), None);
+        assert_eq!(model.refusal(&identity), None);
         let other_model = JobIdentity {
             model_hash: "n".into(),
             ..identity.clone()
         };
-        let why = model.refuses(&other_model).unwrap();
+        let why = model.refusal(&other_model).unwrap();
         assert!(why.starts_with("it is for model n, this worker has m ("), "{why}");
         let other_tokenizer = JobIdentity {
             tokenizer_hash: "t".into(),
             ..identity
         };
         assert_eq!(
-            model.refuses(&other_tokenizer).unwrap(),
+            model.refusal(&other_tokenizer).unwrap(),
             "it is for another tokenizer than this worker's"
         );
     }
@@ -334,23 +336,23 @@ mod tests {
     #[test]
     fn a_job_in_other_formats_is_refused() {
         let (files, identity) = demo();
-        let refuses = |kv_cache, recorded: Option<&str>| {
+        let refusal = |kv_cache, recorded: Option<&str>| {
             let identity = JobIdentity {
                 kv_cache: recorded.map(String::from),
                 ..identity.clone()
             };
             let formats = Formats::of(Precision::Int8.into(), kv_cache, Precision::F32);
-            Model::new(files.clone(), formats, 128, "m".into()).refuses(&identity)
+            Model::new(files.clone(), formats, 128, "m".into()).refusal(&identity)
         };
-        assert_eq!(refuses(RequestedPrecision::Auto, None), None);
-        assert_eq!(refuses(Precision::Int8.into(), None), None);
-        assert_eq!(refuses(Precision::Bf16.into(), Some("bf16")), None);
+        assert_eq!(refusal(RequestedPrecision::Auto, None), None);
+        assert_eq!(refusal(Precision::Int8.into(), None), None);
+        assert_eq!(refusal(Precision::Bf16.into(), Some("bf16")), None);
         assert_eq!(
-            refuses(RequestedPrecision::Auto, Some("bf16")).unwrap(),
+            refusal(RequestedPrecision::Auto, Some("bf16")).unwrap(),
             "it runs in int8 with keys and values in bf16, this worker in int8"
         );
         assert_eq!(
-            refuses(Precision::F32.into(), None).unwrap(),
+            refusal(Precision::F32.into(), None).unwrap(),
             "it runs in int8, this worker in int8 with keys and values in f32"
         );
     }

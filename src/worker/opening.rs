@@ -1,11 +1,11 @@
-//! Opens deliveries: finds the job of each message and reads its orders and the shard's log, so
+//! Opens deliveries: finds the job of each message and reads its commands and the shard's log, so
 //! that the shard can begin.
 //!
 //! Each delivery is opened in a task of its own. If its store does not answer, the delivery is set
 //! aside: the task goes on alone, with its own pauses, while the intake takes the next message. A
-//! delivery that is set aside needs none of the places for shards in flight and stays with this
-//! worker, which extends it at the queue. After a while it is put at the end of the queue, where
-//! other workers may get it. That counts as no hop: an outage must lose no message.
+//! delivery that is set aside takes no slot of the shards in flight. It stays with this worker,
+//! which extends it at the queue. After a while it is put at the end of the queue, where other
+//! workers may get it. This does not count as a hop, so that an outage loses no message.
 //!
 //! See docs/decisions/018-stopped-jobs-messages-are-acknowledged.md and
 //! docs/decisions/021-each-delivery-is-a-task.md.
@@ -23,34 +23,34 @@ use crate::ledger::{JobCommand, StopWhy};
 use crate::queue::{Delivery, Message};
 use crate::worker::fate::fate;
 use crate::worker::in_flight::ShardKey;
-use crate::worker::in_hand::InHand;
+use crate::worker::in_hand::ReceivedShard;
 use crate::worker::jobs::{JobLookup, JobState, OpenJob};
-use crate::worker::process::see;
+use crate::worker::process::process_state;
 use crate::worker::refusals::Refusals;
 use crate::worker::retry_policy::{Pauses, RetryDecision};
 use crate::worker::stop::Stop;
-use crate::worker::troubles::Where;
+use crate::worker::troubles::JobStore;
 use crate::worker::{Worker, one_line, spans};
 
 /// How long the intake waits for an opening before it takes the next message. The wait is shorter
-/// (`OPEN_WAIT_SLOW`) where the intake has waited for a delivery of the same output in vain less
-/// than `SLOW_HOLDS` ago.
+/// (`OPEN_WAIT_SLOW`) if an earlier wait for the same output was in vain, less than `SLOW_TIME`
+/// ago.
 const OPEN_WAIT: Duration = Duration::from_secs(2);
 const OPEN_WAIT_SLOW: Duration = Duration::from_millis(250);
-const SLOW_HOLDS: Duration = Duration::from_secs(60);
-/// A try that fails is followed by a pause of this many times its own length.
-const TRY_SHARE: u32 = 4;
+const SLOW_TIME: Duration = Duration::from_secs(60);
+/// After a failed try, the pause is this many times as long as the try.
+const PAUSE_TIMES_TRY: u32 = 4;
 const TRY_PAUSE_MAX: Duration = Duration::from_secs(240);
-/// A process does not open a message of an unknown job after this many deliveries since the message
-/// was sent: it may have ended the processes that had it.
+/// A worker that has not opened a message's job before does not open it after this many earlier
+/// deliveries of the message: opening the job may have crashed the workers that received it.
 const DELIVERIES_MAX: u32 = 5;
 
 /// The deliveries that are being opened. When dropped, they go back to the queue.
 pub(super) struct Openings {
     pub opener: Arc<Opener>,
-    tasks: JoinSet<anyhow::Result<Option<Opened>>>,
-    /// Outputs for whose deliveries the intake waited in vain, and when.
-    slow: HashMap<String, Instant>,
+    tasks: JoinSet<anyhow::Result<Option<OpenedShard>>>,
+    /// Outputs for which the intake waited in vain, and when.
+    slow_outputs: HashMap<String, Instant>,
 }
 
 /// Opens deliveries one by one.
@@ -58,67 +58,67 @@ pub(super) struct Opener {
     worker: Arc<Worker>,
     stop: Stop,
     refusals: Refusals,
-    bounds: Bounds,
+    bounds: AsideBounds,
 }
 
-/// Bounds on deliveries that are set aside, and intervals.
+/// Bounds on the deliveries that are set aside.
 #[derive(Debug, Clone, Copy)]
-struct Bounds {
+struct AsideBounds {
     /// Maximum number of deliveries set aside; further deliveries of failing jobs go to the end of
     /// the queue.
-    aside: usize,
+    aside_max: usize,
     /// How long a delivery stays set aside: shorter than a broker's own timeout.
-    aside_time: Duration,
-    /// Pause before the next look at a shard that was set aside because another shard of its job
-    /// had failed.
-    held_up: Duration,
-    /// How often the queue is told that a delivery is still being opened.
+    aside_time_max: Duration,
+    /// Pause before the next try of a shard that waits because the inputs of its job have failed
+    /// for another shard.
+    held_up_pause: Duration,
+    /// Time between two extensions of a delivery at the queue while it is being opened.
     extend_every: Duration,
 }
 
-impl Default for Bounds {
-    fn default() -> Bounds {
-        Bounds {
-            aside: 64,
-            aside_time: Duration::from_secs(600),
-            held_up: Duration::from_secs(5),
+impl Default for AsideBounds {
+    fn default() -> AsideBounds {
+        AsideBounds {
+            aside_max: 64,
+            aside_time_max: Duration::from_secs(600),
+            held_up_pause: Duration::from_secs(5),
             extend_every: Duration::from_secs(5),
         }
     }
 }
 
-impl Bounds {
-    /// Whether a delivery that came at `since` may be set aside beside `others`.
-    fn allow(&self, others: usize, since: Instant) -> bool {
-        others < self.aside && since.elapsed() < self.aside_time
+impl AsideBounds {
+    /// Whether a shard that was opened at `opened_at` may be set aside beside `others`.
+    fn allow(&self, others: usize, opened_at: Instant) -> bool {
+        others < self.aside_max && opened_at.elapsed() < self.aside_time_max
     }
 }
 
-/// A shard that was opened and has something left to do.
-pub(super) struct Opened {
-    pub in_hand: InHand,
+/// An opened shard with work left to do.
+pub(super) struct OpenedShard {
+    pub received_shard: ReceivedShard,
     pub job: Arc<OpenJob>,
     pub log: Box<ShardLog>,
     /// When the shard was opened.
-    pub since: Instant,
+    pub opened_at: Instant,
     /// The pauses between tries to begin the shard.
     pub pauses: Pauses,
 }
 
-impl Opened {
+impl OpenedShard {
     fn output(&self) -> String {
         self.job.ledger.store().url().to_string()
     }
 }
 
-/// What became of a delivery that the intake handed over.
-pub(super) enum Taken {
+/// Result of [`Openings::take`].
+pub(super) enum TakeOutcome {
     /// The delivery is being opened. `wait`: how long the intake waits for the result.
     Opening { output: String, wait: Duration },
     /// The delivery was passed on to other workers.
     PassedOn,
-    /// The delivery went to the end of the queue.
-    PutOff,
+    /// The delivery was put at the end of the queue.
+    Requeued,
 }
 
 impl Openings {
@@ -128,56 +128,59 @@ impl Openings {
                 worker,
                 stop,
                 refusals: Refusals::default(),
-                bounds: Bounds::default(),
+                bounds: AsideBounds::default(),
             }),
             tasks: JoinSet::new(),
-            slow: HashMap::new(),
+            slow_outputs: HashMap::new(),
         }
     }
 
     /// Whether nothing is being opened and no store has failed lately.
     pub(super) fn is_quiet(&self) -> bool {
-        self.tasks.is_empty() && !self.opener.worker.troubles.any()
+        self.tasks.is_empty() && !self.opener.worker.troubles.has_recent()
     }
 
     /// Begins to open a delivery that was just received.
-    pub(super) async fn take(&mut self, delivery: Delivery) -> anyhow::Result<Taken> {
+    pub(super) async fn take(&mut self, delivery: Delivery) -> anyhow::Result<TakeOutcome> {
         let (opener, message) = (self.opener.clone(), &delivery.message);
         let output = message.output.clone();
-        let is_failing = [Where::Output, Where::Inputs]
+        let is_failing = [JobStore::Output, JobStore::Inputs]
             .iter()
-            .any(|place| opener.worker.troubles.holds(*place, &message.output));
-        let (on_their_way, most) = (self.tasks.len(), opener.bounds.aside);
-        if is_failing && on_their_way >= most || on_their_way >= 2 * most {
+            .any(|store| opener.worker.troubles.is_failing(*store, &message.output));
+        let (opening_count, aside_max) = (self.tasks.len(), opener.bounds.aside_max);
+        if is_failing && opening_count >= aside_max || opening_count >= 2 * aside_max {
             opener.worker.queue.requeue_last(&delivery).await?;
-            return Ok(Taken::PutOff);
+            return Ok(TakeOutcome::Requeued);
         }
         let delivery = Arc::new(delivery);
-        if let Some(why) = opener.refuses_unseen(&delivery).await {
-            opener.leave_message(delivery, &why);
-            return Ok(Taken::PassedOn);
+        if let Some(why) = opener.refusal_before_open(&delivery).await {
+            opener.refuse_and_pass_on(delivery, &why);
+            return Ok(TakeOutcome::PassedOn);
         }
         let span = spans::of_message(&delivery.message);
         let opening = async move { opener.open_and_extend(delivery).await };
         self.tasks.spawn(opening.instrument(span));
-        let was_slow = self.slow.get(&output).is_some_and(|since| since.elapsed() < SLOW_HOLDS);
+        let was_slow = self
+            .slow_outputs
+            .get(&output)
+            .is_some_and(|since| since.elapsed() < SLOW_TIME);
         let wait = match (is_failing, was_slow) {
             (true, _) => Duration::ZERO,
             (false, true) => OPEN_WAIT_SLOW,
             (false, false) => OPEN_WAIT,
         };
-        Ok(Taken::Opening { output, wait })
+        Ok(TakeOutcome::Opening { output, wait })
     }
 
     /// Remembers that the intake waited for a delivery of this output in vain.
     pub(super) fn note_slow(&mut self, output: String) {
-        self.slow.retain(|_, since| since.elapsed() < SLOW_HOLDS);
-        self.slow.insert(output, Instant::now());
+        self.slow_outputs.retain(|_, since| since.elapsed() < SLOW_TIME);
+        self.slow_outputs.insert(output, Instant::now());
     }
 
-    /// The next opening that ends: a shard to begin, or `None` where the delivery was dealt with.
-    /// Waits for ever where nothing is being opened. Cancel-safe.
-    pub(super) async fn next(&mut self) -> anyhow::Result<Option<Opened>> {
+    /// The next opening that ends: a shard to begin, or `None` if nothing of it is left to do.
+    /// Waits for ever if nothing is being opened. Cancel-safe.
+    pub(super) async fn next(&mut self) -> anyhow::Result<Option<OpenedShard>> {
         match self.tasks.join_next().await {
             Some(Ok(opened)) => opened,
             Some(Err(error)) => Err(anyhow::anyhow!("the task that opens a shard panicked: {error}")),
@@ -185,55 +188,65 @@ impl Openings {
         }
     }
 
-    /// Sets a shard aside whose store failed while the shard began. Nothing else could begin during
-    /// that try, which lasted `took`. An error that is not waited out ends the worker.
-    pub(super) fn set_aside(&mut self, mut opened: Opened, place: Where, error: anyhow::Error, took: Duration) {
+    /// Sets a shard aside whose store failed while the shard began. That try lasted `try_time`, in
+    /// which no other shard could begin. An error that is not waited out ends the worker.
+    pub(super) fn set_aside(
+        &mut self,
+        mut opened: OpenedShard,
+        store: JobStore,
+        error: anyhow::Error,
+        try_time: Duration,
+    ) {
         let opener = self.opener.clone();
-        opened.in_hand.holds_no_rows();
-        let span = spans::of_shard(&opened.job, opened.in_hand.key.shard, None);
+        opened.received_shard.release_memory();
+        let span = spans::of_shard(&opened.job, opened.received_shard.key.shard, None);
         let waiting = async move {
             let output = opened.output();
-            if opener.backoff(place, &output, error, &mut opened.pauses).await? {
+            if opener.backoff(store, &output, error, &mut opened.pauses).await? {
                 // The pause leaves most of the intake's time to other shards.
-                tokio::time::sleep(took.saturating_mul(TRY_SHARE).min(TRY_PAUSE_MAX)).await;
-                Ok(opened.in_hand.is_wanted().then_some(opened))
+                tokio::time::sleep(try_time.saturating_mul(PAUSE_TIMES_TRY).min(TRY_PAUSE_MAX)).await;
+                Ok(opened.received_shard.is_wanted().then_some(opened))
             } else {
-                opener.requeue_last(opened.in_hand.answer()).await
+                opener.requeue_last(opened.received_shard.take_deliveries()).await
             }
         };
         self.tasks.spawn(waiting.instrument(span));
     }
 
-    /// Holds up a shard of a job whose store failed with another shard: the next try comes after a
-    /// pause. The number of such shards and the time of each are bounded.
-    pub(super) async fn hold_up(&mut self, opened: Opened) -> anyhow::Result<()> {
+    /// Delays a shard because its job's inputs have failed for another shard: the next try comes
+    /// after a pause. The number of such shards and the time of each are bounded.
+    pub(super) async fn hold_up(&mut self, opened: OpenedShard) -> anyhow::Result<()> {
         let bounds = self.opener.bounds;
-        if !bounds.allow(self.tasks.len(), opened.since) {
-            return self.opener.requeue_last(opened.in_hand.answer()).await.map(drop);
+        if !bounds.allow(self.tasks.len(), opened.opened_at) {
+            return self
+                .opener
+                .requeue_last(opened.received_shard.take_deliveries())
+                .await
+                .map(drop);
         }
         self.tasks.spawn(async move {
-            tokio::time::sleep(bounds.held_up).await;
-            Ok(opened.in_hand.is_wanted().then_some(opened))
+            tokio::time::sleep(bounds.held_up_pause).await;
+            Ok(opened.received_shard.is_wanted().then_some(opened))
         });
         Ok(())
     }
 }
 
 impl Opener {
-    /// Why a message is refused before its job is opened.
-    async fn refuses_unseen(&self, delivery: &Delivery) -> Option<Arc<str>> {
+    /// Why a message is refused without opening its job; `None`: it may be opened.
+    async fn refusal_before_open(&self, delivery: &Delivery) -> Option<Arc<str>> {
         if let Some(why) = self.worker.troubles.not_ours(&delivery.message) {
             return Some(why);
         }
-        let why = is_suspect(delivery)?;
-        if self.worker.jobs.knows(&delivery.message).await {
+        let why = suspect_reason(delivery)?;
+        if self.worker.jobs.is_known(&delivery.message).await {
             None
         } else {
             Some(why.into())
         }
     }
 
-    async fn open_and_extend(&self, delivery: Arc<Delivery>) -> anyhow::Result<Option<Opened>> {
+    async fn open_and_extend(&self, delivery: Arc<Delivery>) -> anyhow::Result<Option<OpenedShard>> {
         self.extend_during(&delivery, self.open(delivery.clone())).await
     }
 
@@ -249,14 +262,14 @@ impl Opener {
                 biased;
                 done = &mut work => return done,
                 () = tokio::time::sleep(self.bounds.extend_every) => if self.worker.watchdog.is_alive() {
-                    self.worker.queue.extend(delivery, self.worker.watchdog.limit()).await?;
+                    self.worker.queue.extend(delivery, self.worker.watchdog.step_max()).await?;
                 }
             }
         }
     }
 
     #[expect(clippy::too_many_lines, reason = "one message's way, in order")]
-    async fn open(&self, delivery: Arc<Delivery>) -> anyhow::Result<Option<Opened>> {
+    async fn open(&self, delivery: Arc<Delivery>) -> anyhow::Result<Option<OpenedShard>> {
         let worker = &self.worker;
         let output = delivery.message.output.clone();
         let mut pauses = Pauses::default();
@@ -264,14 +277,14 @@ impl Opener {
             let error = match self.resolve(&delivery.message).await {
                 Ok(JobLookup::Job(job)) => break job,
                 Ok(JobLookup::Stale(why) | JobLookup::NotOurs(why)) => {
-                    self.worker.troubles.end(Where::Output, &output);
+                    self.worker.troubles.note_recovery(JobStore::Output, &output);
                     self.worker.troubles.note_not_ours(&delivery.message, why.clone());
-                    self.leave_message(delivery, &why);
+                    self.refuse_and_pass_on(delivery, &why);
                     return Ok(None);
                 }
                 Err(error) => error,
             };
-            if !self.backoff(Where::Output, &output, error, &mut pauses).await? {
+            if !self.backoff(JobStore::Output, &output, error, &mut pauses).await? {
                 return self.requeue_last(vec![delivery]).await;
             }
         };
@@ -282,66 +295,69 @@ impl Opener {
                 return Ok(None);
             }
             JobState::Stopped(_) => {
-                self.worker.troubles.end(Where::Output, &output);
+                self.worker.troubles.note_recovery(JobStore::Output, &output);
                 // Whoever extends the job enqueues its shards again.
                 worker.queue.acknowledge(&delivery).await?;
                 return Ok(None);
             }
-            JobState::Going | JobState::Closing(_) => {}
+            JobState::Running | JobState::Closing(_) => {}
         }
         let key = ShardKey {
             job: job.number,
             shard: delivery.message.shard,
         };
-        if !worker.in_flight.enter(key, delivery) {
+        if !worker.in_flight.add(key, delivery) {
             tracing::info!(
-                "shard {} of {} is in hand already: both messages are answered together",
+                "shard {} of {} is in progress already: both messages are acknowledged or given back together",
                 key.shard,
                 job.title()
             );
             return Ok(None);
         }
-        let in_hand = InHand::new(worker, key);
+        let received_shard = ReceivedShard::new(worker, key);
         let log = loop {
             let error = match self.read_log(&job, key.shard).await {
                 Ok(Some(log)) => break log,
                 Ok(None) => {
-                    self.worker.troubles.end(Where::Output, &output);
-                    for delivery in in_hand.answer() {
+                    self.worker.troubles.note_recovery(JobStore::Output, &output);
+                    for delivery in received_shard.take_deliveries() {
                         worker.queue.acknowledge(&delivery).await?;
                     }
                     return Ok(None);
                 }
                 Err(error) => error,
             };
-            if worker.retry_policy.decision(&error) == RetryDecision::LeaveShard || is_changed(&error) {
-                return self.leave(&job, in_hand, &error).await.map(|()| None);
+            if worker.retry_policy.decision(&error) == RetryDecision::LeaveShard || is_input_changed(&error) {
+                return self.leave_shard(&job, received_shard, &error).await.map(|()| None);
             }
-            if !self.backoff(Where::Output, &output, error, &mut pauses).await? {
-                return self.requeue_last(in_hand.answer()).await;
+            if !self.backoff(JobStore::Output, &output, error, &mut pauses).await? {
+                return self.requeue_last(received_shard.take_deliveries()).await;
             }
-            if !in_hand.is_wanted() {
+            if !received_shard.is_wanted() {
                 return Ok(None);
             }
         };
-        self.worker.troubles.end(Where::Output, &output);
-        let plan = log.narrowing();
-        if plan.next.is_empty() && plan.accused.is_empty() && !plan.waiting.is_empty() && job.state() == JobState::Going
+        self.worker.troubles.note_recovery(JobStore::Output, &output);
+        let plan = log.plan_attempt();
+        if plan.next_rows.is_empty()
+            && plan.accused.is_empty()
+            && !plan.waiting.is_empty()
+            && job.state() == JobState::Running
         {
-            in_hand.give_back_later(&job, &plan.waiting);
+            received_shard.give_back_later(&job, &plan.waiting);
             return Ok(None);
         }
-        Ok(Some(Opened {
-            in_hand,
+        Ok(Some(OpenedShard {
+            received_shard,
             job,
             log,
-            since: Instant::now(),
+            opened_at: Instant::now(),
             pauses: Pauses::default(),
         }))
     }
 
-    /// The job of a message, with its orders. Orders are read again where they stopped or closed
-    /// the job: they may have been revoked since.
+    /// The job of a message, with its commands. If they stopped or closed the job, they are read
+    /// again, because the job may have been extended since.
     async fn resolve(&self, message: &Message) -> anyhow::Result<JobLookup> {
         let lookup = match self.worker.jobs.resolve(message).await {
             Err(error) if self.worker.retry_policy.decision(&error) == RetryDecision::LeaveShard => {
@@ -361,76 +377,82 @@ impl Opener {
         Ok(lookup)
     }
 
-    /// The log of a shard; `None`: the shard is committed. Also judges attempts that have no end
-    /// and in which a row was alone on the device.
+    /// The log of a shard; `None`: the shard is committed. Also decides for attempts without an end
+    /// whether their workers are dead.
     async fn read_log(&self, job: &OpenJob, shard: u32) -> anyhow::Result<Option<Box<ShardLog>>> {
         let mut log = match job.ledger.shard(shard).await? {
             ShardState::Committed(commit) => {
-                // A message of a committed shard comes again where an acknowledgement or a part was
-                // lost.
+                // The message of a committed shard comes again if its acknowledgement or the part
+                // was lost.
                 let make_part = |batches: &[_], metadata: &[_]| job.make_part(batches, metadata);
                 job.ledger.restore_part(&commit, make_part).await?;
                 return Ok(None);
             }
             ShardState::Open(log) => log,
         };
-        if log.has_suspects() {
-            // The store's timestamp of this write tells the current time.
-            job.sign(&self.worker.name).await?;
-            let signs = job.ledger.signs_of_life().await?;
-            log.judge(|attempt| fate(attempt, &signs, see));
+        if log.has_suspect_attempts() {
+            // The store's timestamp of this write is its current time.
+            job.write_heartbeat(&self.worker.name).await?;
+            let heartbeats = job.ledger.heartbeats().await?;
+            log.set_fates(|attempt| fate(attempt, &heartbeats, process_state));
         }
         Ok(Some(log))
     }
 
-    /// Waits before the next try. False: the delivery was set aside for long enough. Returns an
-    /// error that is not waited out.
+    /// Waits before the next try. False: the delivery has been set aside for the maximum time.
+    /// Returns an error that is not waited out.
     async fn backoff(
         &self,
-        place: Where,
+        store: JobStore,
         output: &str,
         error: anyhow::Error,
         pauses: &mut Pauses,
     ) -> anyhow::Result<bool> {
-        let say = |error: &anyhow::Error| self.worker.troubles.note(place, output, error);
-        self.worker.retry_policy.wait(error, pauses, &self.stop, say).await?;
-        Ok(pauses.waited() < self.bounds.aside_time)
+        let report = |error: &anyhow::Error| self.worker.troubles.note_failure(store, output, error);
+        self.worker.retry_policy.wait(error, pauses, &self.stop, report).await?;
+        Ok(pauses.waited() < self.bounds.aside_time_max)
     }
 
-    async fn requeue_last(&self, deliveries: Vec<Arc<Delivery>>) -> anyhow::Result<Option<Opened>> {
+    async fn requeue_last(&self, deliveries: Vec<Arc<Delivery>>) -> anyhow::Result<Option<OpenedShard>> {
         for delivery in deliveries {
             self.worker.queue.requeue_last(&delivery).await?;
         }
         Ok(None)
     }
 
-    /// Passes a message on that this worker cannot use. It is never dropped at once: another worker
-    /// may reach a store that this one cannot.
-    fn leave_message(&self, delivery: Arc<Delivery>, why: &str) {
-        self.refusals.say(&delivery, why);
+    /// Passes on a message that this worker cannot use. It is never dropped at once, because
+    /// another worker may reach a store that this one cannot.
+    fn refuse_and_pass_on(&self, delivery: Arc<Delivery>, why: &str) {
+        self.refusals.report(&delivery, why);
         self.worker.pass_on_later(vec![delivery]);
     }
 
     /// Leaves a shard that this worker cannot begin to other workers, unless its input stops the
     /// job for all.
-    pub(super) async fn leave(&self, job: &OpenJob, in_hand: InHand, error: &anyhow::Error) -> anyhow::Result<()> {
-        if is_changed(error) && self.stop_job(job, error).await? {
+    pub(super) async fn leave_shard(
+        &self,
+        job: &OpenJob,
+        received_shard: ReceivedShard,
+        error: &anyhow::Error,
+    ) -> anyhow::Result<()> {
+        if is_input_changed(error) && self.stop_job(job, error).await? {
             // Whoever continues the job enqueues its shards again.
-            for delivery in in_hand.answer() {
+            for delivery in received_shard.take_deliveries() {
                 self.worker.queue.acknowledge(&delivery).await?;
             }
         } else {
-            let shard = in_hand.key.shard;
-            self.worker.leave_to_others(shard, job, error, in_hand.answer());
+            let shard = received_shard.key.shard;
+            self.worker
+                .leave_to_others(shard, job, error, received_shard.take_deliveries());
         }
         Ok(())
     }
 
     /// Stops the job because an input differs from the planned one: a person must act before any
-    /// worker goes on. False: another order came first.
+    /// worker goes on. False: the job keeps another state, or is left to other workers.
     async fn stop_job(&self, job: &OpenJob, error: &anyhow::Error) -> anyhow::Result<bool> {
         // A job that is stopped or cancelled already keeps its state.
-        if job.state() != JobState::Going {
+        if job.state() != JobState::Running {
             return Ok(false);
         }
         let retry_policy = &self.worker.retry_policy;
@@ -457,14 +479,14 @@ impl Opener {
     }
 }
 
-/// Why a process that has not opened the message's job before must not open the message.
-pub fn is_suspect(delivery: &Delivery) -> Option<String> {
+/// Why the message must not be opened by a process that has not opened its job before.
+pub fn suspect_reason(delivery: &Delivery) -> Option<String> {
     let times = delivery.deliveries.saturating_sub(1);
     (times >= DELIVERIES_MAX)
-        .then(|| format!("it was in workers' hands {times} times before, and may have been the end of them"))
+        .then(|| format!("it was delivered {times} times before, and may have crashed those workers"))
 }
 
-pub(super) fn is_changed(error: &anyhow::Error) -> bool {
+pub(super) fn is_input_changed(error: &anyhow::Error) -> bool {
     matches!(error.downcast_ref(), Some(DatasetError::InputChanged { .. }))
 }
 
@@ -485,8 +507,8 @@ mod tests {
     use crate::worker::model::{Formats, Model, ModelFiles};
     use crate::worker::retry_policy::RetryPolicy;
     use crate::worker::step_watchdog::StepWatchdog;
-    use crate::worker::watched::Watched;
-    use crate::worker::{Options, Until, WorkerConfig};
+    use crate::worker::watched::WatchedJobs;
+    use crate::worker::{Until, WorkerConfig, WorkerOptions};
 
     /// An in-memory queue that counts calls.
     #[derive(Default)]
@@ -518,8 +540,8 @@ mod tests {
             self.requeue_last.fetch_add(1, Ordering::SeqCst);
             self.queue.requeue_last(delivery).await
         }
-        async fn recalled(&self) -> Recall {
-            self.queue.recalled().await
+        async fn next_recall(&self) -> Recall {
+            self.queue.next_recall().await
         }
         fn is_attached(&self) -> bool {
             true
@@ -528,9 +550,9 @@ mod tests {
 
     const NOWHERE: &str = "/nowhere/at/all";
 
-    /// The openings of a worker of the demo model, and its queue with `messages` messages that
-    /// point nowhere.
-    fn openings(messages: u32, bounds: Bounds) -> (Openings, Arc<Counting>) {
+    /// The openings of a worker of the demo model, and its queue with `messages` messages for an
+    /// output that does not exist.
+    fn openings(messages: u32, bounds: AsideBounds) -> (Openings, Arc<Counting>) {
         let queue = Arc::new(Counting::default());
         queue
             .queue
@@ -541,14 +563,14 @@ mod tests {
         let worker = Worker::new(WorkerConfig {
             name: "test".into(),
             queue: queue.clone(),
-            own_queue: None,
+            embedded_queue: None,
             jobs: Jobs::new(model),
-            watched: Watched::default(),
+            watched: WatchedJobs::default(),
             meter: Arc::new(Meter::default()),
             retry_policy: RetryPolicy::new(true),
             watchdog: Arc::new(StepWatchdog::new(Duration::from_secs(60))),
             render_threads: rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap(),
-            options: Options {
+            options: WorkerOptions {
                 log_interval: Duration::from_secs(1),
                 shards_in_flight: 4,
                 until: Until::Stopped,
@@ -565,7 +587,7 @@ mod tests {
         let openings = Openings {
             opener: Arc::new(opener),
             tasks: JoinSet::new(),
-            slow: HashMap::new(),
+            slow_outputs: HashMap::new(),
         };
         (openings, queue)
     }
@@ -579,25 +601,39 @@ mod tests {
             store: "S3",
             source: "connection refused".into(),
         };
-        let what = "reading `x`".into();
-        LedgerError::Retryable { what, tries: 7, source }.into()
+        let operation = "reading `x`".into();
+        let tries = 7;
+        LedgerError::Retryable {
+            operation,
+            tries,
+            source,
+        }
+        .into()
     }
 
-    /// Each delivery that is taken counts until `next` returns it.
+    /// A delivery that was taken counts until `next` returns its result.
     #[tokio::test]
-    async fn of_jobs_in_trouble_a_bounded_number_is_set_aside() {
+    async fn the_number_of_deliveries_set_aside_is_bounded() {
         for (is_failing, most) in [(true, 2), (false, 4)] {
-            let bounds = Bounds {
-                aside: 2,
-                ..Bounds::default()
+            let bounds = AsideBounds {
+                aside_max: 2,
+                ..AsideBounds::default()
             };
             let (mut openings, queue) = openings(6, bounds);
             if is_failing {
-                openings.opener.worker.troubles.note(Where::Output, NOWHERE, &away());
+                openings
+                    .opener
+                    .worker
+                    .troubles
+                    .note_failure(JobStore::Output, NOWHERE, &away());
             }
             for number in 0..6 {
                 let taken = openings.take(received(&queue).await).await.unwrap();
-                assert_eq!(matches!(taken, Taken::PutOff), number >= most, "{is_failing} {number}");
+                assert_eq!(
+                    matches!(taken, TakeOutcome::Requeued),
+                    number >= most,
+                    "{is_failing} {number}"
+                );
             }
             assert_eq!(queue.requeue_last.load(Ordering::SeqCst), 6 - most);
             assert_eq!(queue.queue.unacknowledged(), 6, "none is dropped");
@@ -606,28 +642,30 @@ mod tests {
 
     #[tokio::test]
     async fn a_delivery_is_set_aside_for_a_bounded_time() {
-        for (aside_time, stays) in [(Duration::from_secs(600), true), (Duration::ZERO, false)] {
-            let bounds = Bounds {
-                aside_time,
-                ..Bounds::default()
+        for (aside_time_max, stays) in [(Duration::from_secs(600), true), (Duration::ZERO, false)] {
+            let bounds = AsideBounds {
+                aside_time_max,
+                ..AsideBounds::default()
             };
             let (openings, _) = openings(0, bounds);
             let opener = &openings.opener;
             let mut pauses = Pauses::default();
-            let again = opener.backoff(Where::Output, "s3://a/out", away(), &mut pauses).await;
+            let again = opener
+                .backoff(JobStore::Output, "s3://a/out", away(), &mut pauses)
+                .await;
             assert_eq!(again.unwrap(), stays);
-            assert!(opener.worker.troubles.holds(Where::Output, "s3://a/out"));
+            assert!(opener.worker.troubles.is_failing(JobStore::Output, "s3://a/out"));
             let since = Instant::now();
             assert_eq!(bounds.allow(0, since), stays);
-            assert!(!bounds.allow(bounds.aside, since), "there are enough");
+            assert!(!bounds.allow(bounds.aside_max, since), "there are enough");
         }
     }
 
     #[tokio::test]
-    async fn the_queue_hears_of_a_delivery_on_its_way() {
-        let bounds = Bounds {
+    async fn a_delivery_is_extended_while_it_is_opened() {
+        let bounds = AsideBounds {
             extend_every: Duration::from_millis(20),
-            ..Bounds::default()
+            ..AsideBounds::default()
         };
         let (openings, queue) = openings(1, bounds);
         let delivery = received(&queue).await;
@@ -640,21 +678,21 @@ mod tests {
         assert!(queue.extended.load(Ordering::SeqCst) >= 2);
     }
 
-    /// A shard that is set aside needs no room for carried columns.
+    /// A shard that is set aside needs no memory for carried columns.
     #[tokio::test]
-    async fn what_is_set_aside_gives_its_room_away() {
-        use crate::worker::room::ROOM_BYTES;
-        let (openings, queue) = openings(1, Bounds::default());
+    async fn a_shard_set_aside_releases_its_memory() {
+        use crate::worker::room::CARRIED_BYTES_MAX;
+        let (openings, queue) = openings(1, AsideBounds::default());
         let worker = &openings.opener.worker;
         let key = |shard| ShardKey { job: 0, shard };
-        worker.in_flight.enter(key(0), Arc::new(received(&queue).await));
-        let in_hand = InHand::new(worker, key(0));
-        worker.jobs.room().hold(key(0), ROOM_BYTES).await;
-        in_hand.holds_no_rows();
-        let held = worker.jobs.room().hold(key(1), ROOM_BYTES);
+        worker.in_flight.add(key(0), Arc::new(received(&queue).await));
+        let received_shard = ReceivedShard::new(worker, key(0));
+        worker.jobs.carried_memory().reserve(key(0), CARRIED_BYTES_MAX).await;
+        received_shard.release_memory();
+        let held = worker.jobs.carried_memory().reserve(key(1), CARRIED_BYTES_MAX);
         tokio::time::timeout(Duration::from_secs(5), held)
             .await
             .expect("there is room");
-        assert!(in_hand.is_wanted(), "it stays in hand");
+        assert!(received_shard.is_wanted(), "it stays in hand");
     }
 }

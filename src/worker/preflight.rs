@@ -1,18 +1,20 @@
 //! The load that a job will put on the model: every row is read, rendered and tokenized once,
 //! without running it.
 //!
-//! [`Preflight`] is a pure tally: rows go in, counts come out. Memory does not grow with the dataset.
+//! [`Preflight`] is a pure tally: rows go in, counts come out. Memory does not grow with the
+//! dataset.
 
 use std::collections::HashSet;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 use crate::device::cpu::BLOCK_TOKENS;
 use crate::engine::philox::StreamKey;
-use crate::engine::request::UnitId;
+use crate::engine::request::SampleId;
 
-/// Distinct prefix blocks remembered (8 bytes each). Blocks beyond count as not shared, so the share is a lower bound.
+/// Maximum number of distinct prefix blocks in the tally (8 bytes each). Further blocks count as
+/// not shared, so that the share is a lower bound.
 const PREFIXES_MAX: usize = 4_000_000;
-/// Number of broken rows shown individually.
+/// Maximum number of broken rows that are shown one by one.
 const BROKEN_SHOWN: usize = 5;
 /// A fixed seed, so that the same dataset shows the same prompts.
 const PREVIEW_SEED: u64 = 0;
@@ -20,25 +22,26 @@ const PREVIEW_SEED: u64 = 0;
 const PREVIEW_CHARS: usize = 4_000;
 const PREVIEW_TOKENS: usize = 4_000;
 
-/// One row as the preflight sees it.
+/// One row, rendered and tokenized.
 #[derive(Debug)]
-pub struct Seen {
+pub struct PreflightRow {
     pub row: u64,
-    /// `Err`: why the row would end `errored`.
-    pub prompt: Result<SeenPrompt, String>,
+    /// `Err`: the error with which the row would end `errored`.
+    pub prompt: Result<PreflightPrompt, String>,
 }
 
 #[derive(Debug)]
-pub struct SeenPrompt {
+pub struct PreflightPrompt {
     pub tokens: usize,
-    /// Hash of each whole KV block together with all blocks before it: prefixes are shared in whole blocks.
+    /// Hash of each whole KV block and all blocks before it, since prefixes are shared in whole
+    /// blocks.
     pub prefixes: Vec<u64>,
-    pub shown: Shown,
+    pub shown: PromptPreview,
 }
 
 /// A prompt as the preview shows it; a long prompt is cut.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Shown {
+pub struct PromptPreview {
     pub text: String,
     pub token_ids: Vec<u32>,
     /// Tokens of the whole prompt.
@@ -47,12 +50,12 @@ pub struct Shown {
     pub is_cut: bool,
 }
 
-impl Shown {
-    fn of(mut text: String, tokens: &[u32]) -> Shown {
+impl PromptPreview {
+    fn of(mut text: String, tokens: &[u32]) -> PromptPreview {
         let end = text.char_indices().nth(PREVIEW_CHARS).map(|(at, _)| at);
         text.truncate(end.unwrap_or(text.len()));
         text.shrink_to_fit();
-        Shown {
+        PromptPreview {
             text,
             token_ids: tokens[..tokens.len().min(PREVIEW_TOKENS)].to_vec(),
             tokens: tokens.len(),
@@ -61,8 +64,8 @@ impl Shown {
     }
 }
 
-impl SeenPrompt {
-    pub fn new(text: String, tokens: &[u32]) -> SeenPrompt {
+impl PreflightPrompt {
+    pub fn new(text: String, tokens: &[u32]) -> PreflightPrompt {
         let mut hasher = DefaultHasher::new();
         let prefixes = tokens
             .chunks_exact(BLOCK_TOKENS)
@@ -71,10 +74,10 @@ impl SeenPrompt {
                 hasher.finish()
             })
             .collect();
-        SeenPrompt {
+        PreflightPrompt {
             tokens: tokens.len(),
             prefixes,
-            shown: Shown::of(text, tokens),
+            shown: PromptPreview::of(text, tokens),
         }
     }
 }
@@ -92,12 +95,12 @@ pub struct Preflight {
     /// Rows by prompt length, index = tokens.
     lengths: Vec<u64>,
     prefixes: HashSet<u64>,
-    preview: Vec<(u64, Shown)>,
+    preview: Vec<(u64, PromptPreview)>,
     preview_rows: usize,
 }
 
 impl Preflight {
-    /// `preview_rows`: how many rendered prompts to keep, each row with the same chance.
+    /// `preview_rows`: number of rendered prompts to keep, drawn uniformly from the unbroken rows.
     pub fn new(preview_rows: usize) -> Preflight {
         Preflight {
             rows: 0,
@@ -113,7 +116,7 @@ impl Preflight {
     }
 
     /// Counts a row. Rows come in order, so that the same dataset gives the same tally.
-    pub fn add(&mut self, seen: Seen) {
+    pub fn add(&mut self, seen: PreflightRow) {
         self.rows += 1;
         let prompt = match seen.prompt {
             Ok(prompt) => prompt,
@@ -141,14 +144,14 @@ impl Preflight {
     }
 
     /// Reservoir sampling (Vitter's algorithm R), its randomness keyed by the row.
-    fn sample(&mut self, row: u64, shown: Shown) {
-        let place = if self.preview.len() < self.preview_rows {
+    fn sample(&mut self, row: u64, shown: PromptPreview) {
+        let slot = if self.preview.len() < self.preview_rows {
             self.preview.push(Default::default());
             self.preview.len() - 1
         } else {
             let draw = StreamKey::of(
                 PREVIEW_SEED,
-                UnitId {
+                SampleId {
                     job: 0,
                     row,
                     sample: 0,
@@ -158,13 +161,13 @@ impl Preflight {
             .uniform(0);
             (draw * (self.rows - self.broken_rows) as f64) as usize
         };
-        if place < self.preview.len() {
-            self.preview[place] = (row, shown);
+        if slot < self.preview.len() {
+            self.preview[slot] = (row, shown);
         }
     }
 
     /// Random rendered prompts, by row.
-    pub fn preview(&self) -> Vec<&(u64, Shown)> {
+    pub fn preview(&self) -> Vec<&(u64, PromptPreview)> {
         let mut preview: Vec<_> = self.preview.iter().collect();
         preview.sort_by_key(|(row, _)| *row);
         preview
@@ -175,7 +178,7 @@ impl Preflight {
         self.lengths.len().saturating_sub(1)
     }
 
-    /// The prompt length that `share` (0 to 1) of the unbroken rows do not exceed.
+    /// The prompt length, in tokens, that `share` (0 to 1) of the unbroken rows do not exceed.
     pub fn quantile(&self, share: f64) -> usize {
         let all: u64 = self.lengths.iter().sum();
         let mut below = 0;
@@ -209,10 +212,10 @@ impl Preflight {
 mod tests {
     use super::*;
 
-    fn row(row: u64, tokens: &[u32]) -> Seen {
-        Seen {
+    fn row(row: u64, tokens: &[u32]) -> PreflightRow {
+        PreflightRow {
             row,
-            prompt: Ok(SeenPrompt::new(format!("prompt {row}"), tokens)),
+            prompt: Ok(PreflightPrompt::new(format!("prompt {row}"), tokens)),
         }
     }
 
@@ -223,7 +226,7 @@ mod tests {
         for i in 0..10 {
             preflight.add(row(i, &[shared.as_slice(), &[100 + i as u32]].concat()));
         }
-        preflight.add(Seen {
+        preflight.add(PreflightRow {
             row: 10,
             prompt: Err("broken".into()),
         });
@@ -268,14 +271,14 @@ mod tests {
     #[test]
     fn long_prompts_are_shown_cut() {
         let mut preflight = Preflight::new(1);
-        preflight.add(Seen {
+        preflight.add(PreflightRow {
             row: 7,
-            prompt: Ok(SeenPrompt::new("é".repeat(5_000), &[3; 6_000])),
+            prompt: Ok(PreflightPrompt::new("é".repeat(5_000), &[3; 6_000])),
         });
         let (row, shown) = preflight.preview()[0];
         assert_eq!((*row, shown.text.chars().count(), shown.is_cut), (7, 4_000, true));
         assert_eq!((shown.tokens, shown.token_ids.len()), (6_000, 4_000));
-        assert!(!SeenPrompt::new("é".repeat(4_000), &[3]).shown.is_cut);
+        assert!(!PreflightPrompt::new("é".repeat(4_000), &[3]).shown.is_cut);
     }
 
     #[test]

@@ -1,31 +1,31 @@
-//! Identifies this process, and tells whether another process of this machine is gone, so that a
-//! paused process does not count as dead.
+//! Identifies this process, and checks whether another process of this machine still exists, so
+//! that a paused process does not count as dead.
 
 use std::fs;
 use std::io::ErrorKind;
 
-/// `BOOT NAMESPACE PID START`: the boot id of the machine, the PID namespace, the PID, and the
-/// clock tick at which the process began. No other process has all four.
+/// The name of a process, `BOOT NAMESPACE PID START`: the boot id of the machine, the PID
+/// namespace, the PID, and the clock tick at which the process began. No two processes share it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Process {
     name: String,
 }
 
-/// What is known of a process.
+/// Whether a process still exists.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Seen {
+pub(super) enum ProcessState {
     /// The process exists, running or paused.
-    Here,
+    Present,
     Gone,
-    /// The process is of another machine or container, or its state cannot be found.
-    Elsewhere,
+    /// The process is of another machine or container, or its state cannot be read.
+    Unknown,
 }
 
 impl Process {
     /// This process; `None` where the operating system does not provide the fields.
     pub(super) fn own() -> Option<Process> {
         let pid = std::process::id();
-        let name = format!("{} {pid} {}", machine()?, Stat::of(pid).ok()?.start);
+        let name = format!("{} {pid} {}", boot_and_namespace()?, Stat::of(pid).ok()?.start);
         Some(Process { name })
     }
 
@@ -34,28 +34,29 @@ impl Process {
     }
 }
 
-/// Looks for the process of this name.
-pub(super) fn see(name: &str) -> Seen {
+/// The state of the process with this name.
+pub(super) fn process_state(name: &str) -> ProcessState {
     let found = || {
-        let mut words = name.rsplitn(3, ' ');
-        let (start, pid, of) = (words.next()?, words.next()?, words.next()?);
-        // Where other users' processes are hidden, an invisible process may still exist.
-        let (own, first) = (machine()?, Stat::of(1));
-        if of != own || first.is_err() {
+        let mut fields = name.rsplitn(3, ' ');
+        let (start, pid, boot_and_ns) = (fields.next()?, fields.next()?, fields.next()?);
+        // If PID 1 cannot be read, other users' processes are hidden, and an invisible process may
+        // still exist.
+        let (own_boot_and_ns, init) = (boot_and_namespace()?, Stat::of(1));
+        if boot_and_ns != own_boot_and_ns || init.is_err() {
             return None;
         }
         match Stat::of(pid.parse().ok()?) {
-            Ok(stat) if stat.start == start && !stat.is_dead => Some(Seen::Here),
-            Ok(_) => Some(Seen::Gone),
-            Err(error) if error.kind() == ErrorKind::NotFound => Some(Seen::Gone),
+            Ok(stat) if stat.start == start && !stat.is_dead => Some(ProcessState::Present),
+            Ok(_) => Some(ProcessState::Gone),
+            Err(error) if error.kind() == ErrorKind::NotFound => Some(ProcessState::Gone),
             Err(_) => None,
         }
     };
-    found().unwrap_or(Seen::Elsewhere)
+    found().unwrap_or(ProcessState::Unknown)
 }
 
 /// The boot id of the machine, and this process's PID namespace.
-fn machine() -> Option<String> {
+fn boot_and_namespace() -> Option<String> {
     let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
     let namespace = fs::read_link("/proc/self/ns/pid").ok()?;
     Some(format!("{} {}", boot.trim(), namespace.to_str()?))
@@ -80,7 +81,7 @@ impl Stat {
         let mut fields = text.rsplit_once(')')?.1.split_whitespace();
         let state = fields.next()?;
         Some(Stat {
-            // The 22nd of all fields; the state is the third.
+            // Field 22 of the file; the state is field 3.
             start: fields.nth(18)?.to_string(),
             is_dead: matches!(state, "Z" | "X" | "x"),
         })
@@ -94,12 +95,16 @@ mod tests {
     use super::*;
 
     fn name_of(pid: u32) -> String {
-        format!("{} {pid} {}", machine().unwrap(), Stat::of(pid).unwrap().start)
+        format!(
+            "{} {pid} {}",
+            boot_and_namespace().unwrap(),
+            Stat::of(pid).unwrap().start
+        )
     }
 
     #[test]
     fn a_paused_process_is_here_and_a_killed_one_gone() {
-        assert_eq!(see(Process::own().unwrap().as_str()), Seen::Here);
+        assert_eq!(process_state(Process::own().unwrap().as_str()), ProcessState::Present);
         let mut child = Command::new("sleep").arg("60").stdin(Stdio::null()).spawn().unwrap();
         let name = name_of(child.id());
         let signal = |name: &str| {
@@ -107,14 +112,18 @@ mod tests {
             assert!(sent.unwrap().success());
         };
         signal("-STOP");
-        assert_eq!(see(&name), Seen::Here);
+        assert_eq!(process_state(&name), ProcessState::Present);
         signal("-KILL");
-        while see(&name) == Seen::Here {
+        while process_state(&name) == ProcessState::Present {
             std::thread::sleep(std::time::Duration::from_millis(5));
         }
-        assert_eq!(see(&name), Seen::Gone, "nobody has asked for its exit code yet");
+        assert_eq!(
+            process_state(&name),
+            ProcessState::Gone,
+            "nobody has asked for its exit code yet"
+        );
         child.wait().unwrap();
-        assert_eq!(see(&name), Seen::Gone);
+        assert_eq!(process_state(&name), ProcessState::Gone);
     }
 
     #[test]
@@ -122,15 +131,15 @@ mod tests {
         let own = Process::own().unwrap().name;
         let (rest, start) = own.rsplit_once(' ').unwrap();
         assert_eq!(
-            see(&format!("{rest} {}", start.parse::<u64>().unwrap() + 1)),
-            Seen::Gone
+            process_state(&format!("{rest} {}", start.parse::<u64>().unwrap() + 1)),
+            ProcessState::Gone
         );
         assert_eq!(
-            see(&format!("another-boot {}", own.split_once(' ').unwrap().1)),
-            Seen::Elsewhere
+            process_state(&format!("another-boot {}", own.split_once(' ').unwrap().1)),
+            ProcessState::Unknown
         );
         for other in ["", "x", "a b c d", "🦀 🦀"] {
-            assert_eq!(see(other), Seen::Elsewhere, "{other}");
+            assert_eq!(process_state(other), ProcessState::Unknown, "{other}");
         }
     }
 

@@ -1,5 +1,5 @@
-//! Reads a shard's rows piece by piece, renders and tokenizes them; or ends them, where their job
-//! is closing.
+//! Reads a shard's rows piece by piece, and renders and tokenizes them; if the job is closing, ends
+//! them instead.
 //!
 //! See docs/decisions/027-closing-asks-little-of-inputs.md.
 
@@ -10,48 +10,48 @@ use arrow::array::RecordBatch;
 use rayon::prelude::*;
 
 use crate::dataset::DatasetError;
-use crate::dataset::carried::memory;
+use crate::dataset::carried::memory_bytes;
 use crate::dataset::plan::Shard;
 use crate::dataset::row::{InputRow, RowResult, RowStatus, WITHOUT_COLUMNS};
 use crate::job::RenderedRow;
 use crate::ledger::RowSet;
-use crate::ledger::attempts::Narrowing;
+use crate::ledger::attempts::AttemptPlan;
 use crate::ledger::log::ShardLog;
-use crate::worker::assemble::{closed, errored};
+use crate::worker::assemble::{closed_row, errored_row};
 use crate::worker::jobs::OpenJob;
 use crate::worker::read_time::ReadTime;
 use crate::worker::{ReadyRow, Worker, one_line};
 
-/// A shard's rows: ready for the device, or with a result already.
-pub(super) struct Prepared {
-    /// Carried columns of the whole shard; null where a row was not read.
+/// A shard's rows: ready for the device, or with a result that needed no device.
+pub(super) struct PreparedShard {
+    /// Carried columns of the whole shard; null in rows that were not read.
     pub carry: RecordBatch,
     pub ready: Vec<ReadyRow>,
     pub results: Vec<RowResult>,
 }
 
-/// Reads the shard; renders and tokenizes the rows to try.
+/// Reads the shard, and renders and tokenizes the rows of the planned attempt.
 pub(super) async fn prepare(
     worker: &Arc<Worker>,
     job: &Arc<OpenJob>,
     shard: &Shard,
     log: &ShardLog,
-    plan: &Narrowing,
+    plan: &AttemptPlan,
     mut time: ReadTime,
-) -> anyhow::Result<Prepared> {
-    // Read only the rows of this try: another row may be the unreadable one.
-    let reads = plan.reads();
-    let wanted = (reads != RowSet::from_range(log.rows())).then(|| reads.ranges().collect());
+) -> anyhow::Result<PreparedShard> {
+    // Read only the rows of this attempt, because another row may be unreadable.
+    let rows_to_read = plan.rows_to_read();
+    let wanted = (rows_to_read != RowSet::from_range(log.rows())).then(|| rows_to_read.ranges().collect());
     let mut pieces = job.reader.pieces(shard, wanted)?;
-    let (mut carries, mut carried, mut ready) = (Vec::new(), 0, Vec::new());
-    let mut results: Vec<RowResult> = plan.accused.iter().map(accused).collect();
-    while let Some(piece) = time.count(pieces.next(), || job.reader.decompressed()).await? {
+    let (mut carry_pieces, mut carried_bytes, mut ready) = (Vec::new(), 0, Vec::new());
+    let mut results: Vec<RowResult> = plan.accused.iter().map(accused_row).collect();
+    while let Some(piece) = time.wait_for(pieces.next(), || job.reader.decompressed_bytes()).await? {
         #[cfg(feature = "faults")]
         crate::faults::abort_at_reading(|row| piece.rows.iter().any(|read| read.row == row && read.fields.is_ok()));
-        carried += memory(&piece.carry);
-        carries.push(piece.carry);
-        job.hold_carried(log.shard(), carried).await;
-        for (row, prompt) in render(worker, job, piece.rows, &plan.next).await? {
+        carried_bytes += memory_bytes(&piece.carry);
+        carry_pieces.push(piece.carry);
+        job.reserve_carried(log.shard(), carried_bytes).await;
+        for (row, prompt) in render(worker, job, piece.rows, &plan.next_rows).await? {
             match prompt {
                 Ok(RenderedRow {
                     tokens,
@@ -64,13 +64,13 @@ pub(super) async fn prepare(
                         params,
                     });
                 }
-                Err(why) => results.push(errored(row, why)),
+                Err(why) => results.push(errored_row(row, why)),
             }
         }
     }
-    time.count(job.write_pins(), || 0).await?;
-    Ok(Prepared {
-        carry: job.reader.joined(&carries, shard.rows as usize)?,
+    time.wait_for(job.write_pins(), || 0).await?;
+    Ok(PreparedShard {
+        carry: job.reader.concat_carry(&carry_pieces, shard.rows as usize)?,
         ready,
         results,
     })
@@ -93,66 +93,66 @@ async fn render(
     rendered.await.context("rendering panicked")
 }
 
-/// Ends the rows that no record covers. Rows whose input cannot be read any more have no carried
-/// columns, and their error says why.
+/// Ends the rows that no record covers with `status`. If their input can no longer be read, they
+/// get no carried columns, and their error says why.
 pub(super) async fn close(
     job: &OpenJob,
     shard: &Shard,
     log: &ShardLog,
     status: RowStatus,
-    plan: &Narrowing,
+    plan: &AttemptPlan,
     time: ReadTime,
-) -> anyhow::Result<Prepared> {
-    let (carry, why) = match carry_of(job, shard, log, plan, time).await {
+) -> anyhow::Result<PreparedShard> {
+    let (carry, why) = match read_carry(job, shard, log, plan, time).await {
         Ok(carry) => (carry, None),
         Err(
             error @ (DatasetError::InputChanged { .. }
             | DatasetError::InputMissing { .. }
             | DatasetError::Unreadable { .. }),
-        ) => (job.reader.no_carry(shard)?, Some(one_line(&error.into()))),
+        ) => (job.reader.null_carry(shard)?, Some(one_line(&error.into()))),
         Err(error) => return Err(error.into()),
     };
     let end = |row: u64| {
-        let mut row = closed(row, status);
+        let mut row = closed_row(row, status);
         if let (Some(error), Some(why)) = (&mut row.error, &why) {
             error.push_str(&format!("; {WITHOUT_COLUMNS}{why}"));
         }
         row
     };
-    Ok(Prepared {
+    Ok(PreparedShard {
         carry,
         ready: Vec::new(),
         results: log.uncovered().iter().map(end).collect(),
     })
 }
 
-/// A shard's carried columns. Where its rows are tried in parts, any one of them may end the
-/// process that reads it.
-async fn carry_of(
+/// Reads a shard's carried columns. An error if its rows are tried in narrowed parts, because
+/// reading any of them may crash the process.
+async fn read_carry(
     job: &OpenJob,
     shard: &Shard,
     log: &ShardLog,
-    plan: &Narrowing,
+    plan: &AttemptPlan,
     mut time: ReadTime,
 ) -> Result<RecordBatch, DatasetError> {
-    if plan.alone() {
+    if plan.is_alone() {
         return Err(DatasetError::unreadable(
             "its shard",
             "attempts at its rows ended no process cleanly",
         ));
     }
-    let (mut carries, mut carried) = (Vec::new(), 0);
+    let (mut carry_pieces, mut carried_bytes) = (Vec::new(), 0);
     let mut pieces = job.reader.pieces(shard, None)?;
-    while let Some(piece) = time.count(pieces.next(), || job.reader.decompressed()).await? {
-        carried += memory(&piece.carry);
-        carries.push(piece.carry);
-        job.hold_carried(log.shard(), carried).await;
+    while let Some(piece) = time.wait_for(pieces.next(), || job.reader.decompressed_bytes()).await? {
+        carried_bytes += memory_bytes(&piece.carry);
+        carry_pieces.push(piece.carry);
+        job.reserve_carried(log.shard(), carried_bytes).await;
     }
-    job.reader.joined(&carries, shard.rows as usize)
+    job.reader.concat_carry(&carry_pieces, shard.rows as usize)
 }
 
-fn accused(row: u64) -> RowResult {
-    errored(
+fn accused_row(row: u64) -> RowResult {
+    errored_row(
         row,
         "the process died three times while this row was alone on the device".into(),
     )

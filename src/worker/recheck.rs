@@ -1,8 +1,8 @@
 //! Runs a sample of a finished job's rows again with another engine.
 //!
 //! Prompts, parameters and random numbers are the job's own, so that only the engine makes a
-//! difference. Shards are read one at a time, input and part. Unfinished rows of earlier shards
-//! stay in the engine meanwhile, so that its batch stays full.
+//! difference. Shards are read one at a time, each with its input and its part. Meanwhile,
+//! unfinished rows of earlier shards stay in the engine, so that its batch stays full.
 //!
 //! See docs/decisions/029-recheck-draws-rows-by-hash.md.
 
@@ -17,12 +17,12 @@ use crate::dataset::row::{InputRow, RowResult};
 use crate::engine::Generator;
 use crate::engine::params::GenerationParams;
 use crate::ledger::Ledger;
-use crate::report::answers::{Answer, of_part};
+use crate::report::answers::{RowAnswer, read_part};
 use crate::report::meter::Meter;
-use crate::report::recheck::{Recheck, Tally};
+use crate::report::recheck::{RecheckReport, RecheckTally};
 use crate::report::sample::ShardSample;
 use crate::tokenizer::Tokenizer;
-use crate::worker::assemble::{Assembler, errored};
+use crate::worker::assemble::{Assembler, errored_row};
 use crate::worker::in_flight::ShardKey;
 use crate::worker::jobs::OpenJob;
 use crate::worker::stop::Stop;
@@ -34,62 +34,63 @@ pub struct RecheckConfig {
     pub engine: Box<dyn Generator>,
     /// The engine's precision, for the report.
     pub precision: String,
-    /// Counts the tokens of answers; `None`: the answers are choices.
+    /// For counting the tokens of answers; `None`: the answers are choices.
     pub tokenizer: Option<Arc<Tokenizer>>,
     pub render_threads: rayon::ThreadPool,
     pub meter: Arc<Meter>,
 }
 
-/// Runs the rows of `sample` again and compares. `None`: told to stop before the end.
+/// Runs the rows of `sample` again and compares their answers with the job's. `None`: `stop` was
+/// set before the end.
 ///
 /// # Errors
 /// An input has changed, a part cannot be read, or the device fails.
-pub async fn run(config: RecheckConfig, sample: &[ShardSample], stop: &Stop) -> anyhow::Result<Option<Recheck>> {
-    let mut tally = Tally::new(config.tokenizer.clone());
+pub async fn run(config: RecheckConfig, sample: &[ShardSample], stop: &Stop) -> anyhow::Result<Option<RecheckReport>> {
+    let mut tally = RecheckTally::new(config.tokenizer.clone());
     let mut answers = BTreeMap::new();
-    let mut again = Again {
+    let mut recheck_run = RecheckRun {
         config,
         assembler: Assembler::default(),
         backlog: VecDeque::new(),
         finished: Vec::new(),
     };
     for ShardSample { shard, rows } in sample {
-        for (row, answer) in of_part(&again.config.job.ledger, *shard, rows).await? {
+        for (row, answer) in read_part(&recheck_run.config.job.ledger, *shard, rows).await? {
             match answer {
                 Some(answer) => drop(answers.insert(row, answer)),
                 None => tally.add_unanswered(),
             }
         }
         let wanted = |row: u64| rows.contains(&row) && answers.contains_key(&row);
-        again.prepare(*shard, wanted).await?;
-        tokio::task::block_in_place(|| again.work(false, stop))?;
-        again.count(&mut answers, &mut tally);
+        recheck_run.prepare(*shard, wanted).await?;
+        tokio::task::block_in_place(|| recheck_run.run_engine(false, stop))?;
+        recheck_run.compare_finished(&mut answers, &mut tally);
     }
-    tokio::task::block_in_place(|| again.work(true, stop))?;
-    again.count(&mut answers, &mut tally);
-    let RecheckConfig { precision, meter, .. } = again.config;
+    tokio::task::block_in_place(|| recheck_run.run_engine(true, stop))?;
+    recheck_run.compare_finished(&mut answers, &mut tally);
+    let RecheckConfig { precision, meter, .. } = recheck_run.config;
     Ok((!stop.is_set()).then(|| tally.finish(precision, meter.read().device_seconds)))
 }
 
-/// Rows on their way through the engine.
-struct Again {
+/// The state of a recheck: its engine, and the rows before, in and after the engine.
+struct RecheckRun {
     config: RecheckConfig,
     assembler: Assembler,
-    backlog: VecDeque<Row>,
+    backlog: VecDeque<RecheckRow>,
     finished: Vec<RowResult>,
 }
 
-/// A row that can go to the engine as it is.
-struct Row {
+/// A rendered and tokenized row.
+struct RecheckRow {
     key: ShardKey,
     row: u64,
     prompt: Arc<[u32]>,
     params: Arc<GenerationParams>,
     /// The generation that computed the row.
-    attempt: u32,
+    generation: u32,
 }
 
-impl Again {
+impl RecheckRun {
     /// Reads and renders rows of a shard, as the job did.
     async fn prepare(&mut self, shard: u32, wanted: impl Fn(u64) -> bool) -> anyhow::Result<()> {
         let job = &self.config.job;
@@ -98,85 +99,85 @@ impl Again {
         while let Some(piece) = pieces.next().await? {
             rows.extend(piece.rows.into_iter().filter(|row| wanted(row.row)));
         }
-        let attempts = attempts(&job.ledger, shard, rows.iter().map(|row| row.row)).await?;
+        let generations = generations_of_rows(&job.ledger, shard, rows.iter().map(|row| row.row)).await?;
         let rendered: Vec<_> = tokio::task::block_in_place(|| {
             let render = |row: &InputRow| (row.row, job.renderer.render(row));
             self.config
                 .render_threads
                 .install(|| rows.par_iter().map(render).collect())
         });
-        for ((row, rendered), attempt) in rendered.into_iter().zip(attempts) {
+        for ((row, rendered), generation) in rendered.into_iter().zip(generations) {
             match rendered {
-                Ok(rendered) => self.backlog.push_back(Row {
+                Ok(rendered) => self.backlog.push_back(RecheckRow {
                     key: ShardKey { job: job.number, shard },
                     row,
                     prompt: rendered.tokens.into(),
                     params: rendered.params,
-                    attempt,
+                    generation,
                 }),
-                Err(why) => self.finished.push(errored(row, why)),
+                Err(why) => self.finished.push(errored_row(row, why)),
             }
         }
         Ok(())
     }
 
-    /// Steps until the engine has taken all rows; with `to_the_end` until it has finished them.
-    fn work(&mut self, to_the_end: bool, stop: &Stop) -> anyhow::Result<()> {
+    /// Steps until the engine has taken all rows; with `until_idle`, until it has finished them.
+    fn run_engine(&mut self, until_idle: bool, stop: &Stop) -> anyhow::Result<()> {
         while !stop.is_set() {
             while self.config.engine.wants_more()
                 && let Some(row) = self.backlog.pop_front()
             {
                 self.submit(row);
             }
-            if self.backlog.is_empty() && (!to_the_end || self.config.engine.is_idle()) {
+            if self.backlog.is_empty() && (!until_idle || self.config.engine.is_idle()) {
                 return Ok(());
             }
             let began = Instant::now();
-            let units = self.config.engine.step().context("the device cannot go on")?;
+            let samples = self.config.engine.step().context("the device cannot go on")?;
             self.config.meter.add_device_time(began.elapsed());
-            for unit in units {
-                let row = self.assembler.add(unit);
+            for sample in samples {
+                let row = self.assembler.add(sample);
                 self.finished.extend(row.map(|(_, row)| row));
             }
         }
         Ok(())
     }
 
-    fn submit(&mut self, ready: Row) {
-        let Row {
+    fn submit(&mut self, ready: RecheckRow) {
+        let RecheckRow {
             key,
             row,
             prompt,
             params,
-            attempt,
+            generation,
         } = ready;
         let columns = &self.config.job.columns;
         self.assembler.expect(key, row, params.samples, &params.shape, columns);
-        for request in self.config.job.requests(row, prompt, params, attempt) {
+        for request in self.config.job.requests(row, prompt, params, generation) {
             if let Err(refused) = self.config.engine.submit(request) {
                 self.assembler.forget(key.job, row);
-                return self.finished.push(errored(row, refused.to_string()));
+                return self.finished.push(errored_row(row, refused.to_string()));
             }
         }
     }
 
     /// Compares finished rows with the job's answers.
-    fn count(&mut self, answers: &mut BTreeMap<u64, Answer>, tally: &mut Tally) {
+    fn compare_finished(&mut self, answers: &mut BTreeMap<u64, RowAnswer>, tally: &mut RecheckTally) {
         for row in self.finished.drain(..) {
             self.config.meter.add_row(&row);
             if let Some(answer) = answers.remove(&row.row) {
-                tally.add(row.row, &answer, Answer::of_result(row).as_ref());
+                tally.add(row.row, &answer, RowAnswer::of_result(row).as_ref());
             }
         }
     }
 }
 
-/// The last generation that computed each of these rows of a shard; it keys the row's random
-/// numbers.
-async fn attempts(ledger: &Ledger, shard: u32, rows: impl Iterator<Item = u64>) -> anyhow::Result<Vec<u32>> {
+/// For each of these rows of a shard, the last generation that computed it, which keys the row's
+/// random numbers.
+async fn generations_of_rows(ledger: &Ledger, shard: u32, rows: impl Iterator<Item = u64>) -> anyhow::Result<Vec<u32>> {
     let mut retried = Vec::new();
     for generation in (1..=ledger.generation()).rev() {
-        retried.push((generation, ledger.at(generation).await?.rows_to_do(shard)));
+        retried.push((generation, ledger.open_generation(generation).await?.rows_to_do(shard)));
     }
     let of_row = |row| {
         retried

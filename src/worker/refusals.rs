@@ -1,5 +1,5 @@
-//! Warnings about messages that are not for this worker: one per job, and one per minute while more
-//! of the job's messages come. A queue may hold thousands of them.
+//! Warnings about messages that are not for this worker: one per job, and then one per minute while
+//! more of the job's messages come, because a queue may hold thousands of them.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
@@ -8,29 +8,29 @@ use std::time::{Duration, Instant};
 use crate::queue::{Delivery, Message};
 
 /// Time between two warnings about one job.
-const SAY_EVERY: Duration = Duration::from_secs(60);
-/// Maximum number of remembered jobs; beyond it, all are forgotten.
+const REPORT_EVERY: Duration = Duration::from_secs(60);
+/// Maximum number of remembered jobs. The next job clears the list.
 const JOBS_MAX: usize = 1024;
 
-/// Output and job.
-type JobKey = (String, String);
+/// Output and job id.
+type OutputAndJob = (String, String);
 
 /// See the module's description.
 #[derive(Debug, Default)]
 pub struct Refusals {
-    jobs: Mutex<HashMap<JobKey, Refused>>,
+    jobs: Mutex<HashMap<OutputAndJob, RefusedJob>>,
 }
 
 #[derive(Debug)]
-struct Refused {
-    said: Instant,
+struct RefusedJob {
+    reported_at: Instant,
     /// Messages since the last warning.
-    unsaid: u64,
+    unreported: u64,
 }
 
 impl Refusals {
     /// Reports a delivery that is not for this worker.
-    pub fn say(&self, delivery: &Delivery, why: &str) {
+    pub fn report(&self, delivery: &Delivery, why: &str) {
         let message = &delivery.message;
         let Message {
             job: job_id,
@@ -52,29 +52,35 @@ impl Refusals {
                 shard,
                 output,
                 unsaid,
-                "{line}; so were {unsaid} messages of its job since this was said last"
+                "{line}; nor were {unsaid} other messages of its job since the last such warning"
             ),
             None => tracing::info!(job_id, shard, output, "{line}"),
         }
     }
 
-    /// Number of unreported messages, where a warning is due.
-    fn note(&self, key: JobKey, now: Instant) -> Option<u64> {
+    /// Notes a message. If a warning is due, returns the number of messages since the last one.
+    fn note(&self, key: OutputAndJob, now: Instant) -> Option<u64> {
         // Every change is a single step, so the state is consistent even after a panic of its
         // holder.
         let mut jobs = self.jobs.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(refused) = jobs.get_mut(&key) {
-            if now.saturating_duration_since(refused.said) < SAY_EVERY {
-                refused.unsaid += 1;
+            if now.saturating_duration_since(refused.reported_at) < REPORT_EVERY {
+                refused.unreported += 1;
                 return None;
             }
-            refused.said = now;
-            return Some(std::mem::take(&mut refused.unsaid));
+            refused.reported_at = now;
+            return Some(std::mem::take(&mut refused.unreported));
         }
         if jobs.len() >= JOBS_MAX {
             jobs.clear();
         }
-        jobs.insert(key, Refused { said: now, unsaid: 0 });
+        jobs.insert(
+            key,
+            RefusedJob {
+                reported_at: now,
+                unreported: 0,
+            },
+        );
         Some(0)
     }
 }
@@ -84,7 +90,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_job_is_said_once_a_minute_and_how_much_went_unsaid() {
+    fn a_job_is_reported_once_a_minute_with_the_unreported_count() {
         let refusals = Refusals::default();
         let began = Instant::now();
         let note = |job: &str, seconds| {

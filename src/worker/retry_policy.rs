@@ -14,20 +14,21 @@ use crate::worker::stop::Stop;
 const PAUSE_MIN: Duration = Duration::from_millis(500);
 const PAUSE_MAX: Duration = Duration::from_secs(30);
 /// Time between two log lines about the same outage.
-const SAY_EVERY: Duration = Duration::from_secs(60);
+const REPORT_EVERY: Duration = Duration::from_secs(60);
 
 /// How to go on after an error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RetryDecision {
-    /// The store or the queue is away, or refuses access: wait and keep the rows.
+    /// The store or the queue is unavailable, or refuses access: wait and keep the rows.
     Wait,
-    /// Something is wrong with this shard or its job: other workers, or a person, must see to it.
+    /// Something is wrong with this shard or its job: other workers, or a person, must deal with
+    /// it.
     LeaveShard,
     /// The worker cannot go on.
     End,
 }
 
-/// The reaction of a worker that is one of many; `run` ends at every error.
+/// The reaction of a worker that waits out outages (see [`RetryPolicy::decision`]).
 pub fn decision(error: &anyhow::Error) -> RetryDecision {
     for cause in error.chain() {
         if let Some(error) = cause.downcast_ref::<LedgerError>() {
@@ -60,19 +61,20 @@ pub fn decision(error: &anyhow::Error) -> RetryDecision {
     RetryDecision::End
 }
 
-/// Waits out outages, and logs one line at the beginning, one per minute, and one at the end.
+/// Decides whether to wait after an error, waits, and logs each outage: one line at the beginning,
+/// one per minute, and one at the end.
 #[derive(Debug)]
 pub struct RetryPolicy {
-    patient: bool,
-    /// Maximum time that one operation waits.
-    most: Option<Duration>,
-    outage: Mutex<Option<Outage>>,
+    is_patient: bool,
+    /// Maximum waiting time of one operation; `None`: unbounded.
+    wait_max: Option<Duration>,
+    outage: Mutex<Option<ReportedOutage>>,
 }
 
 #[derive(Debug, Clone, Copy)]
-struct Outage {
+struct ReportedOutage {
     began: Instant,
-    said: Instant,
+    reported_at: Instant,
 }
 
 /// The pauses of one operation.
@@ -84,7 +86,7 @@ pub struct Pauses {
 }
 
 impl Pauses {
-    /// Time since the first pause began; begins it if there was none.
+    /// Time since the first pause began, which may be now.
     fn begin(&mut self) -> Duration {
         self.began.get_or_insert_with(Instant::now).elapsed()
     }
@@ -100,31 +102,31 @@ impl Pauses {
 }
 
 impl RetryPolicy {
-    /// `patient`: wait for as long as it takes; else every error ends the work.
-    pub fn new(patient: bool) -> RetryPolicy {
+    /// `is_patient`: waits out outages of any length; otherwise every error ends the work.
+    pub fn new(is_patient: bool) -> RetryPolicy {
         RetryPolicy {
-            patient,
-            most: None,
+            is_patient,
+            wait_max: None,
             outage: Mutex::new(None),
         }
     }
 
-    /// Waits out outages, but ends the work where one operation has to wait longer than `most`.
-    pub fn within(most: Duration) -> RetryPolicy {
+    /// Waits out outages, but ends the work if one operation has waited for `wait_max`.
+    pub fn with_wait_max(wait_max: Duration) -> RetryPolicy {
         RetryPolicy {
-            most: Some(most),
+            wait_max: Some(wait_max),
             ..RetryPolicy::new(true)
         }
     }
 
     /// Whether outages are waited out.
     pub fn is_patient(&self) -> bool {
-        self.patient
+        self.is_patient
     }
 
     /// The reaction to `error`.
     pub fn decision(&self, error: &anyhow::Error) -> RetryDecision {
-        if self.patient {
+        if self.is_patient {
             decision(error)
         } else {
             RetryDecision::End
@@ -134,25 +136,25 @@ impl RetryPolicy {
     /// Pauses after an error that is waited out, and logs it; returns any other error, and every
     /// error once the worker stops.
     pub async fn backoff(&self, error: anyhow::Error, pauses: &mut Pauses, stop: &Stop) -> anyhow::Result<()> {
-        self.wait(error, pauses, stop, |error| self.say(error)).await
+        self.wait(error, pauses, stop, |error| self.report(error)).await
     }
 
-    /// As [`RetryPolicy::backoff`]; `say` reports the error once it is known to be waited out.
+    /// As [`RetryPolicy::backoff`], but calls `report` for an error that is waited out.
     pub async fn wait(
         &self,
         error: anyhow::Error,
         pauses: &mut Pauses,
         stop: &Stop,
-        say: impl FnOnce(&anyhow::Error),
+        report: impl FnOnce(&anyhow::Error),
     ) -> anyhow::Result<()> {
         if self.decision(&error) != RetryDecision::Wait || stop.is_set() {
             return Err(error);
         }
         let waited = pauses.begin();
-        if self.gives_up_after(waited) {
+        if self.is_wait_over(waited) {
             return Err(error.context(format!("waited for {} s", waited.as_secs())));
         }
-        say(&error);
+        report(&error);
         let pause = PAUSE_MIN.saturating_mul(1 << pauses.rounds.min(16)).min(PAUSE_MAX);
         pauses.rounds += 1;
         tokio::select! {
@@ -161,22 +163,25 @@ impl RetryPolicy {
         }
     }
 
-    /// Whether one operation has waited for the maximum time.
-    pub fn gives_up_after(&self, waited: Duration) -> bool {
-        self.most.is_some_and(|most| waited >= most)
+    /// Whether an operation that has waited for this time must give up.
+    pub fn is_wait_over(&self, waited: Duration) -> bool {
+        self.wait_max.is_some_and(|wait_max| waited >= wait_max)
     }
 
-    /// Returns an error where the queue has been away for the maximum time.
-    pub fn still_waits_for_queue(&self, away: Duration) -> anyhow::Result<()> {
-        if self.gives_up_after(away) {
-            Err(anyhow::anyhow!("the queue has not answered for {} s", away.as_secs()))
+    /// Returns an error if the queue has been detached for the maximum time.
+    pub fn check_queue_wait(&self, detached: Duration) -> anyhow::Result<()> {
+        if self.is_wait_over(detached) {
+            Err(anyhow::anyhow!(
+                "the queue has not answered for {} s",
+                detached.as_secs()
+            ))
         } else {
             Ok(())
         }
     }
 
-    /// Notes that the store answered.
-    pub fn over(&self) {
+    /// Notes that the store answered, and logs the end of an outage.
+    pub fn note_success(&self) {
         let ended = self.outage.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(outage) = ended {
             let seconds = outage.began.elapsed().as_secs();
@@ -184,14 +189,17 @@ impl RetryPolicy {
         }
     }
 
-    /// Logs the cause of the wait, unless it was logged within `SAY_EVERY`.
-    pub fn say(&self, error: &anyhow::Error) {
+    /// Logs an error that is waited out, at most once per `REPORT_EVERY` of an outage.
+    pub fn report(&self, error: &anyhow::Error) {
         let now = Instant::now();
         let mut outage = self.outage.lock().unwrap_or_else(PoisonError::into_inner);
-        let due = outage.is_none_or(|o| now - o.said >= SAY_EVERY);
+        let is_due = outage.is_none_or(|o| now - o.reported_at >= REPORT_EVERY);
         let began = outage.map_or(now, |o| o.began);
-        if due {
-            *outage = Some(Outage { began, said: now });
+        if is_due {
+            *outage = Some(ReportedOutage {
+                began,
+                reported_at: now,
+            });
             tracing::warn!("work waits: {}", crate::error_line::one_line(error));
         }
     }
@@ -200,7 +208,7 @@ impl RetryPolicy {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::worker::stop::Why;
+    use crate::worker::stop::StopCause;
 
     fn away() -> anyhow::Error {
         let source = object_store::Error::Generic {
@@ -208,7 +216,7 @@ mod tests {
             source: "connection refused".into(),
         };
         let error = LedgerError::Retryable {
-            what: "reading `x`".into(),
+            operation: "reading `x`".into(),
             tries: 7,
             source,
         };
@@ -216,7 +224,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn outages_are_waited_out_and_everything_else_is_given_back() {
+    async fn outages_are_waited_out_and_other_errors_are_returned() {
         let (retry_policy, stop) = (RetryPolicy::new(true), Stop::default());
         let mut pauses = Pauses::default();
         let began = Instant::now();
@@ -224,8 +232,8 @@ mod tests {
             assert!(retry_policy.backoff(away(), &mut pauses, &stop).await.is_ok());
         }
         assert!(began.elapsed() >= 3 * PAUSE_MIN, "the pauses grow");
-        retry_policy.over();
-        let damaged = anyhow::Error::from(LedgerError::Damaged { what: "x".into() });
+        retry_policy.note_success();
+        let damaged = anyhow::Error::from(LedgerError::damaged("x"));
         assert_eq!(retry_policy.decision(&damaged), RetryDecision::LeaveShard);
         let full = anyhow::Error::from(LedgerError::stop("the disk is full"));
         assert_eq!(
@@ -234,7 +242,7 @@ mod tests {
             "other jobs go on"
         );
         assert!(retry_policy.backoff(damaged, &mut pauses, &stop).await.is_err());
-        stop.set(Why::Interrupted);
+        stop.set(StopCause::Interrupted);
         assert!(
             retry_policy.backoff(away(), &mut pauses, &stop).await.is_err(),
             "a stop ends the waiting"
@@ -243,8 +251,8 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn one_operation_waits_no_longer_than_it_may() {
-        let (retry_policy, stop) = (RetryPolicy::within(2 * PAUSE_MIN), Stop::default());
+    async fn one_operation_waits_for_at_most_the_maximum() {
+        let (retry_policy, stop) = (RetryPolicy::with_wait_max(2 * PAUSE_MIN), Stop::default());
         let mut pauses = Pauses::default();
         let began = Instant::now();
         let error = loop {

@@ -1,4 +1,4 @@
-//! One shard in hand: finished rows → log → part → commit → finish check → acknowledge.
+//! The task of one shard: finished rows → log → part → commit → finish check → acknowledge.
 //!
 //! Each shard in flight is a task of its own, so that a slow store holds up no other shard.
 //!
@@ -19,81 +19,82 @@ use crate::ledger::keys::Id;
 use crate::ledger::log::ShardLog;
 use crate::queue::Delivery;
 use crate::worker::in_flight::ShardKey;
-use crate::worker::jobs::{JobState, OpenJob, Running};
+use crate::worker::jobs::{JobState, OpenJob, RunningShardGuard};
 use crate::worker::retry_policy::{Pauses, RetryDecision};
 use crate::worker::stop::Stop;
 use crate::worker::{Worker, assemble};
 
-/// A shard, or the part of it that is tried at once, while its rows are on the device.
-pub(super) struct OpenShard {
+/// A shard, or the narrowed part of it that is tried, while its rows are on the device.
+pub(super) struct ShardWork {
     pub job: Arc<OpenJob>,
     pub key: ShardKey,
     pub log: ShardLog,
-    /// The attempt recorded for the shard; `None` where no row goes to the device.
+    /// The attempt recorded for the shard; `None`: no row is read or run.
     pub attempt: Option<Id>,
     /// Rows that will come from the device.
     pub expected: HashSet<u64>,
     /// Carried columns of the whole shard.
     pub carry: RecordBatch,
-    /// Its place among the shards in flight; released when dropped.
+    /// Its slots among the shards in flight; released when dropped.
     pub _permit: OwnedSemaphorePermit,
-    /// Finished rows that no record covers yet.
+    /// Finished rows that no log record covers yet.
     pub pending: Vec<RowResult>,
-    /// Tells the device that these rows are not needed any more.
-    pub unwanted: Arc<AtomicBool>,
+    /// Set to tell the device that these rows are no longer needed.
+    pub is_unwanted: Arc<AtomicBool>,
 }
 
 /// Commands to a shard's task.
 #[derive(Debug)]
 pub(super) enum ShardCommand {
     Row(RowResult),
-    /// Log finished rows now: the worker will end soon.
+    /// Log finished rows now, because the worker will end soon.
     Flush,
-    /// The queue takes the shard back.
+    /// The queue takes the shard back; holds the reason.
     Recalled(&'static str),
-    /// No more rows will come: the worker ends. `whole`: the device ended cleanly. If not, a row
-    /// may have ended it, so the attempt stays without an end.
+    /// No more rows will come: the worker ends. `is_device_sound`: the device ended cleanly. If
+    /// not, a row may have crashed it, so the attempt stays without an end.
     Leave {
-        whole: bool,
+        is_device_sound: bool,
     },
 }
 
 /// How work on a shard ended.
-enum Ended {
+enum ShardOutcome {
     Committed,
-    /// A narrowed try has ended: the rest of the shard comes round again.
+    /// A narrowed try has ended; the message comes again for the rest of the shard.
     TriedSome,
     /// Another worker should continue the shard.
     GivenBack,
-    /// This gristmill cannot go on with the job.
+    /// This version cannot continue the job.
     LeftToOthers,
-    /// The job is stopped: its messages are obsolete.
+    /// The job is stopped, so its messages are obsolete.
     JobStopped,
 }
 
-/// Sees a shard through. Returns only an error that ends the worker.
+/// Works on a shard until its messages are acknowledged, given back or passed on. Returns only an
+/// error that ends the worker.
 pub(super) async fn run_shard(
     worker: Arc<Worker>,
-    mut shard: OpenShard,
-    mut told: mpsc::UnboundedReceiver<ShardCommand>,
+    mut shard: ShardWork,
+    mut commands: mpsc::UnboundedReceiver<ShardCommand>,
     stop: Stop,
 ) -> anyhow::Result<()> {
     let key = shard.key;
-    let ended = Tending {
+    let outcome = ShardTask {
         worker: &worker,
-        running: Some(Running::of(shard.job.clone())),
+        running: Some(RunningShardGuard::of(shard.job.clone())),
         is_last: false,
         shard: &mut shard,
         stop: &stop,
     }
-    .until_it_ends(&mut told)
+    .run_to_end(&mut commands)
     .await;
-    if !matches!(ended, Ok(Ended::Committed | Ended::TriedSome)) {
-        shard.unwanted.store(true, Ordering::Release);
+    if !matches!(outcome, Ok(ShardOutcome::Committed | ShardOutcome::TriedSome)) {
+        shard.is_unwanted.store(true, Ordering::Release);
     }
-    let deliveries = worker.in_flight.leave(key);
-    match ended {
-        Ok(Ended::Committed) => {
+    let deliveries = worker.in_flight.remove(key);
+    match outcome {
+        Ok(ShardOutcome::Committed) => {
             crate::failpoint!("keeper.before-acknowledge");
             acknowledge(&worker, &deliveries).await?;
             crate::failpoint!("keeper.after-acknowledge");
@@ -101,9 +102,9 @@ pub(super) async fn run_shard(
             tracing::info!("shard {} of {} is done", key.shard, shard.job.title());
             Ok(())
         }
-        Ok(Ended::JobStopped) => leave_stopped(&worker, &shard.job, &deliveries, &stop).await,
-        Ok(Ended::TriedSome | Ended::GivenBack) => give_back(&worker, &deliveries).await,
-        Ok(Ended::LeftToOthers) => {
+        Ok(ShardOutcome::JobStopped) => settle_stopped_job(&worker, &shard.job, &deliveries, &stop).await,
+        Ok(ShardOutcome::TriedSome | ShardOutcome::GivenBack) => give_back(&worker, &deliveries).await,
+        Ok(ShardOutcome::LeftToOthers) => {
             worker.pass_on_later(deliveries);
             Ok(())
         }
@@ -118,9 +119,10 @@ pub(super) async fn run_shard(
     }
 }
 
-/// Acknowledges a stopped job's messages: whoever extends the job enqueues its shards again. Such a
-/// new message may already be among these deliveries; then the job's orders say that it goes on.
-async fn leave_stopped(
+/// Acknowledges a stopped job's messages, because whoever extends the job enqueues its shards
+/// again. Such a new message may already be among these deliveries, so the job's commands are read
+/// again: if the job goes on, the deliveries are given back.
+async fn settle_stopped_job(
     worker: &Worker,
     job: &OpenJob,
     deliveries: &[Arc<Delivery>],
@@ -159,47 +161,50 @@ async fn give_back(worker: &Worker, deliveries: &[Arc<Delivery>]) -> anyhow::Res
     Ok(())
 }
 
-struct Tending<'a> {
+struct ShardTask<'a> {
     worker: &'a Worker,
     /// Present while rows may come.
-    running: Option<Running>,
+    running: Option<RunningShardGuard>,
     /// Whether no other shard of the job had rows on the device when the last row of this one came.
     is_last: bool,
-    shard: &'a mut OpenShard,
+    shard: &'a mut ShardWork,
     stop: &'a Stop,
 }
 
-impl Tending<'_> {
-    async fn until_it_ends(&mut self, told: &mut mpsc::UnboundedReceiver<ShardCommand>) -> anyhow::Result<Ended> {
+impl ShardTask<'_> {
+    async fn run_to_end(
+        &mut self,
+        commands: &mut mpsc::UnboundedReceiver<ShardCommand>,
+    ) -> anyhow::Result<ShardOutcome> {
         let mut flushes = ticks(self.worker.options.log_interval);
         let mut state = self.shard.job.watch_state();
         while !self.shard.expected.is_empty() {
             tokio::select! {
                 biased;
-                tell = told.recv() => match tell {
-                    Some(ShardCommand::Row(row)) => self.take(row),
+                command = commands.recv() => match command {
+                    Some(ShardCommand::Row(row)) => self.add_row(row),
                     Some(ShardCommand::Recalled(why)) => {
                         let (shard, title) = (self.shard.key.shard, self.shard.job.title());
                         tracing::info!("shard {shard} of {title} goes back to the queue: {why}");
                         // If the device hangs, one of these rows may be the cause: the attempt
                         // stays without an end.
-                        let whole = self.worker.watchdog.is_alive();
-                        return self.give_back(whole).await;
+                        let is_device_sound = self.worker.watchdog.is_alive();
+                        return self.give_back(is_device_sound).await;
                     }
                     Some(ShardCommand::Flush) => self.flush().await?,
-                    Some(ShardCommand::Leave { whole }) => return self.give_back(whole).await,
-                    None => return Ok(Ended::GivenBack),
+                    Some(ShardCommand::Leave { is_device_sound }) => return self.give_back(is_device_sound).await,
+                    None => return Ok(ShardOutcome::GivenBack),
                 },
-                state = stopped(&mut state) => {
-                    match state.closes_as() {
+                state = wait_for_stop(&mut state) => {
+                    match state.close_status() {
                         Some(status) => self.close(status),
                         None => {
-                            self.shard.unwanted.store(true, Ordering::Release);
+                            self.shard.is_unwanted.store(true, Ordering::Release);
                             self.append().await?;
                             self.end_attempt().await?;
                             return Ok(match state {
-                                JobState::Unreadable => Ended::LeftToOthers,
-                                _ => Ended::JobStopped,
+                                JobState::Unreadable => ShardOutcome::LeftToOthers,
+                                _ => ShardOutcome::JobStopped,
                             });
                         }
                     }
@@ -207,16 +212,16 @@ impl Tending<'_> {
                 _ = flushes.tick() => self.flush().await?,
             }
         }
-        self.is_last = self.running.take().is_some_and(Running::end);
+        self.is_last = self.running.take().is_some_and(RunningShardGuard::end);
         self.append().await?;
         if !self.shard.log.is_complete() {
             self.end_attempt().await?;
-            return Ok(Ended::TriedSome);
+            return Ok(ShardOutcome::TriedSome);
         }
         self.publish().await
     }
 
-    fn take(&mut self, row: RowResult) {
+    fn add_row(&mut self, row: RowResult) {
         // A row of an earlier try may come late; it is ignored.
         if self.shard.expected.remove(&row.row) {
             self.worker.meter.add_row(&row);
@@ -227,24 +232,25 @@ impl Tending<'_> {
     /// Logs pending rows, if the store answers; otherwise they stay pending.
     async fn flush(&mut self) -> anyhow::Result<()> {
         match append(self.worker, self.shard).await {
-            Ok(()) => self.worker.retry_policy.over(),
+            Ok(()) => self.worker.retry_policy.note_success(),
             Err(error) if self.worker.retry_policy.decision(&error) == RetryDecision::Wait => {
-                self.worker.retry_policy.say(&error)
+                self.worker.retry_policy.report(&error)
             }
             Err(error) => return Err(error),
         }
         Ok(())
     }
 
-    /// Prepares the shard for another worker. `whole`: the device is sound, and the attempt ends.
-    async fn give_back(&mut self, whole: bool) -> anyhow::Result<Ended> {
-        // First stop the device: its further work on these rows would be wasted.
-        self.shard.unwanted.store(true, Ordering::Release);
+    /// Logs finished rows before the shard goes back to the queue. Ends the attempt only if the
+    /// device is sound.
+    async fn give_back(&mut self, is_device_sound: bool) -> anyhow::Result<ShardOutcome> {
+        // First cancel the rows on the device, where further work on them would be wasted.
+        self.shard.is_unwanted.store(true, Ordering::Release);
         self.append().await?;
-        if whole {
+        if is_device_sound {
             self.end_attempt().await?;
         }
-        Ok(Ended::GivenBack)
+        Ok(ShardOutcome::GivenBack)
     }
 
     async fn end_attempt(&mut self) -> anyhow::Result<()> {
@@ -261,11 +267,11 @@ impl Tending<'_> {
         Ok(())
     }
 
-    /// Ends the rows that have not come with `status`.
+    /// Ends all rows still expected from the device with `status`.
     fn close(&mut self, status: RowStatus) {
-        self.shard.unwanted.store(true, Ordering::Release);
+        self.shard.is_unwanted.store(true, Ordering::Release);
         for row in std::mem::take(&mut self.shard.expected) {
-            let row = assemble::closed(row, status);
+            let row = assemble::closed_row(row, status);
             self.worker.meter.add_row(&row);
             self.shard.pending.push(row);
         }
@@ -277,29 +283,29 @@ impl Tending<'_> {
         while let Err(error) = append(self.worker, self.shard).await {
             self.worker.retry_policy.backoff(error, &mut pauses, self.stop).await?;
         }
-        self.worker.retry_policy.over();
+        self.worker.retry_policy.note_success();
         Ok(())
     }
 
     /// Publishes the complete log.
-    async fn publish(&self) -> anyhow::Result<Ended> {
+    async fn publish(&self) -> anyhow::Result<ShardOutcome> {
         let mut pauses = Pauses::default();
         while let Err(error) = self.try_publish().await {
-            // Lost rows are open again.
+            // Rows whose objects were lost are open again and need another try.
             if let Some(LedgerError::Lost { .. }) = error.downcast_ref() {
-                return Ok(Ended::TriedSome);
+                return Ok(ShardOutcome::TriedSome);
             }
             self.worker.retry_policy.backoff(error, &mut pauses, self.stop).await?;
         }
-        self.worker.retry_policy.over();
-        Ok(Ended::Committed)
+        self.worker.retry_policy.note_success();
+        Ok(ShardOutcome::Committed)
     }
 
     async fn try_publish(&self) -> anyhow::Result<()> {
         let job = &self.shard.job;
-        // The attempt needs no end: strikes on rows that are covered never count.
+        // The attempt needs no end: rows that a record covers are never suspected.
         if self.is_last {
-            // `_SUCCESS` may follow at once, and it sums up the spending.
+            // The commit may finish the job, and `_SUCCESS` sums up the spending.
             job.write_spend(&self.worker.name).await?;
         }
         crate::failpoint!("keeper.before-part");
@@ -312,13 +318,13 @@ impl Tending<'_> {
     }
 }
 
-/// Waits until the job is no longer going.
-async fn stopped(state: &mut watch::Receiver<JobState>) -> JobState {
-    let changed = state.wait_for(|state| *state != JobState::Going).await;
+/// Waits until the job is no longer running, and returns its state.
+async fn wait_for_stop(state: &mut watch::Receiver<JobState>) -> JobState {
+    let changed = state.wait_for(|state| *state != JobState::Running).await;
     let state = changed.ok().map(|state| *state);
     match state {
         Some(state) => state,
-        // The shard holds the job, which is the sender.
+        // Cannot happen: the shard holds the job, which holds the sender.
         None => std::future::pending().await,
     }
 }
@@ -330,9 +336,9 @@ fn ticks(every: Duration) -> Interval {
     ticks
 }
 
-/// Logs the shard's pending rows. After an error they stay pending: the log settles which of them
-/// count.
-async fn append(worker: &Worker, shard: &mut OpenShard) -> anyhow::Result<()> {
+/// Logs the shard's pending rows. After an error they stay pending; if a record was written all the
+/// same, the log counts each row once.
+async fn append(worker: &Worker, shard: &mut ShardWork) -> anyhow::Result<()> {
     if shard.pending.is_empty() {
         return Ok(());
     }
@@ -343,7 +349,7 @@ async fn append(worker: &Worker, shard: &mut OpenShard) -> anyhow::Result<()> {
     crate::failpoint!("keeper.before-log");
     shard.log.append(&batch).await?;
     crate::failpoint!("keeper.after-log");
-    worker.meter.add_written(&shard.pending);
+    worker.meter.add_logged(&shard.pending);
     shard.pending.clear();
     Ok(())
 }

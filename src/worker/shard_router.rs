@@ -1,5 +1,5 @@
-//! Routes finished rows to the tasks of their shards, and tells the queue which shards are still in
-//! progress. At the end it has every shard logged and given back.
+//! Routes finished rows to the tasks of their shards, and extends the deliveries of shards in
+//! flight at the queue. At the end, it has finished rows logged and unfinished shards given back.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -12,17 +12,17 @@ use tracing::Instrument;
 
 use crate::queue::Recall;
 use crate::worker::in_flight::ShardKey;
-use crate::worker::shard::{OpenShard, ShardCommand, run_shard};
-use crate::worker::stop::{Stop, Why};
+use crate::worker::shard::{ShardCommand, ShardWork, run_shard};
+use crate::worker::stop::{Stop, StopCause};
 use crate::worker::{RouterEvent, Worker, one_line, spans};
 
-/// How long the router waits after a stop for [`RouterEvent::DeviceLeft`].
-const LAST_STEP: Duration = Duration::from_secs(15);
-/// How often the shards in hand are extended at the queue.
+/// How long the router waits after a stop for [`RouterEvent::DeviceEnded`].
+const LAST_STEP_WAIT: Duration = Duration::from_secs(15);
+/// Time between two extensions of the shards in flight at the queue.
 const EXTEND_EVERY: Duration = Duration::from_secs(2);
 
-/// Collects rows until all stages have closed their channel. At the end, and also after an error,
-/// logs finished rows and gives unfinished shards back.
+/// Routes rows until the other stages have closed the channel. At the end, and also after an error,
+/// has finished rows logged and unfinished shards given back.
 pub(super) async fn run(
     worker: Arc<Worker>,
     mut router_events: mpsc::Receiver<RouterEvent>,
@@ -33,12 +33,12 @@ pub(super) async fn run(
         stop,
         shards: HashMap::new(),
         tasks: JoinSet::new(),
-        device_left: false,
+        has_device_ended: false,
     };
     let served = router.serve(&mut router_events).await;
     // The other stages' sends must fail at once instead of filling a channel without a reader.
     drop(router_events);
-    let left = router.leave().await;
+    let left = router.end_all().await;
     served.and(left)
 }
 
@@ -48,9 +48,9 @@ struct ShardRouter {
     /// The tasks of shards in flight.
     shards: HashMap<ShardKey, mpsc::UnboundedSender<ShardCommand>>,
     tasks: JoinSet<(ShardKey, anyhow::Result<()>)>,
-    /// The device ended cleanly. If not, a row may have ended it: the attempts then stay without an
-    /// end.
-    device_left: bool,
+    /// Whether the device ended cleanly. If not, a row may have crashed it, so the attempts stay
+    /// without an end.
+    has_device_ended: bool,
 }
 
 impl ShardRouter {
@@ -60,68 +60,70 @@ impl ShardRouter {
         let queue = self.worker.queue.clone();
         let stop = self.stop.clone();
         let mut first_error = None;
-        let mut stopping = false;
+        let mut is_stopping = false;
         let last_step = async {
             stop.wait().await;
-            tokio::time::sleep(LAST_STEP).await;
+            tokio::time::sleep(LAST_STEP_WAIT).await;
         };
         tokio::pin!(last_step);
         loop {
             tokio::select! {
                 message = router_events.recv() => match message {
                     Some(RouterEvent::Opened(shard)) => self.open(*shard),
-                    Some(RouterEvent::Row(key, row)) => self.tell(key, ShardCommand::Row(row)),
-                    Some(RouterEvent::DeviceLeft) => self.device_left = true,
+                    Some(RouterEvent::Row(key, row)) => self.send(key, ShardCommand::Row(row)),
+                    Some(RouterEvent::DeviceEnded) => self.has_device_ended = true,
                     None => break,
                 },
-                Some(ended) = self.tasks.join_next() => if let Err(error) = self.ended(ended) {
-                    // The other shards' rows are sound: they are logged and given back in good
-                    // order.
+                Some(ended) = self.tasks.join_next() => if let Err(error) = self.note_ended(ended) {
+                    // The other shards are not affected: their rows are logged before they are
+                    // given back.
                     first_error.get_or_insert(error);
-                    self.stop.set(Why::Failed);
+                    self.stop.set(StopCause::Failed);
                 },
-                () = stop.wait(), if !stopping => {
-                    stopping = true;
-                    // The device's step may take long, and finished rows must not wait for it.
+                () = stop.wait(), if !is_stopping => {
+                    is_stopping = true;
+                    // Finished rows must not wait for the device's step, which may take long.
                     for shard in self.shards.values() {
                         let _ = shard.send(ShardCommand::Flush);
                     }
                 }
                 () = &mut last_step => {
-                    self.device_left |= self.worker.watchdog.is_alive();
+                    self.has_device_ended |= self.worker.watchdog.is_alive();
                     break;
                 }
-                recall = queue.recalled() => self.recall(recall),
+                recall = queue.next_recall() => self.recall(recall),
                 _ = extends.tick() => self.extend().await?,
             }
         }
         first_error.map_or(Ok(()), Err)
     }
 
-    fn open(&mut self, shard: OpenShard) {
-        let (tell, told) = mpsc::unbounded_channel();
+    fn open(&mut self, shard: ShardWork) {
+        let (commands_tx, commands_rx) = mpsc::unbounded_channel();
         let key = shard.key;
-        self.shards.insert(key, tell);
+        self.shards.insert(key, commands_tx);
         let (worker, stop) = (self.worker.clone(), self.stop.clone());
         let span = spans::of_shard(&shard.job, key.shard, shard.attempt.as_ref());
-        let task = async move { (key, run_shard(worker, shard, told, stop).await) };
+        let task = async move { (key, run_shard(worker, shard, commands_rx, stop).await) };
         self.tasks.spawn(task.instrument(span));
         if !self.worker.in_flight.is_wanted(key) {
-            self.tell(key, ShardCommand::Recalled("it was taken back before it began"));
+            self.send(key, ShardCommand::Recalled("the queue took it back before it began"));
         }
     }
 
     /// Sends a command to a shard's task; a shard that has ended drops it.
-    fn tell(&self, key: ShardKey, tell: ShardCommand) {
+    fn send(&self, key: ShardKey, command: ShardCommand) {
         if let Some(shard) = self.shards.get(&key) {
-            let _ = shard.send(tell);
+            let _ = shard.send(command);
         }
     }
 
-    fn ended(&mut self, ended: Result<(ShardKey, anyhow::Result<()>), tokio::task::JoinError>) -> anyhow::Result<()> {
+    fn note_ended(
+        &mut self,
+        ended: Result<(ShardKey, anyhow::Result<()>), tokio::task::JoinError>,
+    ) -> anyhow::Result<()> {
         let (key, result) = ended.map_err(|e| anyhow::anyhow!("the task of a shard panicked: {e}"))?;
-        // The same shard may have been opened again in between: its channel is then a new, open
-        // one.
+        // If the same shard has been opened again meanwhile, its channel is a new one and open.
         if self.shards.get(&key).is_some_and(mpsc::UnboundedSender::is_closed) {
             self.shards.remove(&key);
         }
@@ -129,10 +131,10 @@ impl ShardRouter {
     }
 
     fn recall(&self, recall: Recall) {
-        for key in self.worker.in_flight.recall(&recall.receipts) {
-            self.tell(key, ShardCommand::Recalled(recall.why));
+        for key in self.worker.in_flight.mark_recalled(&recall.receipts) {
+            self.send(key, ShardCommand::Recalled(recall.why));
         }
-        // The recall ends, and with it the queue's wait, when none of these deliveries is in hand
+        // The queue waits until the recall is dropped: when none of these deliveries is in flight
         // any more.
         let worker = self.worker.clone();
         tokio::spawn(async move {
@@ -143,36 +145,36 @@ impl ShardRouter {
         });
     }
 
-    /// Extends the shards in hand at the queue. If the device hangs, the queue may give them to
+    /// Extends the shards in flight at the queue. If the device hangs, the queue may give them to
     /// other workers.
     async fn extend(&self) -> anyhow::Result<()> {
         if !self.worker.watchdog.is_alive() {
             return Ok(());
         }
-        let time = self.worker.watchdog.limit();
+        let time = self.worker.watchdog.step_max();
         for delivery in self.worker.in_flight.deliveries() {
             self.worker.queue.extend(&delivery, time).await?;
         }
         Ok(())
     }
 
-    /// Ends all shards: logs finished rows, ends the attempts, gives unfinished shards back. All
-    /// shards are handled even if one fails; the first error is returned.
-    async fn leave(mut self) -> anyhow::Result<()> {
-        let whole = self.device_left;
+    /// Has the tasks of all shards log finished rows, end their attempts and give unfinished shards
+    /// back, even if one fails. Returns the first error.
+    async fn end_all(mut self) -> anyhow::Result<()> {
+        let is_device_sound = self.has_device_ended;
         for shard in self.shards.values() {
-            let _ = shard.send(ShardCommand::Leave { whole });
+            let _ = shard.send(ShardCommand::Leave { is_device_sound });
         }
         let mut first_error = None;
         while let Some(ended) = self.tasks.join_next().await {
-            first_error = first_error.or(self.ended(ended).err());
+            first_error = first_error.or(self.note_ended(ended).err());
         }
         let jobs = self.worker.jobs.open().await;
-        // Workers that owe nothing may fail here silently: the others notice by themselves that
-        // they have left.
-        let debts = jobs.iter().map(|job| async {
-            if let Err(error) = job.end_spend(&self.worker.name).await
-                && job.owes()
+        // Without unwritten spending, a failure is not reported: other workers notice by themselves
+        // that this one has left.
+        let final_spends = jobs.iter().map(|job| async {
+            if let Err(error) = job.write_final_spend(&self.worker.name).await
+                && job.has_unwritten_spend()
             {
                 tracing::warn!(
                     job = job.ledger.job().name,
@@ -184,7 +186,7 @@ impl ShardRouter {
                 );
             }
         });
-        futures::future::join_all(debts).await;
+        futures::future::join_all(final_spends).await;
         first_error.map_or(Ok(()), Err)
     }
 }

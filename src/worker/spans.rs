@@ -1,4 +1,5 @@
-//! The spans of a worker's log: their fields stand beside every message that is logged within them.
+//! The spans of a worker's log. A span's fields are added to every message that is logged within
+//! it.
 //!
 //! `job` is the job's name, as in the commands' JSON, and `job_id` its id. The spans have the
 //! highest level, so that a filter that lets a message through lets its fields through, too.
@@ -15,14 +16,13 @@ pub(super) fn of_worker(name: &str) -> Span {
     tracing::error_span!("worker", worker = name)
 }
 
-/// The work on a message's shard. Its job's name is known once the job is open:
-/// [`name_job`] adds it.
+/// The work on a message's shard. Once the job is open, [`name_job`] adds its name.
 pub(super) fn of_message(message: &Message) -> Span {
     let Message { job, output, shard, .. } = message;
     tracing::error_span!("shard", job = Empty, job_id = job, shard, output)
 }
 
-/// Adds the job's name to the current span, which is that of a message.
+/// Adds the job's name to the current span, which must be one of [`of_message`].
 pub(super) fn name_job(job: &OpenJob) {
     Span::current().record("job", job.ledger.job().name.as_str());
 }

@@ -1,14 +1,14 @@
-//! A cloud's notice that it takes a spot machine away: the worker leaves in good order while there
-//! is time.
+//! Watches for a cloud's notice that it will take this spot machine away, so that the worker stops
+//! in good order before.
 //!
 //! - AWS: `latest/meta-data/spot/instance-action` answers 404 until two minutes before the end, behind a session token
 //!   (IMDSv2). <https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html>
-//! - Google Cloud: `computeMetadata/v1/instance/preempted` answers `TRUE` 30 seconds before the end.
-//!   <https://cloud.google.com/compute/docs/instances/create-use-preemptible>
+//! - Google Cloud: `computeMetadata/v1/instance/preempted` answers `TRUE` 30 seconds before the
+//! end.   <https://cloud.google.com/compute/docs/instances/create-use-preemptible>
 
 use std::time::Duration;
 
-use crate::worker::stop::{Stop, Why};
+use crate::worker::stop::{Stop, StopCause};
 
 /// Environment variable that overrides the address of the metadata service.
 pub const ADDRESS: &str = "GRISTMILL_METADATA_URL";
@@ -16,8 +16,8 @@ pub const ADDRESS: &str = "GRISTMILL_METADATA_URL";
 const AWS: &str = "http://169.254.169.254";
 const GCP: &str = "http://metadata.google.internal";
 /// AWS asks for at most one request every five seconds.
-const LOOK_EVERY: Duration = Duration::from_secs(5);
-const ANSWER_MAX: Duration = Duration::from_secs(2);
+const POLL_EVERY: Duration = Duration::from_secs(5);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 const TOKEN_SECONDS: &str = "21600";
 
 /// Whose machine this is.
@@ -27,12 +27,12 @@ pub enum Cloud {
     Gcp,
 }
 
-/// Sets `stop` when the machine is about to be taken away.
+/// Watches in the background, and sets `stop` when the machine is about to be taken away.
 ///
 /// # Errors
-/// No client can be made.
+/// The HTTP client cannot be built.
 pub fn watch(cloud: Cloud, stop: Stop) -> reqwest::Result<()> {
-    let client = reqwest::Client::builder().timeout(ANSWER_MAX).no_proxy().build()?;
+    let client = reqwest::Client::builder().timeout(ANSWER_TIMEOUT).no_proxy().build()?;
     let default = match cloud {
         Cloud::Aws => AWS,
         Cloud::Gcp => GCP,
@@ -41,17 +41,17 @@ pub fn watch(cloud: Cloud, stop: Stop) -> reqwest::Result<()> {
     let address = address.trim_end_matches('/').to_string();
     tokio::spawn(async move {
         let mut failures: u32 = 0;
-        let mut ticks = tokio::time::interval(LOOK_EVERY);
+        let mut ticks = tokio::time::interval(POLL_EVERY);
         loop {
             ticks.tick().await;
-            let noticed = match cloud {
-                Cloud::Aws => aws(&client, &address).await,
-                Cloud::Gcp => gcp(&client, &address).await,
+            let is_preempted = match cloud {
+                Cloud::Aws => has_aws_notice(&client, &address).await,
+                Cloud::Gcp => has_gcp_notice(&client, &address).await,
             };
-            match noticed {
+            match is_preempted {
                 Ok(true) => {
                     tracing::warn!("this machine will be taken away: the worker leaves in good order");
-                    stop.set(Why::Preempted);
+                    stop.set(StopCause::Preempted);
                     return;
                 }
                 Ok(false) => failures = 0,
@@ -67,7 +67,7 @@ pub fn watch(cloud: Cloud, stop: Stop) -> reqwest::Result<()> {
     Ok(())
 }
 
-async fn aws(client: &reqwest::Client, address: &str) -> reqwest::Result<bool> {
+async fn has_aws_notice(client: &reqwest::Client, address: &str) -> reqwest::Result<bool> {
     let token = client
         .put(format!("{address}/latest/api/token"))
         .header("X-aws-ec2-metadata-token-ttl-seconds", TOKEN_SECONDS)
@@ -87,7 +87,7 @@ async fn aws(client: &reqwest::Client, address: &str) -> reqwest::Result<bool> {
     }
 }
 
-async fn gcp(client: &reqwest::Client, address: &str) -> reqwest::Result<bool> {
+async fn has_gcp_notice(client: &reqwest::Client, address: &str) -> reqwest::Result<bool> {
     let answer = client
         .get(format!("{address}/computeMetadata/v1/instance/preempted"))
         .header("Metadata-Flavor", "Google")

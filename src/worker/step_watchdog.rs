@@ -23,9 +23,9 @@ impl StepWatchdog {
 
     /// Runs a step of the device.
     pub fn step<T>(&self, step: impl FnOnce() -> T) -> T {
-        self.set(Some(Instant::now()));
+        self.set_step_began(Some(Instant::now()));
         let done = step();
-        self.set(None);
+        self.set_step_began(None);
         done
     }
 
@@ -36,12 +36,12 @@ impl StepWatchdog {
         began.is_none_or(|began| began.elapsed() <= self.step_max)
     }
 
-    /// How long the queue should wait for a sign of life.
-    pub fn limit(&self) -> Duration {
+    /// Maximum time of a step, and so the time that the queue should wait for the next extension.
+    pub fn step_max(&self) -> Duration {
         self.step_max
     }
 
-    fn set(&self, began: Option<Instant>) {
+    fn set_step_began(&self, began: Option<Instant>) {
         *self.step_began.lock().unwrap_or_else(PoisonError::into_inner) = began;
     }
 }

@@ -1,4 +1,4 @@
-//! The one way in which a worker is told to stop, seen by async stages and by the device thread.
+//! The stop signal of a worker, for async stages and for the device thread.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use crate::ledger::StopWhy;
 
 /// Why work stops before the queue is empty.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Why {
+pub enum StopCause {
     /// SIGINT or SIGTERM.
     Interrupted,
     /// The machine will be taken away.
@@ -22,21 +22,21 @@ pub enum Why {
     Failed,
 }
 
-impl From<StopWhy> for Why {
-    fn from(why: StopWhy) -> Why {
+impl From<StopWhy> for StopCause {
+    fn from(why: StopWhy) -> StopCause {
         match why {
-            StopWhy::Budget => Why::Budget,
-            StopWhy::Deadline => Why::Deadline,
-            StopWhy::Cancelled => Why::Cancelled,
-            StopWhy::InputChanged => Why::InputChanged,
+            StopWhy::Budget => StopCause::Budget,
+            StopWhy::Deadline => StopCause::Deadline,
+            StopWhy::Cancelled => StopCause::Cancelled,
+            StopWhy::InputChanged => StopCause::InputChanged,
         }
     }
 }
 
-/// A stop signal with many holders; the first reason stays.
+/// A stop signal that clones share. The first reason stays.
 #[derive(Debug, Clone)]
 pub struct Stop {
-    sender: Arc<watch::Sender<Option<Why>>>,
+    sender: Arc<watch::Sender<Option<StopCause>>>,
 }
 
 impl Default for Stop {
@@ -48,7 +48,7 @@ impl Default for Stop {
 }
 
 impl Stop {
-    pub fn set(&self, why: Why) {
+    pub fn set(&self, why: StopCause) {
         self.sender.send_if_modified(|now| {
             let first = now.is_none();
             now.get_or_insert(why);
@@ -56,7 +56,7 @@ impl Stop {
         });
     }
 
-    pub fn why(&self) -> Option<Why> {
+    pub fn why(&self) -> Option<StopCause> {
         *self.sender.borrow()
     }
 
@@ -81,9 +81,9 @@ mod tests {
         let stop = Stop::default();
         let other = stop.clone();
         assert!(!other.is_set());
-        stop.set(Why::Budget);
-        stop.set(Why::Failed);
+        stop.set(StopCause::Budget);
+        stop.set(StopCause::Failed);
         other.wait().await;
-        assert_eq!(other.why(), Some(Why::Budget));
+        assert_eq!(other.why(), Some(StopCause::Budget));
     }
 }

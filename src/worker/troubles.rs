@@ -1,5 +1,5 @@
-//! Recent findings that this worker need not repeat for each message: stores that fail, and jobs
-//! that are not for it.
+//! Stores that have failed lately, and jobs that are not for this worker, so that it does not check
+//! them again for each message.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -7,20 +7,22 @@ use std::time::{Duration, Instant};
 
 use crate::error_line::one_line;
 use crate::queue::Message;
+use crate::worker::jobs::JobKey;
 
-/// Time after a failure in which the intake does not wait for tries of shards of the same job; they
-/// are set aside at once.
-const HOLDS: Duration = Duration::from_secs(60);
+/// Time after a failure in which shards of the same job are set aside at once: the intake does not
+/// wait for their tries.
+const FAILING_TIME: Duration = Duration::from_secs(60);
 /// Time after the last failure in which a worker does not count as idle.
-const REMEMBERED: Duration = Duration::from_secs(120);
-/// How long a job stays known as not for this worker: a queue may hold thousands of its messages.
-const NOT_OURS_HOLDS: Duration = Duration::from_secs(10);
+const REMEMBERED_TIME: Duration = Duration::from_secs(120);
+/// Time for which a job is remembered as not for this worker: a queue may hold thousands of its
+/// messages.
+const NOT_OURS_TIME: Duration = Duration::from_secs(10);
 /// Time between two log lines about the same trouble.
-const SAY_EVERY: Duration = Duration::from_secs(60);
+const REPORT_EVERY: Duration = Duration::from_secs(60);
 
-/// Which of a job's stores fails.
+/// One of the stores of a job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Where {
+pub enum JobStore {
     /// The store of the job's record, ledger and parts.
     Output,
     Inputs,
@@ -30,18 +32,15 @@ pub enum Where {
 #[derive(Debug, Default)]
 pub struct Troubles {
     /// Key: the job's output.
-    stores: Mutex<HashMap<(Where, String), Trouble>>,
+    stores: Mutex<HashMap<(JobStore, String), StoreTrouble>>,
     not_ours: Mutex<HashMap<JobKey, (Instant, Arc<str>)>>,
 }
 
-/// Output, job and generation.
-type JobKey = (String, String, u32);
-
 #[derive(Debug, Clone, Copy)]
-struct Trouble {
+struct StoreTrouble {
     began: Instant,
-    said: Instant,
-    last: Instant,
+    reported_at: Instant,
+    last_failure: Instant,
 }
 
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -54,66 +53,68 @@ fn key(message: &Message) -> JobKey {
 }
 
 impl Troubles {
-    /// Notes that a store failed. Reported at once, and every minute while it lasts.
-    pub fn note(&self, place: Where, output: &str, error: &anyhow::Error) {
+    /// Notes that a store failed. Logs the error, at most once a minute.
+    pub fn note_failure(&self, job_store: JobStore, output: &str, error: &anyhow::Error) {
         let now = Instant::now();
         let mut stores = locked(&self.stores);
-        stores.retain(|_, trouble| now - trouble.last < REMEMBERED);
+        stores.retain(|_, trouble| now - trouble.last_failure < REMEMBERED_TIME);
         let mut is_due = false;
-        let trouble = stores.entry((place, output.to_string())).or_insert_with(|| {
+        let trouble = stores.entry((job_store, output.to_string())).or_insert_with(|| {
             is_due = true;
-            Trouble {
+            StoreTrouble {
                 began: now,
-                said: now,
-                last: now,
+                reported_at: now,
+                last_failure: now,
             }
         });
-        trouble.last = now;
-        if is_due || now - trouble.said >= SAY_EVERY {
-            trouble.said = now;
+        trouble.last_failure = now;
+        if is_due || now - trouble.reported_at >= REPORT_EVERY {
+            trouble.reported_at = now;
             tracing::warn!(output, "the shards of `{output}` wait, set aside: {}", one_line(error));
         }
     }
 
-    /// Notes that the store answered.
-    pub fn end(&self, place: Where, output: &str) {
-        let ended = locked(&self.stores).remove(&(place, output.to_string()));
+    /// Notes that the store answered, and logs the end of its outage.
+    pub fn note_recovery(&self, job_store: JobStore, output: &str) {
+        let ended = locked(&self.stores).remove(&(job_store, output.to_string()));
         if let Some(trouble) = ended {
             let seconds = trouble.began.elapsed().as_secs();
-            let store = match place {
-                Where::Output => "the store",
-                Where::Inputs => "the store of the inputs",
+            let store = match job_store {
+                JobStore::Output => "the store",
+                JobStore::Inputs => "the store of the inputs",
             };
             tracing::warn!(output, "{store} of `{output}` works again, after {seconds} s");
         }
     }
 
-    /// Whether this store of the job failed within `HOLDS`.
-    pub fn holds(&self, place: Where, output: &str) -> bool {
+    /// Whether this store of the job failed within `FAILING_TIME` and has not answered since.
+    pub fn is_failing(&self, job_store: JobStore, output: &str) -> bool {
         let stores = locked(&self.stores);
-        let trouble = stores.get(&(place, output.to_string()));
-        trouble.is_some_and(|trouble| trouble.last.elapsed() < HOLDS)
+        let trouble = stores.get(&(job_store, output.to_string()));
+        trouble.is_some_and(|trouble| trouble.last_failure.elapsed() < FAILING_TIME)
     }
 
-    /// Whether a store failed within `REMEMBERED` and has not answered since.
-    pub fn any(&self) -> bool {
+    /// Whether a store failed within `REMEMBERED_TIME` and has not answered since.
+    pub fn has_recent(&self) -> bool {
         let stores = locked(&self.stores);
-        stores.values().any(|trouble| trouble.last.elapsed() < REMEMBERED)
+        stores
+            .values()
+            .any(|trouble| trouble.last_failure.elapsed() < REMEMBERED_TIME)
     }
 
     /// Notes that the message's job is not for this worker.
     pub fn note_not_ours(&self, message: &Message, why: Arc<str>) {
         let now = Instant::now();
         let mut jobs = locked(&self.not_ours);
-        jobs.retain(|_, (since, _)| now - *since < NOT_OURS_HOLDS);
+        jobs.retain(|_, (since, _)| now - *since < NOT_OURS_TIME);
         jobs.insert(key(message), (now, why));
     }
 
-    /// Why the message's job is not for this worker, where that was found within `NOT_OURS_HOLDS`.
+    /// Why the message's job is not for this worker, if that was noted within `NOT_OURS_TIME`.
     pub fn not_ours(&self, message: &Message) -> Option<Arc<str>> {
         let jobs = locked(&self.not_ours);
         let (since, why) = jobs.get(&key(message))?;
-        (since.elapsed() < NOT_OURS_HOLDS).then(|| why.clone())
+        (since.elapsed() < NOT_OURS_TIME).then(|| why.clone())
     }
 }
 
@@ -122,19 +123,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_trouble_is_of_one_store_of_one_job() {
+    fn a_failure_concerns_one_store_of_one_job() {
         let troubles = Troubles::default();
-        troubles.note(Where::Inputs, "s3://a/out", &anyhow::anyhow!("refused"));
-        assert!(troubles.holds(Where::Inputs, "s3://a/out") && troubles.any());
-        assert!(!troubles.holds(Where::Output, "s3://a/out") && !troubles.holds(Where::Inputs, "s3://b/out"));
-        troubles.end(Where::Output, "s3://a/out");
-        assert!(troubles.any());
-        troubles.end(Where::Inputs, "s3://a/out");
-        assert!(!troubles.any() && !troubles.holds(Where::Inputs, "s3://a/out"));
+        troubles.note_failure(JobStore::Inputs, "s3://a/out", &anyhow::anyhow!("refused"));
+        assert!(troubles.is_failing(JobStore::Inputs, "s3://a/out") && troubles.has_recent());
+        assert!(
+            !troubles.is_failing(JobStore::Output, "s3://a/out")
+                && !troubles.is_failing(JobStore::Inputs, "s3://b/out")
+        );
+        troubles.note_recovery(JobStore::Output, "s3://a/out");
+        assert!(troubles.has_recent());
+        troubles.note_recovery(JobStore::Inputs, "s3://a/out");
+        assert!(!troubles.has_recent() && !troubles.is_failing(JobStore::Inputs, "s3://a/out"));
     }
 
     #[test]
-    fn a_job_that_is_not_ours_is_that_job_in_that_generation() {
+    fn a_job_that_is_not_ours_is_so_in_one_generation() {
         let troubles = Troubles::default();
         troubles.note_not_ours(&Message::new("a", "s3://a/out", 0, 1), "gone".into());
         let found = |job: &str, generation| troubles.not_ours(&Message::new(job, "s3://a/out", generation, 2));

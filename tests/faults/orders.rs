@@ -155,7 +155,7 @@ fn a_message_joins_a_shard_that_stops() {
         scene.run(&["extend", &scene.job.output, "--usd", "1000"]).expect(0);
         scene.submit();
         scene.until("that the worker has the message", END_MAX, |scene| {
-            scene.crew.log(0).contains("is in hand already")
+            scene.crew.log(0).contains("is in progress already")
         });
         scene.conclude();
     });

@@ -15,7 +15,7 @@ pub fn plan_and_read(name: &str, data: &[u8]) {
             format: None,
             csv: Default::default(),
             options: Default::default(),
-            used: None,
+            used_columns: None,
             columns: None,
             carry: Vec::new(),
             reserved: Vec::new(),

@@ -120,10 +120,10 @@ async fn lost_rows_are_open_again_and_computed_again() {
             assert_eq!(commit.tally.rows(), 6);
             assert_eq!(published_rows(&output).await, [0, 1, 2, 3, 4, 5]);
             let verified = ledger.verify(|_| ()).await.unwrap();
-            assert!(verified.holds(), "{:?}", verified.findings);
+            assert!(verified.guarantee_holds(), "{:?}", verified.findings);
             // A retry takes the others' rows from the part.
             assert_eq!(failed(&ledger).await, RowSet::from_rows([1, 3, 5]));
-            let retry = ledger.newest().await.unwrap();
+            let retry = ledger.newest_generation().await.unwrap();
             let mut log = open_shard(&retry, 0).await;
             log.append(&finished_as(&log.uncovered(), "c", |_| "succeeded"))
                 .await
@@ -201,7 +201,7 @@ async fn the_part_that_stands_is_the_one_that_counts() {
         assert_eq!((commit.tally.succeeded, commit.tally.errored), (6, 0), "{extension}");
         assert_eq!(commit.part.size, bytes.len() as u64);
         let verified = ledger.verify(|_| ()).await.unwrap();
-        assert!(verified.holds(), "{:?}", verified.findings);
+        assert!(verified.guarantee_holds(), "{:?}", verified.findings);
         // Of the log, every row failed; of the part, none: nothing is to be retried.
         assert!(ledger.retry().await.unwrap().is_none());
         // The quick one wakes: nothing changes.
@@ -225,7 +225,7 @@ async fn a_committed_shard_needs_its_data_no_more() {
         assert!(ledger.void_lost(0).await.unwrap().is_empty());
         assert!(matches!(ledger.shard(0).await.unwrap(), ShardState::Committed(_)));
         assert_eq!(failed(&ledger).await, RowSet::from_rows([1, 3, 5]), "{extension}");
-        let retry = ledger.newest().await.unwrap();
+        let retry = ledger.newest_generation().await.unwrap();
         let mut log = open_shard(&retry, 0).await;
         log.append(&finished_as(&log.uncovered(), "c", |_| "succeeded"))
             .await
@@ -264,7 +264,7 @@ async fn a_loss_is_voided_once_and_seen_by_all_in_one_order() {
     assert_eq!(writer.uncovered(), rows(0..2));
     assert_eq!(writer.append(&finished(&rows(0..2), "a")).await.unwrap(), rows(0..2));
     writer.publish(part).await.unwrap();
-    assert!(ledger.verify(|_| ()).await.unwrap().holds());
+    assert!(ledger.verify(|_| ()).await.unwrap().guarantee_holds());
     // Foreign bytes as voids are errors, not panics.
     let key = ledger.keys().log(0, 1);
     let good = text(&output, &key).await;
@@ -296,7 +296,7 @@ async fn a_loss_is_voided_once_and_seen_by_all_in_one_order() {
 async fn assert_all_succeeded(ledger: &Ledger) {
     let verified = ledger.verify(|_| ()).await.unwrap();
     assert!(
-        verified.holds() && verified.tally.succeeded == 6,
+        verified.guarantee_holds() && verified.tally.succeeded == 6,
         "{:?}",
         verified.findings
     );
@@ -305,7 +305,7 @@ async fn assert_all_succeeded(ledger: &Ledger) {
 /// Shard 0, whose attempts that never ended are known to be dead.
 async fn judged(ledger: &Ledger) -> Box<ShardLog> {
     let mut log = open_shard(ledger, 0).await;
-    log.judge(|_| Fate::Dead);
+    log.set_fates(|_| Fate::Dead);
     log
 }
 
@@ -319,12 +319,12 @@ async fn lost_rows_are_not_suspected() {
         log.begin("w", &rows(0..1), true).await.unwrap();
     }
     let mut log = judged(&ledger).await;
-    assert_eq!(log.narrowing().accused, rows(0..1));
+    assert_eq!(log.plan_attempt().accused, rows(0..1));
     log.append(&finished(&rows(0..1), "w")).await.unwrap();
     lose(&output, &ledger, 0, Loss::Gone).await;
-    let plan = judged(&ledger).await.narrowing();
+    let plan = judged(&ledger).await.plan_attempt();
     assert!(
-        plan.accused.is_empty() && plan.next == rows(0..6) && !plan.alone(),
+        plan.accused.is_empty() && plan.next_rows == rows(0..6) && !plan.is_alone(),
         "{plan:?}"
     );
 }
@@ -341,7 +341,7 @@ async fn a_lost_part_is_replaced_by_the_same_bytes_alone() {
     let ShardState::Committed(commit) = ledger.shard(0).await.unwrap() else {
         panic!("it was committed");
     };
-    assert_eq!(ledger.unfinished().await.unwrap(), [0]);
+    assert_eq!(ledger.unfinished_shards().await.unwrap(), [0]);
     let other = |_: &[_], _: &[_]| Ok::<_, String>(bytes::Bytes::from_static(b"other rows"));
     let error = ledger.restore_part(&commit, other).await.unwrap_err();
     assert!(error.to_string().contains("differs from the committed one"), "{error}");
@@ -352,6 +352,6 @@ async fn a_lost_part_is_replaced_by_the_same_bytes_alone() {
     assert!(ledger.restore_part(&commit, part).await.unwrap());
     assert!(!ledger.restore_part(&commit, part).await.unwrap(), "it is there");
     assert_eq!(bytes_at(&output, &name).await, bytes);
-    assert!(ledger.unfinished().await.unwrap().is_empty());
+    assert!(ledger.unfinished_shards().await.unwrap().is_empty());
     assert!(ledger.finish_check(None).await.unwrap().is_some());
 }

@@ -70,7 +70,7 @@ async fn check_retries(output: gristmill::dataset::store::location::Location, cl
     let second = newest.retry().await.unwrap().unwrap();
     assert_eq!((second.generation(), second.shard_numbers()), (2, vec![2]));
     run(&second, 2, false).await;
-    assert!(second.verify(|_| ()).await.unwrap().holds());
+    assert!(second.verify(|_| ()).await.unwrap().guarantee_holds());
     assert_eq!(second.success().await.unwrap().unwrap().tally.succeeded, 12);
     assert!(second.retry().await.unwrap().is_none());
 }
@@ -115,8 +115,8 @@ async fn a_stop_of_one_generation_does_not_stop_the_next() {
     let ledger = job(&output, 1, 2).await;
     let mut control = ledger.control().await.unwrap();
     let stop = |close| JobCommand::stop(StopWhy::Cancelled, close);
-    assert!(control.give(stop(true)).await.unwrap());
-    assert!(control.closes());
+    assert!(control.try_append(stop(true)).await.unwrap());
+    assert!(control.is_closing());
     let mut log = open_shard(&ledger, 0).await;
     log.append(&finished_as(&log.uncovered(), "c", |_| "cancelled"))
         .await
@@ -124,12 +124,15 @@ async fn a_stop_of_one_generation_does_not_stop_the_next() {
     log.publish(part).await.unwrap();
     assert_eq!(ledger.success().await.unwrap().unwrap().tally.cancelled, 2);
     let retry = ledger.retry().await.unwrap().unwrap();
-    assert_eq!(retry.control().await.unwrap().stopped(), None);
+    assert_eq!(retry.control().await.unwrap().stop_reason(), None);
     // A late stop of the old generation neither stops the new one nor hides its stop.
-    assert!(retry.control().await.unwrap().give(stop(false)).await.unwrap());
-    assert!(ledger.control().await.unwrap().give(stop(true)).await.unwrap());
+    assert!(retry.control().await.unwrap().try_append(stop(false)).await.unwrap());
+    assert!(ledger.control().await.unwrap().try_append(stop(true)).await.unwrap());
     let control = retry.control().await.unwrap();
-    assert_eq!((control.stopped(), control.closes()), (Some(StopWhy::Cancelled), false));
+    assert_eq!(
+        (control.stop_reason(), control.is_closing()),
+        (Some(StopWhy::Cancelled), false)
+    );
 }
 
 #[tokio::test]
@@ -141,8 +144,11 @@ async fn reconcile_finds_shards_that_stand_still() {
     let first = ledger.progress().await.unwrap();
     log.begin("w", &log.uncovered(), false).await.unwrap();
     let second = ledger.progress().await.unwrap();
-    assert_eq!((first.open(), second.still_since(&first)), (vec![1, 2, 3], vec![1, 3]));
-    assert_eq!(ledger.progress().await.unwrap().still_since(&second), [1, 2, 3]);
+    assert_eq!(
+        (first.uncommitted(), second.stalled_since(&first)),
+        (vec![1, 2, 3], vec![1, 3])
+    );
+    assert_eq!(ledger.progress().await.unwrap().stalled_since(&second), [1, 2, 3]);
 }
 
 /// DESIGN's bound: at most 10 requests a shard, all of the ledger's own included.
@@ -181,13 +187,13 @@ async fn a_retry_with_another_limit_is_a_conflict() {
     log.append(&RecordBatch::try_from_iter(columns).unwrap()).await.unwrap();
     log.publish(part).await.unwrap();
     let retry = ledger.retry_truncated(60).await.unwrap().unwrap();
-    assert_eq!((retry.generation(), retry.raises_to()), (1, Some(60)));
+    assert_eq!((retry.generation(), retry.raised_max_tokens()), (1, Some(60)));
     assert!(matches!(
         ledger.retry_truncated(70).await,
         Err(LedgerError::Conflict { .. })
     ));
     let again = ledger.retry_truncated(60).await.unwrap().unwrap();
-    assert_eq!((again.generation(), again.raises_to()), (1, Some(60)));
+    assert_eq!((again.generation(), again.raised_max_tokens()), (1, Some(60)));
 }
 
 /// Verifying in the middle of a retry says that it is one, and nothing that sounds like damage.
@@ -208,7 +214,7 @@ async fn a_retry_that_is_under_way_is_not_taken_for_damage() {
     assert_eq!(
         verified.findings,
         [
-            "retry 1 is not finished: 2 of its 3 shards have no commit that can be read, and were not looked at: 0, 2",
+            "retry 1 is not finished: 2 of its 3 shards have no readable commit, and were not verified: 0, 2",
             "`_SUCCESS` is of generation 0, the newest is 1: the retry is not finished"
         ]
     );
@@ -242,7 +248,7 @@ async fn a_retry_of_very_many_scattered_rows_lies_in_pieces() {
         assert_eq!(found.retried_tally().errored, u64::from(SHARDS) * 2048);
         assert!(found.rows_to_do(SHARDS - 1).contains(u64::from(SHARDS) * 4096 - 1));
     }
-    let newest = ledger.newest().await.unwrap();
+    let newest = ledger.newest_generation().await.unwrap();
     for shard in 0..SHARDS {
         let mut log = open_shard(&newest, shard).await;
         log.append(&finished_as(&log.uncovered(), "r", |row| {
@@ -252,7 +258,7 @@ async fn a_retry_of_very_many_scattered_rows_lies_in_pieces() {
         .unwrap();
         log.publish(part).await.unwrap();
     }
-    assert!(newest.verify(|_| ()).await.unwrap().holds());
+    assert!(newest.verify(|_| ()).await.unwrap().guarantee_holds());
     let small = newest.retry().await.unwrap().unwrap();
     assert_eq!((small.generation(), small.retried_tally().errored), (2, 1));
     let record = read(&ledger.keys().generation(2)).await;

@@ -8,7 +8,7 @@ use std::time::{Duration, SystemTime};
 use bytes::Bytes;
 use gristmill::dataset::store::location::Location;
 use gristmill::ledger::log::ShardState;
-use gristmill::ledger::store::Created;
+use gristmill::ledger::store::CreateOutcome;
 use gristmill::ledger::{Ledger, LedgerError, Store};
 
 use super::support::*;
@@ -21,8 +21,8 @@ fn folder() -> (tempfile::TempDir, Location) {
 
 /// The local folder behind a store that fails as `plan` says.
 fn failing(output: &Location, plan: impl FnMut(Op, &object_store::path::Path) -> Fault + Send + 'static) -> Store {
-    let store = FaultStore::new(Store::objects(output), false, plan);
-    Store::through(output, Arc::new(store), EAGER).unwrap()
+    let store = FaultStore::new(Store::object_store(output), false, plan);
+    Store::with_inner(output, Arc::new(store), EAGER).unwrap()
 }
 
 /// Every file below `folder`, relative to it.
@@ -87,7 +87,7 @@ fn many_threads_create_one_key_and_one_wins() {
     let (_dir, output) = folder();
     for round in 0..20 {
         let key = format!("_gristmill/race-{round}");
-        let outcomes: Vec<(Bytes, Created)> = std::thread::scope(|scope| {
+        let outcomes: Vec<(Bytes, CreateOutcome)> = std::thread::scope(|scope| {
             let threads: Vec<_> = (0..8)
                 .map(|n| {
                     let (key, output) = (key.clone(), output.clone());
@@ -106,14 +106,14 @@ fn many_threads_create_one_key_and_one_wins() {
         });
         let winners: Vec<_> = outcomes
             .iter()
-            .filter(|(_, created)| *created == Created::Ours)
+            .filter(|(_, created)| *created == CreateOutcome::Ours)
             .collect();
         assert_eq!(winners.len(), 1);
         let winner = winners[0].0.clone();
         assert!(
             outcomes
                 .iter()
-                .all(|(bytes, created)| *bytes == winner || *created == Created::Theirs(winner.clone()))
+                .all(|(bytes, created)| *bytes == winner || *created == CreateOutcome::Theirs(winner.clone()))
         );
     }
 }
@@ -196,7 +196,7 @@ async fn a_stage_that_vanishes_is_staged_again() {
     });
     assert_eq!(
         vanishing.create("_gristmill/x", Bytes::from("x")).await.unwrap(),
-        Created::Ours
+        CreateOutcome::Ours
     );
     assert_eq!(eager(&output).get("_gristmill/x", 10).await.unwrap().unwrap(), "x");
 }
@@ -273,7 +273,7 @@ async fn errors_that_may_pass_are_retried_and_then_say_so() {
     });
     assert_eq!(
         flaky.create("_gristmill/x", Bytes::from("x")).await.unwrap(),
-        Created::Ours
+        CreateOutcome::Ours
     );
     let broken = failing(&output, |op, _| {
         if op == Op::Put {

@@ -71,7 +71,7 @@ fn draft_of(seed: u64) -> JobDraft {
     }
     if seed.is_multiple_of(2) {
         let usd_per_second = draft.usd_per_hour.expect("a price") / 3600.0;
-        draft.terms = JobLimits {
+        draft.limits = JobLimits {
             usd: Some(BUDGET_SECONDS as f64 * usd_per_second),
             unfinished: match seed % 4 {
                 0 => Unfinished::Expire,
@@ -112,7 +112,7 @@ async fn act(output: Location, seed: u64, author: u64, role: Role, asked: Arc<As
         Role::Work => work(ledger, author, all, &asked).await,
         Role::Reconcile => {
             let earlier = ledger.progress().await?;
-            let still = ledger.progress().await?.still_since(&earlier);
+            let still = ledger.progress().await?.stalled_since(&earlier);
             work(ledger, author, still, &asked).await
         }
         Role::Retry if ledger.success().await?.is_some() => match ledger.retry().await? {
@@ -131,11 +131,11 @@ async fn act(output: Location, seed: u64, author: u64, role: Role, asked: Arc<As
         Role::Stop { close } => {
             asked.cancelled.fetch_or(close, Ordering::Relaxed);
             let order = JobCommand::stop(StopWhy::Cancelled, close);
-            ledger.control().await?.give(order).await.map(|_| ())
+            ledger.control().await?.try_append(order).await.map(|_| ())
         }
         Role::Extend => {
             let order = JobCommand::Extend(Extension::default());
-            ledger.control().await?.give(order).await.map(|_| ())
+            ledger.control().await?.try_append(order).await.map(|_| ())
         }
     }
 }
@@ -165,16 +165,16 @@ async fn work(ledger: Ledger, author: u64, mut shards: Vec<u32>, asked: &Asked) 
 async fn stopped(ledger: &Ledger, name: &str, seconds: f64, asked: &Asked) -> Result<Option<(StopWhy, bool)>> {
     let mut control = ledger.control().await?;
     let terms = ledger.limits(&control);
-    if control.stopped().is_none() && terms.usd.is_some() {
+    if control.stop_reason().is_none() && terms.usd.is_some() {
         ledger.write_spend(name, seconds, false).await?;
-        let spent = ledger.spent().await?.device_seconds();
+        let spent = ledger.spendings().await?.device_seconds();
         if let Some(why) = WorkerLimits::of(&terms).reached(spent, Duration::ZERO) {
             let close = terms.unfinished == Unfinished::Expire;
             asked.expired.fetch_or(close, Ordering::Relaxed);
-            control.give(JobCommand::stop(why, close)).await?;
+            control.try_append(JobCommand::stop(why, close)).await?;
         }
     }
-    Ok(control.stopped().map(|why| (why, control.closes())))
+    Ok(control.stop_reason().map(|why| (why, control.is_closing())))
 }
 
 async fn work_on(ledger: &Ledger, mut log: Box<ShardLog>, author: u64, seconds: &mut f64, asked: &Asked) -> Result<()> {
@@ -311,7 +311,7 @@ fn lines_generation(bytes: &[u8]) -> u32 {
 
 fn play(seed: u64) -> std::result::Result<(), String> {
     #[cfg(feature = "faults")]
-    gristmill::faults::ids::follow(seed);
+    gristmill::faults::ids::seed_thread(seed);
     let mut random = Random(seed);
     let memory = Arc::new(InMemory::new());
     let clear = place(memory.clone());

@@ -30,7 +30,7 @@ async fn requests_a_worker(workers: usize, terms: JobLimits, spent_each: f64) ->
         .unwrap();
     let names: Vec<String> = (0..workers).map(|n| format!("w{n}")).collect();
     let mut budget = Budget::new("w0", MINUTE);
-    budget.set_terms(terms);
+    budget.set_limits(terms);
     for round in [0.0, spent_each] {
         for name in &names {
             ledger.write_spend(name, round, false).await.unwrap();
@@ -38,10 +38,10 @@ async fn requests_a_worker(workers: usize, terms: JobLimits, spent_each: f64) ->
         faulty.counts.lock().unwrap().clear();
         ledger.write_spend("w0", round, false).await.unwrap();
         ledger.control().await.unwrap();
-        budget.look(&ledger).await.unwrap();
+        budget.update(&ledger).await.unwrap();
         // As the worker's account does each second.
         if budget.reached(round).is_some() && !budget.is_exact() {
-            budget.read(&ledger).await.unwrap();
+            budget.read_changed(&ledger).await.unwrap();
         }
     }
     let counts = faulty.counts.lock().unwrap().clone();
@@ -87,16 +87,16 @@ async fn ended_workers_hold_nothing_and_others_an_interval() {
     let limits = terms(Some(0.01), None);
     let look = async || {
         let mut budget = Budget::new("me", MINUTE);
-        budget.set_terms(limits);
+        budget.set_limits(limits);
         ledger.write_spend("me", 0.0, false).await.unwrap();
-        budget.look(&ledger).await.unwrap();
-        budget.read(&ledger).await.unwrap();
+        budget.update(&ledger).await.unwrap();
+        budget.read_changed(&ledger).await.unwrap();
         budget
     };
     ledger.write_spend("other", 18.0, false).await.unwrap();
     let budget = look().await;
     assert!(budget.reached(0.0).is_some(), "it may spend 60 seconds more");
-    let bill = budget.bill(0.0);
+    let bill = budget.explain(0.0);
     assert!(
         bill.starts_with("$0.0050 of $0.0100 are spent, and $0.01") && bill.contains("for 1 other worker at it"),
         "{bill}"
@@ -105,7 +105,7 @@ async fn ended_workers_hold_nothing_and_others_an_interval() {
     let budget = look().await;
     assert_eq!(budget.reached(0.0), None);
     assert!(budget.reached(18.0).is_some(), "its 18 seconds count all the same");
-    assert_eq!(budget.bill(18.0), "$0.0100 of $0.0100 are spent");
+    assert_eq!(budget.explain(18.0), "$0.0100 of $0.0100 are spent");
 }
 
 /// What was read once is not read again until it changes; until then, what may have come since counts.
@@ -114,21 +114,21 @@ async fn what_is_not_read_counts_as_if_its_worker_had_never_rested() {
     let (ledger, _) = Ledger::create_or_resume(&memory(), draft("vague", 1, 8)).await.unwrap();
     let mut budget = Budget::new("me", Duration::from_millis(200));
     // A second of it.
-    budget.set_terms(terms(Some(1.0 / 3600.0), None));
+    budget.set_limits(terms(Some(1.0 / 3600.0), None));
     ledger.write_spend("other", 0.1, false).await.unwrap();
     ledger.write_spend("me", 0.0, false).await.unwrap();
-    budget.look(&ledger).await.unwrap();
-    budget.read(&ledger).await.unwrap();
+    budget.update(&ledger).await.unwrap();
+    budget.read_changed(&ledger).await.unwrap();
     assert!(budget.is_exact());
     assert_eq!(budget.reached(0.0), None);
     tokio::time::sleep(Duration::from_millis(800)).await;
     assert!(
-        budget.is_old() && budget.reached(0.0).is_some(),
+        budget.is_stale() && budget.reached(0.0).is_some(),
         "it may have computed all the time"
     );
     // It has not, as its silence shows.
     ledger.write_spend("me", 0.0, false).await.unwrap();
-    budget.look(&ledger).await.unwrap();
-    assert!(budget.is_exact() && !budget.is_old());
+    budget.update(&ledger).await.unwrap();
+    assert!(budget.is_exact() && !budget.is_stale());
     assert_eq!(budget.reached(0.0), None);
 }

@@ -73,9 +73,9 @@ pub(crate) fn draft(name: &str, shards: u32, rows: u64) -> JobDraft {
         layout: Default::default(),
         shards: (0..u64::from(shards)).map(shard).collect(),
         columns: serde_json::Value::Null,
-        is_newer: false,
+        needs_newest_version: false,
         part_extension: "parquet".into(),
-        terms: Default::default(),
+        limits: Default::default(),
         usd_per_hour: Some(2.0),
     }
 }

@@ -27,7 +27,15 @@ async fn blocks_close_and_the_last_commit_writes_success() {
     for shard in (1..205).rev() {
         run_shard(&ledger, shard).await;
     }
-    assert_eq!(ledger.store().list(&ledger.keys().digests()).await.unwrap().len(), 2);
+    assert_eq!(
+        ledger
+            .store()
+            .list(&ledger.keys().digests_prefix())
+            .await
+            .unwrap()
+            .len(),
+        2
+    );
     assert!(ledger.success().await.unwrap().is_none());
     assert!(ledger.finish_check(None).await.unwrap().is_none());
     let status = ledger.status().await.unwrap();
@@ -51,7 +59,7 @@ async fn blocks_close_and_the_last_commit_writes_success() {
         (410 * 5, 410 * 2, 410 * 3)
     );
     assert_eq!(published_rows(&output).await, (0..410).collect::<Vec<_>>());
-    assert!(ledger.verify(|_| ()).await.unwrap().holds());
+    assert!(ledger.verify(|_| ()).await.unwrap().guarantee_holds());
     let status = ledger.status().await.unwrap();
     assert_eq!(
         (status.state, status.shards.done, status.tally),
@@ -90,7 +98,7 @@ async fn a_job_without_rows_is_finished_at_once() {
     let output = memory();
     let ledger = job(&output, 0, 1).await;
     assert_eq!(ledger.finish_check(None).await.unwrap().unwrap().rows, 0);
-    assert!(ledger.verify(|_| ()).await.unwrap().holds());
+    assert!(ledger.verify(|_| ()).await.unwrap().guarantee_holds());
 }
 
 #[tokio::test]
@@ -147,7 +155,7 @@ async fn status_follows_logs_orders_and_spendings() {
                 .control()
                 .await
                 .unwrap()
-                .give(JobCommand::stop(why, false))
+                .try_append(JobCommand::stop(why, false))
                 .await
                 .unwrap()
         );
@@ -157,11 +165,11 @@ async fn status_follows_logs_orders_and_spendings() {
         budget_usd: Some(5.0),
         ..Extension::default()
     });
-    assert!(ledger.control().await.unwrap().give(extend).await.unwrap());
+    assert!(ledger.control().await.unwrap().try_append(extend).await.unwrap());
     assert_eq!(ledger.status().await.unwrap().state, State::Running);
-    let spent = ledger.spent().await.unwrap();
+    let spent = ledger.spendings().await.unwrap();
     assert_eq!((spent.by_worker.len(), spent.device_seconds()), (1, 3600.0));
-    assert!(spent.by_worker[0].at >= ledger.created_at());
+    assert!(spent.by_worker[0].written_at >= ledger.created_at());
 }
 
 #[tokio::test]
@@ -170,21 +178,21 @@ async fn an_order_that_lost_the_race_is_for_its_giver_to_decide_again() {
     let ledger = job(&output, 1, 1).await;
     let (mut a, mut b) = (ledger.control().await.unwrap(), ledger.control().await.unwrap());
     assert!(
-        a.give(JobCommand::Extend(Extension {
+        a.try_append(JobCommand::Extend(Extension {
             deadline_seconds: Some(60),
             ..Extension::default()
         }))
         .await
         .unwrap()
     );
-    assert!(!b.give(JobCommand::stop(StopWhy::Budget, false)).await.unwrap());
-    assert_eq!((b.stopped(), b.orders().len()), (None, 1));
-    assert!(b.give(JobCommand::stop(StopWhy::Deadline, false)).await.unwrap());
+    assert!(!b.try_append(JobCommand::stop(StopWhy::Budget, false)).await.unwrap());
+    assert_eq!((b.stop_reason(), b.commands().len()), (None, 1));
+    assert!(b.try_append(JobCommand::stop(StopWhy::Deadline, false)).await.unwrap());
     assert_eq!(
         a.refresh().await.unwrap(),
         Some(&JobCommand::stop(StopWhy::Deadline, false))
     );
-    assert_eq!(a.orders(), b.orders());
+    assert_eq!(a.commands(), b.commands());
 }
 
 /// A pin says nothing of whether the job goes on.
@@ -192,17 +200,25 @@ async fn an_order_that_lost_the_race_is_for_its_giver_to_decide_again() {
 async fn a_pin_after_a_stop_does_not_hide_it() {
     let ledger = job(&memory(), 1, 1).await;
     let mut control = ledger.control().await.unwrap();
-    assert!(control.give(JobCommand::stop(StopWhy::Cancelled, true)).await.unwrap());
+    assert!(
+        control
+            .try_append(JobCommand::stop(StopWhy::Cancelled, true))
+            .await
+            .unwrap()
+    );
     let pin = PinOrder {
         input: 0,
         size: 1,
         etag: Some("other".into()),
         version: None,
     };
-    control.pin(pin).await.unwrap();
+    control.record_pin(pin).await.unwrap();
     let control = ledger.control().await.unwrap();
-    assert_eq!((control.orders().len(), control.pins().count()), (2, 1));
-    assert_eq!((control.stopped(), control.closes()), (Some(StopWhy::Cancelled), true));
+    assert_eq!((control.commands().len(), control.pins().count()), (2, 1));
+    assert_eq!(
+        (control.stop_reason(), control.is_closing()),
+        (Some(StopWhy::Cancelled), true)
+    );
 }
 
 #[tokio::test]
@@ -215,7 +231,7 @@ async fn attempts_that_ended_are_forgiven() {
         let attempt = log.begin("a", &rows, false).await.unwrap();
         log.end(&attempt).await.unwrap();
     }
-    assert_eq!(open_shard(&ledger, 0).await.narrowing().rows_per_try, None);
+    assert_eq!(open_shard(&ledger, 0).await.plan_attempt().rows_per_try, None);
     for _ in 0..2 {
         log.begin("a", &rows, false).await.unwrap();
     }
@@ -223,13 +239,13 @@ async fn attempts_that_ended_are_forgiven() {
     assert_eq!(
         attempts
             .iter()
-            .filter(|attempt| !attempt.ended && attempt.rows == rows)
+            .filter(|attempt| !attempt.has_ended && attempt.rows == rows)
             .count(),
         2
     );
-    let narrowed = open_shard(&ledger, 0).await.narrowing();
+    let narrowed = open_shard(&ledger, 0).await.plan_attempt();
     assert_eq!(
-        (narrowed.rows_per_try, narrowed.next),
+        (narrowed.rows_per_try, narrowed.next_rows),
         (Some(256), RowSet::from_range(0..256))
     );
     assert!(log.begin("../x", &rows, false).await.is_err());
@@ -257,7 +273,7 @@ async fn verification_finds_what_is_wrong() {
         for shard in 0..3 {
             run_shard(&ledger, shard).await;
         }
-        assert!(ledger.verify(|_| ()).await.unwrap().holds());
+        assert!(ledger.verify(|_| ()).await.unwrap().guarantee_holds());
         (output, ledger)
     };
     let expect = async |ledger: &Ledger, want: &str| {
@@ -361,7 +377,7 @@ async fn verification_finds_what_is_wrong() {
         .unwrap();
     expect(
         &ledger,
-        "the job is not finished: 1 of its 3 shards have no commit that can be read, and were not looked at: 1",
+        "the job is not finished: 1 of its 3 shards have no readable commit, and were not verified: 1",
     )
     .await;
 
@@ -451,7 +467,7 @@ async fn lines_are_published_and_verified_too() {
     log.append(&finished(&log.uncovered(), "a")).await.unwrap();
     log.publish(lines).await.unwrap();
     let verified = ledger.verify(|_| ()).await.unwrap();
-    assert!(verified.holds(), "{:?}", verified.findings);
+    assert!(verified.guarantee_holds(), "{:?}", verified.findings);
     assert!(
         verified
             .tally
@@ -528,7 +544,7 @@ async fn data_objects_of_the_older_name_count() {
     log.append(&finished(&RowSet::from_range(0..4), "before"))
         .await
         .unwrap();
-    let listed = ledger.store().list(&ledger.keys().shard(0)).await.unwrap();
+    let listed = ledger.store().list(&ledger.keys().shard_prefix(0)).await.unwrap();
     let data = listed.iter().find(|object| object.key.contains("/data/")).unwrap();
     assert!(data.key.ends_with(".rows"), "{data:?}");
     let older = data.key.replace(".rows", ".parquet");
@@ -545,5 +561,5 @@ async fn data_objects_of_the_older_name_count() {
     log.append(&finished(&log.uncovered(), "after")).await.unwrap();
     log.publish(part).await.unwrap();
     assert_eq!(published_rows(&output).await, [0, 1, 2, 3, 4, 5]);
-    assert!(ledger.verify(|_| {}).await.unwrap().holds());
+    assert!(ledger.verify(|_| {}).await.unwrap().guarantee_holds());
 }

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use gristmill::device::batch::StepBatch;
+use gristmill::device::batch::{BlockCopy, StepBatch};
 use gristmill::device::{Dtype, KvFormat, Precision, cpu};
 use gristmill::engine::Forward;
 use gristmill::model::config::Config;
@@ -100,7 +100,13 @@ fn a_row_has_the_same_bits_behind_a_shared_prefix() {
             blocks: vec![owner.blocks[0], owner.blocks[1], copy],
             stored: 41,
         };
-        let rows = runner.copying_step(&mut [(&mut guest, &fork[41..])], vec![(owner.blocks[2], copy)]);
+        let rows = runner.copying_step(
+            &mut [(&mut guest, &fork[41..])],
+            vec![BlockCopy {
+                from: owner.blocks[2],
+                to: copy,
+            }],
+        );
         assert_same_bits(&rows, &alone[41..], &format!("{name}: forked inside a block"));
     }
 }

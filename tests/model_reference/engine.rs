@@ -6,7 +6,7 @@ use std::sync::Arc;
 use gristmill::device::Precision;
 use gristmill::device::draw::Sampling;
 use gristmill::engine::params::GenerationParams;
-use gristmill::engine::request::{Request, UnitId};
+use gristmill::engine::request::{Request, SampleId};
 use gristmill::engine::{Engine, EngineOptions, Generator};
 use gristmill::model::{KvBudget, Transformer};
 use gristmill::tokenizer::Tokenizer;
@@ -106,7 +106,7 @@ fn run(name: &str, reference: &Reference, schedule: &Schedule, rows: &[u64], tem
         ..GenerationParams::default()
     });
     for &row in rows {
-        let id = UnitId {
+        let id = SampleId {
             job: 0,
             row,
             sample: 0,

@@ -233,7 +233,7 @@ fn folders_that_are_no_checkpoint_are_refused() {
     assert_broken(
         "llama-plain",
         "pytorch_model.bin",
-        &["only as pickle", "convert"],
+        &["the only weights are pickle files", "convert"],
         |dir| {
             std::fs::rename(dir.join(weights), dir.join("pytorch_model.bin")).unwrap();
         },

@@ -4,7 +4,7 @@ use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use gristmill::device::batch::StepBatch;
+use gristmill::device::batch::{BlockCopy, StepBatch};
 use gristmill::device::{Dtype, Precision, cpu};
 use gristmill::engine::Forward;
 use gristmill::model::weights::{StoredTensor, WeightSource, Weights};
@@ -133,7 +133,7 @@ impl Runner<'_> {
     pub(crate) fn copying_step(
         &mut self,
         work: &mut [(&mut Sequence, &[u32])],
-        copies: Vec<(u32, u32)>,
+        copies: Vec<BlockCopy>,
     ) -> Vec<Vec<f32>> {
         let batch = self.batch(work, copies);
         let vocabulary = self.model.vocab_size();
@@ -145,7 +145,7 @@ impl Runner<'_> {
             .collect()
     }
 
-    pub(crate) fn batch(&mut self, work: &mut [(&mut Sequence, &[u32])], block_copies: Vec<(u32, u32)>) -> StepBatch {
+    pub(crate) fn batch(&mut self, work: &mut [(&mut Sequence, &[u32])], block_copies: Vec<BlockCopy>) -> StepBatch {
         let mut batch = StepBatch {
             block_copies,
             ..StepBatch::default()

@@ -8,7 +8,7 @@ use gristmill::dataset::value::rows_of;
 use gristmill::device::{KvFormat, Precision, cpu};
 use gristmill::job::{Job, Parameters};
 use gristmill::model::{KvBudget, LoadOptions, Transformer};
-use gristmill::worker::model::{ModelFiles, Stream};
+use gristmill::worker::model::{ModelFiles, PromptSettings};
 use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
 
 use super::harness::{KV_BLOCKS, Runner, in_chunks};
@@ -36,7 +36,7 @@ struct Ticket {
 /// The tickets, and how many tokens all of them begin with: the instruction, which is not scored.
 fn tickets(files: &ModelFiles) -> (Vec<Ticket>, usize) {
     let job = Job::load(&root().join("jobs/label-tickets.yaml"), &Parameters::default()).unwrap();
-    let renderer = files.renderer(&job, &Stream::UNKNOWN).unwrap();
+    let renderer = files.renderer(&job, &PromptSettings::UNKNOWN).unwrap();
     let file = File::open(root().join("jobs/demo/tickets.parquet")).unwrap();
     let reader = ParquetRecordBatchReaderBuilder::try_new(file).unwrap().build().unwrap();
     let rows = reader.flat_map(|batch| rows_of(&batch.unwrap()));

@@ -10,12 +10,12 @@ use crate::cli::device_choice::DeviceChoice;
 use crate::device::Precision;
 
 /// Arguments for a GPU, which conflict with a job.
-const OF_A_GPU: [&str; 5] = ["device", "quick", "model", "formats", "no_cublaslt"];
+const GPU_ARGUMENTS: [&str; 5] = ["device", "quick", "model", "formats", "no_cublaslt"];
 
 #[derive(Debug, Args)]
 pub(crate) struct DoctorArgs {
     /// A job file: checks its model, its store and its queue, and examines no GPU
-    #[arg(value_name = "JOB", conflicts_with_all = OF_A_GPU)]
+    #[arg(value_name = "JOB", conflicts_with_all = GPU_ARGUMENTS)]
     pub job: Option<PathBuf>,
     /// What `${NAME}` stands for in the job file's texts; may be given several times
     #[arg(long, value_name = "NAME=VALUE", value_parser = parameter, requires = "job")]

@@ -8,7 +8,7 @@ use crate::job::recheck::Recheck;
 
 /// Any format, or `auto`.
 pub(super) fn requested_precision() -> impl TypedValueParser<Value = RequestedPrecision> {
-    PossibleValuesParser::new(RequestedPrecision::words()).try_map(|word| word.parse::<RequestedPrecision>())
+    PossibleValuesParser::new(RequestedPrecision::names()).try_map(|word| word.parse::<RequestedPrecision>())
 }
 
 /// The formats that a recheck computes in.
@@ -22,6 +22,6 @@ pub(super) fn gpu_precision() -> impl TypedValueParser<Value = Precision> {
 }
 
 fn one_of(formats: &[Precision]) -> impl TypedValueParser<Value = Precision> + use<> {
-    let words = formats.iter().map(|format| format.word());
-    PossibleValuesParser::new(words).try_map(|word| Precision::named(&word).ok_or("no number format has this name"))
+    let words = formats.iter().map(|format| format.name());
+    PossibleValuesParser::new(words).try_map(|word| Precision::from_name(&word).ok_or("no number format has this name"))
 }

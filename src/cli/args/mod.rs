@@ -86,7 +86,7 @@ pub(super) struct JobArgs {
 
 impl JobArgs {
     /// Shell arguments that name the same job again.
-    pub(super) fn again(&self) -> String {
+    pub(super) fn shell_arguments(&self) -> String {
         let path = std::iter::once(self.path.display().to_string());
         let set = self
             .set
@@ -145,7 +145,7 @@ pub(super) struct WorkerArgs {
     pub context: Option<u32>,
     #[command(flatten)]
     pub engine: EngineArgs,
-    /// End when the ledgers of all jobs that came say that they are done
+    /// End when all jobs whose messages came are done, by their ledgers
     #[arg(long, conflicts_with = "once")]
     pub until_idle: bool,
     /// End when the queue has nothing more
@@ -154,7 +154,7 @@ pub(super) struct WorkerArgs {
     /// End after so many shards
     #[arg(long, value_name = "N")]
     pub max_shards: Option<u64>,
-    /// Seconds without a message, from a broker that answers, before --once, or --until-idle that has heard of no job, ends
+    /// Seconds without a message from an available broker before --once ends, or --until-idle if no job came
     #[arg(long, value_name = "SECONDS", default_value_t = 10.0, value_parser = positive_seconds)]
     pub idle_after: f64,
     /// The output of a job that must be done, too, before --until-idle ends (repeat for more)
@@ -187,7 +187,7 @@ pub(super) struct WorkerArgs {
     pub liveness_file: Option<PathBuf>,
     /// A port that answers HTTP 200 while the worker makes progress, 503 when it hangs: of this machine alone, or at ADDRESS
     /// (0.0.0.0 for probes from elsewhere, such as the kubelet's)
-    #[arg(long, value_name = "[ADDRESS:]PORT", value_parser = crate::worker::liveness::address)]
+    #[arg(long, value_name = "[ADDRESS:]PORT", value_parser = crate::worker::liveness::parse_address)]
     pub liveness_port: Option<std::net::SocketAddr>,
     /// Leave in good order when this cloud gives notice that it takes the spot machine away
     #[arg(long, value_name = "CLOUD", value_enum)]
@@ -423,8 +423,8 @@ pub(super) struct EngineArgs {
 impl EngineArgs {
     /// Maximum tokens and sequences per step. A GPU needs larger steps before compute, instead of
     /// memory bandwidth, becomes the bottleneck.
-    pub(super) fn step_limits(&self, place: ResolvedDevice) -> StepLimitArgs {
-        let (step_tokens, sequences) = match place {
+    pub(super) fn step_limits(&self, device: ResolvedDevice) -> StepLimitArgs {
+        let (step_tokens, sequences) = match device {
             ResolvedDevice::Cpu => (2048, 256),
             ResolvedDevice::Cuda(_) => (8192, 512),
         };
@@ -444,7 +444,7 @@ pub(super) struct StepLimitArgs {
 
 /// Parts of batching that a measurement can go without.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-pub(super) enum Part {
+pub(super) enum BatchingFeature {
     /// Order waiting prompts by prefix and length
     Sorting,
     /// Compute equal beginnings of prompts once
@@ -506,7 +506,7 @@ pub(super) struct BenchArgs {
     pub warm_up: usize,
     /// Go without parts of batching, to see what they are worth
     #[arg(long, value_name = "PART", value_delimiter = ',')]
-    pub without: Vec<Part>,
+    pub without: Vec<BatchingFeature>,
     /// Say how the requests were batched: steps, their tokens, what was computed twice
     #[arg(long)]
     pub explain: bool,

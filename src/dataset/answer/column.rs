@@ -1,4 +1,4 @@
-//! Answers → an Arrow column of their type.
+//! Builds the Arrow column that holds answers of a type.
 
 use std::sync::Arc;
 
@@ -7,7 +7,7 @@ use arrow::buffer::{NullBuffer, OffsetBuffer};
 use arrow::datatypes::{DataType, Field, Fields};
 
 use super::json::Answer;
-use super::types::{AnswerType, OTHERS};
+use super::types::{AnswerType, OTHERS_FIELD};
 use crate::dataset::error::{DatasetError, output_error};
 
 impl AnswerType {
@@ -30,35 +30,38 @@ impl AnswerType {
     /// A column of these answers; `None` is null.
     ///
     /// # Errors
-    /// An answer does not fit the type; [`AnswerType::check`] finds this beforehand.
+    /// An answer does not fit the type. Callers check each answer with [`AnswerType::check`]
+    /// before.
     pub fn column(&self, answers: &[Option<&Answer>]) -> Result<ArrayRef, DatasetError> {
         let count = answers.len();
         Ok(match self {
-            AnswerType::Json => Arc::new(StringArray::from(each(answers, |answer| Some(answer.compact()))?)),
-            AnswerType::Text => Arc::new(StringArray::from(each(answers, |answer| match answer {
+            AnswerType::Json => Arc::new(StringArray::from(convert_each(answers, |answer| {
+                Some(answer.compact())
+            })?)),
+            AnswerType::Text => Arc::new(StringArray::from(convert_each(answers, |answer| match answer {
                 Answer::Text(text) => Some(text.as_str()),
                 _ => None,
             })?)),
-            AnswerType::Boolean => Arc::new(BooleanArray::from(each(answers, |answer| match answer {
+            AnswerType::Boolean => Arc::new(BooleanArray::from(convert_each(answers, |answer| match answer {
                 Answer::Bool(value) => Some(*value),
                 _ => None,
             })?)),
-            AnswerType::Int64 => Arc::new(Int64Array::from(each(answers, Answer::int64)?)),
-            AnswerType::Float64 => Arc::new(Float64Array::from(each(answers, Answer::float64)?)),
+            AnswerType::Int64 => Arc::new(Int64Array::from(convert_each(answers, Answer::as_int64)?)),
+            AnswerType::Float64 => Arc::new(Float64Array::from(convert_each(answers, Answer::as_float64)?)),
             AnswerType::List(item) => {
-                let lists = each(answers, |answer| match answer {
+                let lists = convert_each(answers, |answer| match answer {
                     Answer::List(items) => Some(items.as_slice()),
                     _ => None,
                 })?;
                 let items: Vec<Option<&Answer>> =
                     lists.iter().flatten().flat_map(|list| list.iter().map(Some)).collect();
                 let field = Arc::new(Field::new_list_field(item.data_type(), true));
-                let lengths = OffsetBuffer::from_lengths(lists.iter().map(|list| list.map_or(0, <[Answer]>::len)));
-                let made = ListArray::try_new(field, lengths, item.column(&items)?, nulls(&lists));
-                Arc::new(made.map_err(output_error)?)
+                let offsets = OffsetBuffer::from_lengths(lists.iter().map(|list| list.map_or(0, <[Answer]>::len)));
+                let column = ListArray::try_new(field, offsets, item.column(&items)?, nulls(&lists));
+                Arc::new(column.map_err(output_error)?)
             }
             AnswerType::Map(value) => {
-                let maps = each(answers, members)?;
+                let maps = convert_each(answers, members)?;
                 let entries = || maps.iter().flatten().flat_map(|members| members.iter());
                 let keys = StringArray::from_iter_values(entries().map(|(key, _)| key));
                 let values: Vec<Option<&Answer>> = entries().map(|(_, value)| Some(value)).collect();
@@ -66,54 +69,54 @@ impl AnswerType {
                 let columns: Vec<ArrayRef> = vec![Arc::new(keys), value.column(&values)?];
                 let entries = StructArray::try_new(fields.clone(), columns, None).map_err(output_error)?;
                 let field = Arc::new(Field::new("key_value", DataType::Struct(fields), false));
-                let lengths = OffsetBuffer::from_lengths(maps.iter().map(|members| members.map_or(0, <[_]>::len)));
-                let made = MapArray::try_new(field, lengths, entries, nulls(&maps), false);
-                Arc::new(made.map_err(output_error)?)
+                let offsets = OffsetBuffer::from_lengths(maps.iter().map(|members| members.map_or(0, <[_]>::len)));
+                let column = MapArray::try_new(field, offsets, entries, nulls(&maps), false);
+                Arc::new(column.map_err(output_error)?)
             }
             AnswerType::Struct { fields, others } => {
-                let objects = each(answers, members)?;
+                let objects = convert_each(answers, members)?;
                 let mut columns = Vec::with_capacity(fields.len() + 1);
-                for (name, of) in fields {
+                for (name, field_type) in fields {
                     let values: Vec<Option<&Answer>> = objects
                         .iter()
                         .map(|members| members.and_then(|members| member(members, name)))
                         .collect();
-                    columns.push(of.column(&values)?);
+                    columns.push(field_type.column(&values)?);
                 }
-                let unnamed = |members: &[(String, Answer)]| {
+                let other_members = |members: &[(String, Answer)]| {
                     let is_named = |key: &String| fields.iter().any(|(name, _)| name == key);
-                    let unnamed = members.iter().filter(|(key, _)| !is_named(key)).cloned();
-                    let unnamed: Vec<(String, Answer)> = unnamed.collect();
-                    (!unnamed.is_empty()).then(|| Answer::Object(unnamed).compact())
+                    let other = members.iter().filter(|(key, _)| !is_named(key)).cloned();
+                    let other: Vec<(String, Answer)> = other.collect();
+                    (!other.is_empty()).then(|| Answer::Object(other).compact())
                 };
-                let rest = objects.iter().map(|members| members.and_then(unnamed));
-                let rest: Vec<Option<String>> = rest.collect();
+                let other_texts = objects.iter().map(|members| members.and_then(other_members));
+                let other_texts: Vec<Option<String>> = other_texts.collect();
                 match others {
-                    true => columns.push(Arc::new(StringArray::from(rest))),
-                    false if rest.iter().all(Option::is_none) => {}
-                    false => return Err(misfit()),
+                    true => columns.push(Arc::new(StringArray::from(other_texts))),
+                    false if other_texts.iter().all(Option::is_none) => {}
+                    false => return Err(type_error()),
                 }
                 let fields = struct_fields(fields, *others);
-                let made = StructArray::try_new_with_length(fields, columns, nulls(&objects), count);
-                Arc::new(made.map_err(output_error)?)
+                let column = StructArray::try_new_with_length(fields, columns, nulls(&objects), count);
+                Arc::new(column.map_err(output_error)?)
             }
         })
     }
 }
 
-/// Applies `of` to each answer that is not null; `of` must return a value.
-fn each<'a, T>(
+/// Converts each answer that is not null; `convert` returns `None` for an answer of another type.
+fn convert_each<'a, T>(
     answers: &[Option<&'a Answer>],
-    of: impl Fn(&'a Answer) -> Option<T>,
+    convert: impl Fn(&'a Answer) -> Option<T>,
 ) -> Result<Vec<Option<T>>, DatasetError> {
-    let one = |answer: &Option<&'a Answer>| match answer {
+    let convert_one = |answer: &Option<&'a Answer>| match answer {
         None | Some(Answer::Null) => Ok(None),
-        Some(answer) => of(answer).map(Some).ok_or_else(misfit),
+        Some(answer) => convert(answer).map(Some).ok_or_else(type_error),
     };
-    answers.iter().map(one).collect()
+    answers.iter().map(convert_one).collect()
 }
 
-fn misfit() -> DatasetError {
+fn type_error() -> DatasetError {
     DatasetError::Output("an answer does not fit the type of its column".into())
 }
 
@@ -132,6 +135,7 @@ fn member<'a>(members: &'a [(String, Answer)], name: &str) -> Option<&'a Answer>
     members.iter().find(|(key, _)| key == name).map(|(_, value)| value)
 }
 
+/// The fields of a map's entries.
 fn entry_fields(value: &AnswerType) -> Fields {
     let fields = [
         Field::new("key", DataType::Utf8, false),
@@ -141,8 +145,10 @@ fn entry_fields(value: &AnswerType) -> Fields {
 }
 
 fn struct_fields(fields: &[(String, AnswerType)], others: bool) -> Fields {
-    let named = fields.iter().map(|(name, of)| Field::new(name, of.data_type(), true));
-    let others = others.then(|| Field::new(OTHERS, DataType::Utf8, true));
+    let named = fields
+        .iter()
+        .map(|(name, field_type)| Field::new(name, field_type.data_type(), true));
+    let others = others.then(|| Field::new(OTHERS_FIELD, DataType::Utf8, true));
     named.chain(others).collect()
 }
 
@@ -154,20 +160,28 @@ mod tests {
     use super::*;
     use crate::dataset::part::{part_parquet, read_parquet};
     use crate::dataset::value::cell;
-    use crate::dataset::writing::Writing;
+    use crate::dataset::writing::WriteOptions;
 
     /// The cells of the answers' column after a round trip through a Parquet file.
     fn column(schema: &Value, answers: &[Option<&str>]) -> Vec<Value> {
-        let (of, _) = AnswerType::of(schema);
+        let (answer_type, _) = AnswerType::of(schema);
         let read: Vec<Option<Answer>> = answers
             .iter()
             .map(|text| text.map(|text| Answer::parse(text).unwrap()))
             .collect();
-        assert!(read.iter().flatten().all(|answer| of.check(answer).is_ok()));
-        let column = of.column(&read.iter().map(Option::as_ref).collect::<Vec<_>>()).unwrap();
-        assert_eq!(*column.data_type(), of.data_type());
+        assert!(read.iter().flatten().all(|answer| answer_type.check(answer).is_ok()));
+        let column = answer_type
+            .column(&read.iter().map(Option::as_ref).collect::<Vec<_>>())
+            .unwrap();
+        assert_eq!(*column.data_type(), answer_type.data_type());
         let batch = RecordBatch::try_from_iter_with_nullable([("parsed", column, true)]).unwrap();
-        let bytes = part_parquet(&batch.schema(), std::slice::from_ref(&batch), &[], Writing::default()).unwrap();
+        let bytes = part_parquet(
+            &batch.schema(),
+            std::slice::from_ref(&batch),
+            &[],
+            WriteOptions::default(),
+        )
+        .unwrap();
         let back = read_parquet(bytes).unwrap();
         assert_eq!(
             arrow::compute::concat_batches(&back.schema, &back.batches).unwrap(),
@@ -179,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn answers_become_what_they_say() {
+    fn answers_become_values_of_their_types() {
         let schema = json!({"type": "object", "properties": {
             "n": {"type": "integer"}, "f": {"type": ["number", "null"]}, "b": {"type": "boolean"}, "s": {"type": "string"},
             "l": {"type": "array", "items": {"type": "object", "properties": {"x": {"type": "integer"}}, "additionalProperties": false}},
@@ -241,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_is_an_error() {
+    fn answers_of_other_types_are_refused() {
         let closed = json!({"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": false});
         for (schema, answer) in [
             (json!({"type": "integer"}), "9223372036854775808"),
@@ -254,9 +268,9 @@ mod tests {
             (closed, "[]"),
         ] {
             let answer = Answer::parse(answer).unwrap();
-            let (of, _) = AnswerType::of(&schema);
+            let (answer_type, _) = AnswerType::of(&schema);
             assert!(
-                of.check(&answer).is_err() && of.column(&[Some(&answer)]).is_err(),
+                answer_type.check(&answer).is_err() && answer_type.column(&[Some(&answer)]).is_err(),
                 "{schema}"
             );
         }

@@ -1,8 +1,8 @@
-//! An answer's JSON as it was written: numbers keep all of their digits, and an object with a
+//! Parses an answer's JSON without loss: numbers keep all of their digits, and an object with a
 //! duplicate key is refused.
 //!
-//! A usual parser reads 9007199254740993 as the float 9007199254740992, and keeps the last of two
-//! members with the same key. Both results look right.
+//! Other parsers may read 9007199254740993 as the float 9007199254740992, and keep the last of two
+//! members with the same key. Neither error would be visible in the output.
 //!
 //! See docs/decisions/043-answers-are-read-stricter-than-parsers-do.md.
 
@@ -11,12 +11,12 @@ use std::fmt::Write;
 
 use serde_json::Value;
 
-/// Longest key or number in an error, in characters.
+/// Maximum length of a key or number in an error, in characters.
 const QUOTED_CHARS_MAX: usize = 60;
-/// Digits of the largest whole number in 64 bits.
+/// Number of digits of the largest int64.
 const INT64_DIGITS: i64 = 19;
 
-/// A value of JSON.
+/// A JSON value.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Answer {
     Null,
@@ -38,10 +38,10 @@ impl Answer {
         // This parser refuses all text that is not JSON, including numbers out of float64's range
         // and lone surrogates.
         serde_json::from_str::<Value>(text).map_err(|e| format!("the completion is not JSON: {e}"))?;
-        Walk { text, at: 0 }.value()
+        AnswerParser { text, offset: 0 }.value()
     }
 
-    /// Compact JSON. Numbers have serde_json's usual form, unless that form would change their
+    /// Compact JSON. A number has the form that serde_json writes, unless that form has another
     /// value.
     pub fn compact(&self) -> String {
         let mut out = String::new();
@@ -53,12 +53,12 @@ impl Answer {
         match self {
             Answer::Null => out.push_str("null"),
             Answer::Bool(value) => out.push_str(if *value { "true" } else { "false" }),
-            Answer::Number(number) => out.push_str(&shown(number)),
+            Answer::Number(number) => out.push_str(&number_text(number)),
             Answer::Text(text) => write_text(text, out),
             Answer::List(items) => {
                 out.push('[');
-                for (at, item) in items.iter().enumerate() {
-                    if at > 0 {
+                for (index, item) in items.iter().enumerate() {
+                    if index > 0 {
                         out.push(',');
                     }
                     item.write(out);
@@ -67,8 +67,8 @@ impl Answer {
             }
             Answer::Object(members) => {
                 out.push('{');
-                for (at, (key, value)) in members.iter().enumerate() {
-                    if at > 0 {
+                for (index, (key, value)) in members.iter().enumerate() {
+                    if index > 0 {
                         out.push(',');
                     }
                     write_text(key, out);
@@ -80,9 +80,9 @@ impl Answer {
         }
     }
 
-    /// The value as an int64, however it is written (`1e3`, `1.0`); `None` if it is not a whole
-    /// number of 64 bits.
-    pub fn int64(&self) -> Option<i64> {
+    /// The value as an int64, also if it is written as `1e3` or `1.0`; `None` if it is not a whole
+    /// number in the range of int64.
+    pub fn as_int64(&self) -> Option<i64> {
         let Answer::Number(number) = self else { return None };
         let Decimal {
             negative,
@@ -98,16 +98,16 @@ impl Answer {
         format!("{sign}0{digits}{zeros}").parse().ok()
     }
 
-    /// The nearest float64. `None` if this is not a number, is too large, underflows to 0, or is a
-    /// whole number in plain digits that float64 cannot represent exactly.
-    pub fn float64(&self) -> Option<f64> {
+    /// The nearest float64. `None` if the value is not a number, is too large, underflows to 0, or
+    /// is a whole number in plain digits that float64 cannot represent exactly.
+    pub fn as_float64(&self) -> Option<f64> {
         let Answer::Number(number) = self else { return None };
         let float: f64 = number.parse().ok()?;
         let exact = Decimal::of(number);
-        let is_whole = number.bytes().all(|byte| byte == b'-' || byte.is_ascii_digit());
-        let is_lost = float == 0.0 && !exact.digits.is_empty();
-        let is_other = is_whole && Decimal::of(&format!("{float:.0}")) != exact;
-        (float.is_finite() && !is_lost && !is_other).then_some(float)
+        let has_plain_digits = number.bytes().all(|byte| byte == b'-' || byte.is_ascii_digit());
+        let is_underflow = float == 0.0 && !exact.digits.is_empty();
+        let is_inexact_integer = has_plain_digits && Decimal::of(&format!("{float:.0}")) != exact;
+        (float.is_finite() && !is_underflow && !is_inexact_integer).then_some(float)
     }
 }
 
@@ -124,19 +124,20 @@ fn write_text(text: &str, out: &mut String) {
     let _ = write!(out, "{}", Value::from(text));
 }
 
-/// A number in serde_json's usual form, or as written where that form would change its value.
-fn shown(number: &str) -> String {
+/// A number in the form that serde_json writes, or unchanged if that form has another value.
+fn number_text(number: &str) -> String {
     match serde_json::from_str::<Value>(number).map(|value| value.to_string()) {
-        Ok(usual) if Decimal::of(&usual) == Decimal::of(number) => usual,
+        Ok(text) if Decimal::of(&text) == Decimal::of(number) => text,
         _ => number.to_string(),
     }
 }
 
-/// A number as decimal digits and exponent. Two values are equal where their numbers are.
+/// A number as decimal digits and exponent, in a unique form: two values are equal if and only if
+/// their numbers are equal.
 #[derive(Debug, PartialEq)]
 struct Decimal {
     negative: bool,
-    /// Without zeros at either end; empty for 0.
+    /// Without leading and trailing zeros; empty for 0.
     digits: String,
     /// The power of ten of the last digit.
     exponent: i64,
@@ -149,20 +150,20 @@ impl Decimal {
             Some(rest) => (true, rest),
             None => (false, number),
         };
-        let (mantissa, power) = number.split_once(['e', 'E']).unwrap_or((number, "0"));
-        let power: i64 = match power.parse() {
-            Ok(power) if i64::abs(power) < i64::from(i32::MAX) => power,
-            // An exponent beyond every representable number, whatever the mantissa's length.
-            _ if power.starts_with('-') => -(1 << 40),
+        let (mantissa, exponent) = number.split_once(['e', 'E']).unwrap_or((number, "0"));
+        let written_exponent: i64 = match exponent.parse() {
+            Ok(exponent) if i64::abs(exponent) < i64::from(i32::MAX) => exponent,
+            // Beyond int64 and float64, whatever the mantissa's length.
+            _ if exponent.starts_with('-') => -(1 << 40),
             _ => 1 << 40,
         };
         let (whole, fraction) = mantissa.split_once('.').unwrap_or((mantissa, ""));
-        let all = format!("{whole}{fraction}");
-        let ended = all.trim_end_matches('0');
-        let digits = ended.trim_start_matches('0');
+        let all_digits = format!("{whole}{fraction}");
+        let trimmed = all_digits.trim_end_matches('0');
+        let digits = trimmed.trim_start_matches('0');
         let exponent = match digits {
             "" => 0,
-            _ => power - fraction.len() as i64 + (all.len() - ended.len()) as i64,
+            _ => written_exponent - fraction.len() as i64 + (all_digits.len() - trimmed.len()) as i64,
         };
         Decimal {
             negative,
@@ -172,24 +173,23 @@ impl Decimal {
     }
 }
 
-/// Parses a text that is known to be valid JSON. The nesting depth is bounded by the parser that
-/// validated it.
-struct Walk<'a> {
+/// Parses a text that serde_json has validated before, with its limit on the nesting depth.
+struct AnswerParser<'a> {
     text: &'a str,
-    at: usize,
+    offset: usize,
 }
 
-impl Walk<'_> {
+impl AnswerParser<'_> {
     fn value(&mut self) -> Result<Answer, String> {
-        match self.next() {
+        match self.peek() {
             b'{' => self.object(),
             b'[' => self.list(),
             b'"' => Ok(Answer::Text(self.string()?)),
             _ => {
-                let end = self.text[self.at..].find([',', ']', '}', ' ', '\n', '\r', '\t']);
-                let end = end.map_or(self.text.len(), |length| self.at + length);
-                let word = &self.text[self.at..end];
-                self.at = end;
+                let end = self.text[self.offset..].find([',', ']', '}', ' ', '\n', '\r', '\t']);
+                let end = end.map_or(self.text.len(), |length| self.offset + length);
+                let word = &self.text[self.offset..end];
+                self.offset = end;
                 Ok(match word {
                     "null" => Answer::Null,
                     "true" => Answer::Bool(true),
@@ -200,60 +200,60 @@ impl Walk<'_> {
         }
     }
 
-    /// The next byte after white space; 0 at the end.
-    fn next(&mut self) -> u8 {
-        let rest = &self.text[self.at..];
-        self.at += rest.len() - rest.trim_start_matches([' ', '\n', '\r', '\t']).len();
-        self.text.as_bytes().get(self.at).copied().unwrap_or(0)
+    /// Skips white space and returns the next byte without consuming it; 0 at the end.
+    fn peek(&mut self) -> u8 {
+        let rest = &self.text[self.offset..];
+        self.offset += rest.len() - rest.trim_start_matches([' ', '\n', '\r', '\t']).len();
+        self.text.as_bytes().get(self.offset).copied().unwrap_or(0)
     }
 
-    /// Consumes `byte` if it comes next, and returns whether it did.
-    fn takes(&mut self, byte: u8) -> bool {
-        let comes = self.next() == byte;
-        self.at += usize::from(comes);
-        comes
+    /// Consumes `byte` if it is the next byte after white space, and returns whether it was.
+    fn consume(&mut self, byte: u8) -> bool {
+        let is_next = self.peek() == byte;
+        self.offset += usize::from(is_next);
+        is_next
     }
 
     fn string(&mut self) -> Result<String, String> {
-        let rest = &self.text[self.at..];
+        let rest = &self.text[self.offset..];
         let mut stream = serde_json::Deserializer::from_str(rest).into_iter::<String>();
         let read = stream.next().and_then(Result::ok).ok_or("the completion is not JSON")?;
-        self.at += stream.byte_offset();
+        self.offset += stream.byte_offset();
         Ok(read)
     }
 
     fn list(&mut self) -> Result<Answer, String> {
-        self.at += 1;
+        self.offset += 1;
         let mut items = Vec::new();
-        if self.takes(b']') {
+        if self.consume(b']') {
             return Ok(Answer::List(items));
         }
         loop {
             items.push(self.value()?);
-            if !self.takes(b',') {
-                self.at += 1;
+            if !self.consume(b',') {
+                self.offset += 1;
                 return Ok(Answer::List(items));
             }
         }
     }
 
     fn object(&mut self) -> Result<Answer, String> {
-        self.at += 1;
+        self.offset += 1;
         let mut members: Vec<(String, Answer)> = Vec::new();
-        if self.takes(b'}') {
+        if self.consume(b'}') {
             return Ok(Answer::Object(members));
         }
         let mut seen = HashSet::new();
         loop {
-            self.next();
+            self.peek();
             let key = self.string()?;
             if !seen.insert(key.clone()) {
                 return Err(format!("the answer has the key {} twice in one object", quoted(&key)));
             }
-            self.takes(b':');
+            self.consume(b':');
             members.push((key, self.value()?));
-            if !self.takes(b',') {
-                self.at += 1;
+            if !self.consume(b',') {
+                self.offset += 1;
                 return Ok(Answer::Object(members));
             }
         }
@@ -288,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_become_none_that_they_are_not() {
+    fn inexact_conversions_are_refused() {
         for (text, whole, float) in [
             ("9223372036854775807", Some(i64::MAX), None),
             ("-9223372036854775808", Some(i64::MIN), Some(i64::MIN as f64)),
@@ -309,18 +309,22 @@ mod tests {
             ("0e99999999999999999999", Some(0), Some(0.0)),
             ("0.000", Some(0), Some(0.0)),
         ] {
-            assert_eq!((number(text).int64(), number(text).float64()), (whole, float), "{text}");
+            assert_eq!(
+                (number(text).as_int64(), number(text).as_float64()),
+                (whole, float),
+                "{text}"
+            );
         }
         let zero = number("-0.0");
         assert_eq!(
-            (zero.int64(), zero.float64().map(f64::to_bits)),
+            (zero.as_int64(), zero.as_float64().map(f64::to_bits)),
             (Some(0), Some((-0.0f64).to_bits()))
         );
-        assert_eq!((number("\"1\"").int64(), number("true").float64()), (None, None));
+        assert_eq!((number("\"1\"").as_int64(), number("true").as_float64()), (None, None));
     }
 
     #[test]
-    fn no_key_counts_twice() {
+    fn duplicate_keys_are_refused() {
         for (text, key) in [
             (r#"{"a": 1, "a": 1}"#, "`a`"),
             (r#"[{"b": {"x": [], "\u0078": {}}}]"#, "`x`"),
@@ -335,7 +339,7 @@ mod tests {
     }
 
     #[test]
-    fn escapes_are_read_and_halves_of_surrogates_are_none() {
+    fn escapes_are_read_and_lone_surrogates_are_refused() {
         let text = Answer::parse(r#"" \ud83d\ude00\u00e9\n\"/""#).unwrap();
         assert_eq!(text, Answer::Text(" 😀é\n\"/".into()));
         assert_eq!(text.compact(), "\" 😀é\\n\\\"/\"");
@@ -373,7 +377,7 @@ mod tests {
     proptest! {
         /// The text column holds serde_json's output, as in earlier versions.
         #[test]
-        fn compact_json_is_that_of_another_parser(value in any_value()) {
+        fn compact_json_is_the_same_as_serde_jsons(value in any_value()) {
             for text in [value.to_string(), format!("{value:#}")] {
                 prop_assert_eq!(Answer::parse(&text).unwrap().compact(), value.to_string());
             }

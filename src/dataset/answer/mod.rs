@@ -1,4 +1,4 @@
-//! Answers as values: the JSON text as it was written, the Arrow type for a JSON Schema, and the
+//! Typed answers: parsing of an answer's JSON without loss, the Arrow type for a JSON Schema, and the
 //! column that holds the answers of a part.
 
 pub(crate) mod column;

@@ -1,9 +1,9 @@
-//! The Arrow type of the column for answers to a JSON Schema; parts without an Arrow type become
-//! JSON text.
+//! The Arrow type of the column for answers to a JSON Schema; parts of an answer without an Arrow
+//! type become JSON text.
 //!
-//! A type admits every answer that its schema does, except numbers that fit neither int64 nor
-//! float64. Keywords that narrow an answer further (bounds, patterns, formats, required members)
-//! are ignored, and a value that may have several types stays text. Null and missing values are
+//! A type admits every answer that its schema does, except numbers that its int64 or float64 cannot
+//! hold. Keywords that narrow an answer further (bounds, patterns, formats, required members) are
+//! ignored, and a value that may have several types becomes JSON text. Null and missing values are
 //! both null, so every part of a column is nullable.
 
 use std::borrow::Cow;
@@ -15,14 +15,14 @@ use serde_json::{Map, Value};
 
 use super::json::{Answer, quoted};
 
-/// Deepest nesting of a type.
+/// Maximum nesting depth of a type.
 const LEVELS_MAX: usize = 16;
-/// Maximum number of schemas visited: a schema of a kilobyte can refer to another one a million
-/// times.
+/// Maximum number of schemas visited: the references in a schema of a kilobyte can lead to another
+/// schema a million times.
 const SCHEMAS_MAX: usize = 4_000;
-/// The field of a struct that holds, as a JSON object, the members that the schema allows without
-/// naming them. Its name is the keyword's.
-pub const OTHERS: &str = "additionalProperties";
+/// The field of a struct that holds the members that the schema allows without naming them, as JSON
+/// text of an object. Its name is that of the schema keyword.
+pub const OTHERS_FIELD: &str = "additionalProperties";
 
 /// The type of a column, or of a part of its values.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -40,25 +40,25 @@ pub enum AnswerType {
     Struct {
         /// In the schema's order.
         fields: Vec<(String, AnswerType)>,
-        /// Whether the schema allows members that it does not name; these go to [`OTHERS`].
+        /// Whether the schema allows members that it does not name; these go to [`OTHERS_FIELD`].
         others: bool,
     },
 }
 
-/// Why a part of an answer has no type. Messages show it after the part's path.
-type Why = Cow<'static, str>;
+/// The reason why a part of an answer has no type. Messages show it after the part's path.
+type Reason = Cow<'static, str>;
 
 /// A part of an answer that stays JSON text.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Untyped {
     /// Path as a query would name it: `parsed.tags[]`.
-    pub place: String,
-    pub why: Why,
+    pub path: String,
+    pub why: Reason,
 }
 
 impl fmt::Display for Untyped {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "`{}` {}", self.place, self.why)
+        write!(f, "`{}` {}", self.path, self.why)
     }
 }
 
@@ -74,8 +74,8 @@ impl fmt::Display for AnswerType {
             AnswerType::Map(value) => write!(f, "map<string, {value}>"),
             AnswerType::Struct { fields, others } => {
                 f.write_str("struct<")?;
-                for (at, (name, of)) in fields.iter().enumerate() {
-                    write!(f, "{}{name}: {of}", if at > 0 { ", " } else { "" })?;
+                for (index, (name, field_type)) in fields.iter().enumerate() {
+                    write!(f, "{}{name}: {field_type}", if index > 0 { ", " } else { "" })?;
                 }
                 f.write_str(if *others {
                     ", additionalProperties: JSON text>"
@@ -90,38 +90,49 @@ impl fmt::Display for AnswerType {
 impl AnswerType {
     /// The type for a JSON Schema, and the parts that stay text.
     pub fn of(schema: &Value) -> (AnswerType, Vec<Untyped>) {
-        let mut reading = Reading {
+        let mut reader = SchemaReader {
             root: schema,
-            left: SCHEMAS_MAX,
-            within: vec!["#"],
+            schemas_left: SCHEMAS_MAX,
+            open_refs: vec!["#"],
             untyped: Vec::new(),
         };
-        let of = reading.schema(schema, "parsed", 0);
-        (of, reading.untyped)
+        let answer_type = reader.type_of(schema, "parsed", 0);
+        (answer_type, reader.untyped)
     }
 
     /// Approximate maximum number of values that an answer of `tokens` tokens has in this type's
     /// columns. A list item takes at least a token, and has a value (possibly null) in each column
     /// below the list.
-    pub fn values(&self, tokens: u64) -> u64 {
-        let (own, of_an_item) = self.places();
-        own.saturating_add(tokens.saturating_mul(of_an_item))
+    pub fn max_values(&self, tokens: u64) -> u64 {
+        let columns = self.column_counts();
+        let in_lists = tokens.saturating_mul(columns.per_list_item);
+        columns.outside_lists.saturating_add(in_lists)
     }
 
-    /// The number of columns outside of lists, and the maximum number of columns per list item.
-    fn places(&self) -> (u64, u64) {
+    fn column_counts(&self) -> ColumnCounts {
         match self {
             AnswerType::List(item) | AnswerType::Map(item) => {
-                let (own, of_an_item) = item.places();
-                (1, own.max(of_an_item))
+                let columns = item.column_counts();
+                ColumnCounts {
+                    outside_lists: 1,
+                    per_list_item: columns.outside_lists.max(columns.per_list_item),
+                }
             }
             AnswerType::Struct { fields, others } => {
-                let places = fields.iter().map(|(_, of)| of.places());
-                places.fold((u64::from(*others), 0), |(own, items), (more, of_an_item)| {
-                    (own + more, items.max(of_an_item))
+                let none = ColumnCounts {
+                    outside_lists: u64::from(*others),
+                    per_list_item: 0,
+                };
+                let counts = fields.iter().map(|(_, field_type)| field_type.column_counts());
+                counts.fold(none, |sum, field| ColumnCounts {
+                    outside_lists: sum.outside_lists + field.outside_lists,
+                    per_list_item: sum.per_list_item.max(field.per_list_item),
                 })
             }
-            _ => (1, 0),
+            _ => ColumnCounts {
+                outside_lists: 1,
+                per_list_item: 0,
+            },
         }
     }
 
@@ -133,140 +144,153 @@ impl AnswerType {
         self.check_at(answer, "")
     }
 
-    fn check_at(&self, answer: &Answer, place: &str) -> Result<(), String> {
-        let misfit = |answer: &Answer| {
-            let place = if place.is_empty() {
+    /// `path`: the path of `answer` within the whole answer.
+    fn check_at(&self, answer: &Answer, path: &str) -> Result<(), String> {
+        let type_error = |answer: &Answer| {
+            let subject = if path.is_empty() {
                 String::new()
             } else {
-                format!("`{place}` is ")
+                format!("`{path}` is ")
             };
             Err(format!(
-                "{place}{}, and its column holds {self}",
+                "{subject}{}, and its column holds {self}",
                 quoted(&answer.compact())
             ))
         };
         match (self, answer) {
             (AnswerType::Json, _) | (_, Answer::Null) => Ok(()),
             (AnswerType::Text, Answer::Text(_)) | (AnswerType::Boolean, Answer::Bool(_)) => Ok(()),
-            (AnswerType::Int64, answer) if answer.int64().is_some() => Ok(()),
-            (AnswerType::Float64, answer) if answer.float64().is_some() => Ok(()),
+            (AnswerType::Int64, answer) if answer.as_int64().is_some() => Ok(()),
+            (AnswerType::Float64, answer) if answer.as_float64().is_some() => Ok(()),
             (AnswerType::List(item), Answer::List(items)) => {
-                let mut all = items.iter().enumerate();
-                all.try_for_each(|(at, answer)| item.check_at(answer, &format!("{place}[{at}]")))
+                let mut items = items.iter().enumerate();
+                items.try_for_each(|(index, answer)| item.check_at(answer, &format!("{path}[{index}]")))
             }
             (AnswerType::Map(value), Answer::Object(members)) => {
-                let mut all = members.iter();
-                all.try_for_each(|(key, answer)| value.check_at(answer, &below(place, key)))
+                let mut members = members.iter();
+                members.try_for_each(|(key, answer)| value.check_at(answer, &child_path(path, key)))
             }
             (AnswerType::Struct { fields, others }, Answer::Object(members)) => {
                 members
                     .iter()
                     .try_for_each(|(key, answer)| match fields.iter().find(|(name, _)| name == key) {
-                        Some((_, of)) => of.check_at(answer, &below(place, key)),
+                        Some((_, field_type)) => field_type.check_at(answer, &child_path(path, key)),
                         None if *others => Ok(()),
                         None => Err(format!("it has no field {}", quoted(key))),
                     })
             }
-            (_, answer) => misfit(answer),
+            (_, answer) => type_error(answer),
         }
     }
 }
 
-fn below(place: &str, key: &str) -> String {
-    match place {
+/// Number of columns of a type.
+struct ColumnCounts {
+    outside_lists: u64,
+    /// Maximum over the lists and maps.
+    per_list_item: u64,
+}
+
+fn child_path(path: &str, key: &str) -> String {
+    match path {
         "" => key.to_string(),
-        place => format!("{place}.{key}"),
+        path => format!("{path}.{key}"),
     }
 }
 
-/// A schema being read.
-struct Reading<'a> {
+/// Finds the type for a schema. `path` names a part of the answer for messages, `level` is its
+/// nesting depth.
+struct SchemaReader<'a> {
     root: &'a Value,
     /// Number of schemas that may still be visited.
-    left: usize,
+    schemas_left: usize,
     /// The `$ref`s being followed; a `$ref` that is already in the list is recursive.
-    within: Vec<&'a str>,
+    open_refs: Vec<&'a str>,
     untyped: Vec<Untyped>,
 }
 
-impl<'a> Reading<'a> {
-    fn schema(&mut self, schema: &'a Value, place: &str, level: usize) -> AnswerType {
-        let (following, noted) = (self.within.len(), self.untyped.len());
-        let read = if level > LEVELS_MAX {
+impl<'a> SchemaReader<'a> {
+    fn type_of(&mut self, schema: &'a Value, path: &str, level: usize) -> AnswerType {
+        let (open_refs, untyped) = (self.open_refs.len(), self.untyped.len());
+        let found = if level > LEVELS_MAX {
             Err("is nested too deep for a type".into())
         } else {
-            self.together(schema).and_then(|all| self.all(&all, place, level))
+            self.applicable_schemas(schema)
+                .and_then(|schemas| self.type_of_all(&schemas, path, level))
         };
-        self.within.truncate(following);
-        read.unwrap_or_else(|why| {
+        self.open_refs.truncate(open_refs);
+        found.unwrap_or_else(|why| {
             // A part that is text as a whole is reported once, without its own parts.
-            self.untyped.truncate(noted);
-            self.untyped.push(Untyped {
-                place: place.into(),
-                why,
-            });
+            self.untyped.truncate(untyped);
+            self.untyped.push(Untyped { path: path.into(), why });
             AnswerType::Json
         })
     }
 
     /// All schemas that apply to the same value as `schema`: its own keywords, its `$ref`'s target
     /// and its `allOf`.
-    fn together(&mut self, schema: &'a Value) -> Result<Vec<&'a Map<String, Value>>, Why> {
-        let mut all = Vec::new();
-        let mut open = vec![schema];
-        while let Some(schema) = open.pop() {
-            self.left = self
-                .left
+    fn applicable_schemas(&mut self, schema: &'a Value) -> Result<Vec<&'a Map<String, Value>>, Reason> {
+        let mut schemas = Vec::new();
+        let mut to_visit = vec![schema];
+        while let Some(schema) = to_visit.pop() {
+            self.schemas_left = self
+                .schemas_left
                 .checked_sub(1)
-                .ok_or(Why::Borrowed("is of a schema too large for a type"))?;
+                .ok_or(Reason::Borrowed("is of a schema too large for a type"))?;
             let Value::Object(members) = schema else {
                 continue;
             };
-            all.push(members);
-            if let Some(Value::Array(of)) = members.get("allOf") {
-                open.extend(of.iter().rev());
+            schemas.push(members);
+            if let Some(Value::Array(all_of)) = members.get("allOf") {
+                to_visit.extend(all_of.iter().rev());
             }
             if let Some(Value::String(name)) = members.get("$ref") {
-                if self.within.contains(&name.as_str()) {
+                if self.open_refs.contains(&name.as_str()) {
                     return Err("is recursive".into());
                 }
-                self.within.push(name);
-                open.push(self.target(name).ok_or(Why::Borrowed("refers to what is not found"))?);
+                self.open_refs.push(name);
+                let target = self.target(name);
+                to_visit.push(target.ok_or(Reason::Borrowed("refers to what is not found"))?);
             }
         }
-        Ok(all)
+        Ok(schemas)
     }
 
     /// The schema that a `$ref` names below the root; references with escapes are not resolved.
     fn target(&self, name: &str) -> Option<&'a Value> {
-        let mut at = self.root;
+        let mut value = self.root;
         for segment in name.strip_prefix("#/")?.split('/') {
-            at = match at {
+            value = match value {
                 Value::Array(items) => items.get(segment.parse::<usize>().ok()?)?,
                 other => other.get(segment)?,
             };
         }
-        Some(at)
+        Some(value)
     }
 
     /// The type for values that satisfy all of these schemas. Each schema only narrows the values,
     /// so the type of any one of them is valid.
-    fn all(&mut self, all: &[&'a Map<String, Value>], place: &str, level: usize) -> Result<AnswerType, Why> {
-        for members in all {
+    fn type_of_all(
+        &mut self,
+        schemas: &[&'a Map<String, Value>],
+        path: &str,
+        level: usize,
+    ) -> Result<AnswerType, Reason> {
+        for members in schemas {
             if let Some(value) = members.get("const") {
-                return of_values([value]);
+                return type_of_values([value]);
             }
             if let Some(Value::Array(values)) = members.get("enum") {
-                return of_values(values);
+                return type_of_values(values);
             }
         }
-        let types = all.iter().filter_map(|members| members.get("type")).map(names_of_types);
-        let Some(types) = types.min_by_key(Vec::len) else {
-            let options = ["anyOf", "oneOf"].map(|name| all.iter().find_map(|members| members.get(name)?.as_array()));
-            return match options.into_iter().flatten().next() {
+        let types = schemas.iter().filter_map(|members| members.get("type"));
+        let Some(types) = types.map(type_names).min_by_key(Vec::len) else {
+            let find = |keyword: &str| schemas.iter().find_map(|members| members.get(keyword)?.as_array());
+            return match find("anyOf").or_else(|| find("oneOf")) {
                 Some(options) => {
-                    let options = options.iter().filter(|option| !is_null(option));
-                    self.one_of(options, place, level, "may be of different types")
+                    let options = options.iter().filter(|option| !is_only_null(option));
+                    self.common_type(options, path, level, "may be of different types")
                 }
                 None => Err("may be of any type".into()),
             };
@@ -276,70 +300,80 @@ impl<'a> Reading<'a> {
             ["boolean"] => Ok(AnswerType::Boolean),
             ["integer"] => Ok(AnswerType::Int64),
             ["number"] | ["number", "integer"] | ["integer", "number"] => Ok(AnswerType::Float64),
-            ["array"] => self.array(all, place, level),
-            ["object"] => self.object(all, place, level),
+            ["array"] => self.array_type(schemas, path, level),
+            ["object"] => self.object_type(schemas, path, level),
             [] => Err("is always null".into()),
             _ => Err("may be of different types".into()),
         }
     }
 
-    /// The common type of all options, if they agree.
-    fn one_of(
+    /// The type that all options have in common. The error is `else_why`.
+    fn common_type(
         &mut self,
         options: impl Iterator<Item = &'a Value>,
-        place: &str,
+        path: &str,
         level: usize,
         else_why: &'static str,
-    ) -> Result<AnswerType, Why> {
-        let mut found: Option<AnswerType> = None;
+    ) -> Result<AnswerType, Reason> {
+        let mut common: Option<AnswerType> = None;
         for option in options {
-            let next = self.schema(option, place, level + 1);
-            found = Some(match found {
+            let next = self.type_of(option, path, level + 1);
+            common = Some(match common {
                 None => next,
                 Some(one) if one == next => one,
                 Some(AnswerType::Int64 | AnswerType::Float64) if is_number(&next) => AnswerType::Float64,
                 Some(_) => return Err(else_why.into()),
             });
         }
-        match found {
+        match common {
             Some(AnswerType::Json) | None => Err(else_why.into()),
             Some(one) => Ok(one),
         }
     }
 
-    fn array(&mut self, all: &[&'a Map<String, Value>], place: &str, level: usize) -> Result<AnswerType, Why> {
-        let place = format!("{place}[]");
-        let lists = |members: &&'a Map<String, Value>| {
-            let lists = ["prefixItems", "items"].map(|name| members.get(name).and_then(Value::as_array));
-            lists.into_iter().flatten().next()
+    fn array_type(
+        &mut self,
+        schemas: &[&'a Map<String, Value>],
+        path: &str,
+        level: usize,
+    ) -> Result<AnswerType, Reason> {
+        let item_path = format!("{path}[]");
+        // Schemas of the first items by position, and the schema of the other items.
+        let by_position = |members: &&'a Map<String, Value>| {
+            let list = |keyword: &str| members.get(keyword).and_then(Value::as_array);
+            list("prefixItems").or_else(|| list("items"))
         };
-        let rest = |members: &&'a Map<String, Value>| {
+        let of_others = |members: &&'a Map<String, Value>| {
             let items = members.get("items").filter(|items| !items.is_array());
             items.or_else(|| members.get("additionalItems"))
         };
-        let first = all.iter().find_map(lists).into_iter().flatten();
-        let rest = all.iter().find_map(rest);
-        if rest.is_none() {
+        let first_items = schemas.iter().find_map(by_position).into_iter().flatten();
+        let Some(other_items) = schemas.iter().find_map(of_others) else {
             return Err("is a list of any values".into());
-        }
-        let rest = rest.filter(|rest| **rest != Value::Bool(false));
-        match self.one_of(first.chain(rest), &place, level, "") {
+        };
+        let other_items = Some(other_items).filter(|items| **items != Value::Bool(false));
+        match self.common_type(first_items.chain(other_items), &item_path, level, "") {
             Ok(item) => Ok(AnswerType::List(Box::new(item))),
             Err(_) => Err("is a list of values of different types".into()),
         }
     }
 
-    fn object(&mut self, all: &[&'a Map<String, Value>], place: &str, level: usize) -> Result<AnswerType, Why> {
+    fn object_type(
+        &mut self,
+        schemas: &[&'a Map<String, Value>],
+        path: &str,
+        level: usize,
+    ) -> Result<AnswerType, Reason> {
         let properties = |members: &'a Map<String, Value>| members.get("properties").and_then(Value::as_object);
         let is_closed = |members: &&'a Map<String, Value>| {
             members.get("additionalProperties") == Some(&Value::Bool(false))
                 && !members.contains_key("patternProperties")
         };
-        let others = !all.iter().any(is_closed);
+        let others = !schemas.iter().any(is_closed);
         let mut named: Vec<(&'a String, &'a Value)> = Vec::new();
-        let (mut known, mut seen) = (HashSet::new(), HashMap::new());
-        for (name, schema) in all.iter().filter_map(|members| properties(members)).flatten() {
-            if !known.insert(name) {
+        let (mut names, mut by_lowercase) = (HashSet::new(), HashMap::new());
+        for (name, schema) in schemas.iter().filter_map(|members| properties(members)).flatten() {
+            if !names.insert(name) {
                 continue;
             }
             // Engines that read columns by name ignore case, and their strings end at a zero byte.
@@ -347,7 +381,7 @@ impl<'a> Reading<'a> {
                 let name = quoted(&name.escape_debug().to_string());
                 return Err(format!("has the property {name}, a name that no column can have").into());
             }
-            if let Some(other) = seen.insert(name.to_lowercase(), name) {
+            if let Some(other) = by_lowercase.insert(name.to_lowercase(), name) {
                 let (name, other) = (quoted(name), quoted(other));
                 let why = format!(
                     "has the properties {other} and {name}, which engines cannot tell apart: they differ by case alone"
@@ -357,18 +391,19 @@ impl<'a> Reading<'a> {
             named.push((name, schema));
         }
         if named.is_empty() {
-            return self.map(all, place, level);
+            return self.map_type(schemas, path, level);
         }
-        if others && seen.contains_key(&OTHERS.to_lowercase()) {
+        if others && by_lowercase.contains_key(&OTHERS_FIELD.to_lowercase()) {
             return Err("has a property named `additionalProperties`, and others beside".into());
         }
         let mut fields = Vec::with_capacity(named.len());
         for (name, schema) in named {
-            fields.push((name.clone(), self.schema(schema, &format!("{place}.{name}"), level + 1)));
+            let field_type = self.type_of(schema, &format!("{path}.{name}"), level + 1);
+            fields.push((name.clone(), field_type));
         }
         if others {
             self.untyped.push(Untyped {
-                place: format!("{place}.{OTHERS}"),
+                path: format!("{path}.{OTHERS_FIELD}"),
                 why: "holds the members that the schema allows without naming them".into(),
             });
         }
@@ -376,22 +411,22 @@ impl<'a> Reading<'a> {
     }
 
     /// The type of an object without named members.
-    fn map(&mut self, all: &[&'a Map<String, Value>], place: &str, level: usize) -> Result<AnswerType, Why> {
-        const FREE: &str = "is an object of any members";
-        let by_pattern = all.iter().any(|members| members.contains_key("patternProperties"));
-        let values = all.iter().find_map(|members| members.get("additionalProperties"));
-        match values.filter(|values| values.is_object() && !by_pattern) {
-            Some(values) => match self.schema(values, &format!("{place}[]"), level + 1) {
-                AnswerType::Json => Err(FREE.into()),
+    fn map_type(&mut self, schemas: &[&'a Map<String, Value>], path: &str, level: usize) -> Result<AnswerType, Reason> {
+        const ANY_MEMBERS: &str = "is an object of any members";
+        let has_patterns = schemas.iter().any(|members| members.contains_key("patternProperties"));
+        let values = schemas.iter().find_map(|members| members.get("additionalProperties"));
+        match values.filter(|values| values.is_object() && !has_patterns) {
+            Some(values) => match self.type_of(values, &format!("{path}[]"), level + 1) {
+                AnswerType::Json => Err(ANY_MEMBERS.into()),
                 value => Ok(AnswerType::Map(Box::new(value))),
             },
-            None => Err(FREE.into()),
+            None => Err(ANY_MEMBERS.into()),
         }
     }
 }
 
-/// The names in a `type`, without `null`.
-fn names_of_types(names: &Value) -> Vec<&str> {
+/// The names in a schema's `type`, without `null`.
+fn type_names(names: &Value) -> Vec<&str> {
     let names: Vec<&str> = match names {
         Value::Array(names) => names.iter().filter_map(Value::as_str).collect(),
         name => name.as_str().into_iter().collect(),
@@ -399,36 +434,36 @@ fn names_of_types(names: &Value) -> Vec<&str> {
     names.into_iter().filter(|name| *name != "null").collect()
 }
 
-/// Whether a schema admits null alone.
-fn is_null(schema: &Value) -> bool {
+/// Whether a schema admits no value but null.
+fn is_only_null(schema: &Value) -> bool {
     schema["type"] == "null" || schema.get("const").is_some_and(Value::is_null)
 }
 
-fn is_number(of: &AnswerType) -> bool {
-    matches!(of, AnswerType::Int64 | AnswerType::Float64)
+fn is_number(answer_type: &AnswerType) -> bool {
+    matches!(answer_type, AnswerType::Int64 | AnswerType::Float64)
 }
 
 /// The common type of an enum's values.
-fn of_values<'a>(values: impl IntoIterator<Item = &'a Value>) -> Result<AnswerType, Why> {
-    let mut found: Option<AnswerType> = None;
+fn type_of_values<'a>(values: impl IntoIterator<Item = &'a Value>) -> Result<AnswerType, Reason> {
+    let mut common: Option<AnswerType> = None;
     for value in values.into_iter().filter(|value| !value.is_null()) {
         let next = match value {
             Value::String(_) => AnswerType::Text,
             Value::Bool(_) => AnswerType::Boolean,
-            Value::Number(_) => match Answer::Number(value.to_string()).int64() {
+            Value::Number(_) => match Answer::Number(value.to_string()).as_int64() {
                 Some(_) => AnswerType::Int64,
                 None => AnswerType::Float64,
             },
             _ => return Err("has lists or objects among its values".into()),
         };
-        found = Some(match found {
+        common = Some(match common {
             None => next,
             Some(one) if one == next => one,
             Some(one) if is_number(&one) && is_number(&next) => AnswerType::Float64,
             Some(_) => return Err("has values of different types".into()),
         });
     }
-    found.ok_or(Why::Borrowed("is always null"))
+    common.ok_or(Reason::Borrowed("is always null"))
 }
 
 #[cfg(test)]
@@ -439,8 +474,11 @@ mod tests {
 
     /// The type's display text, and the parts that stay text.
     fn typed(schema: Value) -> (String, Vec<String>) {
-        let (of, untyped) = AnswerType::of(&schema);
-        (of.to_string(), untyped.iter().map(Untyped::to_string).collect())
+        let (answer_type, untyped) = AnswerType::of(&schema);
+        (
+            answer_type.to_string(),
+            untyped.iter().map(Untyped::to_string).collect(),
+        )
     }
 
     fn object(properties: Value) -> Value {
@@ -448,8 +486,8 @@ mod tests {
     }
 
     #[test]
-    fn schemas_have_the_types_that_arrow_has() {
-        for (schema, of) in [
+    fn schemas_get_arrow_types() {
+        for (schema, answer_type) in [
             (json!({"type": "string", "format": "date-time"}), "string"),
             (json!({"enum": ["a", "b", null]}), "string"),
             (json!({"const": true}), "boolean"),
@@ -487,13 +525,13 @@ mod tests {
                 "struct<a: string>",
             ),
         ] {
-            assert_eq!(typed(schema.clone()), (of.to_string(), vec![]), "{schema}");
+            assert_eq!(typed(schema.clone()), (answer_type.to_string(), vec![]), "{schema}");
         }
     }
 
     #[test]
-    fn what_has_no_type_is_text_and_says_why() {
-        for (schema, of, untyped) in [
+    fn parts_without_a_type_are_text_with_a_reason() {
+        for (schema, answer_type, untyped) in [
             (
                 json!({"type": "object"}),
                 "JSON text",
@@ -577,19 +615,19 @@ mod tests {
         ] {
             assert_eq!(
                 typed(schema.clone()),
-                (of.to_string(), vec![untyped.to_string()]),
+                (answer_type.to_string(), vec![untyped.to_string()]),
                 "{schema}"
             );
         }
     }
 
     #[test]
-    fn large_and_deep_schemas_end() {
+    fn large_and_deep_schemas_are_cut_off() {
         let deep = (0..90).fold(json!({"type": "string"}), |inner, _| object(json!({"a": inner})));
-        let (of, untyped) = typed(deep);
+        let (answer_type, untyped) = typed(deep);
         assert!(
-            of.ends_with(&format!("JSON text{}", ">".repeat(LEVELS_MAX + 1))),
-            "{of}"
+            answer_type.ends_with(&format!("JSON text{}", ">".repeat(LEVELS_MAX + 1))),
+            "{answer_type}"
         );
         assert!(untyped[0].ends_with("is nested too deep for a type"), "{untyped:?}");
         // Each definition refers to the next one twice.
@@ -599,16 +637,16 @@ mod tests {
                 (format!("d{n}"), object(json!({"a": next, "b": next})))
             })
             .collect();
-        let (of, untyped) = AnswerType::of(&json!({"$ref": "#/$defs/d0", "$defs": defs}));
-        assert!(of.to_string().len() < 1 << 20 && !untyped.is_empty());
+        let (answer_type, untyped) = AnswerType::of(&json!({"$ref": "#/$defs/d0", "$defs": defs}));
+        assert!(answer_type.to_string().len() < 1 << 20 && !untyped.is_empty());
     }
 
     #[test]
-    fn what_does_not_fit_is_named() {
-        let (of, _) = AnswerType::of(&object(json!({
+    fn errors_name_the_part_that_does_not_fit() {
+        let (answer_type, _) = AnswerType::of(&object(json!({
             "n": {"type": "integer"}, "f": {"type": "number"}, "l": {"type": "array", "items": {"type": "integer"}},
             "m": {"type": "object", "additionalProperties": {"type": "boolean"}}, "s": {"type": "string"}})));
-        let check = |text: &str| of.check(&Answer::parse(text).unwrap());
+        let check = |text: &str| answer_type.check(&Answer::parse(text).unwrap());
         for fits in [
             "null",
             "{}",
@@ -643,18 +681,18 @@ mod tests {
         let item = object(
             json!({"a": {"type": "string"}, "b": {"type": "string"}, "c": {"type": "array", "items": {"type": "string"}}}),
         );
-        let (of, _) = AnswerType::of(&object(
+        let (answer_type, _) = AnswerType::of(&object(
             json!({"n": {"type": "integer"}, "l": {"type": "array", "items": item}}),
         ));
-        assert_eq!(of.values(100), 2 + 100 * 3);
-        assert_eq!(AnswerType::Text.values(100), 1);
+        assert_eq!(answer_type.max_values(100), 2 + 100 * 3);
+        assert_eq!(AnswerType::Text.max_values(100), 1);
     }
 
     #[test]
-    fn a_type_comes_back_from_a_record() {
-        let (of, _) = AnswerType::of(&json!({"type": "object", "properties": {
+    fn types_are_read_back_from_records() {
+        let (answer_type, _) = AnswerType::of(&json!({"type": "object", "properties": {
             "a": {"type": "array", "items": {"type": "integer"}}, "b": {"type": "object", "additionalProperties": {"type": "string"}}}}));
-        let text = serde_json::to_string(&of).unwrap();
-        assert_eq!(serde_json::from_str::<AnswerType>(&text).unwrap(), of);
+        let text = serde_json::to_string(&answer_type).unwrap();
+        assert_eq!(serde_json::from_str::<AnswerType>(&text).unwrap(), answer_type);
     }
 }

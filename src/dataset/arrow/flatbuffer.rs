@@ -1,24 +1,25 @@
-//! Limits on Arrow's flatbuffer messages: a text or table may be referenced any number of times,
-//! and the decoder copies it each time.
+//! Limits on Arrow's flatbuffer messages: a message may refer to the same text or table any number
+//! of times, and the decoder copies it each time.
 
 use flatbuffers::VerifierOptions;
 
 /// Maximum size of a message with all references unfolded, as a multiple of its own size. Schemas
 /// that Arrow wrote stay below 8.
-const UNFOLDED_MAX: usize = 32;
-/// Lower limit of that maximum, for small messages.
-const UNFOLDED_MIN: usize = 64 << 10;
+const UNFOLDED_FACTOR_MAX: usize = 32;
+/// Size with all references unfolded that is allowed for every message, in bytes.
+const UNFOLDED_BYTES_ALLOWED: usize = 64 << 10;
 
-/// Verifier options with which a message of these bytes is checked before it is decoded.
-pub(crate) fn bounds(message: &[u8]) -> VerifierOptions {
+/// Options for the verifier, which checks the message before it is decoded.
+pub(crate) fn verifier_options(message: &[u8]) -> VerifierOptions {
+    let limit = message.len().saturating_mul(UNFOLDED_FACTOR_MAX);
     VerifierOptions {
-        max_apparent_size: message.len().saturating_mul(UNFOLDED_MAX).max(UNFOLDED_MIN),
+        max_apparent_size: limit.max(UNFOLDED_BYTES_ALLOWED),
         ..VerifierOptions::default()
     }
 }
 
-/// The first line of an error, which says what is wrong. The following lines name places in the
-/// library.
+/// The first line of an error, which is the reason; the other lines are a trace within the
+/// flatbuffer.
 pub(crate) fn first_line(error: impl ToString) -> String {
     error.to_string().lines().next().unwrap_or_default().to_string()
 }
@@ -88,9 +89,9 @@ mod tests {
         STANDARD.encode(framed)
     }
 
-    /// Eight kilobytes that refer to a column of four kilobytes a thousand times.
+    /// A message of eight kilobytes that refers to a column of four kilobytes a thousand times.
     #[test]
-    fn what_is_named_again_and_again_is_refused_before_it_is_made() {
+    fn repeated_references_are_refused_before_they_are_copied() {
         let long = "x".repeat(4096);
         let columns = |times: usize| {
             let footer = decode_footer(&footer(&long, times), 1 << 30)?;
@@ -108,6 +109,6 @@ mod tests {
         );
         let text = text(&long, 1000);
         assert!(schema_text::decode(&text).unwrap_err().contains("not an Arrow schema"));
-        assert!(!schema_text::is_sound(&text));
+        assert!(!schema_text::is_bounded(&text));
     }
 }

@@ -1,5 +1,5 @@
-//! Arrow IPC files (Feather V2): a footer with limits on its claims, the memory that rows will take,
-//! and rows by range.
+//! Reads Arrow IPC files (Feather V2): the footer with limits on its claims, the memory that rows
+//! will take, and rows by range.
 
 pub(crate) mod cost;
 pub(crate) mod flatbuffer;

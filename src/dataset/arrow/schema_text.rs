@@ -1,4 +1,5 @@
-//! An Arrow schema as text for ledger records: the IPC schema message, base64. Types come back exactly.
+//! Encodes an Arrow schema as text for ledger records: the IPC schema message in base64. All types
+//! are decoded exactly.
 
 use std::sync::Arc;
 
@@ -9,9 +10,9 @@ use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use serde::{Deserialize, Deserializer, Serializer};
 
-use super::flatbuffer::{bounds, first_line};
+use super::flatbuffer::{first_line, verifier_options};
 
-/// Longest text that is decoded, in bytes.
+/// Maximum length of a text that is decoded, in bytes.
 const TEXT_BYTES_MAX: usize = 16 << 20;
 
 /// The schema as one line of text.
@@ -19,7 +20,7 @@ pub fn encode(schema: &Schema) -> String {
     parquet::arrow::encode_arrow_schema(schema)
 }
 
-/// The schema that [`encode`] was given, or one line that says why there is none.
+/// The schema of a text from [`encode`]; an error is one line.
 pub fn decode(text: &str) -> Result<SchemaRef, String> {
     if text.len() > TEXT_BYTES_MAX {
         return Err(format!("a schema of {} bytes, more than {TEXT_BYTES_MAX}", text.len()));
@@ -32,18 +33,19 @@ pub fn decode(text: &str) -> Result<SchemaRef, String> {
     Ok(Arc::new(schema))
 }
 
-/// Whether decoding this text takes memory in proportion to its length.
-pub fn is_sound(text: &str) -> bool {
+/// Whether the memory for decoding this text is bounded in proportion to its length.
+pub fn is_bounded(text: &str) -> bool {
     let bytes = STANDARD.decode(text);
     text.len() <= TEXT_BYTES_MAX && bytes.is_ok_and(|bytes| check_unfolded(&bytes).is_ok())
 }
 
-/// Checks that the decoded message stays within the memory limit.
+/// Checks the size of the message with all references unfolded: see [`super::flatbuffer`].
 fn check_unfolded(bytes: &[u8]) -> Result<(), String> {
-    // The message begins behind the continuation marker, if any, and the length, as in the decoder.
+    // As in the decoder, the message comes after its length, which may have a continuation marker
+    // before it.
     let start = if bytes.starts_with(&[0xff; 4]) { 8 } else { 4 };
     let message = bytes.get(start..).ok_or("not an Arrow schema: it ends too early")?;
-    match root_as_message_with_opts(&bounds(message), message) {
+    match root_as_message_with_opts(&verifier_options(message), message) {
         Ok(_) => Ok(()),
         Err(error) => Err(format!("not an Arrow schema: {}", first_line(error))),
     }
@@ -65,7 +67,7 @@ mod tests {
     use arrow::datatypes::{DataType, Field, TimeUnit};
 
     #[test]
-    fn types_and_metadata_come_back_exactly() {
+    fn types_and_metadata_are_decoded_exactly() {
         let item = Field::new("item", DataType::Decimal128(12, 3), true);
         let schema = Schema::new(vec![
             Field::new("a", DataType::Utf8View, false),

@@ -2,8 +2,8 @@
 //! as they are planned.
 //!
 //! A column's type is either given by the job or inferred from every cell of the column in all
-//! inputs. A cell counts as a number only if the number's usual text is exactly the cell's text. So
-//! a prompt shows the cell as it is in the file, including `007` and `1e5`.
+//! inputs. A cell counts as a number only if that number is written exactly like the cell. So a
+//! prompt shows each cell of an inferred column as it is in the file, including `007` and `1e5`.
 //!
 //! See docs/decisions/036-csv-columns-are-numbers-only-without-loss.md.
 
@@ -19,7 +19,7 @@ use crate::dataset::kinds::{KEYS_MAX, Kinds};
 /// Longest name of a column, in bytes.
 const NAME_BYTES_MAX: usize = 16 << 10;
 
-/// Maximum number of significant digits for which every formatter writes a decimal back unchanged.
+/// Maximum number of significant digits with which every formatter writes a float64 back unchanged.
 const DIGITS_MAX: usize = 15;
 
 /// Integers up to this are exact as 64-bit floats.
@@ -87,13 +87,14 @@ impl CsvTable {
         check_names(self.columns.iter().map(|column| column.name.as_str()))
     }
 
-    /// The columns with the types given by the job, else with the types that `kinds` allow.
-    pub fn typed(self, given: &BTreeMap<String, CsvType>, kinds: &BTreeMap<String, Kinds>) -> CsvTable {
+    /// The table with a type for each column: the type in `job_types`, else the one that the cells'
+    /// `kinds` allow.
+    pub fn typed(self, job_types: &BTreeMap<String, CsvType>, kinds: &BTreeMap<String, Kinds>) -> CsvTable {
         let typed = |column: CsvColumn| {
-            let found = kinds.get(&column.name).copied().unwrap_or_default();
-            let kind = given.get(&column.name).copied();
+            let cell_kinds = kinds.get(&column.name).copied().unwrap_or_default();
+            let kind = job_types.get(&column.name).copied();
             CsvColumn {
-                kind: kind.unwrap_or_else(|| CsvType::of(found)),
+                kind: kind.unwrap_or_else(|| CsvType::of(cell_kinds)),
                 ..column
             }
         };
@@ -169,8 +170,8 @@ impl CsvType {
 
     /// The value of a cell; `None` if the cell is no value of this type. An empty cell is null,
     /// except a quoted cell of type string.
-    pub fn value(self, text: &str, quoted: bool) -> Option<Value> {
-        if text.is_empty() && !(quoted && self == CsvType::String) {
+    pub fn value(self, text: &str, is_quoted: bool) -> Option<Value> {
+        if text.is_empty() && !(is_quoted && self == CsvType::String) {
             return Some(Value::Null);
         }
         match self {
@@ -188,14 +189,15 @@ impl CsvType {
     }
 }
 
-/// The kind of a cell, where the text is unambiguous; a quoted cell is text.
-pub fn cell_kind(text: &[u8], quoted: bool) -> Kinds {
-    if quoted {
+/// The kind of a cell: a number only if the number is written exactly like the cell. A quoted cell
+/// is text.
+pub fn cell_kind(text: &[u8], is_quoted: bool) -> Kinds {
+    if is_quoted {
         return Kinds::TEXT;
     }
     match text {
         b"" => Kinds::NULL,
-        // This cheap check of the first byte spares most texts the parse as a number.
+        // The first byte shows that most texts are no numbers, without parsing them.
         [b'-' | b'0'..=b'9', ..] => std::str::from_utf8(text).map_or(Kinds::TEXT, number_kind),
         _ => Kinds::TEXT,
     }
@@ -221,7 +223,7 @@ fn canonical_integer(text: &str) -> Option<i64> {
     is_canonical.then(|| text.parse().ok()).flatten()
 }
 
-/// Whether this is a decimal that a float writes back as exactly this text.
+/// Whether a float64 with this value is written as exactly this text.
 fn is_canonical_decimal(text: &str) -> bool {
     let is_plain = text
         .bytes()
@@ -243,17 +245,17 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn kind(cells: &[&str]) -> CsvType {
+    fn inferred_type(cells: &[&str]) -> CsvType {
         let kinds = cells.iter().map(|cell| cell_kind(cell.as_bytes(), false));
-        CsvType::of(kinds.fold(Kinds::default(), Kinds::with))
+        CsvType::of(kinds.fold(Kinds::default(), Kinds::union))
     }
 
     #[test]
-    fn a_column_is_of_numbers_only_where_their_digits_are_its_text() {
-        assert_eq!(kind(&["1", "-20", "", "9223372036854775807"]), CsvType::Int64);
-        assert_eq!(kind(&["1", "2.5", "-0.001", "3.0"]), CsvType::Float64);
+    fn only_canonical_numbers_make_a_numeric_column() {
+        assert_eq!(inferred_type(&["1", "-20", "", "9223372036854775807"]), CsvType::Int64);
+        assert_eq!(inferred_type(&["1", "2.5", "-0.001", "3.0"]), CsvType::Float64);
         // Templates write booleans differently.
-        assert_eq!(kind(&["true", "", "false"]), CsvType::String);
+        assert_eq!(inferred_type(&["true", "", "false"]), CsvType::String);
         for text in [
             "007",
             "1e5",
@@ -282,13 +284,13 @@ mod tests {
             "1.2.3",
             "٣",
         ] {
-            assert_eq!(kind(&["1", text]), CsvType::String, "{text}");
-            assert_eq!(kind(&[text]), CsvType::String, "{text}");
+            assert_eq!(inferred_type(&["1", text]), CsvType::String, "{text}");
+            assert_eq!(inferred_type(&[text]), CsvType::String, "{text}");
         }
         // A float would round the integer.
-        assert_eq!(kind(&["9007199254740993", "0.5"]), CsvType::String);
-        assert_eq!(kind(&["true", "1"]), CsvType::String);
-        assert_eq!(kind(&["", ""]), CsvType::String);
+        assert_eq!(inferred_type(&["9007199254740993", "0.5"]), CsvType::String);
+        assert_eq!(inferred_type(&["true", "1"]), CsvType::String);
+        assert_eq!(inferred_type(&["", ""]), CsvType::String);
         assert_eq!(CsvType::of(cell_kind(b"1", true)), CsvType::String);
     }
 
@@ -314,7 +316,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_taken_for_a_number_is_shown_as_it_stands(text in "-?[0-9]{0,17}(\\.[0-9]{0,17})?|[-0-9.eE+]{1,8}|true|false") {
+        fn prompts_show_inferred_numbers_unchanged(text in "-?[0-9]{0,17}(\\.[0-9]{0,17})?|[-0-9.eE+]{1,8}|true|false") {
             let kind = CsvType::of(cell_kind(text.as_bytes(), false));
             if let Some(value) = kind.value(&text, false).filter(|value| !value.is_string() && !value.is_null()) {
                 let row = minijinja::Value::from(minijinja::value::Serde(&serde_json::json!({"v": value})));

@@ -1,4 +1,4 @@
-//! CSV tables: their layout, whole records with their offsets, and rows.
+//! Reads CSV tables: their layout, complete records with their offsets, and rows.
 
 pub mod layout;
 pub mod reader;

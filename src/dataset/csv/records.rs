@@ -1,10 +1,10 @@
-//! Cuts streamed CSV bytes into whole records with their offsets, in bounded memory, and splits a
-//! record into cells.
+//! Cuts streamed CSV bytes into complete records with their offsets, in bounded memory, and splits
+//! a record into cells.
 //!
 //! Quoting follows RFC 4180: a quoted cell may hold delimiters and line ends, and a quote within it
-//! is doubled. A quote inside an unquoted cell is an ordinary character. Input is refused where the
-//! end of a record is ambiguous, since everything after it could be misread: text behind a closing
-//! quote, a quote that is never closed, a lone carriage return.
+//! is doubled. A quote inside an unquoted cell is an ordinary character. Input is refused if the
+//! end of a record is ambiguous, since all later records could be misread: text behind a closing
+//! quote, a quote that is never closed, a carriage return without a line feed.
 //!
 //! See docs/decisions/035-one-state-machine-for-quotes.md.
 
@@ -23,68 +23,68 @@ const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 
 /// Parser state between two bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum At {
-    /// Before a record.
-    Record,
-    /// Before a cell other than the record's first.
-    Cell,
+enum ParserState {
+    RecordStart,
+    /// At the start of a cell that is not the record's first.
+    CellStart,
     /// In a cell without quotes.
-    Plain,
+    Unquoted,
     Quoted,
     /// Behind a quote in a quoted cell: the quote ends the cell, or is the first of a doubled
     /// quote.
-    Closing,
+    QuoteInQuoted,
     /// Behind a carriage return outside of quotes.
-    Return,
+    CarriageReturn,
 }
 
-impl At {
-    fn step(self, byte: u8, delimiter: u8) -> Result<At, &'static str> {
+impl ParserState {
+    fn step(self, byte: u8, delimiter: u8) -> Result<ParserState, &'static str> {
+        use ParserState::*;
         match (self, byte) {
-            (At::Quoted, b'"') => Ok(At::Closing),
-            (At::Quoted, _) => Ok(At::Quoted),
-            (At::Return, b'\n') => Ok(At::Record),
-            (At::Return, _) => Err(LONE_RETURN),
-            (_, b'\n') => Ok(At::Record),
-            (_, b'\r') => Ok(At::Return),
-            (_, byte) if byte == delimiter => Ok(At::Cell),
-            (At::Record | At::Cell | At::Closing, b'"') => Ok(At::Quoted),
-            (At::Closing, _) => Err(AFTER_QUOTE),
-            _ => Ok(At::Plain),
+            (Quoted, b'"') => Ok(QuoteInQuoted),
+            (Quoted, _) => Ok(Quoted),
+            (CarriageReturn, b'\n') => Ok(RecordStart),
+            (CarriageReturn, _) => Err(LONE_RETURN),
+            (_, b'\n') => Ok(RecordStart),
+            (_, b'\r') => Ok(CarriageReturn),
+            (_, byte) if byte == delimiter => Ok(CellStart),
+            (RecordStart | CellStart | QuoteInQuoted, b'"') => Ok(Quoted),
+            (QuoteInQuoted, _) => Err(TEXT_AFTER_QUOTE),
+            _ => Ok(Unquoted),
         }
     }
 }
 
 const LONE_RETURN: &str = "a carriage return that no line feed follows; end lines by `\\n` or `\\r\\n`";
-const AFTER_QUOTE: &str =
+const TEXT_AFTER_QUOTE: &str =
     "a quote that ends a cell is followed by more text; a quote within a quoted cell is written twice (\"\")";
 
-/// Cuts pushed bytes into [`Piece`]s of whole records. Holds at most one block, one record of the
-/// maximum length and one push.
+/// Cuts pushed bytes into [`Piece`]s of complete records. Holds at most one block, one record of
+/// the maximum length and one push.
 #[derive(Debug)]
 pub struct CsvCutter {
     delimiter: u8,
-    at: At,
+    state: ParserState,
     pending: BytesMut,
-    /// Offset of the first pending byte, or of the next byte to arrive while a long record is
-    /// skipped.
+    /// Offset of the first pending byte; while a long record is skipped, of the next byte to
+    /// arrive.
     start: u64,
-    /// Pending bytes that are whole records.
-    whole: usize,
+    /// Number of pending bytes that form complete records.
+    complete_bytes: usize,
     /// Number of cells in the pending bytes.
     cells: usize,
     /// Line of the next byte, from 1.
     line: u64,
-    /// Line of the open quote.
-    opened: u64,
-    /// Line of the open record.
-    record: u64,
-    /// Number of bytes matched so far of a byte order mark at the file's start.
-    mark: u64,
+    /// Line of the last opening quote.
+    quote_line: u64,
+    /// First line of the current record.
+    record_line: u64,
+    /// Number of bytes at the file's start that match a byte order mark so far.
+    bom_matched: u64,
     /// Start of the long record that is being skipped.
     skipping: Option<u64>,
     record_max: usize,
-    block: usize,
+    block_bytes: usize,
 }
 
 impl CsvCutter {
@@ -93,90 +93,98 @@ impl CsvCutter {
         CsvCutter::with_limits(start, line, delimiter, LINE_BYTES_MAX, BLOCK_BYTES)
     }
 
-    fn with_limits(start: u64, line: u64, delimiter: u8, record_max: usize, block: usize) -> CsvCutter {
+    /// `record_max`: maximum bytes of a record. `block_bytes`: a piece of at least this size is
+    /// emitted.
+    fn with_limits(start: u64, line: u64, delimiter: u8, record_max: usize, block_bytes: usize) -> CsvCutter {
         CsvCutter {
             delimiter,
-            at: At::Record,
+            state: ParserState::RecordStart,
             pending: BytesMut::new(),
             start,
-            whole: 0,
+            complete_bytes: 0,
             cells: 0,
             line,
-            opened: line,
-            record: line,
-            mark: 0,
+            quote_line: line,
+            record_line: line,
+            bom_matched: 0,
             skipping: None,
             record_max,
-            block,
+            block_bytes,
         }
     }
 
     /// Processes the next bytes; finished pieces go to `out`.
     ///
     /// # Errors
-    /// The end of a record is ambiguous; the error line says where and why.
+    /// The end of a record is ambiguous; the error is one line with the line number and the reason.
     pub fn push(&mut self, bytes: &[u8], out: &mut Vec<Piece>) -> Result<(), String> {
-        let mut taken = 0;
-        let mut place = self.start + self.pending.len() as u64;
+        // Number of pushed bytes that are already in `pending`, in a piece or skipped.
+        let mut processed = 0;
+        let mut offset = self.start + self.pending.len() as u64;
         for (n, &byte) in bytes.iter().enumerate() {
-            let is_next = place == self.mark;
-            let is_mark = is_next && BYTE_ORDER_MARK.get(place as usize) == Some(&byte);
-            place += 1;
-            if is_mark {
-                self.mark += 1;
+            let may_be_bom = offset == self.bom_matched;
+            let is_bom_byte = may_be_bom && BYTE_ORDER_MARK.get(offset as usize) == Some(&byte);
+            offset += 1;
+            if is_bom_byte {
+                self.bom_matched += 1;
                 continue;
             }
-            if is_next && (1..BYTE_ORDER_MARK.len() as u64).contains(&self.mark) {
+            if may_be_bom && (1..BYTE_ORDER_MARK.len() as u64).contains(&self.bom_matched) {
                 // The partial match was no byte order mark, so it is text.
-                self.at = At::Plain;
+                self.state = ParserState::Unquoted;
             }
-            let next = self.at.step(byte, self.delimiter).map_err(|why| self.refused(why))?;
+            let next = self.state.step(byte, self.delimiter);
+            let next = next.map_err(|why| self.error_line(why))?;
             if byte == b'\n' {
                 self.line += 1;
             }
             match next {
-                At::Cell => self.cells += 1,
-                At::Quoted if self.at == At::Record || self.at == At::Cell => self.opened = self.line,
-                At::Record => {
+                ParserState::CellStart => self.cells += 1,
+                ParserState::Quoted
+                    if self.state == ParserState::RecordStart || self.state == ParserState::CellStart =>
+                {
+                    self.quote_line = self.line;
+                }
+                ParserState::RecordStart => {
                     self.cells += 1;
-                    let rest = &bytes[taken..=n];
+                    let rest = &bytes[processed..=n];
                     match self.skipping.take() {
                         Some(start) => {
-                            self.start = place;
+                            self.start = offset;
                             self.cells = 0;
-                            taken = n + 1;
+                            processed = n + 1;
                             out.push(Piece::TooLong {
                                 start,
-                                end: place,
-                                lines: self.line - self.record,
+                                end: offset,
+                                lines: self.line - self.record_line,
                             });
                         }
                         None => {
-                            self.whole = self.pending.len() + rest.len();
-                            if self.whole >= self.block || self.cells >= BLOCK_CELLS {
+                            self.complete_bytes = self.pending.len() + rest.len();
+                            if self.complete_bytes >= self.block_bytes || self.cells >= BLOCK_CELLS {
                                 self.pending.extend_from_slice(rest);
-                                taken = n + 1;
-                                self.emit(self.whole, out);
+                                processed = n + 1;
+                                self.emit(self.complete_bytes, out);
                             }
                         }
                     }
-                    self.record = self.line;
+                    self.record_line = self.line;
                 }
                 _ => {}
             }
-            self.at = next;
+            self.state = next;
         }
         if self.skipping.is_some() {
-            self.start = place;
+            self.start = offset;
             return Ok(());
         }
-        self.pending.extend_from_slice(&bytes[taken..]);
-        if self.pending.len() - self.whole > self.record_max {
-            if self.whole > 0 {
-                self.emit(self.whole, out);
+        self.pending.extend_from_slice(&bytes[processed..]);
+        if self.pending.len() - self.complete_bytes > self.record_max {
+            if self.complete_bytes > 0 {
+                self.emit(self.complete_bytes, out);
             }
             self.skipping = Some(self.start);
-            self.start = place;
+            self.start = offset;
             self.pending = BytesMut::new();
         }
         Ok(())
@@ -187,16 +195,16 @@ impl CsvCutter {
     /// # Errors
     /// The last record is incomplete.
     pub fn finish(mut self, out: &mut Vec<Piece>) -> Result<(), String> {
-        match self.at {
-            At::Quoted => return Err(format!("line {}: a quote that is never closed", self.opened)),
-            At::Return => return Err(self.refused(LONE_RETURN)),
+        match self.state {
+            ParserState::Quoted => return Err(format!("line {}: a quote that is never closed", self.quote_line)),
+            ParserState::CarriageReturn => return Err(self.error_line(LONE_RETURN)),
             _ => {}
         }
         if let Some(start) = self.skipping {
             out.push(Piece::TooLong {
                 start,
                 end: self.start,
-                lines: self.line - self.record,
+                lines: self.line - self.record_line,
             });
         } else if !self.pending.is_empty() {
             self.emit(self.pending.len(), out);
@@ -204,15 +212,15 @@ impl CsvCutter {
         Ok(())
     }
 
-    /// Bytes of the long record that is being skipped.
-    pub fn skipped(&self) -> u64 {
+    /// Bytes so far of the long record that is being skipped; 0 if none is.
+    pub fn skipped_bytes(&self) -> u64 {
         self.skipping.map_or(0, |start| self.start - start)
     }
 
-    fn refused(&self, why: &str) -> String {
-        match self.at {
-            At::Closing if self.opened < self.line => {
-                format!("line {}: {why}; the cell begins on line {}", self.line, self.opened)
+    fn error_line(&self, why: &str) -> String {
+        match self.state {
+            ParserState::QuoteInQuoted if self.quote_line < self.line => {
+                format!("line {}: {why}; the cell begins on line {}", self.line, self.quote_line)
             }
             _ => format!("line {}: {why}", self.line),
         }
@@ -225,117 +233,118 @@ impl CsvCutter {
             bytes: block,
         });
         self.start += bytes as u64;
-        self.whole = 0;
+        self.complete_bytes = 0;
         self.cells = 0;
     }
 }
 
 /// A record of a block.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Record<'a> {
+pub struct CsvRecord<'a> {
     /// Byte range in the block, including the line end.
-    pub place: Range<usize>,
+    pub range: Range<usize>,
     /// Number of the block's lines before the record.
     pub line: u64,
-    /// The record's bytes without its line end and without a byte order mark at the file's start.
+    /// The record's bytes, without its line end and without the byte order mark of the file.
     pub text: &'a [u8],
 }
 
-/// The records of a block of whole records that begins at byte `start` of the file.
-pub fn records(block: &[u8], start: u64, delimiter: u8) -> impl Iterator<Item = Record<'_>> {
-    let (mut at, mut line) = (0, 0);
+/// The records of a block, which begins at byte `start` of the file and holds complete records.
+pub fn records(block: &[u8], start: u64, delimiter: u8) -> impl Iterator<Item = CsvRecord<'_>> {
+    let (mut offset, mut line) = (0, 0);
     std::iter::from_fn(move || {
-        let rest = block.get(at..).filter(|rest| !rest.is_empty())?;
-        let is_first = start == 0 && at == 0;
-        let mark = if is_first {
+        let rest = block.get(offset..).filter(|rest| !rest.is_empty())?;
+        let is_first = start == 0 && offset == 0;
+        let bom_length = if is_first {
             rest.len() - strip_bom(rest).len()
         } else {
             0
         };
-        let length = mark + record_length(&rest[mark..], delimiter);
-        let text = &rest[mark..length];
+        let length = bom_length + record_length(&rest[bom_length..], delimiter);
+        let text = &rest[bom_length..length];
         let text = text.strip_suffix(b"\n").unwrap_or(text);
-        let record = Record {
-            place: at..at + length,
+        let record = CsvRecord {
+            range: offset..offset + length,
             line,
             text: text.strip_suffix(b"\r").unwrap_or(text),
         };
-        at += length;
-        line += newlines(&rest[..length]);
+        offset += length;
+        line += count_newlines(&rest[..length]);
         Some(record)
     })
 }
 
-/// Bytes up to the first record's end.
+/// Length of the first record, including its line end.
 fn record_length(bytes: &[u8], delimiter: u8) -> usize {
-    let mut at = At::Record;
+    let mut state = ParserState::RecordStart;
     for (n, &byte) in bytes.iter().enumerate() {
-        // The cutter lets only well-formed records through, so this step succeeds.
-        at = at.step(byte, delimiter).unwrap_or(At::Plain);
-        if at == At::Record {
+        // The cutter has refused malformed records, so this step succeeds.
+        state = state.step(byte, delimiter).unwrap_or(ParserState::Unquoted);
+        if state == ParserState::RecordStart {
             return n + 1;
         }
     }
     bytes.len()
 }
 
-/// Line ends in `bytes`.
-pub fn newlines(bytes: &[u8]) -> u64 {
+pub fn count_newlines(bytes: &[u8]) -> u64 {
     memchr::memchr_iter(b'\n', bytes).count() as u64
 }
 
 /// A cell of a record.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Cell<'a> {
+pub struct CsvCell<'a> {
+    /// The cell's content, without quotes around it and with doubled quotes undone.
     pub text: Cow<'a, [u8]>,
-    pub quoted: bool,
+    pub is_quoted: bool,
 }
 
 /// The cells of a record's text.
-pub fn cells(text: &[u8], delimiter: u8) -> impl Iterator<Item = Cell<'_>> {
+pub fn cells(text: &[u8], delimiter: u8) -> impl Iterator<Item = CsvCell<'_>> {
     let mut rest = Some(text);
     std::iter::from_fn(move || {
         let bytes = rest?;
         let (cell, length) = match bytes.strip_prefix(b"\"") {
-            Some(inner) => quoted(inner),
+            Some(inner) => quoted_cell(inner),
             None => {
                 let length = memchr::memchr(delimiter, bytes).unwrap_or(bytes.len());
                 let text = Cow::Borrowed(&bytes[..length]);
-                (Cell { text, quoted: false }, length)
+                (CsvCell { text, is_quoted: false }, length)
             }
         };
-        let behind = &bytes[length..];
-        rest = memchr::memchr(delimiter, behind).map(|at| &behind[at + 1..]);
+        let after_cell = &bytes[length..];
+        rest = memchr::memchr(delimiter, after_cell).map(|at| &after_cell[at + 1..]);
         Some(cell)
     })
 }
 
-/// The cell after the opening quote (`inner` starts behind it), and its length including both
-/// quotes.
-fn quoted(inner: &[u8]) -> (Cell<'_>, usize) {
-    let (mut text, mut from, mut at) = (Cow::Borrowed(&[][..]), 0, 0);
+/// The cell whose opening quote comes just before `inner`, and its length including both quotes.
+fn quoted_cell(inner: &[u8]) -> (CsvCell<'_>, usize) {
+    // `copied`: up to where `inner` is in `text`. `next`: the byte behind the last quote.
+    let (mut text, mut copied, mut next) = (Cow::Borrowed(&[][..]), 0, 0);
     loop {
-        let Some(found) = memchr::memchr(b'"', &inner[at..]) else {
-            join(&mut text, &inner[from..]);
-            return (Cell { text, quoted: true }, inner.len() + 1);
+        let Some(quote) = memchr::memchr(b'"', &inner[next..]) else {
+            append(&mut text, &inner[copied..]);
+            return (CsvCell { text, is_quoted: true }, inner.len() + 1);
         };
-        at += found + 1;
-        if inner.get(at) != Some(&b'"') {
-            join(&mut text, &inner[from..at - 1]);
-            return (Cell { text, quoted: true }, at + 1);
+        next += quote + 1;
+        if inner.get(next) != Some(&b'"') {
+            append(&mut text, &inner[copied..next - 1]);
+            return (CsvCell { text, is_quoted: true }, next + 1);
         }
         // The first quote of a doubled one belongs to the text.
-        join(&mut text, &inner[from..at]);
-        at += 1;
-        from = at;
+        append(&mut text, &inner[copied..next]);
+        next += 1;
+        copied = next;
     }
 }
 
-fn join<'a>(text: &mut Cow<'a, [u8]>, more: &'a [u8]) {
+/// Appends without copying if `text` is empty.
+fn append<'a>(text: &mut Cow<'a, [u8]>, bytes: &'a [u8]) {
     match text.is_empty() {
-        true => *text = Cow::Borrowed(more),
-        false if more.is_empty() => {}
-        false => text.to_mut().extend_from_slice(more),
+        true => *text = Cow::Borrowed(bytes),
+        false if bytes.is_empty() => {}
+        false => text.to_mut().extend_from_slice(bytes),
     }
 }
 
@@ -361,7 +370,7 @@ mod tests {
         Ok(pieces)
     }
 
-    /// Offset, first line and cells of every record; `None` for skipped records.
+    /// Offset, first line and cells of each record; the cells are `None` for a skipped record.
     type Rows = Vec<(u64, u64, Option<Vec<String>>)>;
 
     fn rows(pieces: &[Piece]) -> Rows {
@@ -374,11 +383,11 @@ mod tests {
                 }
                 Piece::Lines { start, bytes } => {
                     for record in records(bytes, *start, b',') {
-                        let text = |cell: Cell| String::from_utf8_lossy(&cell.text).into_owned();
+                        let text = |cell: CsvCell| String::from_utf8_lossy(&cell.text).into_owned();
                         let cells = cells(record.text, b',').map(text).collect();
-                        out.push((start + record.place.start as u64, line + record.line, Some(cells)));
+                        out.push((start + record.range.start as u64, line + record.line, Some(cells)));
                     }
-                    line += newlines(bytes);
+                    line += count_newlines(bytes);
                 }
             }
         }
@@ -408,7 +417,7 @@ mod tests {
     }
 
     #[test]
-    fn what_leaves_records_open_names_its_line() {
+    fn unclosed_quotes_are_refused_with_their_line() {
         let error = |input: &[u8]| all(input).unwrap_err();
         assert_eq!(error(b"a\n\"b\nc\n"), "line 2: a quote that is never closed");
         assert!(error(b"a\n\"b\"c\n").starts_with("line 2: a quote that ends a cell is followed by more text"));
@@ -435,7 +444,7 @@ mod tests {
     }
 
     #[test]
-    fn what_begins_like_a_byte_order_mark_is_text() {
+    fn a_partial_byte_order_mark_is_text() {
         for start in [&b"\xef"[..], b"\xef\xbb"] {
             let input = [start, b"\"a\nb,c\n\"d\ne\",f\n"].concat();
             for sizes in [&[1000][..], &[1]] {
@@ -447,7 +456,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_pieces_and_any_block_give_the_same_records(
+        fn chunk_and_block_sizes_do_not_change_the_records(
             cells in prop::collection::vec(prop::collection::vec("[a\u{e9}\",\n\r ]{0,4}", 1..4), 0..12),
             sizes in prop::collection::vec(1usize..20, 1..4),
             block in 1usize..40,
@@ -470,7 +479,7 @@ mod tests {
         }
 
         #[test]
-        fn any_bytes_are_cut_the_same_however_they_come(
+        fn chunk_sizes_do_not_change_how_any_bytes_are_cut(
             input in prop::collection::vec(prop::sample::select(b"a,\"\n\r\xef\xbb\xbf".to_vec()), 0..60),
             sizes in prop::collection::vec(1usize..20, 1..4),
             record_max in 8usize..40,

@@ -1,4 +1,5 @@
-//! Files that are compressed as a whole (gzip, Zstandard, bzip2), including concatenated members.
+//! Decompresses files that are compressed as a whole (gzip, Zstandard, bzip2), including files of
+//! several concatenated members.
 
 use bytes::{Buf, Bytes};
 use flate2::{Decompress, FlushDecompress};
@@ -57,54 +58,64 @@ impl Codec {
 /// Decompresses a file that arrives in chunks, a step at a time.
 pub struct Decoder {
     codec: Codec,
-    state: State,
-    /// Whether decoding is within a member (gzip), frame (zstd) or stream (bzip2).
-    open: bool,
-    /// Compressed bytes so far.
-    read: u64,
+    state: CodecState,
+    /// Whether the input so far ends within a member (gzip), frame (zstd) or stream (bzip2).
+    is_in_member: bool,
+    /// Number of compressed bytes consumed so far.
+    consumed_bytes: u64,
 }
 
-enum State {
+enum CodecState {
     Gzip(Decompress),
     Zstd(zstd::stream::raw::Decoder<'static>),
     Bzip2(bzip2::Decompress),
 }
 
-impl State {
-    fn new(codec: Codec) -> Result<State, String> {
+/// Progress of one call of a codec.
+struct CodecProgress {
+    consumed: usize,
+    produced: usize,
+    /// Whether a member ends after the consumed bytes.
+    is_member_end: bool,
+}
+
+impl CodecState {
+    fn new(codec: Codec) -> Result<CodecState, String> {
         Ok(match codec {
-            Codec::Gzip => State::Gzip(Decompress::new_gzip(15)),
-            Codec::Zstd => State::Zstd(zstd::stream::raw::Decoder::new().map_err(|e| e.to_string())?),
-            Codec::Bzip2 => State::Bzip2(bzip2::Decompress::new(false)),
+            Codec::Gzip => CodecState::Gzip(Decompress::new_gzip(15)),
+            Codec::Zstd => CodecState::Zstd(zstd::stream::raw::Decoder::new().map_err(|e| e.to_string())?),
+            Codec::Bzip2 => CodecState::Bzip2(bzip2::Decompress::new(false)),
         })
     }
 
-    /// Bytes consumed and produced, and whether a member ends there.
-    fn run(&mut self, input: &[u8], output: &mut [u8]) -> Result<(usize, usize, bool), String> {
+    fn decompress(&mut self, input: &[u8], output: &mut [u8]) -> Result<CodecProgress, String> {
         match self {
-            State::Gzip(state) => {
-                let (read, made) = (state.total_in(), state.total_out());
+            CodecState::Gzip(state) => {
+                let (total_in, total_out) = (state.total_in(), state.total_out());
                 let status = state.decompress(input, output, FlushDecompress::None);
-                let ended = status.map_err(|e| e.to_string())? == flate2::Status::StreamEnd;
-                Ok((
-                    (state.total_in() - read) as usize,
-                    (state.total_out() - made) as usize,
-                    ended,
-                ))
+                let is_member_end = status.map_err(|e| e.to_string())? == flate2::Status::StreamEnd;
+                Ok(CodecProgress {
+                    consumed: (state.total_in() - total_in) as usize,
+                    produced: (state.total_out() - total_out) as usize,
+                    is_member_end,
+                })
             }
-            State::Zstd(state) => {
+            CodecState::Zstd(state) => {
                 let status = state.run_on_buffers(input, output).map_err(|e| e.to_string())?;
-                Ok((status.bytes_read, status.bytes_written, status.remaining == 0))
+                Ok(CodecProgress {
+                    consumed: status.bytes_read,
+                    produced: status.bytes_written,
+                    is_member_end: status.remaining == 0,
+                })
             }
-            State::Bzip2(state) => {
-                let (read, made) = (state.total_in(), state.total_out());
+            CodecState::Bzip2(state) => {
+                let (total_in, total_out) = (state.total_in(), state.total_out());
                 let status = state.decompress(input, output).map_err(|e| e.to_string())?;
-                let ended = status == bzip2::Status::StreamEnd;
-                Ok((
-                    (state.total_in() - read) as usize,
-                    (state.total_out() - made) as usize,
-                    ended,
-                ))
+                Ok(CodecProgress {
+                    consumed: (state.total_in() - total_in) as usize,
+                    produced: (state.total_out() - total_out) as usize,
+                    is_member_end: status == bzip2::Status::StreamEnd,
+                })
             }
         }
     }
@@ -114,9 +125,9 @@ impl Decoder {
     pub fn new(codec: Codec) -> Result<Decoder, String> {
         Ok(Decoder {
             codec,
-            state: State::new(codec)?,
-            open: false,
-            read: 0,
+            state: CodecState::new(codec)?,
+            is_in_member: false,
+            consumed_bytes: 0,
         })
     }
 
@@ -124,35 +135,36 @@ impl Decoder {
     /// further calls may produce more without input.
     pub fn step(&mut self, input: &mut Bytes) -> Result<Bytes, String> {
         let mut output = vec![0; STEP_BYTES];
-        let mut made = 0;
-        while made < STEP_BYTES && (self.open || !input.is_empty()) {
-            let ran = self.state.run(input, &mut output[made..]);
-            let (taken, more, ended) = ran.map_err(|why| self.damaged(&why))?;
-            input.advance(taken);
-            self.read += taken as u64;
-            made += more;
-            self.open = !ended;
-            if ended && self.codec != Codec::Zstd {
-                self.state = State::new(self.codec)?;
+        let mut produced = 0;
+        while produced < STEP_BYTES && (self.is_in_member || !input.is_empty()) {
+            let progress = self.state.decompress(input, &mut output[produced..]);
+            let progress = progress.map_err(|why| self.damaged(&why))?;
+            input.advance(progress.consumed);
+            self.consumed_bytes += progress.consumed as u64;
+            produced += progress.produced;
+            self.is_in_member = !progress.is_member_end;
+            // A Zstandard decoder accepts the next frame without a new state.
+            if progress.is_member_end && self.codec != Codec::Zstd {
+                self.state = CodecState::new(self.codec)?;
             }
-            if taken == 0 && more == 0 && !ended {
+            if progress.consumed == 0 && progress.produced == 0 && !progress.is_member_end {
                 if input.is_empty() {
                     break;
                 }
                 return Err(self.damaged("it does not go on"));
             }
         }
-        output.truncate(made);
+        output.truncate(produced);
         Ok(output.into())
     }
 
-    /// Checks at the end of the input that no member is incomplete.
+    /// Checks at the end of the input that its last member is complete.
     pub fn finish(&self) -> Result<(), String> {
-        if self.open {
+        if self.is_in_member {
             Err(format!(
                 "it ends in the middle of its {} data, behind byte {}; was it written or copied whole?",
                 self.codec.as_str(),
-                self.read
+                self.consumed_bytes
             ))
         } else {
             Ok(())
@@ -163,7 +175,7 @@ impl Decoder {
         format!(
             "its {} data is damaged near byte {}: {why}",
             self.codec.as_str(),
-            self.read
+            self.consumed_bytes
         )
     }
 }
@@ -173,7 +185,7 @@ mod tests {
     use super::*;
     use std::io::Write;
 
-    fn packed(codec: Codec, text: &[u8]) -> Vec<u8> {
+    fn compress(codec: Codec, text: &[u8]) -> Vec<u8> {
         match codec {
             Codec::Gzip => {
                 let mut writer = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
@@ -195,15 +207,15 @@ mod tests {
     }
 
     /// The decompressed bytes, with the input split into chunks of `size` bytes.
-    fn unpacked(codec: Codec, bytes: &[u8], size: usize) -> Result<Vec<u8>, String> {
+    fn decompress(codec: Codec, bytes: &[u8], size: usize) -> Result<Vec<u8>, String> {
         let mut decoder = Decoder::new(codec)?;
         let mut out = Vec::new();
         for piece in bytes.chunks(size) {
             let mut piece = Bytes::copy_from_slice(piece);
             loop {
-                let made = decoder.step(&mut piece)?;
-                out.extend_from_slice(&made);
-                if made.len() < STEP_BYTES {
+                let output = decoder.step(&mut piece)?;
+                out.extend_from_slice(&output);
+                if output.len() < STEP_BYTES {
                     break;
                 }
             }
@@ -213,22 +225,22 @@ mod tests {
     }
 
     #[test]
-    fn members_one_behind_the_other_in_pieces_of_any_size() {
+    fn concatenated_members_are_decompressed_in_chunks_of_any_size() {
         let text: Vec<u8> = (0..400_000u32)
             .flat_map(|n| n.wrapping_mul(2_654_435_761).to_le_bytes())
             .collect();
         for codec in [Codec::Gzip, Codec::Zstd, Codec::Bzip2] {
             let parts = [&text[..], b"", &text[..10], &[7; 3 * STEP_BYTES]];
-            let bytes: Vec<u8> = parts.iter().flat_map(|part| packed(codec, part)).collect();
+            let bytes: Vec<u8> = parts.iter().flat_map(|part| compress(codec, part)).collect();
             assert_eq!(Codec::of(&bytes), Some(codec));
-            assert_eq!(Codec::of(&packed(codec, b"")), Some(codec));
+            assert_eq!(Codec::of(&compress(codec, b"")), Some(codec));
             for size in [1 << 20, 4099, 17] {
                 assert!(
-                    unpacked(codec, &bytes, size).unwrap() == parts.concat(),
+                    decompress(codec, &bytes, size).unwrap() == parts.concat(),
                     "{codec:?} {size}"
                 );
             }
-            let error = unpacked(codec, &bytes[..bytes.len() - 1], 1000).unwrap_err();
+            let error = decompress(codec, &bytes[..bytes.len() - 1], 1000).unwrap_err();
             let name = codec.as_str();
             assert!(
                 error.starts_with(&format!("it ends in the middle of its {name} data, behind byte ")),
@@ -236,13 +248,13 @@ mod tests {
             );
             let mut broken = bytes.clone();
             broken[bytes.len() / 2] ^= 0x55;
-            let error = unpacked(codec, &broken, 1000).unwrap_err();
+            let error = decompress(codec, &broken, 1000).unwrap_err();
             assert!(
                 error.starts_with(&format!("its {name} data is damaged near byte ")),
                 "{error}"
             );
             let behind = [&bytes[..], b"more text"].concat();
-            assert!(unpacked(codec, &behind, 1000).is_err(), "{codec:?}");
+            assert!(decompress(codec, &behind, 1000).is_err(), "{codec:?}");
         }
     }
 }

@@ -10,7 +10,7 @@ pub const LINE_BYTES_MAX: usize = 16 << 20;
 /// Approximate size of the blocks in which lines are emitted.
 pub const BLOCK_BYTES: usize = 1 << 20;
 
-/// A run of input.
+/// A contiguous part of the input that ends with a line.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Piece {
     /// Whole lines from offset `start` on; only the input's last line may lack its line end.
@@ -51,14 +51,14 @@ impl Piece {
 #[derive(Debug)]
 pub struct LineCutter {
     pending: BytesMut,
-    /// Offset of the first pending byte.
+    /// Offset of the first pending byte; while a long line is skipped, of the next byte to arrive.
     start: u64,
-    /// Pending bytes that are whole lines.
-    whole: usize,
+    /// Number of pending bytes that form complete lines.
+    complete_bytes: usize,
     /// Start of the long line that is being skipped.
     skipping: Option<u64>,
     line_max: usize,
-    block: usize,
+    block_bytes: usize,
 }
 
 impl LineCutter {
@@ -67,41 +67,43 @@ impl LineCutter {
         LineCutter::with_limits(start, LINE_BYTES_MAX, BLOCK_BYTES)
     }
 
-    fn with_limits(start: u64, line_max: usize, block: usize) -> LineCutter {
+    /// `line_max`: maximum bytes of a line. `block_bytes`: a piece of at least this size is
+    /// emitted.
+    fn with_limits(start: u64, line_max: usize, block_bytes: usize) -> LineCutter {
         LineCutter {
             pending: BytesMut::new(),
             start,
-            whole: 0,
+            complete_bytes: 0,
             skipping: None,
             line_max,
-            block,
+            block_bytes,
         }
     }
 
     /// Processes the next bytes; finished pieces go to `out`.
     pub fn push(&mut self, mut bytes: &[u8], out: &mut Vec<Piece>) {
-        if let Some(long) = self.skipping {
-            let Some(at) = find_newline(bytes) else {
+        if let Some(line_start) = self.skipping {
+            let Some(newline) = find_newline(bytes) else {
                 self.start += bytes.len() as u64;
                 return;
             };
-            self.start += at as u64 + 1;
+            self.start += newline as u64 + 1;
             self.skipping = None;
             out.push(Piece::TooLong {
-                start: long,
+                start: line_start,
                 end: self.start,
                 lines: 1,
             });
-            bytes = &bytes[at + 1..];
+            bytes = &bytes[newline + 1..];
         }
-        let before = self.pending.len();
+        let pending_before = self.pending.len();
         self.pending.extend_from_slice(bytes);
-        if let Some(at) = bytes.iter().rposition(|&b| b == b'\n') {
-            self.whole = before + at + 1;
+        if let Some(newline) = bytes.iter().rposition(|&b| b == b'\n') {
+            self.complete_bytes = pending_before + newline + 1;
         }
-        let tail_too_long = self.pending.len() - self.whole > self.line_max;
-        if self.whole > 0 && (self.whole >= self.block || tail_too_long) {
-            self.emit(self.whole, out);
+        let tail_too_long = self.pending.len() - self.complete_bytes > self.line_max;
+        if self.complete_bytes > 0 && (self.complete_bytes >= self.block_bytes || tail_too_long) {
+            self.emit(self.complete_bytes, out);
         }
         if tail_too_long {
             self.skipping = Some(self.start);
@@ -123,8 +125,8 @@ impl LineCutter {
         }
     }
 
-    /// Bytes of the long line that is being skipped.
-    pub fn skipped(&self) -> u64 {
+    /// Bytes so far of the long line that is being skipped; 0 if none is.
+    pub fn skipped_bytes(&self) -> u64 {
         self.skipping.map_or(0, |start| self.start - start)
     }
 
@@ -135,29 +137,29 @@ impl LineCutter {
             bytes: block,
         });
         self.start += bytes as u64;
-        self.whole = 0;
+        self.complete_bytes = 0;
     }
 }
 
 /// The lines of a block: each line's byte range (including the line end), and its text without `\n`
 /// or `\r\n`.
 pub fn lines_of(block: &[u8]) -> impl Iterator<Item = (Range<usize>, &[u8])> {
-    let mut at = 0;
+    let mut offset = 0;
     std::iter::from_fn(move || {
-        let rest = block.get(at..).filter(|rest| !rest.is_empty())?;
-        let text = find_newline(rest).map_or(rest, |n| &rest[..n]);
-        let start = at;
-        at += (text.len() + 1).min(rest.len());
-        Some((start..at, text.strip_suffix(b"\r").unwrap_or(text)))
+        let rest = block.get(offset..).filter(|rest| !rest.is_empty())?;
+        let text = find_newline(rest).map_or(rest, |newline| &rest[..newline]);
+        let start = offset;
+        offset += (text.len() + 1).min(rest.len());
+        Some((start..offset, text.strip_suffix(b"\r").unwrap_or(text)))
     })
 }
 
 fn find_newline(bytes: &[u8]) -> Option<usize> {
-    // Within a step the comparison has no early exit, so it vectorizes.
-    const STEP: usize = 64;
-    for (n, step) in bytes.chunks(STEP).enumerate() {
-        if step.iter().fold(false, |any, &b| any | (b == b'\n')) {
-            return step.iter().position(|&b| b == b'\n').map(|at| n * STEP + at);
+    // Within a chunk the comparison has no early exit, so it vectorizes.
+    const CHUNK_BYTES: usize = 64;
+    for (n, chunk) in bytes.chunks(CHUNK_BYTES).enumerate() {
+        if chunk.iter().fold(false, |any, &b| any | (b == b'\n')) {
+            return chunk.iter().position(|&b| b == b'\n').map(|at| n * CHUNK_BYTES + at);
         }
     }
     None
@@ -179,7 +181,7 @@ mod tests {
     use proptest::prelude::*;
 
     /// Every line's byte range and text; the text is `None` if the line is too long.
-    fn naive(input: &[u8], line_max: usize) -> Vec<(u64, u64, Option<Vec<u8>>)> {
+    fn split_naively(input: &[u8], line_max: usize) -> Vec<(u64, u64, Option<Vec<u8>>)> {
         let mut out = Vec::new();
         let mut at = 0;
         for line in input.split_inclusive(|&b| b == b'\n') {
@@ -191,6 +193,7 @@ mod tests {
         out
     }
 
+    /// The same by the cutter, whose input arrives in chunks of `sizes` bytes.
     fn cut(input: &[u8], sizes: &[usize], line_max: usize, block: usize) -> Vec<(u64, u64, Option<Vec<u8>>)> {
         let mut cutter = LineCutter::with_limits(0, line_max, block);
         let mut pieces = Vec::new();
@@ -213,11 +216,11 @@ mod tests {
         for piece in pieces {
             match piece {
                 Piece::TooLong { start, end, .. } => out.push((start, end, None)),
-                Piece::Lines { start, bytes } => out.extend(lines_of(&bytes).map(|(place, text)| {
-                    let whole = &bytes[place.clone()];
-                    let length = whole.strip_suffix(b"\n").unwrap_or(whole).len();
+                Piece::Lines { start, bytes } => out.extend(lines_of(&bytes).map(|(range, text)| {
+                    let line = &bytes[range.clone()];
+                    let length = line.strip_suffix(b"\n").unwrap_or(line).len();
                     let text = (length <= line_max).then(|| text.to_vec());
-                    (start + place.start as u64, start + place.end as u64, text)
+                    (start + range.start as u64, start + range.end as u64, text)
                 })),
             }
         }
@@ -226,13 +229,13 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_pieces_give_the_lines_of_a_naive_split(
+        fn the_cutter_gives_the_lines_of_a_naive_split(
             input in prop::collection::vec(prop_oneof![4 => Just(b'x'), 1 => Just(b'\n'), 1 => Just(b'\r')], 0..400),
             sizes in prop::collection::vec(1usize..40, 1..5),
             line_max in 1usize..40,
             block in 1usize..60,
         ) {
-            prop_assert_eq!(cut(&input, &sizes, line_max, block), naive(&input, line_max));
+            prop_assert_eq!(cut(&input, &sizes, line_max, block), split_naively(&input, line_max));
         }
     }
 
@@ -242,7 +245,7 @@ mod tests {
         input.extend(vec![b'x'; 100_000]);
         input.extend(b"\nb");
         let found = cut(&input, &[1000], 5000, 2000);
-        assert_eq!(found, naive(&input, 5000));
+        assert_eq!(found, split_naively(&input, 5000));
         assert_eq!(found[1], (2, 100_003, None));
     }
 }

@@ -1,5 +1,5 @@
-//! Text files as lines: decompression, lines with their offsets, the memory that a JSON line will
-//! take, and rows by range.
+//! Reads text files by lines: decompression, lines with their offsets, the memory that a JSON line
+//! will take, and rows by byte range.
 
 pub mod compression;
 pub mod cutter;

@@ -1,8 +1,8 @@
-//! JSON lines, OpenAI batch lines, plain text and CSV: scanned once at planning, then read a byte
-//! range at a time.
+//! Reads JSON lines, OpenAI batch lines, plain text and CSV: planning scans each file once, then
+//! shards are read by byte range.
 //!
 //! A blank line is skipped, except in plain text, where it is a row. A byte order mark at the
-//! file's start is skipped, `\r\n` ends a line like `\n`, and the last line needs no end. An
+//! file's start is skipped, `\r\n` ends a line like `\n`, and the last line needs no line end. An
 //! unreadable line (bad UTF-8, no JSON object, nested deeper than 128, longer than
 //! [`LINE_BYTES_MAX`]) becomes a row with an error. For CSV, see [`crate::dataset::csv::reader`].
 
@@ -25,55 +25,55 @@ use super::json_cost::json_cost;
 use super::text_file::TextFile;
 use crate::dataset::csv;
 use crate::dataset::csv::layout::CsvTable;
-use crate::dataset::csv::reader::CsvReading;
+use crate::dataset::csv::reader::CsvRowReader;
 use crate::dataset::csv::records::CsvCutter;
 use crate::dataset::error::DatasetError;
 use crate::dataset::kinds;
 use crate::dataset::kinds::{KEYS_MAX, Kinds, LineKinds};
 use crate::dataset::plan::Format;
 use crate::dataset::row_memory::{ENTRY_BYTES, ROW_BYTES_MAX, too_large};
-use crate::dataset::store::pinned::hex;
+use crate::dataset::store::pinned_file::hex;
 
 /// The one column of plain text.
 pub const TEXT_COLUMN: &str = "text";
 
-/// Maximum length of a skipped line in a compressed file, since a few compressed bytes can
-/// decompress to an endless line.
-const PACKED_LINE_BYTES_MAX: u64 = 256 << 20;
+/// Maximum decompressed length of a line that is skipped as too long, since a few compressed bytes
+/// can decompress to an endless line.
+const SKIPPED_LINE_BYTES_MAX: u64 = 256 << 20;
 
 /// Planning's scan of a block of lines.
 #[derive(Debug, Default)]
 pub struct BlockScan {
-    pub rows: Vec<RowPlace>,
+    pub rows: Vec<RowLocation>,
     /// Number of lines, including blank ones.
     pub lines: u64,
-    /// Hashes of the `custom_id`s, each with its line in this block.
+    /// Hashes of the `custom_id`s, each with its 0-based line in this block.
     pub custom_ids: Vec<(u128, u64)>,
     pub kinds: BTreeMap<String, Kinds>,
 }
 
 impl BlockScan {
-    /// The scan of a row that is too long to be read.
-    pub fn of_long(bytes: Range<u64>, lines: u64) -> BlockScan {
+    /// The scan of one row that is too long to be read.
+    pub fn of_long_row(bytes: Range<u64>, lines: u64) -> BlockScan {
         BlockScan {
-            rows: vec![RowPlace { bytes, line: 0 }],
+            rows: vec![RowLocation { bytes, line: 0 }],
             lines,
             ..BlockScan::default()
         }
     }
 }
 
-/// Location of a row.
+/// Location of a row in its file.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct RowPlace {
-    /// Byte range in the file.
+pub struct RowLocation {
+    /// Byte range in the decompressed file.
     pub bytes: Range<u64>,
     /// Number of the block's lines before the row.
     pub line: u64,
 }
 
-/// Hashes the `custom_id`s of a whole job: 128 bits with random keys, so that collisions do not
-/// happen in practice.
+/// Hashes the `custom_id`s of a whole job to 128 bits, so that collisions do not happen in
+/// practice. The keys are random, so that an input cannot provoke collisions either.
 #[derive(Debug, Clone, Default)]
 pub struct IdHasher(RandomState, RandomState);
 
@@ -85,12 +85,14 @@ impl IdHasher {
 
 /// Finds duplicate `custom_id`s. Takes about 40 bytes per row.
 #[derive(Debug, Default)]
-pub struct IdCheck {
+pub struct DuplicateIds {
+    /// The input and the 0-based line of each hash.
     seen: HashMap<u128, (u32, u64)>,
 }
 
-impl IdCheck {
-    /// Adds an id at (input, 0-based line). Returns the earlier position of a duplicate.
+impl DuplicateIds {
+    /// Adds the hash of the id at `input` and the 0-based `line`. If the id has been added before,
+    /// returns the earlier input and line.
     pub fn add(&mut self, hash: u128, input: u32, line: u64) -> Option<(u32, u64)> {
         match self.seen.entry(hash) {
             Entry::Occupied(entry) => Some(*entry.get()),
@@ -100,20 +102,18 @@ impl IdCheck {
             }
         }
     }
-}
 
-impl IdCheck {
     /// Forgets the ids of an input.
     pub fn forget(&mut self, input: u32) {
-        self.seen.retain(|_, (of, _)| *of != input);
+        self.seen.retain(|_, (seen_in, _)| *seen_in != input);
     }
 }
 
-/// Hashes a file's bytes as they are read for the scan.
+/// Hashes a file's stored bytes while planning scans the file.
 #[derive(Debug, Clone, Default)]
-pub struct LinesHash(Arc<Mutex<Sha256>>);
+pub struct StoredHash(Arc<Mutex<Sha256>>);
 
-impl LinesHash {
+impl StoredHash {
     pub(crate) fn add(&self, bytes: &[u8]) {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).update(bytes);
     }
@@ -148,16 +148,16 @@ impl Scanner {
     }
 }
 
-/// Scans a file's lines in order, several blocks in parallel; each result comes with the piece that
-/// was scanned.
+/// Scans a file's lines, several pieces in parallel. Returns the pieces in order, each with its
+/// scan.
 pub fn scan(
     text: &TextFile,
     scanner: Scanner,
-    hash: &LinesHash,
+    hash: &StoredHash,
 ) -> impl Stream<Item = Result<(Piece, BlockScan), DatasetError>> + use<> {
-    let at_once = std::thread::available_parallelism().map_or(2, usize::from) + 1;
+    let parallel_scans = std::thread::available_parallelism().map_or(2, usize::from) + 1;
     let name = text.file.name.clone();
-    pieces(text, text.all(Some(hash.clone())), scanner.cutter())
+    cut_pieces(text, text.read_all(Some(hash.clone())), scanner.cutter())
         .map(move |piece| {
             let (scanner, name) = (scanner.clone(), name.clone());
             async move {
@@ -167,10 +167,10 @@ pub fn scan(
                     .map_err(|e| DatasetError::unreadable(&name, e))
             }
         })
-        .buffered(at_once)
+        .buffered(parallel_scans)
 }
 
-/// Cuts bytes at row boundaries.
+/// Cuts a byte stream into pieces of whole rows.
 pub(crate) enum Cutter {
     Lines(LineCutter),
     Csv(CsvCutter),
@@ -188,10 +188,10 @@ impl Cutter {
     }
 
     /// Bytes of the long line that is being skipped.
-    fn skipped(&self) -> u64 {
+    fn skipped_bytes(&self) -> u64 {
         match self {
-            Cutter::Lines(cutter) => cutter.skipped(),
-            Cutter::Csv(cutter) => cutter.skipped(),
+            Cutter::Lines(cutter) => cutter.skipped_bytes(),
+            Cutter::Csv(cutter) => cutter.skipped_bytes(),
         }
     }
 
@@ -206,14 +206,14 @@ impl Cutter {
     }
 }
 
-/// The pieces of a stream of a file's bytes that begins at the start of a line.
-pub(crate) fn pieces(
+/// Cuts a stream of the file's bytes into pieces; the stream begins at the start of a line.
+pub(crate) fn cut_pieces(
     text: &TextFile,
     bytes: BoxStream<'static, Result<Bytes, DatasetError>>,
     cutter: Cutter,
 ) -> BoxStream<'static, Result<Piece, DatasetError>> {
     let name = text.file.name.clone();
-    let most = text.codec.map_or(u64::MAX, |_| PACKED_LINE_BYTES_MAX);
+    let skipped_max = text.codec.map_or(u64::MAX, |_| SKIPPED_LINE_BYTES_MAX);
     bytes
         .map(Some)
         .chain(stream::once(async { None }))
@@ -222,8 +222,8 @@ pub(crate) fn pieces(
             let cut = match bytes {
                 Some(Ok(bytes)) => match cutter {
                     Some(cutter) => cutter.push(&bytes, &mut out).and_then(|()| {
-                        if cutter.skipped() > most {
-                            Err(format!("decompressed, it has a line of more than {most} bytes"))
+                        if cutter.skipped_bytes() > skipped_max {
+                            Err(format!("decompressed, it has a line of more than {skipped_max} bytes"))
                         } else {
                             Ok(())
                         }
@@ -250,21 +250,21 @@ pub(crate) fn pieces(
 /// Pure: scans one piece.
 pub fn scan_piece(piece: Piece, format: Format, hasher: &IdHasher) -> BlockScan {
     let (start, bytes) = match piece {
-        Piece::TooLong { start, end, lines } => return BlockScan::of_long(start..end, lines),
+        Piece::TooLong { start, end, lines } => return BlockScan::of_long_row(start..end, lines),
         Piece::Lines { start, bytes } => (start, bytes),
     };
     let mut scan = BlockScan::default();
-    for (place, line) in lines_of(&bytes) {
-        let number = scan.lines;
+    for (range, line) in lines_of(&bytes) {
+        let line_number = scan.lines;
         scan.lines += 1;
-        let row = RowPlace {
-            bytes: start + place.start as u64..start + place.end as u64,
-            line: number,
+        let row = RowLocation {
+            bytes: start + range.start as u64..start + range.end as u64,
+            line: line_number,
         };
         let line = if row.bytes.start == 0 { strip_bom(line) } else { line };
         if format == Format::Text {
             // A file that holds only a byte order mark has no line.
-            if !line.is_empty() || bytes[place].ends_with(b"\n") {
+            if !line.is_empty() || bytes[range].ends_with(b"\n") {
                 scan.rows.push(row);
             }
             continue;
@@ -273,29 +273,29 @@ pub fn scan_piece(piece: Piece, format: Format, hasher: &IdHasher) -> BlockScan 
             continue;
         }
         scan.rows.push(row);
-        if is_too_long(&bytes[place]) {
+        if is_too_long(&bytes[range]) {
             continue;
         }
         // A malformed line counts as a row without kinds, and gets its error on reading.
-        let Ok(found) = serde_json::from_slice::<LineKinds>(line) else {
+        let Ok(fields) = serde_json::from_slice::<LineKinds>(line) else {
             continue;
         };
         if format == Format::OpenaiBatch
-            && let Some(id) = &found.custom_id
+            && let Some(id) = &fields.custom_id
         {
-            scan.custom_ids.push((hasher.hash(id), number));
+            scan.custom_ids.push((hasher.hash(id), line_number));
         }
-        merge_kinds(&mut scan.kinds, found.kinds);
+        merge_kinds(&mut scan.kinds, fields.kinds);
     }
     scan
 }
 
-/// Adds `more` to `kinds`, up to [`KEYS_MAX`] keys.
-pub fn merge_kinds(kinds: &mut BTreeMap<String, Kinds>, more: BTreeMap<String, Kinds>) {
-    for (key, seen) in more {
+/// Adds `new` to `kinds`, up to [`KEYS_MAX`] keys.
+pub fn merge_kinds(kinds: &mut BTreeMap<String, Kinds>, new: BTreeMap<String, Kinds>) {
+    for (key, new_kinds) in new {
         if kinds.len() < KEYS_MAX || kinds.contains_key(&key) {
             let entry = kinds.entry(key).or_default();
-            *entry = entry.with(seen);
+            *entry = entry.union(new_kinds);
         }
     }
 }
@@ -304,20 +304,20 @@ pub(crate) fn is_too_long(line_with_end: &[u8]) -> bool {
     line_with_end.strip_suffix(b"\n").unwrap_or(line_with_end).len() > LINE_BYTES_MAX
 }
 
-/// The fields of each row, or one line that says why there are none.
+/// The fields of each row, or one line with the reason why the row is unreadable.
 pub type Rows = Vec<Result<Map<String, Value>, String>>;
 
 /// Rows of one piece of lines.
 #[derive(Debug, Default)]
 pub struct LineRows {
     pub rows: Rows,
-    /// The readable fields of rows that failed by one field, by index in `rows`.
-    pub kept: Vec<(usize, Map<String, Value>)>,
+    /// The readable fields of rows with an unreadable field, by index in `rows`.
+    pub partial_rows: Vec<(usize, Map<String, Value>)>,
     /// Upper bound of the rows' memory.
     pub bytes: u64,
     /// End offset of the piece in the file.
     pub end: u64,
-    /// Number of lines (CSV only).
+    /// Number of lines in the piece (CSV only).
     pub lines: u64,
 }
 
@@ -332,8 +332,8 @@ impl LineRows {
                 Err(why) => (None, Some(why)),
             })
             .unzip();
-        for (number, row) in self.kept {
-            objects[number] = Some(row);
+        for (index, row) in self.partial_rows {
+            objects[index] = Some(row);
         }
         let carried = carry.fields().iter().map(|field| kinds::column(field, &objects));
         let carried = carried.collect::<Result<Vec<ArrayRef>, String>>()?;
@@ -346,7 +346,7 @@ impl LineRows {
                 (Some(mut object), None) => {
                     if let Some(columns) = &columns {
                         object.retain(|key, _| columns.contains(key));
-                        // A key that only other lines have is null here instead of an unknown name.
+                        // A key that only other lines have is null, so that a template can use it.
                         for column in columns {
                             object.entry(column.clone()).or_insert(Value::Null);
                         }
@@ -363,21 +363,23 @@ impl LineRows {
 #[derive(Debug, Clone)]
 pub enum LineReader {
     Lines(Format),
-    Csv(Arc<CsvReading>),
+    Csv(Arc<CsvRowReader>),
 }
 
 impl LineReader {
-    fn cutter(&self, at: &LinesFrom) -> Cutter {
+    fn cutter(&self, position: &LinesPosition) -> Cutter {
+        let start = position.bytes.start;
         match self {
-            LineReader::Lines(_) => Cutter::Lines(LineCutter::new(at.bytes.start)),
+            LineReader::Lines(_) => Cutter::Lines(LineCutter::new(start)),
             LineReader::Csv(csv) => {
                 let delimiter = csv.table().delimiter_byte();
-                Cutter::Csv(CsvCutter::new(at.bytes.start, at.line, delimiter))
+                Cutter::Csv(CsvCutter::new(start, position.line, delimiter))
             }
         }
     }
 
-    /// The rows of a piece whose first line is number `line`.
+    /// The rows of a piece whose first line is number `line`. `is_wanted` gets a row's index in the
+    /// piece.
     fn rows(&self, piece: &Piece, line: u64, is_wanted: impl Fn(u64) -> bool) -> LineRows {
         match self {
             LineReader::Lines(format) => parse_rows(piece, *format, is_wanted),
@@ -386,9 +388,10 @@ impl LineReader {
     }
 }
 
-/// Position from which lines are still to be read.
+/// The lines that are still to be read.
 #[derive(Debug, Clone)]
-pub struct LinesFrom {
+pub struct LinesPosition {
+    /// Bytes that hold these lines, in the decompressed file.
     pub bytes: Range<u64>,
     /// The first line's row number in the file.
     pub row: u64,
@@ -396,10 +399,10 @@ pub struct LinesFrom {
     pub line: u64,
 }
 
-impl LinesFrom {
-    /// The position behind these rows.
-    pub fn behind(&self, read: &LineRows) -> LinesFrom {
-        LinesFrom {
+impl LinesPosition {
+    /// The position after these rows.
+    pub fn after(&self, read: &LineRows) -> LinesPosition {
+        LinesPosition {
             bytes: read.end..self.bytes.end,
             row: self.row + read.rows.len() as u64,
             line: self.line + read.lines,
@@ -407,40 +410,48 @@ impl LinesFrom {
     }
 }
 
-/// Reads the rows of a byte range piece by piece. Rows outside of `wanted` are only counted.
+/// Reads lines piece by piece. `wanted`: row ranges of the file; other rows become rows with the
+/// error [`NOT_READ`].
 pub fn read(
     text: &TextFile,
     reader: LineReader,
-    from: LinesFrom,
+    position: LinesPosition,
     wanted: Vec<Range<u64>>,
 ) -> BoxStream<'static, Result<LineRows, DatasetError>> {
     let (name, wanted) = (text.file.name.clone(), Arc::new(wanted));
-    let pieces = pieces(text, text.range(from.bytes.clone(), None), reader.cutter(&from));
-    stream::try_unfold((pieces, from), move |(mut pieces, at)| {
-        let (name, wanted, reader, from) = (name.clone(), wanted.clone(), reader.clone(), at.clone());
+    let bytes = text.read_range(position.bytes.clone(), None);
+    let pieces = cut_pieces(text, bytes, reader.cutter(&position));
+    stream::try_unfold((pieces, position), move |(mut pieces, position)| {
+        let (name, wanted, reader, start) = (name.clone(), wanted.clone(), reader.clone(), position.clone());
         async move {
             let Some(piece) = pieces.try_next().await? else {
                 return Ok(None);
             };
-            let of = name.clone();
-            let parsed = tokio::task::spawn_blocking(move || number_rows(&piece, &reader, &from, &wanted, &of));
+            let file = name.clone();
+            let parsed = tokio::task::spawn_blocking(move || parse_wanted(&piece, &reader, &start, &wanted, &file));
             let read = parsed.await.map_err(|e| DatasetError::unreadable(&name, e))?;
-            let next = at.behind(&read);
+            let next = position.after(&read);
             Ok(Some((read, (pieces, next))))
         }
     })
     .boxed()
 }
 
-/// The rows of a piece that begins at `from`; errors name their row or line.
-fn number_rows(piece: &Piece, reader: &LineReader, from: &LinesFrom, wanted: &[Range<u64>], name: &str) -> LineRows {
-    let mut read = reader.rows(piece, from.line, |n| {
-        let row = from.row + n;
+/// The rows of a piece that begins at `start`; errors name their row or line.
+fn parse_wanted(
+    piece: &Piece,
+    reader: &LineReader,
+    start: &LinesPosition,
+    wanted: &[Range<u64>],
+    name: &str,
+) -> LineRows {
+    let mut read = reader.rows(piece, start.line, |index| {
+        let row = start.row + index;
         wanted
             .get(wanted.partition_point(|range| range.end <= row))
             .is_some_and(|range| range.contains(&row))
     });
-    for (row, number) in read.rows.iter_mut().zip(from.row..) {
+    for (row, number) in read.rows.iter_mut().zip(start.row..) {
         if let Err(why) = row {
             *why = format!("row {number} of `{name}`: {why}");
         }
@@ -469,22 +480,22 @@ fn parse_lines(start: u64, bytes: &Bytes, format: Format, is_wanted: impl Fn(u64
         end: start + bytes.len() as u64,
         ..LineRows::default()
     };
-    for (place, line) in lines_of(bytes) {
-        let line = if start == 0 && place.start == 0 {
+    for (range, line) in lines_of(bytes) {
+        let line = if start == 0 && range.start == 0 {
             strip_bom(line)
         } else {
             line
         };
-        let whole = &bytes[place];
+        let line_with_end = &bytes[range];
         let is_row = match format {
-            Format::Text => !line.is_empty() || whole.ends_with(b"\n"),
+            Format::Text => !line.is_empty() || line_with_end.ends_with(b"\n"),
             _ => !is_blank(line),
         };
         if !is_row {
             continue;
         }
         let row = match format {
-            _ if is_too_long(whole) => Err(too_long(whole.len() as u64)),
+            _ if is_too_long(line_with_end) => Err(too_long(line_with_end.len() as u64)),
             _ if !is_wanted(read.rows.len() as u64) => Err(NOT_READ.into()),
             Format::Text => {
                 read.bytes += line.len() as u64 + ENTRY_BYTES;
@@ -514,16 +525,16 @@ fn utf8(line: &[u8]) -> Result<&str, String> {
     std::str::from_utf8(line).map_err(|e| format!("not UTF-8 at byte {} of the line", e.valid_up_to() + 1))
 }
 
-/// One line's object.
+/// Parses one line as a JSON object, and checks the fields that its format requires.
 pub fn parse_object(line: &[u8], format: Format) -> Result<Map<String, Value>, String> {
     let text = utf8(line)?;
     if !text.trim_start().starts_with('{') {
         return Err("not a JSON object".into());
     }
     let object: Map<String, Value> = serde_json::from_str(text).map_err(|e| {
-        let what = e.to_string();
-        let what = what.split(" at line ").next().unwrap_or_default();
-        format!("not JSON: {what} at byte {} of the line", e.column())
+        let why = e.to_string();
+        let why = why.split(" at line ").next().unwrap_or_default();
+        format!("not JSON: {why} at byte {} of the line", e.column())
     })?;
     if object.len() > KEYS_MAX {
         return Err(format!("an object with {} keys, more than {KEYS_MAX}", object.len()));
@@ -565,7 +576,7 @@ mod tests {
     }
 
     #[test]
-    fn each_bad_line_is_a_row_that_says_why() {
+    fn bad_lines_are_rows_with_an_error() {
         let text = b"\xef\xbb\xbf{\"a\":1}\r\n\n  \t\r\n{\"a\":\n[1]\n\"x\"\n{\"a\":\"\xff\"}\n{\"a\":1} x\n{\"b\":2}";
         assert_eq!(
             parse(text, Format::Jsonl),
@@ -607,7 +618,7 @@ mod tests {
     }
 
     #[test]
-    fn text_has_a_row_a_line() {
+    fn each_line_of_text_is_a_row() {
         assert_eq!(
             parse(b"\xef\xbb\xbfa \"q\"\r\n\n b", Format::Text),
             [
@@ -640,9 +651,10 @@ mod tests {
             let rows = parse_piece(&block(text.as_bytes()), format);
             prop_assert_eq!(scan.rows.len(), rows.len());
             // A row's own bytes, read alone, give that row.
-            for (place, row) in scan.rows.iter().zip(rows) {
-                let bytes = Bytes::copy_from_slice(&text.as_bytes()[place.bytes.start as usize..place.bytes.end as usize]);
-                let alone = parse_piece(&Piece::Lines { start: place.bytes.start, bytes }, format);
+            for (location, row) in scan.rows.iter().zip(rows) {
+                let start = location.bytes.start;
+                let bytes = Bytes::copy_from_slice(&text.as_bytes()[start as usize..location.bytes.end as usize]);
+                let alone = parse_piece(&Piece::Lines { start, bytes }, format);
                 prop_assert_eq!(alone, vec![row]);
             }
         }

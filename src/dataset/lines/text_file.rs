@@ -1,8 +1,8 @@
-//! The bytes of a text file, decompressed if the file is compressed.
+//! Reads the bytes of a text file, decompressed if the file is compressed.
 //!
-//! A compressed file can only be read from its start. So the decoder is kept between reads and
-//! continues from its position; a read before that position starts again. A worker reads its shards
-//! in order, and so decompresses a file about once.
+//! A compressed file can only be decompressed from its start. So a decoder is kept after a read,
+//! and the next read continues at its position; a read before that position begins at the file's
+//! start. A worker reads its shards in order, and so decompresses a file about once.
 //!
 //! See docs/decisions/040-compressed-lines-are-read-forward.md.
 
@@ -16,17 +16,19 @@ use futures::stream::BoxStream;
 use futures::{StreamExt, TryStreamExt, stream};
 
 use super::compression::{self, Codec, Decoder, STEP_BYTES};
-use super::reader::LinesHash;
+use super::reader::StoredHash;
 use crate::dataset::error::DatasetError;
-use crate::dataset::store::pinned::PinnedFile;
+use crate::dataset::store::pinned_file::PinnedFile;
 
-/// Maximum number of kept decoders, which is the number of shards read concurrently. Each holds its
-/// format's window, at most 128 MiB.
-const KEPT_MAX: usize = 4;
+/// Maximum number of kept decoders: one for each of the shards that are read concurrently. Each
+/// holds its format's window, at most 128 MiB.
+const DECODERS_MAX: usize = 4;
 
-/// Stored bytes per request (first, maximum): the first is small, since some readers need only the
-/// file's head.
-const STORED_STEP_BYTES: (u64, u64) = (128 << 10, 4 << 20);
+/// Stored bytes of the first request, which is small, since some readers need only the file's head.
+const FIRST_REQUEST_BYTES: u64 = 128 << 10;
+
+/// Maximum stored bytes of later requests.
+const REQUEST_BYTES_MAX: u64 = 4 << 20;
 
 /// A file, and its compression.
 #[derive(Debug, Clone)]
@@ -34,61 +36,63 @@ pub struct TextFile {
     pub file: PinnedFile,
     pub codec: Option<Codec>,
     /// The pool of kept decoders; `None`: decoders are not kept.
-    pub kept: Option<Kept>,
+    pub decoders: Option<DecoderPool>,
 }
 
-/// Decoders at positions in their files, for reads that continue there.
+/// Decoders that reads have left at a position in their file, for reads that continue there.
 #[derive(Clone, Default)]
-pub struct Kept {
-    decoders: Arc<Mutex<VecDeque<Unpacking>>>,
-    /// Bytes decompressed so far by all decoders.
-    made: Arc<AtomicU64>,
+pub struct DecoderPool {
+    decoders: Arc<Mutex<VecDeque<FileDecoder>>>,
+    decompressed_bytes: Arc<AtomicU64>,
 }
 
-impl std::fmt::Debug for Kept {
+impl std::fmt::Debug for DecoderPool {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Kept")
+        f.write_str("DecoderPool")
     }
 }
 
-impl Kept {
-    /// Bytes decompressed so far by all decoders, including skipped ones.
-    pub fn made(&self) -> u64 {
-        self.made.load(Relaxed)
+impl DecoderPool {
+    /// Number of bytes decompressed so far by all decoders, including bytes before the ranges that
+    /// were read.
+    pub fn decompressed_bytes(&self) -> u64 {
+        self.decompressed_bytes.load(Relaxed)
     }
 
-    /// Takes the decoder of `file` with the nearest position at or before `place`.
-    fn take(&self, file: &PinnedFile, place: u64) -> Option<Unpacking> {
-        let mut kept = self.decoders.lock().unwrap_or_else(PoisonError::into_inner);
-        let fitting = kept
+    /// Takes the decoder of `file` with the nearest position at or before `offset`.
+    fn take(&self, file: &PinnedFile, offset: u64) -> Option<FileDecoder> {
+        let mut decoders = self.decoders.lock().unwrap_or_else(PoisonError::into_inner);
+        let candidates = decoders
             .iter()
             .enumerate()
-            .filter(|(_, one)| one.is_of(file) && one.at <= place);
-        let nearest = fitting.max_by_key(|(_, one)| one.at).map(|(n, _)| n)?;
-        kept.remove(nearest)
+            .filter(|(_, decoder)| decoder.is_of(file) && decoder.offset <= offset);
+        let nearest = candidates
+            .max_by_key(|(_, decoder)| decoder.offset)
+            .map(|(index, _)| index)?;
+        decoders.remove(nearest)
     }
 
-    fn put(&self, one: Unpacking) {
-        let mut kept = self.decoders.lock().unwrap_or_else(PoisonError::into_inner);
-        kept.push_back(one);
-        if kept.len() > KEPT_MAX {
-            kept.pop_front();
+    fn put(&self, decoder: FileDecoder) {
+        let mut decoders = self.decoders.lock().unwrap_or_else(PoisonError::into_inner);
+        decoders.push_back(decoder);
+        if decoders.len() > DECODERS_MAX {
+            decoders.pop_front();
         }
     }
 }
 
 impl TextFile {
-    /// A file that is read on its own, without kept decoders.
+    /// A file whose decoders are not kept.
     pub fn new(file: PinnedFile, codec: Option<Codec>) -> TextFile {
         TextFile {
             file,
             codec,
-            kept: None,
+            decoders: None,
         }
     }
 
-    /// The compression extension in its name, if it is not detected as compressed.
-    pub fn named_codec(&self) -> Option<&str> {
+    /// The compression extension of its name, if its content is not compressed.
+    pub fn false_codec_extension(&self) -> Option<&str> {
         let name = self.file.location.path.filename().unwrap_or_default();
         let (_, last) = name.rsplit_once('.')?;
         let is_codec = compression::EXTENSIONS
@@ -97,8 +101,8 @@ impl TextFile {
         (is_codec && self.codec.is_none()).then_some(last)
     }
 
-    /// Whether its name has one of these extensions, before any compression extension.
-    pub fn is_named(&self, extensions: &[&str]) -> bool {
+    /// Whether its name has one of these extensions. A compression extension after it is ignored.
+    pub fn has_extension(&self, extensions: &[&str]) -> bool {
         let name = self
             .file
             .location
@@ -114,46 +118,50 @@ impl TextFile {
     }
 
     /// The first `bytes` bytes of the file.
-    pub async fn head(&self, bytes: u64) -> Result<Bytes, DatasetError> {
+    pub async fn read_head(&self, bytes: u64) -> Result<Bytes, DatasetError> {
         if self.codec.is_none() {
             return self.file.bytes(0..bytes.min(self.file.size)).await;
         }
         let mut head = Vec::new();
-        let mut steps = self.range(0..bytes, None);
+        let mut steps = self.read_range(0..bytes, None);
         while let Some(step) = steps.try_next().await? {
             head.extend_from_slice(&step);
         }
         Ok(head.into())
     }
 
-    /// All bytes; `hash` receives the stored bytes.
-    pub fn all(&self, hash: Option<LinesHash>) -> BoxStream<'static, Result<Bytes, DatasetError>> {
+    /// All bytes. `hash` is updated with the stored bytes.
+    pub fn read_all(&self, hash: Option<StoredHash>) -> BoxStream<'static, Result<Bytes, DatasetError>> {
         let end = self.codec.map_or(self.file.size, |_| u64::MAX);
-        self.range(0..end, hash)
+        self.read_range(0..end, hash)
     }
 
     /// The bytes of `range`, or fewer at the end of the file.
-    pub fn range(&self, range: Range<u64>, hash: Option<LinesHash>) -> BoxStream<'static, Result<Bytes, DatasetError>> {
+    pub fn read_range(
+        &self,
+        range: Range<u64>,
+        hash: Option<StoredHash>,
+    ) -> BoxStream<'static, Result<Bytes, DatasetError>> {
         let Some(codec) = self.codec else {
-            return stored(self.file.clone(), range, hash);
+            return stored_range(self.file.clone(), range, hash);
         };
-        let (file, kept) = (self.file.clone(), self.kept.clone());
+        let (file, pool) = (self.file.clone(), self.decoders.clone());
         let opened = async move {
-            let unpacking = match kept.as_ref().and_then(|kept| kept.take(&file, range.start)) {
-                Some(unpacking) => unpacking,
-                None => Unpacking::open(file, codec, hash)?,
+            let decoder = match pool.as_ref().and_then(|pool| pool.take(&file, range.start)) {
+                Some(decoder) => decoder,
+                None => FileDecoder::open(file, codec, hash)?,
             };
-            Ok::<_, DatasetError>(unpacking.range(range, kept))
+            Ok::<_, DatasetError>(decoder.range(range, pool))
         };
         stream::once(opened).try_flatten().boxed()
     }
 }
 
 /// The stored bytes of `range`.
-fn stored(
+fn stored_range(
     file: PinnedFile,
     range: Range<u64>,
-    hash: Option<LinesHash>,
+    hash: Option<StoredHash>,
 ) -> BoxStream<'static, Result<Bytes, DatasetError>> {
     stream::once(async move { file.stream(range).await })
         .try_flatten()
@@ -166,66 +174,68 @@ fn stored(
 }
 
 /// A file during decompression.
-struct Unpacking {
+struct FileDecoder {
     file: PinnedFile,
     /// Hash of the stored bytes.
-    hash: Option<LinesHash>,
+    hash: Option<StoredHash>,
     /// Number of stored bytes read so far.
-    read: u64,
+    stored_offset: u64,
     /// Stored bytes that are not decompressed yet.
     input: Bytes,
     /// `None` after a failed step.
     decoder: Option<Decoder>,
-    /// Whether the decoder may hold more output.
-    is_full: bool,
+    /// Whether the decoder may have more output without more input.
+    may_have_output: bool,
     /// Decompressed bytes that are not returned yet.
-    rest: Bytes,
-    /// Offset of `rest` in the decompressed file.
-    at: u64,
+    output: Bytes,
+    /// Offset of `output` in the decompressed file.
+    offset: u64,
 }
 
-impl Unpacking {
-    fn open(file: PinnedFile, codec: Codec, hash: Option<LinesHash>) -> Result<Unpacking, DatasetError> {
+impl FileDecoder {
+    fn open(file: PinnedFile, codec: Codec, hash: Option<StoredHash>) -> Result<FileDecoder, DatasetError> {
         let decoder = Decoder::new(codec).map_err(|why| DatasetError::unreadable(&file.name, why))?;
-        Ok(Unpacking {
+        Ok(FileDecoder {
             file,
             hash,
-            read: 0,
+            stored_offset: 0,
             input: Bytes::new(),
             decoder: Some(decoder),
-            is_full: false,
-            rest: Bytes::new(),
-            at: 0,
+            may_have_output: false,
+            output: Bytes::new(),
+            offset: 0,
         })
     }
 
+    /// Whether it decompresses this file in this state.
     fn is_of(&self, file: &PinnedFile) -> bool {
-        let ours = &self.file;
-        ours.location.url == file.location.url
-            && (&ours.etag, &ours.version, ours.size) == (&file.etag, &file.version, file.size)
+        let own = &self.file;
+        own.location.url == file.location.url
+            && (&own.etag, &own.version, own.size) == (&file.etag, &file.version, file.size)
     }
 
-    /// Returns the next bytes; empty at the end.
-    async fn next(&mut self, kept: Option<&Kept>) -> Result<Bytes, DatasetError> {
+    /// Returns the next decompressed bytes; empty at the end of the file. Their number is added to
+    /// the pool's count.
+    async fn next(&mut self, pool: Option<&DecoderPool>) -> Result<Bytes, DatasetError> {
         let name = self.file.name.clone();
         let unreadable = |why: String| DatasetError::unreadable(&name, why);
-        while self.rest.is_empty() {
+        while self.output.is_empty() {
             let mut decoder = self
                 .decoder
                 .take()
-                .ok_or_else(|| unreadable("a part of it could not be".into()))?;
-            if self.input.is_empty() && !self.is_full {
-                if self.read == self.file.size {
+                .ok_or_else(|| unreadable("an earlier part of it could not be decompressed".into()))?;
+            if self.input.is_empty() && !self.may_have_output {
+                if self.stored_offset == self.file.size {
                     decoder.finish().map_err(unreadable)?;
                     self.decoder = Some(decoder);
                     return Ok(Bytes::new());
                 }
-                // Each step is a separate request, since a server would close a connection that
-                // waits for the next shard.
-                let length = self.read.clamp(STORED_STEP_BYTES.0, STORED_STEP_BYTES.1);
-                let step = self.read..self.file.size.min(self.read + length);
-                self.input = self.file.bytes(step.clone()).await?;
-                self.read = step.end;
+                // The file is read by separate requests, since a server would close a connection
+                // that waits for the next shard.
+                let length = self.stored_offset.clamp(FIRST_REQUEST_BYTES, REQUEST_BYTES_MAX);
+                let end = self.file.size.min(self.stored_offset + length);
+                self.input = self.file.bytes(self.stored_offset..end).await?;
+                self.stored_offset = end;
                 if let Some(hash) = &self.hash {
                     hash.add(&self.input);
                 }
@@ -233,51 +243,48 @@ impl Unpacking {
             // Decompression runs on a blocking thread; the decoder is moved there and back.
             let mut input = std::mem::take(&mut self.input);
             let step = tokio::task::spawn_blocking(move || {
-                let made = decoder.step(&mut input);
-                (decoder, input, made)
+                let output = decoder.step(&mut input);
+                (decoder, input, output)
             });
-            let (decoder, input, made) = step.await.map_err(|e| unreadable(e.to_string()))?;
-            self.rest = made.map_err(unreadable)?;
-            self.is_full = self.rest.len() == STEP_BYTES;
-            if let Some(kept) = kept {
-                kept.made.fetch_add(self.rest.len() as u64, Relaxed);
+            let (decoder, input, output) = step.await.map_err(|e| unreadable(e.to_string()))?;
+            self.output = output.map_err(unreadable)?;
+            self.may_have_output = self.output.len() == STEP_BYTES;
+            if let Some(pool) = pool {
+                pool.decompressed_bytes.fetch_add(self.output.len() as u64, Relaxed);
             }
             (self.decoder, self.input) = (Some(decoder), input);
         }
-        let bytes = std::mem::take(&mut self.rest);
-        self.at += bytes.len() as u64;
+        let bytes = std::mem::take(&mut self.output);
+        self.offset += bytes.len() as u64;
         Ok(bytes)
     }
 
-    /// The bytes of `range`, which must not begin before the current position. Afterwards the
-    /// decoder is kept for reads that continue there.
-    fn range(self, range: Range<u64>, kept: Option<Kept>) -> BoxStream<'static, Result<Bytes, DatasetError>> {
-        let steps = stream::try_unfold(Some(self), move |unpacking| {
-            let (range, kept) = (range.clone(), kept.clone());
+    /// The bytes of `range`, which must not begin before the current position. After the last byte,
+    /// the decoder goes to the pool, for reads that continue there.
+    fn range(self, range: Range<u64>, pool: Option<DecoderPool>) -> BoxStream<'static, Result<Bytes, DatasetError>> {
+        let steps = stream::try_unfold(self, move |mut decoder| {
+            let (range, pool) = (range.clone(), pool.clone());
             async move {
-                let Some(mut unpacking) = unpacking else {
-                    return Ok(None);
-                };
                 loop {
-                    if unpacking.at >= range.end {
-                        if let Some(kept) = kept {
-                            kept.put(unpacking);
+                    if decoder.offset >= range.end {
+                        if let Some(pool) = pool {
+                            pool.put(decoder);
                         }
                         return Ok(None);
                     }
-                    let start = unpacking.at;
-                    let mut bytes = unpacking.next(kept.as_ref()).await?;
+                    let start = decoder.offset;
+                    let mut bytes = decoder.next(pool.as_ref()).await?;
                     if bytes.is_empty() {
                         return Ok(None);
                     }
-                    if unpacking.at > range.end {
-                        unpacking.rest = bytes.split_off((range.end - start) as usize);
-                        unpacking.at = range.end;
+                    if decoder.offset > range.end {
+                        decoder.output = bytes.split_off((range.end - start) as usize);
+                        decoder.offset = range.end;
                     }
-                    let before = range.start.saturating_sub(start).min(bytes.len() as u64);
-                    let bytes = bytes.split_off(before as usize);
+                    let skipped = range.start.saturating_sub(start).min(bytes.len() as u64);
+                    let bytes = bytes.split_off(skipped as usize);
                     if !bytes.is_empty() {
-                        return Ok(Some((bytes, Some(unpacking))));
+                        return Ok(Some((bytes, decoder)));
                     }
                 }
             }

@@ -1,5 +1,5 @@
 //! Feeds column chunks to the decoder: fetches them in few requests, checks their page headers, and
-//! bounds their memory cost.
+//! stops if their rows could exceed the memory limit.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
@@ -15,147 +15,158 @@ use parquet::arrow::async_reader::AsyncFileReader;
 use parquet::errors::ParquetError;
 use parquet::file::metadata::{ColumnChunkMetaData, ParquetMetaData};
 
-use super::cost::{Claims, LeafCost};
-use super::measure::widest_entry;
-use super::pages::{check_pages, pages_of};
+use super::cost::{LeafCost, PageClaims};
+use super::measure::longest_entry;
+use super::pages::{check_pages, page_headers};
 use crate::dataset::error::DatasetError;
 use crate::dataset::row_memory::PAGES_BYTES_MAX;
-use crate::dataset::store::pinned::PinnedFile;
+use crate::dataset::store::pinned_file::PinnedFile;
 
-/// Maximum bytes of one read that are kept for the next shard of the same row group.
-const KEPT_BYTES_MAX: usize = 4 << 20;
+/// Maximum bytes of one read that are cached for the next shard of the same row group.
+const CACHE_BYTES_MAX: usize = 4 << 20;
 
 /// Cached bytes, by their ranges in the file.
-pub(crate) type Kept = Arc<Mutex<Vec<(Range<u64>, Bytes)>>>;
+pub(crate) type CachedRanges = Arc<Mutex<Vec<(Range<u64>, Bytes)>>>;
 
-/// The longest dictionary entries found so far, by row group and leaf column.
-pub(crate) type Widest = Arc<Mutex<HashMap<(usize, usize), Option<u64>>>>;
+/// Lengths in bytes of the longest dictionary entries, by row group and leaf column; `None` if the
+/// column has no dictionary.
+pub(crate) type LongestEntries = Arc<Mutex<HashMap<(usize, usize), Option<u64>>>>;
 
 /// The rows would take more memory than the limit.
 #[derive(Debug, thiserror::Error)]
 #[error("the rows take more memory than may be read at once")]
-pub(crate) struct TooMuch;
+pub(crate) struct OverLimit;
 
-/// The memory limit of a read, and the cost so far.
+/// The memory limit of a read, and the memory that its rows take so far.
 #[derive(Debug, Clone)]
-pub(crate) struct Budget {
+pub(crate) struct MemoryBudget {
     pub costs: Arc<Vec<LeafCost>>,
     pub limit: u64,
-    pub taken: Arc<AtomicU64>,
+    pub used: Arc<AtomicU64>,
     /// Number of rows read from this row group.
     pub rows: u64,
-    pub widest: Widest,
+    pub longest_entries: LongestEntries,
 }
 
-/// Feeds the decoder from the pinned file; pages have their headers checked on the way.
+/// Fetches the column chunks of one row group for the decoder, and checks their page headers.
 pub(crate) struct ChunkReader {
     pub pinned: PinnedFile,
     pub footer: Arc<ParquetMetaData>,
     pub group: usize,
     /// The projected columns.
     pub mask: ProjectionMask,
-    /// Row counts that an index expects of pages, by page offset (columns without repetition only).
+    /// Row counts of pages according to the page index, by page offset; only for columns that are
+    /// not repeated.
     pub page_rows: HashMap<u64, i64>,
-    pub kept: Kept,
-    /// `None`: the cost is known already.
-    pub budget: Option<Budget>,
+    pub cache: CachedRanges,
+    /// `None`: no limit.
+    pub budget: Option<MemoryBudget>,
 }
 
 impl ChunkReader {
-    /// The leaf, chunk and byte range of the chunk that contains `range`. Only projected chunks are
-    /// searched, since the others' claims are unchecked.
-    fn chunk_of(&self, range: &Range<u64>) -> Option<(usize, &ColumnChunkMetaData, Range<u64>)> {
+    /// The leaf index, metadata and byte range of the column chunk that contains `range`. Only
+    /// projected columns are searched, since the claims of other chunks are unchecked.
+    fn find_chunk(&self, range: &Range<u64>) -> Option<(usize, &ColumnChunkMetaData, Range<u64>)> {
         let chunks = self.footer.row_group(self.group).columns().iter();
         let read = chunks.enumerate().filter(|(leaf, _)| self.mask.leaf_included(*leaf));
-        let mut places = read.filter_map(|(leaf, chunk)| {
+        let mut chunks = read.filter_map(|(leaf, chunk)| {
             let data = chunk.data_page_offset();
             let start = u64::try_from(chunk.dictionary_page_offset().map_or(data, |d| d.min(data))).ok()?;
             let end = start.checked_add(u64::try_from(chunk.compressed_size()).ok()?)?;
             Some((leaf, chunk, start..end))
         });
-        places.find(|(_, _, place)| place.start <= range.start && range.end <= place.end)
+        chunks.find(|(_, _, bytes)| bytes.start <= range.start && range.end <= bytes.end)
     }
 
-    fn check(&self, ranges: &[Range<u64>], bodies: &[Bytes]) -> Result<(), DatasetError> {
+    fn check_page_headers(&self, ranges: &[Range<u64>], bodies: &[Bytes]) -> Result<(), DatasetError> {
         for (range, body) in ranges.iter().zip(bodies) {
-            let Some((_, chunk, _)) = self.chunk_of(range) else {
+            let Some((_, chunk, _)) = self.find_chunk(range) else {
                 continue;
             };
-            let rows = |at: usize| self.page_rows.get(&(range.start + at as u64)).copied();
+            let rows = |offset: usize| self.page_rows.get(&(range.start + offset as u64)).copied();
             check_chunk_pages(&self.pinned.name, self.group, chunk, body, rows)?;
         }
         Ok(())
     }
 
-    /// Whether the rows of these pages fit the budget, by the upper bound from their headers.
-    fn fits(&self, budget: &Budget, ranges: &[Range<u64>], bodies: &[Bytes]) -> Result<bool, DatasetError> {
-        let mut leaves: BTreeMap<usize, (Claims, &Bytes)> = BTreeMap::new();
+    /// Whether the rows of these pages fit into the budget. Their cost is an upper bound, computed
+    /// from the page headers. Dictionaries are only measured if the bound is a large part of the
+    /// limit.
+    fn fits_budget(
+        &self,
+        budget: &MemoryBudget,
+        ranges: &[Range<u64>],
+        bodies: &[Bytes],
+    ) -> Result<bool, DatasetError> {
+        let mut leaves: BTreeMap<usize, (PageClaims, &Bytes)> = BTreeMap::new();
         for (range, body) in ranges.iter().zip(bodies) {
-            if let Some((leaf, _, _)) = self.chunk_of(range) {
-                let (claims, _) = leaves.entry(leaf).or_insert_with(|| (Claims::default(), body));
-                pages_of(body).for_each(|(header, _)| claims.add(&header));
+            if let Some((leaf, _, _)) = self.find_chunk(range) {
+                let (claims, _) = leaves.entry(leaf).or_insert_with(|| (PageClaims::default(), body));
+                page_headers(body).for_each(|(header, _)| claims.add(&header));
             }
         }
-        let held = leaves.values().map(|(claims, _)| claims.held());
-        if held.fold(0, u64::saturating_add) > PAGES_BYTES_MAX {
+        let decoding_bytes = leaves.values().map(|(claims, _)| claims.decoding_bytes());
+        if decoding_bytes.fold(0, u64::saturating_add) > PAGES_BYTES_MAX {
             return Ok(false);
         }
-        let mut sum = budget.taken.load(Ordering::Relaxed);
+        let mut sum = budget.used.load(Ordering::Relaxed);
         for (leaf, (claims, first)) in &leaves {
-            let cost = &budget.costs[*leaf];
-            let most = claims.price(cost, budget.rows, claims.widest());
-            let price = if claims.names_texts(cost) && sum.saturating_add(most) > budget.limit / 4 {
-                let widest = self.widest(budget, *leaf, first)?;
-                let widest = widest.filter(|_| claims.has_one_dictionary());
-                claims.price(cost, budget.rows, widest.unwrap_or(claims.widest()))
+            let leaf_cost = &budget.costs[*leaf];
+            let bound = claims.cost_bound(leaf_cost, budget.rows, claims.entry_bytes_max());
+            let cost = if claims.has_dictionary_texts(leaf_cost) && sum.saturating_add(bound) > budget.limit / 4 {
+                let longest = self.longest_entry(budget, *leaf, first)?;
+                let longest = longest.filter(|_| claims.has_one_dictionary());
+                claims.cost_bound(leaf_cost, budget.rows, longest.unwrap_or(claims.entry_bytes_max()))
             } else {
-                most
+                bound
             };
-            sum = sum.saturating_add(price);
+            sum = sum.saturating_add(cost);
         }
-        budget.taken.store(sum, Ordering::Relaxed);
+        budget.used.store(sum, Ordering::Relaxed);
         Ok(sum <= budget.limit)
     }
 
-    /// The length of the longest dictionary entry, if `first` begins with a dictionary.
-    fn widest(&self, budget: &Budget, leaf: usize, first: &Bytes) -> Result<Option<u64>, DatasetError> {
+    /// The length of the longest dictionary entry; `None` if `first`, the first bytes of the chunk,
+    /// has no dictionary.
+    fn longest_entry(&self, budget: &MemoryBudget, leaf: usize, first: &Bytes) -> Result<Option<u64>, DatasetError> {
         let key = (self.group, leaf);
-        let lock = || budget.widest.lock().unwrap_or_else(PoisonError::into_inner);
+        let lock = || budget.longest_entries.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(known) = lock().get(&key).copied() {
             return Ok(known);
         }
         let chunk = self.footer.row_group(self.group).column(leaf);
-        let widest = widest_entry(first, chunk).map_err(|why| {
+        let longest = longest_entry(first, chunk).map_err(|why| {
             let column = chunk.column_path().string();
             let why = format!("row group {}, column `{column}`: {why}", self.group);
             DatasetError::unreadable(&self.pinned.name, why)
         })?;
-        lock().insert(key, widest);
-        Ok(widest)
+        lock().insert(key, longest);
+        Ok(longest)
     }
 
-    /// Keeps each column's first range, which holds its dictionary, and its last range, whose rows
-    /// may continue in the next shard.
-    fn keep(&self, ranges: &[Range<u64>], bodies: &[Bytes]) {
-        let column = |n: usize| Some(self.chunk_of(ranges.get(n)?)?.2);
-        let (mut kept, mut bytes) = (Vec::new(), 0);
+    /// Caches each column's first range, which holds its dictionary, and its last range, whose
+    /// pages may hold rows of the next shard, too.
+    fn cache_ranges(&self, ranges: &[Range<u64>], bodies: &[Bytes]) {
+        let column = |n: usize| Some(self.find_chunk(ranges.get(n)?)?.2);
+        let (mut cached, mut bytes) = (Vec::new(), 0);
         for (n, (range, body)) in ranges.iter().zip(bodies).enumerate() {
             let is_first = n == 0 || column(n - 1) != column(n);
             let is_last = column(n + 1) != column(n);
-            if (is_first || is_last) && bytes + body.len() <= KEPT_BYTES_MAX {
+            if (is_first || is_last) && bytes + body.len() <= CACHE_BYTES_MAX {
                 bytes += body.len();
                 // This is a copy: a slice would keep the whole response alive.
-                kept.push((range.clone(), Bytes::copy_from_slice(body)));
+                cached.push((range.clone(), Bytes::copy_from_slice(body)));
             }
         }
-        *self.kept.lock().unwrap_or_else(PoisonError::into_inner) = kept;
+        *self.cache.lock().unwrap_or_else(PoisonError::into_inner) = cached;
     }
 
-    /// The bytes of the ranges, from those kept by the last read where possible.
+    /// The bytes of the ranges, from the cache of the last read where possible.
     async fn fetch(&self, ranges: &[Range<u64>]) -> Result<Vec<Bytes>, DatasetError> {
-        let kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let cached = self.cache.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let known = |range: &Range<u64>| {
-            kept.iter()
+            cached
+                .iter()
                 .find(|(known, _)| known == range)
                 .map(|(_, body)| body.clone())
         };
@@ -194,13 +205,13 @@ impl AsyncFileReader for ChunkReader {
     fn get_byte_ranges(&mut self, ranges: Vec<Range<u64>>) -> BoxFuture<'_, parquet::errors::Result<Vec<Bytes>>> {
         async move {
             let bodies = self.fetch(&ranges).await.map_err(external)?;
-            self.check(&ranges, &bodies).map_err(external)?;
+            self.check_page_headers(&ranges, &bodies).map_err(external)?;
             if let Some(budget) = &self.budget
-                && !self.fits(budget, &ranges, &bodies).map_err(external)?
+                && !self.fits_budget(budget, &ranges, &bodies).map_err(external)?
             {
-                return Err(ParquetError::External(Box::new(TooMuch)));
+                return Err(ParquetError::External(Box::new(OverLimit)));
             }
-            self.keep(&ranges, &bodies);
+            self.cache_ranges(&ranges, &bodies);
             Ok(bodies)
         }
         .boxed()

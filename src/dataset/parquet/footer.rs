@@ -1,4 +1,4 @@
-//! A Parquet file's footer, and the limits on its claims.
+//! Reads a Parquet file's footer, and checks its claims.
 
 use std::sync::Arc;
 
@@ -9,16 +9,16 @@ use parquet::file::metadata::{
     ColumnChunkMetaData, ParquetMetaData, ParquetMetaDataOptions, ParquetMetaDataReader, ParquetStatisticsPolicy,
 };
 
-use super::shape::check_footer;
-use super::thrift::{Compact, ThriftError};
+use super::thrift::{CompactReader, ThriftError};
+use super::thrift_check::check_footer;
 use crate::dataset::arrow::schema_text;
 use crate::dataset::error::DatasetError;
-use crate::dataset::store::pinned::PinnedFile;
+use crate::dataset::store::pinned_file::PinnedFile;
 
 /// Largest footer, in bytes.
 const FOOTER_BYTES_MAX: u64 = 64 << 20;
 
-/// Bytes read at a file's end in one request; usually they include the footer.
+/// Bytes that the first request reads from the end of a file. Usually they include the footer.
 const TAIL_BYTES: u64 = 64 << 10;
 
 /// Maximum rows of one file.
@@ -27,7 +27,7 @@ const ROWS_MAX: i64 = 1 << 40;
 /// Maximum uncompressed bytes of one column chunk.
 const CHUNK_BYTES_MAX: i64 = 8 << 30;
 
-/// Deepest nesting of a schema.
+/// Maximum nesting depth of a schema.
 const SCHEMA_DEPTH_MAX: usize = 64;
 
 /// Maximum bytes of the paths of all columns together: the decoder keeps each path with the names
@@ -74,7 +74,8 @@ pub async fn read_footer(pinned: &PinnedFile) -> Result<Bytes, DatasetError> {
     pinned.bytes(from..size - 8).await
 }
 
-/// Pure: decodes the footer's bytes and checks their claims against a file of `size` bytes.
+/// Decodes the footer of a file of `size` bytes, and checks its claims. Reads nothing from the
+/// file.
 pub fn decode_footer(footer: &[u8], size: u64) -> Result<ArrowReaderMetadata, String> {
     check_footer(footer)?;
     check_schema(footer)?;
@@ -107,8 +108,8 @@ pub fn decode_footer(footer: &[u8], size: u64) -> Result<ArrowReaderMetadata, St
 /// the name and field 5 the number of children.
 fn check_schema(footer: &[u8]) -> Result<(), String> {
     let (depth, paths) = schema_size(footer).map_err(|e| match e {
-        ThriftError::Short => "its footer is broken: it ends within its schema".to_string(),
-        ThriftError::Bad(why) => format!("its footer is broken: it has {why}"),
+        ThriftError::Truncated => "its footer is broken: it ends within its schema".to_string(),
+        ThriftError::Invalid(why) => format!("its footer is broken: it has {why}"),
     })?;
     if depth > SCHEMA_DEPTH_MAX {
         return Err(format!(
@@ -126,19 +127,19 @@ fn check_schema(footer: &[u8]) -> Result<(), String> {
 /// The nesting depth of a footer's schema, and the total bytes of its columns' paths. The footer
 /// must have passed [`check_footer`]. Counting stops above the depth limit.
 fn schema_size(footer: &[u8]) -> Result<(usize, u64), ThriftError> {
-    let mut reader = Compact::new(footer);
-    let (mut id, mut deepest, mut paths) = (0, 0, 0u64);
+    let mut reader = CompactReader::new(footer);
+    let (mut id, mut depth_max, mut paths) = (0, 0, 0u64);
     while let Some(kind) = reader.field(&mut id)? {
         if id != 2 {
             reader.skip(kind)?;
             continue;
         }
         let (_, count) = reader.list()?;
-        // Per open element, its remaining children and the length of its path; `awaited` counts the
-        // announced elements that are still to come.
-        let mut open: Vec<(u64, u64)> = Vec::new();
-        let mut awaited = 0u64;
-        for at in 0..count {
+        // For each element with remaining children: their number, and the bytes of its path.
+        // `announced` counts all elements that are still to come.
+        let mut open_elements: Vec<(u64, u64)> = Vec::new();
+        let mut announced = 0u64;
+        for element in 0..count {
             let (mut inner, mut children) = (0, 0);
             let from = reader.position();
             while let Some(kind) = reader.field(&mut inner)? {
@@ -149,43 +150,46 @@ fn schema_size(footer: &[u8]) -> Result<(usize, u64), ThriftError> {
             }
             // The element's encoded size is an upper bound of its name's length.
             let bytes = (reader.position() - from) as u64;
-            awaited = awaited.saturating_sub(1) + children;
-            if awaited > count - at - 1 {
-                return Err(ThriftError::Bad("a schema that claims more elements than it has"));
+            announced = announced.saturating_sub(1) + children;
+            if announced > count - element - 1 {
+                return Err(ThriftError::Invalid("a schema that claims more elements than it has"));
             }
-            while open.last().is_some_and(|(left, _)| *left == 0) {
-                open.pop();
+            while open_elements
+                .last()
+                .is_some_and(|(children_left, _)| *children_left == 0)
+            {
+                open_elements.pop();
             }
             let mut path = bytes;
-            if let Some((left, around)) = open.last_mut() {
-                *left -= 1;
-                path += *around;
+            if let Some((children_left, parent_path)) = open_elements.last_mut() {
+                *children_left -= 1;
+                path += *parent_path;
             }
             match children {
                 0 => paths += path,
-                _ => open.push((children, path)),
+                _ => open_elements.push((children, path)),
             }
-            deepest = deepest.max(open.len());
-            if deepest > SCHEMA_DEPTH_MAX {
-                return Ok((deepest, paths));
+            depth_max = depth_max.max(open_elements.len());
+            if depth_max > SCHEMA_DEPTH_MAX {
+                return Ok((depth_max, paths));
             }
         }
         break;
     }
-    Ok((deepest, paths))
+    Ok((depth_max, paths))
 }
 
 /// The footer with its Arrow schema.
 pub fn arrow_footer(metadata: Arc<ParquetMetaData>) -> Result<ArrowReaderMetadata, String> {
-    // An embedded Arrow schema is dropped if it does not fit its columns, or if it would take far
-    // more memory than its size.
+    // An embedded Arrow schema is ignored if it does not fit the columns, or if it would take far
+    // more memory decoded than encoded.
     let pairs = metadata.file_metadata().key_value_metadata();
     let embedded = pairs
         .into_iter()
         .flatten()
         .find(|pair| pair.key == ARROW_SCHEMA_META_KEY);
     let embedded = embedded.and_then(|pair| pair.value.as_deref());
-    let is_bomb = embedded.is_some_and(|text| !schema_text::is_sound(text));
+    let is_bomb = embedded.is_some_and(|text| !schema_text::is_bounded(text));
     ArrowReaderMetadata::try_new(
         metadata.clone(),
         ArrowReaderOptions::new().with_skip_arrow_metadata(is_bomb),
@@ -194,8 +198,8 @@ pub fn arrow_footer(metadata: Arc<ParquetMetaData>) -> Result<ArrowReaderMetadat
     .map_err(|e| format!("its schema cannot be read: {e}"))
 }
 
-/// The footer with other metadata whose columns have the same types.
-pub fn like_footer(
+/// The footer with `metadata` in place of its own; the columns must have the same types.
+pub fn footer_with_metadata(
     footer: &ArrowReaderMetadata,
     metadata: Arc<ParquetMetaData>,
 ) -> Result<ArrowReaderMetadata, String> {
@@ -225,7 +229,8 @@ fn check_rows(metadata: &ParquetMetaData) -> Result<(), String> {
     Ok(())
 }
 
-/// Checks one column chunk's claims against its file. The error continues the text "column `x` …".
+/// Checks the claims of a column chunk in a file of `size` bytes. The error follows the text
+/// "column `x`" in the message.
 pub fn check_chunk(chunk: &ColumnChunkMetaData, rows: i64, size: u64) -> Result<(), String> {
     let start = chunk
         .dictionary_page_offset()
@@ -246,8 +251,8 @@ pub fn check_chunk(chunk: &ColumnChunkMetaData, rows: i64, size: u64) -> Result<
         ));
     }
     let values = chunk.num_values();
-    let flat = chunk.column_descr().max_rep_level() == 0;
-    if values < 0 || (flat && values != rows) {
+    let is_flat = chunk.column_descr().max_rep_level() == 0;
+    if values < 0 || (is_flat && values != rows) {
         return Err(format!("claims {values} values for {rows} rows"));
     }
     if chunk.file_path().is_some_and(|path| !path.is_empty()) {

@@ -1,8 +1,8 @@
-//! Memory cost of each row of a Parquet column, measured by walking the pages' levels and lengths
-//! without decoding values.
+//! Memory cost of each row of a Parquet column, measured from the pages' levels and lengths without
+//! decoding values.
 //!
-//! One page is decompressed at a time. Runs are counted value by value and never expanded, so
-//! measuring a decompression bomb costs only time.
+//! One page is decompressed at a time. Runs are counted value by value and never expanded in
+//! memory, so measuring a decompression bomb costs only time.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -14,10 +14,10 @@ use parquet::file::metadata::ColumnChunkMetaData;
 use parquet::file::serialized_reader::SerializedPageReader;
 
 use super::cost::LeafCost;
-use super::hybrid::{Deltas, Hybrid};
+use super::hybrid::{DeltaDecoder, HybridDecoder};
 
-/// Consecutive pages of a column chunk: its dictionary page, if any, and then data pages, the first
-/// of which begins with a new row.
+/// Pages of a column chunk: its dictionary page, if any, and then consecutive data pages. The first
+/// data page begins with a new row.
 #[derive(Debug, Clone)]
 pub(crate) struct Pages {
     pub bytes: Bytes,
@@ -25,28 +25,28 @@ pub(crate) struct Pages {
     pub first_row: u64,
 }
 
-/// Adds to `sums`, which has an entry per row of `rows`, the rows' costs in this column.
+/// Adds the cost of each row in this column to `row_costs`, which has an entry per row of `rows`.
 pub(crate) fn add_row_costs(
     pages: &Pages,
     chunk: &ColumnChunkMetaData,
     cost: &LeafCost,
     rows: &Range<u64>,
-    sums: &mut [u64],
+    row_costs: &mut [u64],
 ) -> Result<(), String> {
     let mut reader = page_reader(&pages.bytes, chunk)?;
     let column = chunk.column_descr();
-    let mut walk = Walk {
+    let mut walker = PageWalker {
         cost,
         is_text: cost.is_text,
-        rep: u32::from(column.max_rep_level().unsigned_abs()),
-        def: u32::from(column.max_def_level().unsigned_abs()),
+        max_rep_level: u32::from(column.max_rep_level().unsigned_abs()),
+        max_def_level: u32::from(column.max_def_level().unsigned_abs()),
         entries: Vec::new(),
-        at: None,
+        row: None,
         first_row: pages.first_row,
         rows: rows.clone(),
     };
     while let Some(page) = reader.get_next_page().map_err(|e| e.to_string())? {
-        if !walk.page(&page, sums)? {
+        if !walker.add_page(&page, row_costs)? {
             break;
         }
     }
@@ -55,13 +55,13 @@ pub(crate) fn add_row_costs(
 
 /// Bytes of the longest entry of the dictionary at the start of `bytes`; `None` if there is no
 /// dictionary.
-pub(crate) fn widest_entry(bytes: &Bytes, chunk: &ColumnChunkMetaData) -> Result<Option<u64>, String> {
+pub(crate) fn longest_entry(bytes: &Bytes, chunk: &ColumnChunkMetaData) -> Result<Option<u64>, String> {
     if chunk.column_type() != Physical::BYTE_ARRAY {
         return Ok(None);
     }
     match page_reader(bytes, chunk)?.get_next_page().map_err(|e| e.to_string())? {
         Some(Page::DictionaryPage { buf, num_values, .. }) => {
-            let longest = entries(&buf, num_values)?.into_iter().max();
+            let longest = entry_lengths(&buf, num_values)?.into_iter().max();
             Ok(Some(longest.unwrap_or(0).into()))
         }
         _ => Ok(None),
@@ -69,7 +69,7 @@ pub(crate) fn widest_entry(bytes: &Bytes, chunk: &ColumnChunkMetaData) -> Result
 }
 
 fn page_reader(bytes: &Bytes, chunk: &ColumnChunkMetaData) -> Result<SerializedPageReader<Bytes>, String> {
-    let alone = chunk
+    let metadata = chunk
         .clone()
         .into_builder()
         .set_dictionary_page_offset(None)
@@ -78,30 +78,30 @@ fn page_reader(bytes: &Bytes, chunk: &ColumnChunkMetaData) -> Result<SerializedP
         .set_total_compressed_size(i64::try_from(bytes.len()).map_err(|e| e.to_string())?)
         .build()
         .map_err(|e| e.to_string())?;
-    SerializedPageReader::new(Arc::new(bytes.clone()), &alone, 0, None).map_err(|e| e.to_string())
+    SerializedPageReader::new(Arc::new(bytes.clone()), &metadata, 0, None).map_err(|e| e.to_string())
 }
 
 /// The lengths of a dictionary's entries.
-fn entries(bytes: &[u8], count: u32) -> Result<Vec<u32>, String> {
+fn entry_lengths(bytes: &[u8], count: u32) -> Result<Vec<u32>, String> {
     // Each entry takes at least four bytes, so the claimed count is bounded by the available bytes.
     let count = usize::try_from(count).unwrap_or(usize::MAX).min(bytes.len() / 4);
-    let mut plain = Plain { bytes, at: 0 };
+    let mut plain = PlainTexts { bytes, offset: 0 };
     (0..count).map(|_| Ok(plain.next_length()? as u32)).collect()
 }
 
-/// PLAIN texts, each behind its length in four bytes.
-struct Plain<'a> {
+/// PLAIN texts: before each text, its length in four bytes.
+struct PlainTexts<'a> {
     bytes: &'a [u8],
-    at: usize,
+    offset: usize,
 }
 
-impl Plain<'_> {
+impl PlainTexts<'_> {
     fn next_length(&mut self) -> Result<u64, &'static str> {
         let short = "a page ends within its texts";
-        let four = self.bytes.get(self.at..self.at + 4).ok_or(short)?;
+        let four = self.bytes.get(self.offset..self.offset + 4).ok_or(short)?;
         let length = u32::from_le_bytes([four[0], four[1], four[2], four[3]]);
-        self.at += 4 + length as usize;
-        if self.at <= self.bytes.len() {
+        self.offset += 4 + length as usize;
+        if self.offset <= self.bytes.len() {
             Ok(length.into())
         } else {
             Err(short)
@@ -113,35 +113,36 @@ impl Plain<'_> {
 enum Lengths<'a> {
     /// Values have no individual lengths.
     None,
-    Plain(Plain<'a>),
-    Named(Hybrid<'a>, &'a [u32]),
-    Own(Deltas<'a>),
-    /// Lengths of the prefix shared with the previous text, and of the suffix.
-    Shared(Deltas<'a>, Deltas<'a>),
+    Plain(PlainTexts<'a>),
+    /// Indices into the dictionary, and the lengths of its entries.
+    Dictionary(HybridDecoder<'a>, &'a [u32]),
+    Delta(DeltaDecoder<'a>),
+    /// Lengths of the prefixes shared with the previous text, and lengths of the suffixes.
+    DeltaPrefix(DeltaDecoder<'a>, DeltaDecoder<'a>),
 }
 
 impl<'a> Lengths<'a> {
     fn of(bytes: &'a [u8], encoding: Encoding, entries: &'a [u32], values: u32) -> Result<Lengths<'a>, String> {
         let deltas = |bytes: &'a [u8]| {
-            let deltas = Deltas::new(bytes)?;
-            if deltas.left() <= values.into() {
+            let deltas = DeltaDecoder::new(bytes)?;
+            if deltas.remaining() <= values.into() {
                 Ok(deltas)
             } else {
                 Err(String::from("a page has more lengths than values"))
             }
         };
         let lengths = match encoding {
-            Encoding::PLAIN => Lengths::Plain(Plain { bytes, at: 0 }),
+            Encoding::PLAIN => Lengths::Plain(PlainTexts { bytes, offset: 0 }),
             // The page holds only nulls.
-            _ if bytes.is_empty() => Lengths::Plain(Plain { bytes, at: 0 }),
+            _ if bytes.is_empty() => Lengths::Plain(PlainTexts { bytes, offset: 0 }),
             Encoding::PLAIN_DICTIONARY | Encoding::RLE_DICTIONARY => {
-                Lengths::Named(Hybrid::new(&bytes[1..], bytes[0].into())?, entries)
+                Lengths::Dictionary(HybridDecoder::new(&bytes[1..], bytes[0].into())?, entries)
             }
-            Encoding::DELTA_LENGTH_BYTE_ARRAY => Lengths::Own(deltas(bytes)?),
+            Encoding::DELTA_LENGTH_BYTE_ARRAY => Lengths::Delta(deltas(bytes)?),
             Encoding::DELTA_BYTE_ARRAY => {
                 let shared = deltas(bytes)?;
-                let behind = shared.clone().end()?;
-                Lengths::Shared(shared, deltas(&bytes[behind..])?)
+                let suffixes_offset = shared.clone().skip_to_end()?;
+                Lengths::DeltaPrefix(shared, deltas(&bytes[suffixes_offset..])?)
             }
             other => return Err(format!("its texts are encoded as {other}, which they cannot be")),
         };
@@ -153,15 +154,15 @@ impl<'a> Lengths<'a> {
         match self {
             Lengths::None => Ok(0),
             Lengths::Plain(plain) => plain.next_length(),
-            Lengths::Named(names, entries) => {
-                let entry = entries.get(names.next_value()? as usize);
+            Lengths::Dictionary(indices, entries) => {
+                let entry = entries.get(indices.next_value()? as usize);
                 entry
                     .copied()
                     .map(u64::from)
                     .ok_or("a page names an entry that its dictionary does not have")
             }
-            Lengths::Own(lengths) => positive(lengths.next_value()?),
-            Lengths::Shared(shared, rest) => {
+            Lengths::Delta(lengths) => positive(lengths.next_value()?),
+            Lengths::DeltaPrefix(shared, rest) => {
                 let (shared, rest) = (positive(shared.next_value()?)?, positive(rest.next_value()?)?);
                 Ok(shared.saturating_add(rest))
             }
@@ -169,27 +170,37 @@ impl<'a> Lengths<'a> {
     }
 }
 
-struct Walk<'c> {
+/// The levels and the encoded values of a data page.
+struct PageValues<'a> {
+    /// Number of values, including nulls.
+    count: u32,
+    rep_levels: HybridDecoder<'a>,
+    def_levels: HybridDecoder<'a>,
+    bytes: &'a [u8],
+    encoding: Encoding,
+}
+
+/// Adds up the costs of rows while the pages of a column chunk are walked.
+struct PageWalker<'c> {
     cost: &'c LeafCost,
     is_text: bool,
-    /// The maximum levels.
-    rep: u32,
-    def: u32,
+    max_rep_level: u32,
+    max_def_level: u32,
     /// The lengths of the dictionary's entries.
     entries: Vec<u32>,
-    /// The row of the last value.
-    at: Option<u64>,
+    /// The row of the last value, within the row group.
+    row: Option<u64>,
     first_row: u64,
     rows: Range<u64>,
 }
 
-impl Walk<'_> {
-    /// Processes a page; false if all wanted rows have been counted.
-    fn page(&mut self, page: &Page, sums: &mut [u64]) -> Result<bool, String> {
+impl PageWalker<'_> {
+    /// Adds the costs of a page's values; false if all wanted rows have been counted.
+    fn add_page(&mut self, page: &Page, row_costs: &mut [u64]) -> Result<bool, String> {
         match page {
             Page::DictionaryPage { buf, num_values, .. } => {
                 if self.is_text {
-                    self.entries = entries(buf, *num_values)?;
+                    self.entries = entry_lengths(buf, *num_values)?;
                 }
                 Ok(true)
             }
@@ -202,9 +213,16 @@ impl Walk<'_> {
                 ..
             } => {
                 let mut rest: &[u8] = buf;
-                let rep = first_levels(&mut rest, self.rep, *rep_level_encoding)?;
-                let def = first_levels(&mut rest, self.def, *def_level_encoding)?;
-                self.values(*num_values, (rep, def), (rest, *encoding), sums)
+                let rep = take_levels(&mut rest, self.max_rep_level, *rep_level_encoding)?;
+                let def = take_levels(&mut rest, self.max_def_level, *def_level_encoding)?;
+                let values = PageValues {
+                    count: *num_values,
+                    rep_levels: rep,
+                    def_levels: def,
+                    bytes: rest,
+                    encoding: *encoding,
+                };
+                self.add_values(values, row_costs)
             }
             Page::DataPageV2 {
                 buf,
@@ -218,19 +236,27 @@ impl Walk<'_> {
                 let cut = || String::from("a page ends within its levels");
                 let (rep, rest) = buf.split_at_checked(ends.0).ok_or_else(cut)?;
                 let (def, rest) = rest.split_at_checked(ends.1).ok_or_else(cut)?;
-                let levels = (Hybrid::new(rep, width(self.rep))?, Hybrid::new(def, width(self.def))?);
-                self.values(*num_values, levels, (rest, *encoding), sums)
+                let values = PageValues {
+                    count: *num_values,
+                    rep_levels: HybridDecoder::new(rep, level_bits(self.max_rep_level))?,
+                    def_levels: HybridDecoder::new(def, level_bits(self.max_def_level))?,
+                    bytes: rest,
+                    encoding: *encoding,
+                };
+                self.add_values(values, row_costs)
             }
         }
     }
 
-    fn values(
-        &mut self,
-        count: u32,
-        (mut rep, mut def): (Hybrid, Hybrid),
-        (bytes, encoding): (&[u8], Encoding),
-        sums: &mut [u64],
-    ) -> Result<bool, String> {
+    /// Adds the costs of a data page's values; false if all wanted rows have been counted.
+    fn add_values(&mut self, values: PageValues, row_costs: &mut [u64]) -> Result<bool, String> {
+        let PageValues {
+            count,
+            mut rep_levels,
+            mut def_levels,
+            bytes,
+            encoding,
+        } = values;
         let entries = std::mem::take(&mut self.entries);
         let mut lengths = if self.is_text {
             Lengths::of(bytes, encoding, &entries, count)?
@@ -238,25 +264,25 @@ impl Walk<'_> {
             Lengths::None
         };
         for _ in 0..count {
-            let is_new = rep.next_value()? == 0;
-            let row = match self.at {
-                Some(at) => at + u64::from(is_new),
+            let is_new = rep_levels.next_value()? == 0;
+            let row = match self.row {
+                Some(row) => row + u64::from(is_new),
                 None => self.first_row,
             };
-            self.at = Some(row);
+            self.row = Some(row);
             // The rest of the page belongs to later rows.
             if row >= self.rows.end {
                 return Ok(false);
             }
-            let bytes = if self.is_text && def.next_value()? == self.def {
+            let bytes = if self.is_text && def_levels.next_value()? == self.max_def_level {
                 lengths.next_length()?
             } else {
                 0
             };
             if row >= self.rows.start
-                && let Some(sum) = sums.get_mut((row - self.rows.start) as usize)
+                && let Some(sum) = row_costs.get_mut((row - self.rows.start) as usize)
             {
-                *sum = sum.saturating_add(self.cost.of(0, 1, bytes));
+                *sum = sum.saturating_add(self.cost.total(0, 1, bytes));
             }
         }
         self.entries = entries;
@@ -264,22 +290,24 @@ impl Walk<'_> {
     }
 }
 
-fn width(highest: u32) -> u32 {
-    u32::BITS - highest.leading_zeros()
+/// Bits per level, for levels from 0 to `max_level`.
+fn level_bits(max_level: u32) -> u32 {
+    u32::BITS - max_level.leading_zeros()
 }
 
-/// The levels at the start of a version 1 data page, which have a length prefix of four bytes.
-fn first_levels<'a>(rest: &mut &'a [u8], highest: u32, encoding: Encoding) -> Result<Hybrid<'a>, String> {
-    if highest == 0 {
-        return Ok(Hybrid::new(&[], 0)?);
+/// Takes the levels at the start of a version 1 data page, which have a length prefix of four
+/// bytes, off `rest`.
+fn take_levels<'a>(rest: &mut &'a [u8], max_level: u32, encoding: Encoding) -> Result<HybridDecoder<'a>, String> {
+    if max_level == 0 {
+        return Ok(HybridDecoder::new(&[], 0)?);
     }
     if encoding != Encoding::RLE {
         return Err(format!("its levels are encoded as {encoding}, which is not supported"));
     }
     let cut = || String::from("a page ends within its levels");
-    let (length, behind) = rest.split_at_checked(4).ok_or_else(cut)?;
+    let (length, after) = rest.split_at_checked(4).ok_or_else(cut)?;
     let length = u32::from_le_bytes([length[0], length[1], length[2], length[3]]);
-    let (levels, behind) = behind.split_at_checked(length as usize).ok_or_else(cut)?;
-    *rest = behind;
-    Ok(Hybrid::new(levels, width(highest))?)
+    let (levels, after) = after.split_at_checked(length as usize).ok_or_else(cut)?;
+    *rest = after;
+    Ok(HybridDecoder::new(levels, level_bits(max_level))?)
 }

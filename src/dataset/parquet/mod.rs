@@ -1,5 +1,5 @@
-//! Parquet: footers and page headers with limits on their claims, the memory that rows will take once
-//! decoded, and rows by range.
+//! Parquet: checks of the claims in footers and page headers, the memory that rows take once
+//! decoded, and reads of row ranges.
 
 pub(crate) mod chunks;
 pub(crate) mod cost;
@@ -8,7 +8,7 @@ pub(crate) mod hybrid;
 pub(crate) mod measure;
 pub mod pages;
 pub mod reader;
-pub mod shape;
+pub(crate) mod row_costs;
 pub(crate) mod text;
 pub mod thrift;
-pub(crate) mod walk;
+pub mod thrift_check;

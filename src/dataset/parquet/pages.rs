@@ -1,11 +1,11 @@
-//! Page headers of a Parquet column chunk: the pages' positions, and checks of the sizes that they
-//! claim.
+//! Page headers of a Parquet column chunk: finds the pages' positions, and checks the sizes that
+//! the headers claim.
 //!
 //! Many writers put a million rows into one row group. Without a page index, each shard of such a
 //! group would fetch the whole column. The file's own offset index is used if it exists and fits
 //! the chunk; it is parsed here, since the decoder's parser trusts list lengths. Without an index,
-//! the headers are walked once, and the bodies of large pages are skipped without being fetched. In
-//! both cases the headers of the fetched pages must agree with the index.
+//! all headers are read once, and large pages are skipped without being fetched. In both cases the
+//! headers of the pages that are fetched later must agree with the index.
 //!
 //! A page header is a Thrift struct in compact protocol:
 //! <https://github.com/apache/parquet-format/blob/master/src/main/thrift/parquet.thrift>.
@@ -18,26 +18,26 @@ use bytes::BytesMut;
 use parquet::file::metadata::OffsetIndexBuilder;
 use parquet::file::page_index::offset_index::OffsetIndexMetaData;
 
-use super::shape::check_page_header;
-use super::thrift::{Compact, I32, I64, LIST, STRUCT, ThriftError};
+use super::thrift::{CompactReader, I32, I64, LIST, STRUCT, ThriftError};
+use super::thrift_check::check_page_header;
 use crate::dataset::error::DatasetError;
-use crate::dataset::store::pinned::PinnedFile;
+use crate::dataset::store::pinned_file::PinnedFile;
 
 /// Maximum uncompressed size of a page, in bytes.
 pub const PAGE_BYTES_MAX: i32 = 256 << 20;
 
-/// Longest page header (it may hold statistics).
+/// Maximum bytes of a page header, which may hold statistics.
 const HEADER_BYTES_MAX: usize = 1 << 20;
 
-/// Pages of at least this size are skipped without being fetched; smaller ones are read together
-/// with their headers.
-const HOP_BYTES_MIN: u64 = 64 << 10;
+/// Pages of at least this size are skipped without being fetched. Smaller pages are fetched
+/// together with their headers.
+const SKIPPED_PAGE_BYTES_MIN: u64 = 64 << 10;
 
-/// Bytes fetched for a header; most headers are far shorter.
-const HEADER_BYTES: u64 = 4 << 10;
+/// Bytes fetched for the header of a large page. Most headers are far shorter.
+const HEADER_READ_BYTES: u64 = 4 << 10;
 
-/// Bytes fetched per request where pages are small.
-const STREAM_BYTES: u64 = 256 << 10;
+/// Bytes fetched per request while pages are small.
+const SMALL_PAGES_READ_BYTES: u64 = 256 << 10;
 
 const DATA_PAGE: i32 = 0;
 const DICTIONARY_PAGE: i32 = 2;
@@ -47,16 +47,16 @@ const PLAIN_DICTIONARY: i32 = 2;
 const DELTA_BYTE_ARRAY: i32 = 7;
 const RLE_DICTIONARY: i32 = 8;
 
-/// The fields in use of a page header.
+/// The fields of a page header that are used here.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct PageHeader {
     kind: i32,
-    pub(crate) uncompressed: i32,
-    pub(crate) compressed: i32,
+    pub(crate) uncompressed_bytes: i32,
+    pub(crate) compressed_bytes: i32,
     /// Number of values; for a dictionary page, its entries.
     pub(crate) values: i32,
     encoding: i32,
-    /// The row count, which only version 2 data pages state.
+    /// The row count, which only the headers of version 2 data pages have.
     rows: Option<i32>,
 }
 
@@ -64,7 +64,7 @@ impl PageHeader {
     /// Uncompressed bytes, compressed bytes and number of values (entries of a dictionary).
     pub fn claims(&self) -> (u64, u64, u64) {
         let [uncompressed, compressed, values] =
-            [self.uncompressed, self.compressed, self.values].map(i32::unsigned_abs);
+            [self.uncompressed_bytes, self.compressed_bytes, self.values].map(i32::unsigned_abs);
         (uncompressed.into(), compressed.into(), values.into())
     }
 
@@ -72,13 +72,14 @@ impl PageHeader {
         self.kind == DICTIONARY_PAGE
     }
 
-    /// Whether its values are indices into the dictionary.
-    pub fn names_entries(&self) -> bool {
+    /// Whether the values are indices into the dictionary.
+    pub fn is_dictionary_encoded(&self) -> bool {
         [PLAIN_DICTIONARY, RLE_DICTIONARY].contains(&self.encoding)
     }
 
-    /// Whether its texts share prefixes with the text before.
-    pub fn shares_prefixes(&self) -> bool {
+    /// Whether texts are encoded as the length of a prefix shared with the text before, and a
+    /// suffix.
+    pub fn has_shared_prefixes(&self) -> bool {
         self.encoding == DELTA_BYTE_ARRAY
     }
 }
@@ -86,19 +87,19 @@ impl PageHeader {
 /// Parses the header at the start of `bytes`; also returns the header's length.
 pub fn parse_header(bytes: &[u8]) -> Result<(PageHeader, usize), ThriftError> {
     check_page_header(bytes)?;
-    let mut reader = Compact::new(bytes);
+    let mut reader = CompactReader::new(bytes);
     let mut header = PageHeader {
         kind: -1,
-        uncompressed: -1,
-        compressed: -1,
+        uncompressed_bytes: -1,
+        compressed_bytes: -1,
         ..PageHeader::default()
     };
     let mut id = 0;
     while let Some(kind) = reader.field(&mut id)? {
         match id {
             1 => header.kind = reader.int()?,
-            2 => header.uncompressed = reader.int()?,
-            3 => header.compressed = reader.int()?,
+            2 => header.uncompressed_bytes = reader.int()?,
+            3 => header.compressed_bytes = reader.int()?,
             // The nested headers of other page types are skipped.
             5 if header.kind != DATA_PAGE => reader.skip(kind)?,
             7 if header.kind != DICTIONARY_PAGE => reader.skip(kind)?,
@@ -119,64 +120,69 @@ pub fn parse_header(bytes: &[u8]) -> Result<(PageHeader, usize), ThriftError> {
             _ => reader.skip(kind)?,
         }
     }
-    if header.kind < 0 || header.uncompressed < 0 || header.compressed < 0 || header.values < 0 {
-        return Err(ThriftError::Bad("negative or missing sizes"));
+    if header.kind < 0 || header.uncompressed_bytes < 0 || header.compressed_bytes < 0 || header.values < 0 {
+        return Err(ThriftError::Invalid("negative or missing sizes"));
     }
     Ok((header, reader.position()))
 }
 
-/// Refuses pages that claim more than the decompression limits; `claimed`: the chunk's size by the
-/// footer. `rows` gives the row count that an index expects of the page at an offset.
-pub fn check_pages(chunk: &[u8], claimed: u64, rows: impl Fn(usize) -> Option<i64>) -> Result<(), String> {
-    let mut at = 0;
+/// Refuses pages that claim more than the decompression limits. `claimed_bytes` is the chunk's
+/// uncompressed size according to the footer. `rows` returns the row count of the page at an offset
+/// according to the page index, if it has one.
+pub fn check_pages(chunk: &[u8], claimed_bytes: u64, rows: impl Fn(usize) -> Option<i64>) -> Result<(), String> {
+    let mut offset = 0;
     let mut total = 0;
-    while at < chunk.len() {
-        let (header, length) = match parse_header(&chunk[at..]) {
+    while offset < chunk.len() {
+        let (header, length) = match parse_header(&chunk[offset..]) {
             Ok(parsed) => parsed,
-            Err(ThriftError::Short) => return Err("a page header is cut off".into()),
-            Err(ThriftError::Bad(why)) => return Err(format!("a page header has {why}")),
+            Err(ThriftError::Truncated) => return Err("a page header is cut off".into()),
+            Err(ThriftError::Invalid(why)) => return Err(format!("a page header has {why}")),
         };
-        check_size(&header, &mut total, claimed)?;
-        if let Some(expected) = rows(at)
+        check_size(&header, &mut total, claimed_bytes)?;
+        if let Some(expected) = rows(offset)
             && i64::from(header.rows.unwrap_or(header.values)) != expected
         {
-            return Err("its page index does not say which rows its pages hold".into());
+            return Err("its page index and its page headers differ in the rows of a page".into());
         }
-        at = at.saturating_add(length).saturating_add(header.compressed as usize);
-        if at > chunk.len() {
+        offset = offset
+            .saturating_add(length)
+            .saturating_add(header.compressed_bytes as usize);
+        if offset > chunk.len() {
             return Err(format!(
                 "a page claims {} bytes, more than its column has",
-                header.compressed
+                header.compressed_bytes
             ));
         }
     }
     Ok(())
 }
 
-/// The headers of a chunk's pages in order, each with its page's byte range (header included). The
-/// chunk must have passed [`check_pages`].
-pub fn pages_of(chunk: &[u8]) -> impl Iterator<Item = (PageHeader, Range<usize>)> {
-    let mut at = 0;
+/// The headers of a chunk's pages in order, each with the byte range of its page, which includes
+/// the header. The chunk must have passed [`check_pages`].
+pub fn page_headers(chunk: &[u8]) -> impl Iterator<Item = (PageHeader, Range<usize>)> {
+    let mut offset = 0;
     std::iter::from_fn(move || {
-        let (header, length) = parse_header(chunk.get(at..).filter(|rest| !rest.is_empty())?).ok()?;
-        let start = at;
-        at = at.saturating_add(length).saturating_add(header.compressed as usize);
-        Some((header, start..at.min(chunk.len())))
+        let (header, length) = parse_header(chunk.get(offset..).filter(|rest| !rest.is_empty())?).ok()?;
+        let start = offset;
+        offset = offset
+            .saturating_add(length)
+            .saturating_add(header.compressed_bytes as usize);
+        Some((header, start..offset.min(chunk.len())))
     })
 }
 
-fn check_size(header: &PageHeader, total: &mut u64, claimed: u64) -> Result<(), String> {
-    if header.uncompressed > PAGE_BYTES_MAX {
+fn check_size(header: &PageHeader, total: &mut u64, claimed_bytes: u64) -> Result<(), String> {
+    if header.uncompressed_bytes > PAGE_BYTES_MAX {
         return Err(format!(
             "a page claims {} bytes uncompressed, more than {PAGE_BYTES_MAX}",
-            header.uncompressed
+            header.uncompressed_bytes
         ));
     }
-    *total += header.uncompressed as u64;
-    // Some writers count a little differently; a decompression bomb is far beyond this margin.
-    if *total > claimed.saturating_mul(4).saturating_add(16 << 20) {
+    *total += header.uncompressed_bytes as u64;
+    // Some writers count a little differently. A decompression bomb exceeds this margin by far.
+    if *total > claimed_bytes.saturating_mul(4).saturating_add(16 << 20) {
         return Err(format!(
-            "the pages of a column claim {total} bytes uncompressed where the footer claims {claimed}"
+            "the pages of a column claim {total} bytes uncompressed where the footer claims {claimed_bytes}"
         ));
     }
     Ok(())
@@ -184,25 +190,26 @@ fn check_size(header: &PageHeader, total: &mut u64, claimed: u64) -> Result<(), 
 
 /// The properties of a column chunk that [`index_pages`] needs.
 #[derive(Debug, Clone)]
-pub struct Chunk {
+pub struct ChunkInfo {
     pub range: Range<u64>,
-    /// Uncompressed bytes by the footer.
-    pub claimed: u64,
-    /// Whether the column is not repeated, so that each value is a row.
-    pub flat: bool,
+    /// Uncompressed bytes according to the footer.
+    pub claimed_bytes: u64,
+    /// Whether each value is a row: the column is not repeated.
+    pub is_flat: bool,
     /// Rows of the row group.
     pub rows: u64,
 }
 
-/// Indexes the chunk's data pages by their headers; `None` if the headers do not give row counts.
-pub async fn index_pages(file: &PinnedFile, chunk: &Chunk) -> Result<Option<OffsetIndexMetaData>, DatasetError> {
-    let mut walker = Walker::new(chunk.clone());
+/// Builds an offset index from the headers of the chunk's data pages; `None` if the headers give no
+/// row counts.
+pub async fn index_pages(file: &PinnedFile, chunk: &ChunkInfo) -> Result<Option<OffsetIndexMetaData>, DatasetError> {
+    let mut walker = HeaderWalker::new(chunk.clone());
     loop {
-        let from = walker.jump();
+        let from = walker.skip_page();
         if from >= chunk.range.end {
             return Ok(walker.finish());
         }
-        let to = (from + walker.window()).min(chunk.range.end);
+        let to = (from + walker.read_bytes()).min(chunk.range.end);
         let bytes = file.bytes(from..to).await?;
         if !walker
             .push(&bytes)
@@ -213,31 +220,39 @@ pub async fn index_pages(file: &PinnedFile, chunk: &Chunk) -> Result<Option<Offs
     }
 }
 
-/// The offset index in the file, if it fits the chunk.
-pub fn parse_index(bytes: &[u8], chunk: &Chunk) -> Option<OffsetIndexMetaData> {
-    let pages = page_locations(bytes).ok()?;
+/// Parses an offset index of the file; `None` if it is invalid or does not fit the chunk.
+pub fn parse_index(bytes: &[u8], chunk: &ChunkInfo) -> Option<OffsetIndexMetaData> {
+    let pages = parse_entries(bytes).ok()?;
     let mut index = OffsetIndexBuilder::new();
-    let mut at = i64::try_from(chunk.range.start).ok()?;
-    let end = i64::try_from(chunk.range.end).ok()?;
-    let next_rows = pages.iter().skip(1).map(|page| page.2).chain([chunk.rows as i64]);
-    if pages.first()?.2 != 0 {
+    let mut last_end = i64::try_from(chunk.range.start).ok()?;
+    let chunk_end = i64::try_from(chunk.range.end).ok()?;
+    let next_rows = pages.iter().skip(1).map(|page| page.first_row);
+    let next_rows = next_rows.chain([chunk.rows as i64]);
+    if pages.first()?.first_row != 0 {
         return None;
     }
-    for (&(offset, size, first_row), next) in pages.iter().zip(next_rows) {
-        if offset < at || size <= 0 || next <= first_row {
+    for (page, next_row) in pages.iter().zip(next_rows) {
+        if page.offset < last_end || page.size <= 0 || next_row <= page.first_row {
             return None;
         }
-        at = offset.checked_add(size.into())?;
-        index.append_row_count(next - first_row);
-        index.append_offset_and_size(offset, size);
+        last_end = page.offset.checked_add(page.size.into())?;
+        index.append_row_count(next_row - page.first_row);
+        index.append_offset_and_size(page.offset, page.size);
     }
-    (at <= end).then(|| index.build())
+    (last_end <= chunk_end).then(|| index.build())
 }
 
-/// Per page its offset, its size including the header, and its first row. The index is a struct
-/// whose field 1 lists the pages.
-fn page_locations(bytes: &[u8]) -> Result<Vec<(i64, i32, i64)>, ThriftError> {
-    let mut reader = Compact::new(bytes);
+/// A page in an offset index; -1 for missing fields.
+struct IndexEntry {
+    offset: i64,
+    /// Bytes of the page including its header.
+    size: i32,
+    first_row: i64,
+}
+
+/// Parses an offset index: a struct whose field 1 lists the pages.
+fn parse_entries(bytes: &[u8]) -> Result<Vec<IndexEntry>, ThriftError> {
+    let mut reader = CompactReader::new(bytes);
     let (mut id, mut pages) = (0, Vec::new());
     while let Some(kind) = reader.field(&mut id)? {
         if id != 1 || kind != LIST {
@@ -245,15 +260,20 @@ fn page_locations(bytes: &[u8]) -> Result<Vec<(i64, i32, i64)>, ThriftError> {
             continue;
         }
         let (STRUCT, count) = reader.list()? else {
-            return Err(ThriftError::Bad("an index of something else than pages"));
+            return Err(ThriftError::Invalid("a page index whose entries are no structs"));
         };
         for _ in 0..count {
-            let (mut inner, mut page) = (0, (-1, -1, -1));
+            let mut page = IndexEntry {
+                offset: -1,
+                size: -1,
+                first_row: -1,
+            };
+            let mut inner = 0;
             while let Some(kind) = reader.field(&mut inner)? {
                 match (inner, kind) {
-                    (1, I64) => page.0 = reader.long()?,
-                    (2, I32) => page.1 = reader.int()?,
-                    (3, I64) => page.2 = reader.long()?,
+                    (1, I64) => page.offset = reader.long()?,
+                    (2, I32) => page.size = reader.int()?,
+                    (3, I64) => page.first_row = reader.long()?,
                     _ => reader.skip(kind)?,
                 }
             }
@@ -263,52 +283,52 @@ fn page_locations(bytes: &[u8]) -> Result<Vec<(i64, i32, i64)>, ThriftError> {
     Ok(pages)
 }
 
-/// Walks the headers of a chunk that arrives in pieces.
-struct Walker {
-    chunk: Chunk,
-    at: u64,
+/// Indexes the pages of a column chunk whose bytes arrive in pieces.
+struct HeaderWalker {
+    chunk: ChunkInfo,
+    offset: u64,
     pending: BytesMut,
     /// Remaining bytes of the current page.
-    skip: u64,
+    page_bytes_left: u64,
     /// Size of the last page.
-    page: u64,
-    total: u64,
+    last_page_bytes: u64,
+    claimed_total: u64,
     rows: u64,
     index: OffsetIndexBuilder,
 }
 
-impl Walker {
-    fn new(chunk: Chunk) -> Walker {
-        let at = chunk.range.start;
-        Walker {
+impl HeaderWalker {
+    fn new(chunk: ChunkInfo) -> HeaderWalker {
+        let offset = chunk.range.start;
+        HeaderWalker {
             chunk,
-            at,
+            offset,
             pending: BytesMut::new(),
-            skip: 0,
-            page: 0,
-            total: 0,
+            page_bytes_left: 0,
+            last_page_bytes: 0,
+            claimed_total: 0,
             rows: 0,
             index: OffsetIndexBuilder::new(),
         }
     }
 
     /// Skips the rest of the current page, and returns the offset of the next bytes to fetch.
-    fn jump(&mut self) -> u64 {
-        self.at = self.at.saturating_add(std::mem::take(&mut self.skip));
-        self.at.saturating_add(self.pending.len() as u64)
+    fn skip_page(&mut self) -> u64 {
+        self.offset = self.offset.saturating_add(std::mem::take(&mut self.page_bytes_left));
+        self.offset.saturating_add(self.pending.len() as u64)
     }
 
-    /// Number of bytes to fetch next: a header between large pages, else enough for many small
-    /// pages.
-    fn window(&self) -> u64 {
-        if self.page >= HOP_BYTES_MIN {
-            HEADER_BYTES.max(self.pending.len() as u64)
+    /// Number of bytes to fetch next: enough for one header if the last page was large, else enough
+    /// for many small pages.
+    fn read_bytes(&self) -> u64 {
+        if self.last_page_bytes >= SKIPPED_PAGE_BYTES_MIN {
+            HEADER_READ_BYTES.max(self.pending.len() as u64)
         } else {
-            STREAM_BYTES
+            SMALL_PAGES_READ_BYTES
         }
     }
 
-    /// Processes the next bytes; false if this chunk cannot be indexed.
+    /// Processes the next bytes; false if the chunk cannot be indexed.
     fn push(&mut self, bytes: &[u8]) -> Result<bool, String> {
         let joined;
         let mut rest = if self.pending.is_empty() {
@@ -319,42 +339,42 @@ impl Walker {
             &joined[..]
         };
         loop {
-            let skipped = self.skip.min(rest.len() as u64);
-            self.skip -= skipped;
-            self.at += skipped;
+            let skipped = self.page_bytes_left.min(rest.len() as u64);
+            self.page_bytes_left -= skipped;
+            self.offset += skipped;
             rest = &rest[skipped as usize..];
             if rest.is_empty() {
                 return Ok(true);
             }
             let (header, length) = match parse_header(rest) {
                 Ok(parsed) => parsed,
-                Err(ThriftError::Short) if rest.len() < HEADER_BYTES_MAX => {
+                Err(ThriftError::Truncated) if rest.len() < HEADER_BYTES_MAX => {
                     self.pending.extend_from_slice(rest);
                     return Ok(true);
                 }
                 Err(_) => return Ok(false),
             };
-            check_size(&header, &mut self.total, self.chunk.claimed)?;
-            if !self.add(&header, length) {
+            check_size(&header, &mut self.claimed_total, self.chunk.claimed_bytes)?;
+            if !self.add_page(&header, length) {
                 return Ok(false);
             }
-            self.at += length as u64;
-            self.skip = header.compressed as u64;
-            self.page = self.skip;
+            self.offset += length as u64;
+            self.page_bytes_left = header.compressed_bytes as u64;
+            self.last_page_bytes = self.page_bytes_left;
             rest = &rest[length..];
         }
     }
 
-    fn add(&mut self, header: &PageHeader, length: usize) -> bool {
+    fn add_page(&mut self, header: &PageHeader, length: usize) -> bool {
         if header.kind != DATA_PAGE && header.kind != DATA_PAGE_V2 {
             return true;
         }
         let rows = match header.rows {
             Some(rows) => rows,
-            None if self.chunk.flat => header.values,
+            None if self.chunk.is_flat => header.values,
             None => return false,
         };
-        let Ok(size) = i32::try_from(length as i64 + i64::from(header.compressed)) else {
+        let Ok(size) = i32::try_from(length as i64 + i64::from(header.compressed_bytes)) else {
             return false;
         };
         if rows <= 0 {
@@ -362,13 +382,14 @@ impl Walker {
         }
         self.rows += rows as u64;
         self.index.append_row_count(i64::from(rows));
-        self.index.append_offset_and_size(self.at as i64, size);
+        self.index.append_offset_and_size(self.offset as i64, size);
         true
     }
 
     fn finish(self) -> Option<OffsetIndexMetaData> {
-        let complete = self.at == self.chunk.range.end && self.skip == 0 && self.rows == self.chunk.rows;
-        complete.then(|| self.index.build())
+        let is_complete =
+            self.offset == self.chunk.range.end && self.page_bytes_left == 0 && self.rows == self.chunk.rows;
+        is_complete.then(|| self.index.build())
     }
 }
 
@@ -415,14 +436,14 @@ mod tests {
         pages.iter().flat_map(page).collect()
     }
 
-    fn index(bytes: &[u8], step: usize, flat: bool, rows: u64) -> Option<Vec<(i64, i32, i64)>> {
-        let chunk = Chunk {
+    fn index(bytes: &[u8], step: usize, is_flat: bool, rows: u64) -> Option<Vec<(i64, i32, i64)>> {
+        let chunk = ChunkInfo {
             range: 100..100 + bytes.len() as u64,
-            claimed: 1 << 20,
-            flat,
+            claimed_bytes: 1 << 20,
+            is_flat,
             rows,
         };
-        let mut walker = Walker::new(chunk);
+        let mut walker = HeaderWalker::new(chunk);
         for part in bytes.chunks(step) {
             if !walker.push(part).unwrap() {
                 return None;
@@ -441,7 +462,7 @@ mod tests {
     #[test]
     fn a_field_of_another_type_is_refused() {
         let right = header(100, 50, 7, None);
-        assert_eq!(parse_header(&right).unwrap().0.uncompressed, 100);
+        assert_eq!(parse_header(&right).unwrap().0.uncompressed_bytes, 100);
         // The uncompressed size as a double: a parser that follows the type skips eight bytes, one
         // that follows the field's number reads a short integer.
         let mut wrong = right.clone();
@@ -450,7 +471,7 @@ mod tests {
         wrong.extend([0; 16]);
         assert_eq!(
             parse_header(&wrong).unwrap_err(),
-            ThriftError::Bad("a field of another type")
+            ThriftError::Invalid("a field of another type")
         );
         // The compressed size twice.
         let mut twice = right;
@@ -458,12 +479,12 @@ mod tests {
         twice.extend([0x05, 0x06, 0x02, 0x00]);
         assert_eq!(
             parse_header(&twice).unwrap_err(),
-            ThriftError::Bad("fields out of order")
+            ThriftError::Invalid("fields out of order")
         );
     }
 
     #[test]
-    fn the_index_tells_where_pages_lie() {
+    fn the_index_has_the_positions_of_the_pages() {
         let first = header(600, 300, 10, None).len() as i64;
         let bytes = chunk(&[(300, 10, None), (20, 5, Some(5))]);
         let expected = vec![
@@ -510,11 +531,11 @@ mod tests {
     }
 
     #[test]
-    fn an_index_that_does_not_fit_its_chunk_is_not_believed() {
-        let chunk = Chunk {
+    fn an_index_that_does_not_fit_its_chunk_is_ignored() {
+        let chunk = ChunkInfo {
             range: 100..200,
-            claimed: 1000,
-            flat: true,
+            claimed_bytes: 1000,
+            is_flat: true,
             rows: 30,
         };
         let parse = |pages: &[(i64, i32, i64)]| {
@@ -547,7 +568,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_that_hold_other_rows_than_their_index_says_are_refused() {
+    fn pages_whose_row_counts_differ_from_their_index_are_refused() {
         let bytes = chunk(&[(30, 7, None), (20, 5, Some(5))]);
         let second = chunk(&[(30, 7, None)]).len();
         let rows = |first: i64| move |at: usize| [(0, first), (second, 5)].iter().find(|p| p.0 == at).map(|p| p.1);

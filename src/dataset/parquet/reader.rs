@@ -1,13 +1,13 @@
-//! Reads Parquet: footers with limits, and rows by range with only the columns in use.
+//! Reads ranges of rows from Parquet files, with only the columns in use.
 //!
-//! Reads fetch the wanted column chunks of a row group, with at most two requests if the chunks lie
-//! close together. From row groups much larger than a shard, they fetch only the pages that hold
-//! the wanted rows (see [`parquet_pages`](super::pages)). Dictionaries are unpacked: a
-//! dictionary column reads as its value type.
+//! A read fetches column chunks of a row group, with at most two requests if the chunks lie close
+//! together. If the row group is much larger than a shard, the read fetches only the pages that
+//! hold the requested rows (see [`pages`](super::pages)). A dictionary column is unpacked to its
+//! value type.
 //!
-//! The memory cost of rows is bounded before a page is decoded. If it exceeds the limit,
-//! [`ParquetFile::row_costs`] gives the cost of each row, and the caller continues in smaller
-//! pieces, column by column.
+//! An upper bound of the rows' memory is computed before a page is decoded. If it exceeds the
+//! limit, the caller gets the cost of each row from [`ParquetFile::row_costs`], and continues in
+//! smaller pieces, column by column.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -26,13 +26,13 @@ use parquet::file::metadata::page_index::PageIndexBuilder;
 use parquet::file::metadata::{ColumnChunkMetaData, ParquetMetaData};
 use parquet::file::page_index::offset_index::OffsetIndexMetaData;
 
-use super::chunks::{Budget, ChunkReader, Kept, TooMuch, Widest};
+use super::chunks::{CachedRanges, ChunkReader, LongestEntries, MemoryBudget, OverLimit};
 use super::cost::{LeafCost, leaf_costs};
-use super::footer::{check_chunk, decode_footer, like_footer, read_footer};
-use super::pages::{Chunk, index_pages, parse_index};
-use super::text::{BadCell, as_bytes_footer, has_text, texts_of};
+use super::footer::{check_chunk, decode_footer, footer_with_metadata, read_footer};
+use super::pages::{ChunkInfo, index_pages, parse_index};
+use super::text::{BadCell, decode_texts, footer_with_bytes, has_text};
 use crate::dataset::error::DatasetError;
-use crate::dataset::store::pinned::PinnedFile;
+use crate::dataset::store::pinned_file::PinnedFile;
 
 /// Rows per decoded batch.
 const BATCH_ROWS: usize = 1024;
@@ -43,50 +43,49 @@ pub(crate) const INDEX_BYTES_MIN: u64 = 256 << 10;
 /// Maximum size of a page index that is read.
 const INDEX_BYTES_MAX: u64 = 16 << 20;
 
-/// Maximum number of page indexes kept per file, and about the maximum pages per index. Others are
-/// computed again on demand.
-const INDEXES_MAX: usize = 256;
+/// Maximum number of page indexes cached per file. Further ones are read or built again on demand.
+const CACHED_INDEXES_MAX: usize = 256;
 
 /// The rows and columns of one read.
 #[derive(Debug, Clone, Default)]
-pub struct Wanted {
+pub struct ReadRequest {
     /// Row ranges of the file, in order.
     pub rows: Vec<Range<u64>>,
     pub columns: Vec<String>,
-    /// The subset of the columns that becomes JSON.
-    pub shown: Vec<String>,
+    /// Columns among `columns` that become JSON.
+    pub json_columns: Vec<String>,
 }
 
 /// Result of a read.
 #[derive(Debug)]
-pub enum Read {
-    /// The wanted rows, with columns in the file's order, and the unreadable cells.
+pub enum ReadOutcome {
+    /// The requested rows, with columns in the file's order, and the unreadable cells.
     Rows(RecordBatch, Vec<BadCell>),
     /// The rows may take more memory than the limit.
-    TooMuch,
+    OverLimit,
 }
 
-/// Why rows were not read.
-enum Failed {
-    TooMuch,
+/// The reason why rows were not read.
+enum ReadFailure {
+    OverLimit,
     /// The decoder reported an error.
     Decoding(DatasetError),
-    Otherwise(DatasetError),
+    Other(DatasetError),
 }
 
-impl From<DatasetError> for Failed {
-    fn from(error: DatasetError) -> Failed {
-        Failed::Otherwise(error)
+impl From<DatasetError> for ReadFailure {
+    fn from(error: DatasetError) -> ReadFailure {
+        ReadFailure::Other(error)
     }
 }
 
-/// Parameters of a read.
-struct Way {
-    /// The footer for decoding; its schema may have bytes in place of texts.
+/// Parameters of decoding.
+struct DecodeParams {
+    /// The footer given to the decoder; its schema may have bytes in place of texts.
     footer: ArrowReaderMetadata,
     schema: SchemaRef,
     /// `None`: no limit.
-    budget: Option<Budget>,
+    budget: Option<MemoryBudget>,
 }
 
 /// An open Parquet file.
@@ -96,13 +95,13 @@ pub struct ParquetFile {
     pub(crate) footer: ArrowReaderMetadata,
     schema: SchemaRef,
     /// The first row of each row group, followed by the total row count.
-    pub(crate) starts: Vec<u64>,
-    /// Page indexes computed so far, by row group and leaf column; `None` if the column has no
-    /// usable one.
-    pages: Mutex<HashMap<(usize, usize), Option<OffsetIndexMetaData>>>,
-    /// Pages that the last read shares with the next one: see `ChunkReader::keep`.
-    kept: Kept,
-    widest: Widest,
+    pub(crate) group_starts: Vec<u64>,
+    /// Cached page indexes, by row group and leaf column; `None` if a column chunk has no usable
+    /// index.
+    page_indexes: Mutex<HashMap<(usize, usize), Option<OffsetIndexMetaData>>>,
+    /// Pages of the last read that the next one may need: see `ChunkReader::cache_ranges`.
+    cache: CachedRanges,
+    longest_entries: LongestEntries,
 }
 
 impl ParquetFile {
@@ -117,18 +116,18 @@ impl ParquetFile {
         let footer = decoded.map_err(|e| e.to_string()).and_then(|r| r);
         let footer = footer.map_err(|why| DatasetError::unreadable(&name, why))?;
         let fields: Vec<FieldRef> = footer.schema().fields().iter().map(unpacked_field).collect();
-        let mut starts = vec![0];
+        let mut group_starts = vec![0];
         for group in footer.metadata().row_groups() {
-            starts.push(starts.last().copied().unwrap_or(0) + group.num_rows() as u64);
+            group_starts.push(group_starts.last().copied().unwrap_or(0) + group.num_rows() as u64);
         }
         Ok(ParquetFile {
             pinned,
             footer,
             schema: Arc::new(Schema::new(fields)),
-            starts,
-            pages: Mutex::default(),
-            kept: Arc::default(),
-            widest: Arc::default(),
+            group_starts,
+            page_indexes: Mutex::default(),
+            cache: Arc::default(),
+            longest_entries: Arc::default(),
         })
     }
 
@@ -138,7 +137,7 @@ impl ParquetFile {
     }
 
     pub fn rows(&self) -> u64 {
-        self.starts.last().copied().unwrap_or(0)
+        self.group_starts.last().copied().unwrap_or(0)
     }
 
     pub fn name(&self) -> &str {
@@ -161,7 +160,7 @@ impl ParquetFile {
 
     /// Rows of group `group`.
     pub fn group_rows(&self, group: usize) -> u64 {
-        self.starts[group + 1] - self.starts[group]
+        self.group_starts[group + 1] - self.group_starts[group]
     }
 
     /// Uncompressed bytes of the named columns in row group `group`.
@@ -172,15 +171,15 @@ impl ParquetFile {
         chunks
             .filter(|(leaf, _)| mask.leaf_included(*leaf))
             .map(|(_, chunk)| {
-                // If the writer states the size of the values without their dictionary, that size
-                // is the cost of reading.
+                // The size of the decoded values, if the writer gives it: a dictionary may make
+                // their encoded size far smaller.
                 let unencoded = chunk.unencoded_byte_array_data_bytes().unwrap_or(0);
                 chunk.uncompressed_size().max(unencoded).max(0) as u64
             })
             .sum()
     }
 
-    /// Checks the footer's claims about the named columns; one line per error.
+    /// Checks the footer's claims about the named columns. The error is one line.
     pub fn check_columns(&self, columns: &[String]) -> Result<(), DatasetError> {
         let metadata = self.footer.metadata();
         let mask = self.mask(columns);
@@ -208,98 +207,104 @@ impl ParquetFile {
         rows: u64,
         columns: &[String],
     ) -> Result<RecordBatch, DatasetError> {
-        let wanted = Wanted {
+        let request = ReadRequest {
             rows: std::iter::once(first..first.saturating_add(rows)).collect(),
             columns: columns.to_vec(),
-            shown: Vec::new(),
+            json_columns: Vec::new(),
         };
-        match self.read_rows(wanted, None).await? {
-            Read::Rows(batch, bad) if bad.is_empty() => Ok(batch),
+        match self.read_rows(request, None).await? {
+            ReadOutcome::Rows(batch, bad) if bad.is_empty() => Ok(batch),
             _ => Err(DatasetError::unreadable(&self.pinned.name, "a text is not UTF-8")),
         }
     }
 
-    /// Reads rows, unless the upper bound from their page headers exceeds `limit` bytes.
-    pub async fn read_rows(self: &Arc<Self>, wanted: Wanted, limit: Option<u64>) -> Result<Read, DatasetError> {
+    /// Reads rows, unless the upper bound of their memory exceeds `limit` bytes.
+    pub async fn read_rows(
+        self: &Arc<Self>,
+        request: ReadRequest,
+        limit: Option<u64>,
+    ) -> Result<ReadOutcome, DatasetError> {
         let this = self.clone();
         // This is a separate task, so that decoding does not block the caller's task, and a panic
         // on broken pages becomes an error.
-        let read = tokio::spawn(async move { this.read_wanted(&wanted, limit).await }).await;
+        let read = tokio::spawn(async move { this.read_request(&request, limit).await }).await;
         read.map_err(|e| DatasetError::unreadable(&self.pinned.name, e))
             .and_then(|r| r)
     }
 
-    async fn read_wanted(&self, wanted: &Wanted, limit: Option<u64>) -> Result<Read, DatasetError> {
-        let schema = self.projected_schema(&wanted.columns);
-        let way = |footer: &ArrowReaderMetadata, schema: &SchemaRef| Way {
+    async fn read_request(&self, request: &ReadRequest, limit: Option<u64>) -> Result<ReadOutcome, DatasetError> {
+        let schema = self.projected_schema(&request.columns);
+        let params = |footer: &ArrowReaderMetadata, schema: &SchemaRef| DecodeParams {
             footer: footer.clone(),
             schema: schema.clone(),
-            budget: limit.map(|limit| self.budget(&wanted.shown, limit)),
+            budget: limit.map(|limit| self.budget(&request.json_columns, limit)),
         };
-        let error = match self.read_batches(wanted, &way(&self.footer, &schema)).await {
-            Ok(batch) => return Ok(Read::Rows(batch, Vec::new())),
-            Err(Failed::TooMuch) => return Ok(Read::TooMuch),
-            Err(Failed::Otherwise(error)) => return Err(error),
-            Err(Failed::Decoding(error)) => error,
+        let error = match self.read_batches(request, &params(&self.footer, &schema)).await {
+            Ok(batch) => return Ok(ReadOutcome::Rows(batch, Vec::new())),
+            Err(ReadFailure::OverLimit) => return Ok(ReadOutcome::OverLimit),
+            Err(ReadFailure::Other(error)) => return Err(error),
+            Err(ReadFailure::Decoding(error)) => error,
         };
         if !schema.fields().iter().any(|field| has_text(field.data_type())) {
             return Err(error);
         }
         // The cause may be a single text that is not UTF-8. Any other error occurs again on the
         // second read.
-        let Ok(footer) = as_bytes_footer(&self.footer) else {
+        let Ok(footer) = footer_with_bytes(&self.footer) else {
             return Err(error);
         };
         let as_read = footer.schema().fields().iter();
-        let as_read = as_read.filter(|field| wanted.columns.contains(field.name())).cloned();
+        let as_read = as_read.filter(|field| request.columns.contains(field.name())).cloned();
         let bytes = Arc::new(Schema::new(as_read.collect::<Vec<_>>()));
-        match self.read_batches(wanted, &way(&footer, &bytes)).await {
+        match self.read_batches(request, &params(&footer, &bytes)).await {
             Ok(batch) => {
                 let (batch, bad) =
-                    texts_of(&batch, &schema).map_err(|why| DatasetError::unreadable(&self.pinned.name, why))?;
-                Ok(Read::Rows(batch, bad))
+                    decode_texts(&batch, &schema).map_err(|why| DatasetError::unreadable(&self.pinned.name, why))?;
+                Ok(ReadOutcome::Rows(batch, bad))
             }
-            Err(Failed::Otherwise(other)) => Err(other),
+            Err(ReadFailure::Other(other)) => Err(other),
             Err(_) => Err(error),
         }
     }
 
-    fn budget(&self, shown: &[String], limit: u64) -> Budget {
-        Budget {
-            costs: Arc::new(self.costs(shown)),
+    fn budget(&self, json_columns: &[String], limit: u64) -> MemoryBudget {
+        MemoryBudget {
+            costs: Arc::new(self.costs(json_columns)),
             limit,
-            taken: Arc::new(AtomicU64::new(0)),
+            used: Arc::new(AtomicU64::new(0)),
             rows: 0,
-            widest: self.widest.clone(),
+            longest_entries: self.longest_entries.clone(),
         }
     }
 
-    pub(crate) fn costs(&self, shown: &[String]) -> Vec<LeafCost> {
-        leaf_costs(self.footer.parquet_schema(), self.footer.schema(), shown)
+    pub(crate) fn costs(&self, json_columns: &[String]) -> Vec<LeafCost> {
+        leaf_costs(self.footer.parquet_schema(), self.footer.schema(), json_columns)
     }
 
-    async fn read_batches(&self, wanted: &Wanted, way: &Way) -> Result<RecordBatch, Failed> {
-        let unreadable = |why: String| Failed::Otherwise(DatasetError::unreadable(&self.pinned.name, why));
-        if let Some(last) = wanted.rows.last().filter(|last| last.end > self.rows()) {
+    async fn read_batches(&self, request: &ReadRequest, params: &DecodeParams) -> Result<RecordBatch, ReadFailure> {
+        let unreadable = |why: String| ReadFailure::Other(DatasetError::unreadable(&self.pinned.name, why));
+        if let Some(last) = request.rows.last().filter(|last| last.end > self.rows()) {
             let why = format!("rows {} to {} are wanted, it has {}", last.start, last.end, self.rows());
             return Err(unreadable(why));
         }
-        if wanted.columns.is_empty() {
+        if request.columns.is_empty() {
             return Err(unreadable("no column is asked for".into()));
         }
         let mut batches = Vec::new();
-        for group in self.groups_of(&wanted.rows) {
-            let (start, end) = (self.starts[group], self.starts[group + 1]);
-            let within = wanted.rows.iter().map(|r| r.start.max(start)..r.end.min(end));
-            let within = within.filter(|r| !r.is_empty()).map(|r| r.start - start..r.end - start);
-            let within: Vec<Range<u64>> = within.collect();
-            if !within.is_empty() {
-                self.read_group(group, &within, &wanted.columns, way, &mut batches)
+        for group in self.groups_with_rows(&request.rows) {
+            let (start, end) = (self.group_starts[group], self.group_starts[group + 1]);
+            let in_group = request.rows.iter().map(|r| r.start.max(start)..r.end.min(end));
+            let in_group = in_group
+                .filter(|r| !r.is_empty())
+                .map(|r| r.start - start..r.end - start);
+            let in_group: Vec<Range<u64>> = in_group.collect();
+            if !in_group.is_empty() {
+                self.read_group(group, &in_group, &request.columns, params, &mut batches)
                     .await?;
             }
         }
-        let batch = concat_batches(&way.schema, &batches).map_err(|e| unreadable(e.to_string()))?;
-        let rows: u64 = wanted.rows.iter().map(|r| r.end - r.start).sum();
+        let batch = concat_batches(&params.schema, &batches).map_err(|e| unreadable(e.to_string()))?;
+        let rows: u64 = request.rows.iter().map(|r| r.end - r.start).sum();
         if batch.num_rows() as u64 != rows {
             let why = format!("{} rows came where {rows} were asked for", batch.num_rows());
             return Err(unreadable(why));
@@ -308,15 +313,15 @@ impl ParquetFile {
     }
 
     /// The row groups that may contain these rows.
-    pub(crate) fn groups_of(&self, rows: &[Range<u64>]) -> Range<usize> {
+    pub(crate) fn groups_with_rows(&self, rows: &[Range<u64>]) -> Range<usize> {
         let (Some(first), Some(last)) = (rows.first(), rows.last()) else {
             return 0..0;
         };
         let from = self
-            .starts
+            .group_starts
             .partition_point(|&start| start <= first.start)
             .saturating_sub(1);
-        let to = self.starts.partition_point(|&start| start < last.end);
+        let to = self.group_starts.partition_point(|&start| start < last.end);
         from..to.min(self.group_count())
     }
 
@@ -325,16 +330,16 @@ impl ParquetFile {
         group: usize,
         rows: &[Range<u64>],
         columns: &[String],
-        way: &Way,
+        params: &DecodeParams,
         batches: &mut Vec<RecordBatch>,
-    ) -> Result<(), Failed> {
+    ) -> Result<(), ReadFailure> {
         let mask = self.mask(columns);
         let group_rows = self.group_rows(group);
-        let whole = rows.len() == 1 && rows[0] == (0..group_rows);
-        let (footer, page_rows) = if whole {
-            (way.footer.clone(), HashMap::new())
+        let is_whole_group = rows.len() == 1 && rows[0] == (0..group_rows);
+        let (footer, page_rows) = if is_whole_group {
+            (params.footer.clone(), HashMap::new())
         } else {
-            self.indexed_footer(&way.footer, group, rows, &mask).await?
+            self.indexed_footer(&params.footer, group, rows, &mask).await?
         };
         let count = rows.iter().map(|r| r.end - r.start).sum();
         let reader = ChunkReader {
@@ -343,28 +348,32 @@ impl ParquetFile {
             group,
             mask: mask.clone(),
             page_rows,
-            kept: self.kept.clone(),
-            budget: way.budget.clone().map(|budget| Budget { rows: count, ..budget }),
+            cache: self.cache.clone(),
+            budget: params
+                .budget
+                .clone()
+                .map(|budget| MemoryBudget { rows: count, ..budget }),
         };
         let mut builder = ParquetRecordBatchStreamBuilder::new_with_metadata(reader, footer)
             .with_row_groups(vec![group])
             .with_projection(mask)
             .with_batch_size(BATCH_ROWS);
-        if !whole {
+        if !is_whole_group {
             let rows = rows.iter().map(|r| r.start as usize..r.end as usize);
             builder = builder.with_row_selection(RowSelection::from_consecutive_ranges(rows, group_rows as usize));
         }
         let fail = |e: ParquetError| self.read_error(group, e);
         let mut stream = builder.build().map_err(fail)?;
         while let Some(batch) = stream.try_next().await.map_err(fail)? {
-            let batch = unpack(&batch, &way.schema).map_err(|why| DatasetError::unreadable(&self.pinned.name, why))?;
+            let batch =
+                unpack(&batch, &params.schema).map_err(|why| DatasetError::unreadable(&self.pinned.name, why))?;
             batches.push(batch);
         }
         Ok(())
     }
 
-    /// The footer with a page index for the large columns of `group`, if only part of the group is
-    /// wanted, and the row count of each page by its offset.
+    /// The footer with a page index for the large columns of `group` if only part of the group is
+    /// read, and the row count of each indexed page by its offset.
     async fn indexed_footer(
         &self,
         footer: &ArrowReaderMetadata,
@@ -381,7 +390,7 @@ impl ParquetFile {
         }
         let mut builder = PageIndexBuilder::default();
         builder.allocate_offset_indexes(metadata.num_row_groups(), group_metadata.num_columns());
-        let mut any = false;
+        let mut has_index = false;
         for (leaf, chunk) in group_metadata.columns().iter().enumerate() {
             let (start, length) = chunk.byte_range();
             if !mask.leaf_included(leaf) || length < INDEX_BYTES_MIN {
@@ -397,22 +406,23 @@ impl ParquetFile {
                     page_rows.extend(rows.map(|(page, end)| (page.offset as u64, end - page.first_row_index)));
                 }
                 builder.put_offset_index(index, group, leaf);
-                any = true;
+                has_index = true;
             }
         }
-        if !any {
+        if !has_index {
             return Ok((footer.clone(), page_rows));
         }
         let metadata = ParquetMetaData::clone(footer.metadata())
             .into_builder()
             .set_page_index(Some(Arc::new(builder.build())))
             .build();
-        let indexed = like_footer(footer, Arc::new(metadata));
+        let indexed = footer_with_metadata(footer, Arc::new(metadata));
         let indexed = indexed.map_err(|why| DatasetError::unreadable(&self.pinned.name, why))?;
         Ok((indexed, page_rows))
     }
 
-    /// The page index of one column chunk: cached, from the file, or built from the pages' headers.
+    /// The page index of one column chunk: from the cache, from the file, or built from the page
+    /// headers.
     pub(crate) async fn page_index(
         &self,
         group: usize,
@@ -420,54 +430,54 @@ impl ParquetFile {
         metadata: &ColumnChunkMetaData,
         range: Range<u64>,
     ) -> Result<Option<OffsetIndexMetaData>, DatasetError> {
-        let known = self.indexes().get(&(group, leaf)).cloned();
+        let known = self.lock_indexes().get(&(group, leaf)).cloned();
         if let Some(index) = known {
             return Ok(index);
         }
-        let chunk = Chunk {
+        let chunk = ChunkInfo {
             range,
-            claimed: metadata.uncompressed_size().max(0) as u64,
-            flat: metadata.column_descr().max_rep_level() == 0,
+            claimed_bytes: metadata.uncompressed_size().max(0) as u64,
+            is_flat: metadata.column_descr().max_rep_level() == 0,
             rows: self.group_rows(group),
         };
-        let index = match self.index_of_file(metadata, &chunk).await? {
+        let index = match self.stored_index(metadata, &chunk).await? {
             Some(index) => Some(index),
             None => index_pages(&self.pinned, &chunk).await?,
         };
-        let mut indexes = self.indexes();
-        if indexes.len() >= INDEXES_MAX {
+        let mut indexes = self.lock_indexes();
+        if indexes.len() >= CACHED_INDEXES_MAX {
             indexes.clear();
         }
         indexes.insert((group, leaf), index.clone());
         Ok(index)
     }
 
-    async fn index_of_file(
+    async fn stored_index(
         &self,
         metadata: &ColumnChunkMetaData,
-        chunk: &Chunk,
+        chunk: &ChunkInfo,
     ) -> Result<Option<OffsetIndexMetaData>, DatasetError> {
         let (Some(offset), Some(length)) = (metadata.offset_index_offset(), metadata.offset_index_length()) else {
             return Ok(None);
         };
-        let place = u64::try_from(offset).ok().zip(u64::try_from(length).ok());
-        let range = place.and_then(|(offset, length)| Some(offset..offset.checked_add(length)?));
+        let position = u64::try_from(offset).ok().zip(u64::try_from(length).ok());
+        let range = position.and_then(|(offset, length)| Some(offset..offset.checked_add(length)?));
         match range.filter(|range| range.end <= self.pinned.size && range.end - range.start <= INDEX_BYTES_MAX) {
             Some(range) => Ok(parse_index(&self.pinned.bytes(range).await?, chunk)),
             None => Ok(None),
         }
     }
 
-    fn indexes(&self) -> MutexGuard<'_, HashMap<(usize, usize), Option<OffsetIndexMetaData>>> {
-        self.pages.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock_indexes(&self) -> MutexGuard<'_, HashMap<(usize, usize), Option<OffsetIndexMetaData>>> {
+        self.page_indexes.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(crate) fn mask(&self, columns: &[String]) -> ProjectionMask {
         let roots = self.schema.fields().iter().enumerate();
-        let wanted = roots
+        let included = roots
             .filter(|(_, field)| columns.contains(field.name()))
             .map(|(i, _)| i);
-        ProjectionMask::roots(self.footer.parquet_schema(), wanted)
+        ProjectionMask::roots(self.footer.parquet_schema(), included)
     }
 
     fn projected_schema(&self, columns: &[String]) -> SchemaRef {
@@ -481,15 +491,15 @@ impl ParquetFile {
     }
 
     /// Maps a decoder error. A store error that passed through the decoder is returned unchanged.
-    fn read_error(&self, group: usize, error: ParquetError) -> Failed {
+    fn read_error(&self, group: usize, error: ParquetError) -> ReadFailure {
         let unreadable = |why: String| DatasetError::unreadable(&self.pinned.name, format!("row group {group}: {why}"));
         match error {
-            ParquetError::External(source) if source.is::<TooMuch>() => Failed::TooMuch,
+            ParquetError::External(source) if source.is::<OverLimit>() => ReadFailure::OverLimit,
             ParquetError::External(source) => match source.downcast::<DatasetError>() {
-                Ok(ours) => Failed::Otherwise(*ours),
-                Err(other) => Failed::Otherwise(unreadable(other.to_string())),
+                Ok(ours) => ReadFailure::Other(*ours),
+                Err(other) => ReadFailure::Other(unreadable(other.to_string())),
             },
-            other => Failed::Decoding(unreadable(other.to_string())),
+            other => ReadFailure::Decoding(unreadable(other.to_string())),
         }
     }
 }

@@ -1,7 +1,7 @@
-//! Texts that are not UTF-8: only their own row fails, and the rows decoded with it are kept.
+//! Texts that are not UTF-8: only their own rows fail, not the other rows of the batch.
 //!
-//! The decoder checks texts by batch, and whole dictionaries. If that fails, the rows are read
-//! again as bytes, and each cell is checked by itself.
+//! The decoder checks all texts of a batch, and all entries of a dictionary. If one is invalid, the
+//! rows are read again as bytes, and each cell is checked by itself.
 
 use std::sync::Arc;
 
@@ -16,7 +16,7 @@ use parquet::file::metadata::{
 };
 use parquet::schema::types::{SchemaDescPtr, SchemaDescriptor, Type, TypePtr};
 
-/// An unreadable cell: its value is null, and its row gets the reason as error.
+/// An unreadable cell. Its value is null, and the reason becomes the error of its row.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BadCell {
     /// Row index in the batch.
@@ -30,13 +30,13 @@ pub(crate) fn has_text(data_type: &DataType) -> bool {
     as_bytes(data_type) != *data_type
 }
 
-/// The footer of the same file with its texts as bytes.
-pub(crate) fn as_bytes_footer(footer: &ArrowReaderMetadata) -> Result<ArrowReaderMetadata, ParquetError> {
+/// The footer of the same file, with byte columns in place of text columns.
+pub(crate) fn footer_with_bytes(footer: &ArrowReaderMetadata) -> Result<ArrowReaderMetadata, ParquetError> {
     let metadata = footer.metadata();
     let file = metadata.file_metadata();
     let root = without_text(file.schema_descr().root_schema())?;
     let columns: SchemaDescPtr = Arc::new(SchemaDescriptor::new(Arc::new(root)));
-    let groups = metadata.row_groups().iter().map(|group| group_of(group, &columns));
+    let groups = metadata.row_groups().iter().map(|group| rebuild_group(group, &columns));
     let groups = groups.collect::<Result<Vec<_>, _>>()?;
     let file = FileMetaData::new(file.version(), file.num_rows(), None, None, columns, None);
     let metadata: ParquetMetaData = ParquetMetaDataBuilder::new(file).set_row_groups(groups).build();
@@ -46,8 +46,9 @@ pub(crate) fn as_bytes_footer(footer: &ArrowReaderMetadata) -> Result<ArrowReade
     ArrowReaderMetadata::try_new(Arc::new(metadata), options)
 }
 
-/// The batch with its bytes converted to texts, and the cells where that failed.
-pub(crate) fn texts_of(batch: &RecordBatch, schema: &SchemaRef) -> Result<(RecordBatch, Vec<BadCell>), String> {
+/// Converts the byte columns of a batch to the types of `schema`, and returns the cells that are no
+/// valid texts.
+pub(crate) fn decode_texts(batch: &RecordBatch, schema: &SchemaRef) -> Result<(RecordBatch, Vec<BadCell>), String> {
     let mut bad = Vec::new();
     let mut columns = Vec::new();
     let mut fields = Vec::new();
@@ -58,7 +59,7 @@ pub(crate) fn texts_of(batch: &RecordBatch, schema: &SchemaRef) -> Result<(Recor
         } else {
             text_column(column, field, &mut bad)?
         };
-        // A cell that cannot be read is null.
+        // Unreadable cells are null.
         let nullable = field.is_nullable() || bad.len() > before;
         fields.push(Arc::new(Field::clone(field).with_nullable(nullable)));
         columns.push(read);
@@ -77,24 +78,24 @@ fn text_column(column: &ArrayRef, field: &FieldRef, bad: &mut Vec<BadCell>) -> R
     if let Ok(read) = cast(column) {
         return Ok(read);
     }
-    let mut places: Vec<Option<u64>> = Vec::with_capacity(column.len());
+    let mut rows_or_null: Vec<Option<u64>> = Vec::with_capacity(column.len());
     for row in 0..column.len() {
         let is_text = cast(&column.slice(row, 1)).is_ok();
-        places.push(is_text.then_some(row as u64));
+        rows_or_null.push(is_text.then_some(row as u64));
         if !is_text {
             bad.push(BadCell {
                 row,
                 column: field.name().clone(),
-                why: why(column, row),
+                why: utf8_error(column, row),
             });
         }
     }
-    let kept = take(column, &UInt64Array::from(places), None).map_err(|e| e.to_string())?;
-    cast(&kept)
+    let valid = take(column, &UInt64Array::from(rows_or_null), None).map_err(|e| e.to_string())?;
+    cast(&valid)
 }
 
-/// Tells at which byte a cell's text is not UTF-8.
-fn why(column: &ArrayRef, row: usize) -> String {
+/// The error for a cell, with the first byte that is not UTF-8.
+fn utf8_error(column: &ArrayRef, row: usize) -> String {
     let bytes = match column.data_type() {
         DataType::Binary => Some(column.as_binary::<i32>().value(row)),
         DataType::LargeBinary => Some(column.as_binary::<i64>().value(row)),
@@ -127,15 +128,15 @@ fn as_bytes(data_type: &DataType) -> DataType {
     }
 }
 
-/// The type without text annotations. The recursion is bounded by the footer's check of the
-/// schema's depth.
-fn without_text(of: &Type) -> Result<Type, ParquetError> {
-    let info = of.get_basic_info();
+/// The type without text annotations. The recursion is bounded, since the depth of the schema was
+/// checked with the footer.
+fn without_text(column_type: &Type) -> Result<Type, ParquetError> {
+    let info = column_type.get_basic_info();
     let id = info.has_id().then(|| info.id());
-    if of.is_group() {
-        let fields = of.get_fields().iter();
+    if column_type.is_group() {
+        let fields = column_type.get_fields().iter();
         let fields = fields.map(|field| Ok::<TypePtr, ParquetError>(Arc::new(without_text(field)?)));
-        let mut group = Type::group_type_builder(of.name())
+        let mut group = Type::group_type_builder(column_type.name())
             .with_converted_type(info.converted_type())
             .with_logical_type(info.logical_type_ref().cloned())
             .with_fields(fields.collect::<Result<Vec<_>, _>>()?)
@@ -145,18 +146,18 @@ fn without_text(of: &Type) -> Result<Type, ParquetError> {
         }
         return group.build();
     }
-    if of.get_physical_type() != Physical::BYTE_ARRAY || !is_text(of) {
-        return Ok(of.clone());
+    if column_type.get_physical_type() != Physical::BYTE_ARRAY || !is_text(column_type) {
+        return Ok(column_type.clone());
     }
-    Type::primitive_type_builder(of.name(), Physical::BYTE_ARRAY)
+    Type::primitive_type_builder(column_type.name(), Physical::BYTE_ARRAY)
         .with_repetition(info.repetition())
         .with_id(id)
         .build()
 }
 
-fn is_text(of: &Type) -> bool {
+fn is_text(column_type: &Type) -> bool {
     use parquet::basic::{ConvertedType, LogicalType};
-    let info = of.get_basic_info();
+    let info = column_type.get_basic_info();
     match info.logical_type_ref() {
         Some(logical) => matches!(logical, LogicalType::String | LogicalType::Json | LogicalType::Enum),
         None => matches!(
@@ -166,7 +167,7 @@ fn is_text(of: &Type) -> bool {
     }
 }
 
-fn group_of(group: &RowGroupMetaData, columns: &SchemaDescPtr) -> Result<RowGroupMetaData, ParquetError> {
+fn rebuild_group(group: &RowGroupMetaData, columns: &SchemaDescPtr) -> Result<RowGroupMetaData, ParquetError> {
     let chunks = group.columns().iter().enumerate().map(|(leaf, chunk)| {
         let builder = ColumnChunkMetaData::builder(columns.column(leaf))
             .set_num_values(chunk.num_values())

@@ -1,15 +1,15 @@
-//! Thrift's compact protocol, to the extent that limits must be checked before Parquet's decoder
-//! sees foreign bytes.
+//! A reader of Thrift's compact protocol, for the checks before Parquet's decoder sees foreign
+//! bytes.
 //!
 //! <https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md>
 
-/// Why a struct could not be read.
+/// The reason why a struct could not be read.
 #[derive(Debug, PartialEq, Eq)]
 pub enum ThriftError {
     /// The bytes end within the struct.
-    Short,
-    /// The struct has this defect; the text continues "it has …".
-    Bad(&'static str),
+    Truncated,
+    /// The struct is invalid. The text follows "it has" in the message.
+    Invalid(&'static str),
 }
 
 /// Maximum nesting of skipped values.
@@ -29,24 +29,24 @@ const MAP: u8 = 11;
 pub const STRUCT: u8 = 12;
 
 /// A reader of one struct at the start of foreign bytes.
-pub struct Compact<'a> {
+pub struct CompactReader<'a> {
     bytes: &'a [u8],
-    at: usize,
+    offset: usize,
 }
 
-impl<'a> Compact<'a> {
-    pub fn new(bytes: &'a [u8]) -> Compact<'a> {
-        Compact { bytes, at: 0 }
+impl<'a> CompactReader<'a> {
+    pub fn new(bytes: &'a [u8]) -> CompactReader<'a> {
+        CompactReader { bytes, offset: 0 }
     }
 
     /// Bytes read so far.
     pub fn position(&self) -> usize {
-        self.at
+        self.offset
     }
 
     fn byte(&mut self) -> Result<u8, ThriftError> {
-        let byte = *self.bytes.get(self.at).ok_or(ThriftError::Short)?;
-        self.at += 1;
+        let byte = *self.bytes.get(self.offset).ok_or(ThriftError::Truncated)?;
+        self.offset += 1;
         Ok(byte)
     }
 
@@ -59,7 +59,7 @@ impl<'a> Compact<'a> {
                 return Ok(value);
             }
         }
-        Err(ThriftError::Bad("an endless number"))
+        Err(ThriftError::Invalid("an endless number"))
     }
 
     fn zigzag(&mut self) -> Result<i64, ThriftError> {
@@ -69,7 +69,7 @@ impl<'a> Compact<'a> {
 
     /// A 32-bit integer field's value.
     pub fn int(&mut self) -> Result<i32, ThriftError> {
-        i32::try_from(self.zigzag()?).map_err(|_| ThriftError::Bad("a number out of range"))
+        i32::try_from(self.zigzag()?).map_err(|_| ThriftError::Invalid("a number out of range"))
     }
 
     /// A 64-bit integer field's value.
@@ -77,8 +77,8 @@ impl<'a> Compact<'a> {
         self.zigzag()
     }
 
-    /// The next field's type, `None` at the struct's end; `id` is advanced from the last field's id
-    /// to this one's, which has 16 bits.
+    /// The type of the next field; `None` at the end of the struct. `id` must be the last field's
+    /// id (0 at first) and becomes that of this field.
     pub fn field(&mut self, id: &mut i64) -> Result<Option<u8>, ThriftError> {
         let byte = self.byte()?;
         if byte == 0 {
@@ -89,7 +89,7 @@ impl<'a> Compact<'a> {
             delta => *id + i64::from(delta),
         };
         if i16::try_from(*id).is_err() {
-            return Err(ThriftError::Bad("a field's number out of range"));
+            return Err(ThriftError::Invalid("a field's number out of range"));
         }
         Ok(Some(byte & 0x0f))
     }
@@ -97,12 +97,12 @@ impl<'a> Compact<'a> {
     fn advance(&mut self, bytes: u64) -> Result<(), ThriftError> {
         let end = usize::try_from(bytes)
             .ok()
-            .and_then(|n| self.at.checked_add(n))
-            .ok_or(ThriftError::Short)?;
+            .and_then(|n| self.offset.checked_add(n))
+            .ok_or(ThriftError::Truncated)?;
         if end > self.bytes.len() {
-            return Err(ThriftError::Short);
+            return Err(ThriftError::Truncated);
         }
-        self.at = end;
+        self.offset = end;
         Ok(())
     }
 
@@ -123,7 +123,9 @@ impl<'a> Compact<'a> {
     }
 
     fn skip_within(&mut self, kind: u8, depth: u32) -> Result<(), ThriftError> {
-        let depth = depth.checked_sub(1).ok_or(ThriftError::Bad("values nested too deep"))?;
+        let depth = depth
+            .checked_sub(1)
+            .ok_or(ThriftError::Invalid("values nested too deep"))?;
         match kind {
             BOOL_TRUE | BOOL_FALSE => Ok(()),
             BYTE => self.advance(1),
@@ -151,21 +153,21 @@ impl<'a> Compact<'a> {
                 }
                 Ok(())
             }
-            _ => Err(ThriftError::Bad("an unknown type")),
+            _ => Err(ThriftError::Invalid("an unknown type")),
         }
     }
 
     fn skip_elements(&mut self, count: u64, kinds: &[u8], depth: u32) -> Result<(), ThriftError> {
         // An element takes at least one byte.
         if count > self.bytes.len() as u64 {
-            return Err(ThriftError::Short);
+            return Err(ThriftError::Truncated);
         }
         for _ in 0..count {
             for &kind in kinds {
                 // Parquet's decoder consumes no byte for a boolean that it skips in a collection.
                 // The format has no such collections.
                 if matches!(kind, BOOL_TRUE | BOOL_FALSE) {
-                    return Err(ThriftError::Bad("booleans in a list"));
+                    return Err(ThriftError::Invalid("booleans in a list"));
                 }
                 self.skip_within(kind, depth)?;
             }

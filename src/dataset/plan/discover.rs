@@ -19,7 +19,7 @@ use super::outputs::{self, Outputs, lies_in};
 use crate::dataset::error::DatasetError;
 use crate::dataset::lines::compression;
 use crate::dataset::store::location::Location;
-use crate::dataset::store::pinned::{Pin, PinnedFile, display_name};
+use crate::dataset::store::pinned_file::{FileVersion, PinnedFile, display_name};
 
 /// Maximum number of files of a job.
 pub const FILES_MAX: usize = 100_000;
@@ -29,50 +29,54 @@ const DATA_EXTENSIONS: [&str; 12] = [
     "parquet", "pq", "arrow", "feather", "ipc", "arrows", "jsonl", "ndjson", "json", "csv", "tsv", "tab",
 ];
 
-/// Extensions of data files in unsupported formats: an error is better than a silently smaller
-/// dataset.
-const PACKED_EXTENSIONS: [&str; 5] = ["xz", "zip", "7z", "lz4", "br"];
+/// Extensions of unsupported compressions. Such a file is an error, since ignoring it would leave
+/// rows out silently.
+const UNSUPPORTED_EXTENSIONS: [&str; 5] = ["xz", "zip", "7z", "lz4", "br"];
 
 /// The files that addresses match.
 #[derive(Debug, Default)]
 pub struct Found {
     pub files: Vec<FoundFile>,
-    /// Names of files in an address's folder whose names are not those of inputs.
-    pub passed_over: Vec<String>,
+    /// Files in the addresses' folders that are ignored because of their names.
+    pub ignored_files: Vec<String>,
     /// Notes about outputs of jobs among the matches, a line each.
-    pub of_outputs: Vec<String>,
+    pub output_notes: Vec<String>,
 }
 
 #[derive(Debug)]
 pub struct FoundFile {
     pub file: PinnedFile,
-    /// Number of leading parts of the key that the job file did not write: the folders around the
-    /// job file are no part of an input's name.
-    pub outside: usize,
+    /// Number of leading parts of the key that come from the job file's own folder. They are not
+    /// searched for partition columns.
+    pub base_parts: usize,
 }
 
-/// Finds the files of all `uris`, pinned to their current state; a relative path starts at
-/// `base_dir`. `own` is the output of the requesting job, in which no input may lie.
-pub async fn discover(uris: &[String], base_dir: &FsPath, own: Option<&Location>) -> Result<Found, DatasetError> {
+/// Finds the files of all `uris`, in their current version; a relative path starts at `base_dir`.
+/// `own_output` is the output of the requesting job: an input in it is refused.
+pub async fn discover(
+    uris: &[String],
+    base_dir: &FsPath,
+    own_output: Option<&Location>,
+) -> Result<Found, DatasetError> {
     let mut found = Found::default();
-    let (mut seen, mut left_out, mut taken) = (HashSet::new(), BTreeSet::new(), BTreeSet::new());
+    let (mut seen, mut excluded_outputs, mut included_outputs) = (HashSet::new(), BTreeSet::new(), BTreeSet::new());
     for uri in uris {
-        let outside = base_parts(uri, base_dir)?;
-        let matched = discover_one(uri, base_dir, own).await?;
-        found.passed_over.extend(matched.passed_over);
-        left_out.extend(matched.left_out);
-        taken.extend(matched.taken);
+        let base = base_key_parts(uri, base_dir)?;
+        let matched = discover_one(uri, base_dir, own_output).await?;
+        found.ignored_files.extend(matched.ignored_files);
+        excluded_outputs.extend(matched.excluded_outputs);
+        included_outputs.extend(matched.included_outputs);
         for file in matched.files {
-            if own.is_some_and(|own| lies_in(own, &file.location)) {
+            if own_output.is_some_and(|own_output| lies_in(own_output, &file.location)) {
                 return Err(DatasetError::Refused(format!(
-                    "`{}` is an input and lies in `output.uri`, which is the job's own; give the output a folder without inputs",
+                    "the input `{}` is in the job's own output (`output.uri`); give the output a folder without inputs",
                     file.name
                 )));
             }
             if seen.insert(file.location.url.to_string()) {
                 let parts = file.location.path.as_ref().split('/');
-                let outside = parts.zip(&outside).take_while(|(part, base)| part == base).count();
-                found.files.push(FoundFile { file, outside });
+                let base_parts = parts.zip(&base).take_while(|(part, base)| part == base).count();
+                found.files.push(FoundFile { file, base_parts });
             }
         }
         if found.files.len() > FILES_MAX {
@@ -84,15 +88,15 @@ pub async fn discover(uris: &[String], base_dir: &FsPath, own: Option<&Location>
     if uris.is_empty() {
         return Err(DatasetError::Refused("the job names no input".into()));
     }
-    found.of_outputs = outputs::left_out(&left_out)
+    found.output_notes = outputs::excluded_note(&excluded_outputs)
         .into_iter()
-        .chain(outputs::taken(&taken))
+        .chain(outputs::included_note(&included_outputs))
         .collect();
     Ok(found)
 }
 
 /// The key parts of `base_dir`, if `uri` is relative to it.
-fn base_parts(uri: &str, base_dir: &FsPath) -> Result<Vec<String>, DatasetError> {
+fn base_key_parts(uri: &str, base_dir: &FsPath) -> Result<Vec<String>, DatasetError> {
     if uri.contains("://") || FsPath::new(uri).is_absolute() {
         return Ok(Vec::new());
     }
@@ -104,11 +108,11 @@ fn base_parts(uri: &str, base_dir: &FsPath) -> Result<Vec<String>, DatasetError>
 #[derive(Default)]
 struct Matched {
     files: Vec<PinnedFile>,
-    passed_over: Vec<String>,
-    /// Outputs of jobs that the address only comes across; their files are excluded from `files`.
-    left_out: Vec<String>,
-    /// Outputs matched by the address's wildcards; their files are in `files`.
-    taken: Vec<String>,
+    ignored_files: Vec<String>,
+    /// Outputs of jobs below the address that it does not name; `files` has none of their files.
+    excluded_outputs: Vec<String>,
+    /// Outputs of jobs that the address's wildcards match; `files` has their files.
+    included_outputs: Vec<String>,
 }
 
 impl Matched {
@@ -120,35 +124,35 @@ impl Matched {
     }
 }
 
-async fn discover_one(uri: &str, base_dir: &FsPath, own: Option<&Location>) -> Result<Matched, DatasetError> {
+async fn discover_one(uri: &str, base_dir: &FsPath, own_output: Option<&Location>) -> Result<Matched, DatasetError> {
     let location = Location::parse(uri, base_dir)?;
-    // A file whose literal name holds `[` or `*` takes precedence over a glob.
-    let literal_file = location.local_path().is_some_and(|path| path.is_file());
-    if !literal_file && let Some((base, pattern)) = split_glob(uri) {
-        return glob(uri, &Location::parse(base, base_dir)?, pattern, own).await;
+    // A local file whose name contains `[` or `*` takes precedence over the glob.
+    let is_literal_file = location.local_path().is_some_and(|path| path.is_file());
+    if !is_literal_file && let Some((base, pattern)) = split_glob(uri) {
+        return match_glob(uri, &Location::parse(base, base_dir)?, pattern, own_output).await;
     }
     if location.local_path().is_some_and(|path| path.is_dir()) || uri.ends_with('/') {
-        return folder(uri, &location).await;
+        return match_folder(uri, &location).await;
     }
-    regular(&location)?;
+    check_is_regular(&location)?;
     match location.store.head(&location.path).await {
-        Ok(meta) => Ok(Matched::of(vec![pin(&location, meta)])),
-        // A missing local path is an error; a remote one may be a prefix.
+        Ok(meta) => Ok(Matched::of(vec![pinned_file(&location, meta)])),
+        // A missing local path is an error; a missing key in a store may be a prefix of others.
         Err(object_store::Error::NotFound { .. }) if location.local_path().is_some() => Err(DatasetError::NoMatch {
             uri: uri.into(),
             why: "there is no such file or folder".into(),
         }),
-        Err(object_store::Error::NotFound { .. }) => folder(uri, &location).await,
+        Err(object_store::Error::NotFound { .. }) => match_folder(uri, &location).await,
         Err(source) => Err(DatasetError::store(&display_name(location.url.as_str()), source)),
     }
 }
 
 /// Refuses a local pipe or device, since opening it may block forever.
-fn regular(location: &Location) -> Result<(), DatasetError> {
+fn check_is_regular(location: &Location) -> Result<(), DatasetError> {
     let Some(meta) = location.local_path().and_then(|path| path.metadata().ok()) else {
         return Ok(());
     };
-    let checked = crate::regular::check(meta.file_type());
+    let checked = crate::regular::check_is_regular(meta.file_type());
     checked.map_err(|why| DatasetError::unreadable(&display_name(location.url.as_str()), why))
 }
 
@@ -164,50 +168,58 @@ fn split_glob(uri: &str) -> Option<(&str, &str)> {
     Some((base, &uri[cut..]))
 }
 
-async fn glob(uri: &str, base: &Location, pattern: &str, own: Option<&Location>) -> Result<Matched, DatasetError> {
+async fn match_glob(
+    uri: &str,
+    base: &Location,
+    pattern: &str,
+    own_output: Option<&Location>,
+) -> Result<Matched, DatasetError> {
     let no_match = |why: String| DatasetError::NoMatch { uri: uri.into(), why };
-    let matcher = matcher(pattern).map_err(|e| no_match(format!("the pattern is not valid: {e}")))?;
+    let matcher = compile_glob(pattern).map_err(|e| no_match(format!("the pattern is not valid: {e}")))?;
     // A pattern without `/` or `**` lists a single folder instead of the tree below it.
-    let deep = pattern.contains('/') || pattern.contains("**");
-    let Listed { files, of_outputs } = list(base, deep, &|key| !is_hidden(key) && matcher.is_match(key)).await?;
-    let (left_out, answers): (Vec<_>, Vec<_>) = of_outputs.into_iter().partition(|(_, file)| {
-        !files.is_empty() || pattern.contains("**") || own.is_some_and(|own| lies_in(own, &file.location))
+    let is_recursive = pattern.contains('/') || pattern.contains("**");
+    let Listed { files, in_outputs } =
+        list(base, is_recursive, &|key| !is_hidden(key) && matcher.is_match(key)).await?;
+    let (excluded_outputs, answers): (Vec<_>, Vec<_>) = in_outputs.into_iter().partition(|(_, file)| {
+        !files.is_empty()
+            || pattern.contains("**")
+            || own_output.is_some_and(|own_output| lies_in(own_output, &file.location))
     });
-    let (taken, answers): (Vec<String>, Vec<PinnedFile>) = answers.into_iter().unzip();
-    let left_out: Vec<String> = left_out.into_iter().map(|(output, _)| output).collect();
+    let (included_outputs, answers): (Vec<String>, Vec<PinnedFile>) = answers.into_iter().unzip();
+    let excluded_outputs: Vec<String> = excluded_outputs.into_iter().map(|(output, _)| output).collect();
     let files = if files.is_empty() { answers } else { files };
     let name = display_name(base.url.as_str());
-    match (files.is_empty(), left_out.is_empty()) {
+    match (files.is_empty(), excluded_outputs.is_empty()) {
         (true, true) => Err(no_match(format!("no file below `{name}` fits `{pattern}`"))),
-        (true, false) => Err(no_match(only_outputs(&left_out[0]))),
+        (true, false) => Err(no_match(only_outputs_match(&excluded_outputs[0]))),
         _ => Ok(Matched {
             files,
-            left_out,
-            taken,
+            excluded_outputs,
+            included_outputs,
             ..Matched::default()
         }),
     }
 }
 
-/// The error where all matches lie in outputs of jobs.
-fn only_outputs(one: &str) -> String {
+/// The error if all matches are in outputs of jobs, such as `output`.
+fn only_outputs_match(output: &str) -> String {
     format!(
-        "all that fits lies in outputs of jobs, such as `{}`; to read answers, name such an output itself",
-        display_name(one)
+        "all files that match are in outputs of jobs, such as `{}`; to read answers, give the address of such an output",
+        display_name(output)
     )
 }
 
-fn matcher(pattern: &str) -> Result<GlobMatcher, globset::Error> {
+fn compile_glob(pattern: &str) -> Result<GlobMatcher, globset::Error> {
     Ok(GlobBuilder::new(pattern)
         .literal_separator(true)
         .build()?
         .compile_matcher())
 }
 
-async fn folder(uri: &str, base: &Location) -> Result<Matched, DatasetError> {
-    let Listed { files: all, of_outputs } = list(base, true, &|key| !is_hidden(key)).await?;
-    let left_out: Vec<String> = of_outputs.into_iter().map(|(output, _)| output).collect();
-    let is = |file: &PinnedFile, extensions: &[&str]| {
+async fn match_folder(uri: &str, base: &Location) -> Result<Matched, DatasetError> {
+    let Listed { files: all, in_outputs } = list(base, true, &|key| !is_hidden(key)).await?;
+    let excluded_outputs: Vec<String> = in_outputs.into_iter().map(|(output, _)| output).collect();
+    let has_extension = |file: &PinnedFile, extensions: &[&str]| {
         let name = file.location.path.filename().unwrap_or_default().to_ascii_lowercase();
         let mut parts = name.rsplit('.');
         let last = parts.next().unwrap_or_default().to_string();
@@ -219,37 +231,39 @@ async fn folder(uri: &str, base: &Location) -> Result<Matched, DatasetError> {
         };
         name.contains('.') && extensions.contains(&kind.as_str())
     };
-    let refused = |file: &PinnedFile, why: &str| {
+    let refuse = |file: &PinnedFile, why: &str| {
         let why = format!("`{}` is compressed as a whole{why}", file.name);
         Err(DatasetError::NoMatch { uri: uri.into(), why })
     };
-    if let Some(packed) = all.iter().find(|file| is(file, &PACKED_EXTENSIONS)) {
-        return refused(packed, ", and no gzip, zstd or bzip2; decompress it first");
+    if let Some(packed) = all.iter().find(|file| has_extension(file, &UNSUPPORTED_EXTENSIONS)) {
+        return refuse(packed, ", and no gzip, zstd or bzip2; decompress it first");
     }
-    let (data, others): (Vec<_>, Vec<_>) = all.into_iter().partition(|file| is(file, &DATA_EXTENSIONS));
-    let (texts, others): (Vec<_>, Vec<_>) = others.into_iter().partition(|file| is(file, &["txt"]));
-    let is_packed = |file: &&PinnedFile| {
+    let (data, others): (Vec<_>, Vec<_>) = all.into_iter().partition(|file| has_extension(file, &DATA_EXTENSIONS));
+    let (texts, others): (Vec<_>, Vec<_>) = others.into_iter().partition(|file| has_extension(file, &["txt"]));
+    let is_compressed = |file: &&PinnedFile| {
         let name = file.location.path.filename().unwrap_or_default().to_ascii_lowercase();
         name.rsplit_once('.')
             .is_some_and(|(_, last)| compression::EXTENSIONS.contains(&last))
     };
-    if let Some(packed) = others.iter().find(is_packed) {
-        return refused(
+    if let Some(packed) = others.iter().find(is_compressed) {
+        return refuse(
             packed,
-            ", and its name does not say what it holds; rename it (`x.jsonl.gz`) or give its own address",
+            ", and its name does not show its format; rename it (`x.jsonl.gz`) or give its own address",
         );
     }
-    let (files, more) = if data.is_empty() { (texts, data) } else { (data, texts) };
+    let (files, unused) = if data.is_empty() { (texts, data) } else { (data, texts) };
     if files.is_empty() {
         let missing = "the folder is missing or holds no *.parquet, *.arrow, *.jsonl, *.json, *.csv, *.tsv or *.txt";
-        let why = left_out.first().map_or(missing.into(), |one| only_outputs(one));
+        let why = excluded_outputs
+            .first()
+            .map_or(missing.into(), |one| only_outputs_match(one));
         return Err(DatasetError::NoMatch { uri: uri.into(), why });
     }
-    let passed_over = others.iter().chain(&more).map(|file| file.name.clone()).collect();
+    let ignored_files = others.iter().chain(&unused).map(|file| file.name.clone()).collect();
     Ok(Matched {
         files,
-        passed_over,
-        left_out,
+        ignored_files,
+        excluded_outputs,
         ..Matched::default()
     })
 }
@@ -259,18 +273,22 @@ async fn folder(uri: &str, base: &Location) -> Result<Matched, DatasetError> {
 struct Listed {
     files: Vec<PinnedFile>,
     /// Files within outputs of jobs below the folder, each with the URL of its output.
-    of_outputs: Vec<(String, PinnedFile)>,
+    in_outputs: Vec<(String, PinnedFile)>,
 }
 
-/// The objects below `base` whose relative key is wanted, sorted by key; without `deep`, only its
-/// direct children.
-async fn list(base: &Location, deep: bool, wanted: &(dyn Fn(&str) -> bool + Sync)) -> Result<Listed, DatasetError> {
+/// The objects below `base` whose relative key is wanted, sorted by key. If not `is_recursive`,
+/// only direct children.
+async fn list(
+    base: &Location,
+    is_recursive: bool,
+    is_wanted: &(dyn Fn(&str) -> bool + Sync),
+) -> Result<Listed, DatasetError> {
     let store_error = |source| DatasetError::store(&display_name(base.url.as_str()), source);
     if base.local_path().is_some_and(|path| !path.exists()) {
         return Ok(Listed::default());
     }
     let prefix = (!base.path.as_ref().is_empty()).then_some(&base.path);
-    let mut listing = if deep {
+    let mut listing = if is_recursive {
         base.store.list(prefix)
     } else {
         let found = base.store.list_with_delimiter(prefix).await.map_err(store_error)?;
@@ -281,8 +299,8 @@ async fn list(base: &Location, deep: bool, wanted: &(dyn Fn(&str) -> bool + Sync
         let Some(relative) = relative_key(&base.path, &meta.location) else {
             continue;
         };
-        outputs.note(relative);
-        if !relative.is_empty() && wanted(relative) {
+        outputs.add_if_record(relative);
+        if !relative.is_empty() && is_wanted(relative) {
             metas.push(meta);
         }
         if metas.len() > FILES_MAX {
@@ -295,10 +313,10 @@ async fn list(base: &Location, deep: bool, wanted: &(dyn Fn(&str) -> bool + Sync
     metas.sort_by(|a, b| a.location.as_ref().cmp(b.location.as_ref()));
     let mut listed = Listed::default();
     for meta in metas {
-        let output = relative_key(&base.path, &meta.location).and_then(|key| outputs.around(key));
+        let output = relative_key(&base.path, &meta.location).and_then(|key| outputs.output_of(key));
         match output.map(|output| base.join(output).url.to_string()) {
-            Some(output) => listed.of_outputs.push((output, pin(base, meta))),
-            None => listed.files.push(pin(base, meta)),
+            Some(output) => listed.in_outputs.push((output, pinned_file(base, meta))),
+            None => listed.files.push(pinned_file(base, meta)),
         }
     }
     Ok(listed)
@@ -314,8 +332,8 @@ fn is_hidden(key: &str) -> bool {
         .any(|part| part.starts_with('.') || (part.starts_with('_') && !part.contains('=')))
 }
 
-/// The object `meta` as a pinned file; its key begins with the key of `base`.
-fn pin(base: &Location, meta: ObjectMeta) -> PinnedFile {
+/// The current version of the object that a listing of `base` returned as `meta`.
+fn pinned_file(base: &Location, meta: ObjectMeta) -> PinnedFile {
     let url = if base.local_path().is_some() {
         Url::from_file_path(format!("/{}", meta.location)).unwrap_or_else(|()| base.url.clone())
     } else {
@@ -330,7 +348,7 @@ fn pin(base: &Location, meta: ObjectMeta) -> PinnedFile {
         url
     };
     let name = display_name(url.as_str());
-    let Pin { etag, version } = Pin::of(&meta);
+    let FileVersion { etag, version } = FileVersion::of(&meta);
     let location = Location {
         store: base.store.clone(),
         path: meta.location,
@@ -432,7 +450,7 @@ mod tests {
         fs::write(dir.path().join("empty/y.gz"), b"x").unwrap();
         let error = names(dir.path(), &["empty"]).await.unwrap_err();
         assert!(
-            error.contains("y.gz` is compressed as a whole, and its name does not say"),
+            error.contains("y.gz` is compressed as a whole, and its name does not show its format"),
             "{error}"
         );
         fs::write(dir.path().join("empty/y.jsonl.xz"), b"x").unwrap();
@@ -458,7 +476,7 @@ mod tests {
             url,
         };
         let urls = |files: Vec<PinnedFile>| files.iter().map(|f| f.location.url.to_string()).collect::<Vec<_>>();
-        let all = folder("s3://bucket/2026-11/", &base).await.unwrap().files;
+        let all = match_folder("s3://bucket/2026-11/", &base).await.unwrap().files;
         for file in &all {
             assert_eq!(
                 Path::from_url_path(file.location.url.path()).unwrap(),
@@ -472,7 +490,7 @@ mod tests {
                 "s3://bucket/2026-11/x/c%23%C3%A9.parquet"
             ]
         );
-        let flat = glob("", &base, "*.parquet", None).await.unwrap();
+        let flat = match_glob("", &base, "*.parquet", None).await.unwrap();
         assert_eq!(urls(flat.files), ["s3://bucket/2026-11/a%20b.parquet"]);
     }
 

@@ -2,7 +2,7 @@
 //!
 //! A condition is a value (`month: 11`), a list of values (`month: [10, 11]`) or a range
 //! (`day: {ge: 3, lt: 9}`; also `gt` and `le`). All conditions must hold. Whole numbers are
-//! compared as numbers, texts by their bytes. Null is a value of its own, and lies in no range.
+//! compared as numbers, texts by their bytes. Null equals only null, and is in no range.
 
 use std::cmp::Ordering;
 
@@ -17,7 +17,8 @@ const VALUES_MAX: usize = 10_000;
 /// The comparison operators of a range.
 const COMPARISONS: [&str; 4] = ["ge", "gt", "le", "lt"];
 
-/// Checks the conditions. The error is the field at fault, and the line that goes behind its name.
+/// Checks the conditions. The error is the invalid field's name, and the rest of the message, which
+/// follows that name.
 pub fn check(conditions: &Map<String, Value>) -> Result<(), (String, String)> {
     for (column, condition) in conditions {
         let bad = |why: String| Err((format!("input.where.{column}"), why));
@@ -27,8 +28,8 @@ pub fn check(conditions: &Map<String, Value>) -> Result<(), (String, String)> {
                 return bad(format!("has {} values, more than {VALUES_MAX}", values.len()));
             }
             Value::Array(values) => {
-                if let Some(odd) = values.iter().find(|value| !is_value(value)) {
-                    return bad(not_a_value(odd));
+                if let Some(invalid) = values.iter().find(|value| !is_value(value)) {
+                    return bad(not_a_value(invalid));
                 }
             }
             Value::Object(range) if range.is_empty() => {
@@ -45,7 +46,7 @@ pub fn check(conditions: &Map<String, Value>) -> Result<(), (String, String)> {
                 }
             }
             value if is_value(value) => {}
-            odd => return bad(not_a_value(odd)),
+            invalid => return bad(not_a_value(invalid)),
         }
     }
     Ok(())
@@ -55,8 +56,8 @@ fn is_value(value: &Value) -> bool {
     value.is_null() || value.is_string() || value.is_i64()
 }
 
-fn not_a_value(odd: &Value) -> String {
-    format!("is {odd}; a folder's value is a whole number, a text (in quotes) or null")
+fn not_a_value(invalid: &Value) -> String {
+    format!("is {invalid}; a folder's value is a whole number, a text (in quotes) or null")
 }
 
 /// Conditions on existing partition columns.
@@ -67,41 +68,43 @@ pub struct Filter {
 
 #[derive(Debug)]
 struct Condition {
-    /// Index of the column.
-    at: usize,
+    /// Index of `column` in the partition columns.
+    column_index: usize,
     column: PartitionColumn,
-    asked: Asked,
+    predicate: Predicate,
 }
 
 #[derive(Debug)]
-enum Asked {
+enum Predicate {
     AnyOf(Vec<Value>),
     Range(Vec<(String, Value)>),
 }
 
 impl Filter {
-    /// The checked `conditions` over `columns`.
+    /// The filter with `conditions`, whose values must fit the types of `columns`.
     ///
     /// # Errors
     /// A column does not exist, or a value is of another type than its column.
     pub fn new(conditions: &Map<String, Value>, columns: &[PartitionColumn]) -> Result<Filter, DatasetError> {
-        let condition = |(name, asked): (&String, &Value)| {
-            let at = columns.iter().position(|column| column.name == *name);
-            let at = at.ok_or_else(|| DatasetError::Refused(unknown(name, columns)))?;
-            let column = &columns[at];
-            let typed = |value: &Value| typed(value, column);
-            let asked = match asked {
-                Value::Array(values) => Asked::AnyOf(values.iter().map(typed).collect::<Result<_, _>>()?),
+        let condition = |(name, condition): (&String, &Value)| {
+            let column_index = columns.iter().position(|column| column.name == *name);
+            let column_index = column_index.ok_or_else(|| DatasetError::Refused(unknown_column(name, columns)))?;
+            let column = &columns[column_index];
+            let in_column_type = |value: &Value| in_column_type(value, column);
+            let predicate = match condition {
+                Value::Array(values) => Predicate::AnyOf(values.iter().map(in_column_type).collect::<Result<_, _>>()?),
                 Value::Object(range) => {
-                    let bounds = range.iter().map(|(name, bound)| Ok((name.clone(), typed(bound)?)));
-                    Asked::Range(bounds.collect::<Result<_, DatasetError>>()?)
+                    let bounds = range
+                        .iter()
+                        .map(|(name, bound)| Ok((name.clone(), in_column_type(bound)?)));
+                    Predicate::Range(bounds.collect::<Result<_, DatasetError>>()?)
                 }
-                value => Asked::AnyOf(vec![typed(value)?]),
+                value => Predicate::AnyOf(vec![in_column_type(value)?]),
             };
             Ok(Condition {
-                at,
+                column_index,
                 column: column.clone(),
-                asked,
+                predicate,
             })
         };
         let conditions = conditions.iter().map(condition).collect::<Result<_, DatasetError>>()?;
@@ -109,18 +112,18 @@ impl Filter {
     }
 
     /// Whether a file with these partition texts is an input.
-    pub fn takes(&self, texts: &[Option<String>]) -> bool {
+    pub fn accepts(&self, texts: &[Option<String>]) -> bool {
         self.conditions.iter().all(|condition| {
-            let value = condition.column.value(texts[condition.at].as_deref());
-            match &condition.asked {
-                Asked::AnyOf(values) => values.contains(&value),
-                Asked::Range(bounds) => bounds.iter().all(|(name, bound)| is_within(&value, name, bound)),
+            let value = condition.column.value(texts[condition.column_index].as_deref());
+            match &condition.predicate {
+                Predicate::AnyOf(values) => values.contains(&value),
+                Predicate::Range(bounds) => bounds.iter().all(|(name, bound)| satisfies(&value, name, bound)),
             }
         })
     }
 }
 
-fn unknown(name: &str, columns: &[PartitionColumn]) -> String {
+fn unknown_column(name: &str, columns: &[PartitionColumn]) -> String {
     let known: Vec<String> = columns.iter().map(|column| format!("`{}`", column.name)).collect();
     let which = if known.is_empty() {
         "the inputs lie in no folders `column=value`".to_string()
@@ -130,8 +133,8 @@ fn unknown(name: &str, columns: &[PartitionColumn]) -> String {
     format!("`input.where` asks for column `{name}`, and {which}; rows cannot be chosen by columns in the files")
 }
 
-/// The value in its column's type.
-fn typed(value: &Value, column: &PartitionColumn) -> Result<Value, DatasetError> {
+/// Converts `value` to the type of its column.
+fn in_column_type(value: &Value, column: &PartitionColumn) -> Result<Value, DatasetError> {
     let refused = |what: &str| {
         let why = format!(
             "`input.where.{}` asks for {value}, and the column is {}{what}",
@@ -155,7 +158,8 @@ fn typed(value: &Value, column: &PartitionColumn) -> Result<Value, DatasetError>
     }
 }
 
-fn is_within(value: &Value, name: &str, bound: &Value) -> bool {
+/// Whether `value` is within `bound`; `name` is one of [`COMPARISONS`].
+fn satisfies(value: &Value, name: &str, bound: &Value) -> bool {
     let order = match (value, bound) {
         (Value::Number(value), Value::Number(bound)) => value.as_i64().cmp(&bound.as_i64()),
         (Value::String(value), Value::String(bound)) => value.cmp(bound),
@@ -186,7 +190,7 @@ mod tests {
     }
 
     /// The indices of the files that the filter admits.
-    fn taken(conditions: Value) -> Result<Vec<usize>, String> {
+    fn accepted(conditions: Value) -> Result<Vec<usize>, String> {
         let Value::Object(conditions) = conditions else {
             panic!()
         };
@@ -198,12 +202,12 @@ mod tests {
             ("10", Some("Wien")),
             ("11", Some("")),
         ];
-        let takes = |(day, city): (&str, Option<&str>)| filter.takes(&[Some(day.into()), city.map(String::from)]);
-        Ok((0..files.len()).filter(|&n| takes(files[n])).collect())
+        let accepts = |(day, city): (&str, Option<&str>)| filter.accepts(&[Some(day.into()), city.map(String::from)]);
+        Ok((0..files.len()).filter(|&n| accepts(files[n])).collect())
     }
 
     #[test]
-    fn values_lists_and_ranges() {
+    fn values_lists_and_ranges_select_files() {
         let all = [
             (json!({"day": 1}), vec![0]),
             (json!({"day": [1, 11]}), vec![0, 3]),
@@ -217,12 +221,12 @@ mod tests {
             (json!({}), vec![0, 1, 2, 3]),
         ];
         for (conditions, expected) in all {
-            assert_eq!(taken(conditions.clone()).unwrap(), expected, "{conditions}");
+            assert_eq!(accepted(conditions.clone()).unwrap(), expected, "{conditions}");
         }
     }
 
     #[test]
-    fn what_is_no_condition_is_one_line() {
+    fn invalid_conditions_are_refused_in_one_line() {
         let all = [
             (json!({"day": "x"}), "asks for \"x\", and the column is whole numbers"),
             (json!({"city": 1}), "put it in quotes"),
@@ -236,7 +240,7 @@ mod tests {
             (json!({"city": true}), "is true; a folder's value"),
         ];
         for (conditions, says) in all {
-            let error = taken(conditions).unwrap_err();
+            let error = accepted(conditions).unwrap_err();
             assert!(error.contains(says), "{error}");
         }
     }

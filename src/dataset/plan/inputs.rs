@@ -4,11 +4,11 @@ use std::path::Path as FsPath;
 
 use super::discover::{FoundFile, discover};
 use super::filter::Filter;
-use super::partitions::{Folders, PartitionColumn, columns_of, folders_of};
+use super::partitions::{FolderValues, PartitionColumn, parse_folders, partition_columns};
 use crate::dataset::error::DatasetError;
 use crate::dataset::options::InputOptions;
 use crate::dataset::store::location::Location;
-use crate::dataset::store::pinned::PinnedFile;
+use crate::dataset::store::pinned_file::PinnedFile;
 
 /// Maximum number of files that a message names.
 const NAMED_MAX: usize = 3;
@@ -31,18 +31,19 @@ pub struct Input {
     pub partition: Vec<Option<String>>,
 }
 
-/// Finds the files that `uris` match and `options` admit; `own`: the output of the requesting job.
-pub async fn find(
+/// Finds the files that `uris` and `input.where` match. `own_output` is the output of the
+/// requesting job.
+pub async fn find_inputs(
     uris: &[String],
     options: &InputOptions,
     base_dir: &FsPath,
-    own: Option<&Location>,
+    own_output: Option<&Location>,
 ) -> Result<Inputs, DatasetError> {
-    let found = discover(uris, base_dir, own).await?;
+    let found = discover(uris, base_dir, own_output).await?;
     let notes = found
-        .of_outputs
+        .output_notes
         .into_iter()
-        .chain(passed_over(&found.passed_over))
+        .chain(ignored_files_note(&found.ignored_files))
         .collect();
     if !options.hive {
         let input = |FoundFile { file, .. }| Input {
@@ -55,18 +56,24 @@ pub async fn find(
             notes,
         });
     }
-    let folders = |FoundFile { file, outside }: &FoundFile| {
-        let folders = folders_of(file.location.path.as_ref(), *outside);
+    let folders_of_file = |FoundFile { file, base_parts }: &FoundFile| {
+        let folders = parse_folders(file.location.path.as_ref(), *base_parts);
         folders.map_err(|why| DatasetError::Refused(format!("`{}`: {why}", file.name)))
     };
-    let named = found.files.iter().map(|one| Ok((one.file.name.clone(), folders(one)?)));
-    let named: Vec<(String, Folders)> = named.collect::<Result<_, DatasetError>>()?;
-    let (partitions, texts) = columns_of(&named)?;
+    let named = found
+        .files
+        .iter()
+        .map(|found| Ok((found.file.name.clone(), folders_of_file(found)?)));
+    let named: Vec<(String, FolderValues)> = named.collect::<Result<_, DatasetError>>()?;
+    let (partitions, texts) = partition_columns(&named)?;
     let filter = Filter::new(&options.filter, &partitions)?;
     let count = found.files.len();
     let all = found.files.into_iter().zip(texts);
     let input = |(FoundFile { file, .. }, partition)| Input { file, partition };
-    let files: Vec<Input> = all.map(input).filter(|input| filter.takes(&input.partition)).collect();
+    let files: Vec<Input> = all
+        .map(input)
+        .filter(|input| filter.accepts(&input.partition))
+        .collect();
     if files.is_empty() && count > 0 {
         return Err(DatasetError::Refused(format!(
             "none of the {count} files that `{}` matches fits `input.where`",
@@ -80,8 +87,8 @@ pub async fn find(
     })
 }
 
-/// The note about files in folders that are no inputs.
-fn passed_over(names: &[String]) -> Option<String> {
+/// The note about files in the inputs' folders that are ignored because of their names.
+fn ignored_files_note(names: &[String]) -> Option<String> {
     let first: Vec<&str> = names.iter().take(NAMED_MAX).map(String::as_str).collect();
     let more = match names.len() - first.len() {
         0 => String::new(),
@@ -89,7 +96,7 @@ fn passed_over(names: &[String]) -> Option<String> {
     };
     (!first.is_empty()).then(|| {
         format!(
-            "the inputs' folders hold files that are none by their names: `{}`{more}; one that is meant wants its own address, or another name",
+            "the inputs' folders hold files that are not read because of their names: `{}`{more}; to read such a file, name it by its own address, or rename it",
             first.join("`, `")
         )
     })

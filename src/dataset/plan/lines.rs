@@ -1,5 +1,5 @@
-//! Planning of lines and CSV: every byte is read once, to find the rows' positions and the columns'
-//! kinds.
+//! Plans files of lines and CSV files: reads every byte once to find the positions of the rows and
+//! the types of the columns.
 //!
 //! See docs/decisions/039-a-skipped-file-leaves-nothing-behind.md.
 
@@ -11,50 +11,53 @@ use futures::TryStreamExt;
 
 use super::partitions::PartitionColumn;
 use super::planner::{
-    InputPlan, PlanRequest, Skips, Source, bounds, check_clash, check_present, input_file, missing_column,
+    InputPlan, PlanRequest, SkippedFiles, SniffedFile, check_clash, check_columns_exist, input_file, missing_column,
+    shard_bounds,
 };
 use super::{Column, Format, InputFile, RowCost, Segment, ShardBuilder};
-use crate::dataset::csv::reader::OneTable;
+use crate::dataset::csv::reader::SharedTable;
 use crate::dataset::error::DatasetError;
 use crate::dataset::kinds::{KEYS_MAX, Kinds};
 use crate::dataset::layout::Layout;
 use crate::dataset::lines::compression::Compressed;
-use crate::dataset::lines::reader::{BlockScan, IdCheck, IdHasher, LinesHash, Scanner, TEXT_COLUMN, merge_kinds, scan};
+use crate::dataset::lines::reader::{
+    BlockScan, DuplicateIds, IdHasher, Scanner, StoredHash, TEXT_COLUMN, merge_kinds, scan,
+};
 use crate::dataset::lines::text_file::TextFile;
-use crate::dataset::store::pinned::display_name;
+use crate::dataset::store::pinned_file::display_name;
 
 /// Plans files of lines or CSV.
 pub(crate) async fn plan_lines(
     request: &PlanRequest,
-    found: Vec<Source>,
+    found: Vec<SniffedFile>,
     format: Format,
     partitions: &[PartitionColumn],
-    skips: &mut Skips,
+    skipped: &mut SkippedFiles,
 ) -> Result<InputPlan, DatasetError> {
-    let mut state = LinesPlan {
+    let mut state = LinesPlanner {
         request,
         partitions,
         format,
         hasher: IdHasher::default(),
-        builder: ShardBuilder::new(bounds(request)),
+        builder: ShardBuilder::new(shard_bounds(request)),
         kinds: BTreeMap::new(),
-        ids: IdCheck::default(),
-        table: OneTable::default(),
-        names: Vec::new(),
+        ids: DuplicateIds::default(),
+        table: SharedTable::default(),
+        file_names: Vec::new(),
     };
     let mut files = Vec::new();
     for source in found {
         let input = files.len() as u32;
-        state.names.push(source.text.file.name.clone());
-        let before = state.builder.mark();
+        state.file_names.push(source.text.file.name.clone());
+        let savepoint = state.builder.savepoint();
         match state.add_file(&source, input).await {
             Ok(file) => files.push(file),
             Err(error) => {
-                skips.set_aside(&source.text.file, error)?;
-                // The file's rows are removed from the plan.
-                state.builder.go_back(before);
+                skipped.skip_if_unreadable(&source.text.file, error)?;
+                // The plan keeps nothing of this file.
+                state.builder.roll_back(savepoint);
                 state.ids.forget(input);
-                state.names.pop();
+                state.file_names.pop();
             }
         }
         if state.builder.rows() >= request.rows_max() {
@@ -65,27 +68,27 @@ pub(crate) async fn plan_lines(
 }
 
 /// State of planning lines.
-struct LinesPlan<'a> {
+struct LinesPlanner<'a> {
     request: &'a PlanRequest,
     partitions: &'a [PartitionColumn],
     format: Format,
     hasher: IdHasher,
     builder: ShardBuilder,
     kinds: BTreeMap<String, Kinds>,
-    ids: IdCheck,
-    /// The common table (CSV only).
-    table: OneTable,
-    names: Vec<String>,
+    ids: DuplicateIds,
+    /// The table that all CSV files share.
+    table: SharedTable,
+    file_names: Vec<String>,
 }
 
-impl LinesPlan<'_> {
+impl LinesPlanner<'_> {
     /// Plans the lines of the next file, whose index is `input`.
-    async fn add_file(&mut self, source: &Source, input: u32) -> Result<InputFile, DatasetError> {
-        let Source { text, partition } = source;
+    async fn add_file(&mut self, source: &SniffedFile, input: u32) -> Result<InputFile, DatasetError> {
+        let SniffedFile { text, partition } = source;
         let limit = self.request.rows_max();
         let (mut rows, mut lines, mut bytes) = (0, 0, 0);
         let mut kinds = BTreeMap::new();
-        let hash = LinesHash::default();
+        let hash = StoredHash::default();
         let scanner = match self.format {
             Format::Csv => self.csv_scanner(text).await?,
             format => Scanner::Lines(format, self.hasher.clone()),
@@ -94,12 +97,12 @@ impl LinesPlan<'_> {
             check_clash(&text.file.name, self.partitions, [TEXT_COLUMN].into_iter())?;
         }
         let mut blocks = Box::pin(scan(text, scanner.clone(), &hash));
-        let mut is_cut = self.builder.rows() >= limit;
-        while !is_cut && let Some((piece, mut block)) = blocks.try_next().await? {
+        let mut is_limit_reached = self.builder.rows() >= limit;
+        while !is_limit_reached && let Some((piece, mut block)) = blocks.try_next().await? {
             bytes = piece.end();
-            let wanted = usize::try_from(limit - self.builder.rows()).unwrap_or(usize::MAX);
-            if let Some(last) = wanted.checked_sub(1).and_then(|n| block.rows.get(n))
-                && block.rows.len() > wanted
+            let rows_left = usize::try_from(limit - self.builder.rows()).unwrap_or(usize::MAX);
+            if let Some(last) = rows_left.checked_sub(1).and_then(|n| block.rows.get(n))
+                && block.rows.len() > rows_left
             {
                 // Rows beyond the limit must not affect the columns' types.
                 block = scanner.scan(piece.until(last.bytes.end));
@@ -109,7 +112,7 @@ impl LinesPlan<'_> {
             merge_kinds(&mut kinds, std::mem::take(&mut block.kinds));
             rows = self.add_block(block, input, rows, lines)?;
             lines += block_lines;
-            is_cut = self.builder.rows() >= limit;
+            is_limit_reached = self.builder.rows() >= limit;
         }
         drop(blocks);
         merge_kinds(&mut self.kinds, kinds);
@@ -123,62 +126,62 @@ impl LinesPlan<'_> {
 
     async fn csv_scanner(&mut self, text: &TextFile) -> Result<Scanner, DatasetError> {
         let options = &self.request.csv;
-        let table = self.table.of(text, options).await?;
+        let table = self.table.add_file(text, options).await?;
         let Some(table) = table else {
             // The file is empty.
             return Ok(Scanner::Lines(Format::Text, IdHasher::default()));
         };
-        let have: Vec<String> = table.columns.iter().map(|column| column.name.clone()).collect();
-        let place = format!("`{}` does not have", text.file.name);
-        check_clash(&text.file.name, self.partitions, have.iter().map(String::as_str))?;
-        if let Some(name) = options.types.keys().find(|name| !have.contains(name)) {
-            return Err(missing_column(name, "`input.types` names", &place, &have));
+        let available: Vec<String> = table.columns.iter().map(|column| column.name.clone()).collect();
+        let missing_where = format!("`{}` does not have", text.file.name);
+        check_clash(&text.file.name, self.partitions, available.iter().map(String::as_str))?;
+        if let Some(name) = options.types.keys().find(|name| !available.contains(name)) {
+            return Err(missing_column(name, "`input.types` names", &missing_where, &available));
         }
         let of_folders = self.partitions.iter().map(|column| column.name.clone());
-        let all: Vec<String> = have.into_iter().chain(of_folders).collect();
-        check_present(self.request, &all, &place)?;
+        let all: Vec<String> = available.into_iter().chain(of_folders).collect();
+        check_columns_exist(self.request, &all, &missing_where)?;
         Ok(Scanner::Csv {
             table,
             has_header: options.columns.is_none(),
         })
     }
 
-    /// Adds a block's rows after `rows` rows and `lines` lines of this file; returns the new row
-    /// count.
+    /// Adds the rows of a block that follows `rows` rows and `lines` lines of the same file.
+    /// Returns the file's number of rows so far.
     fn add_block(&mut self, block: BlockScan, input: u32, mut rows: u64, lines: u64) -> Result<u64, DatasetError> {
         for (hash, line) in block.custom_ids {
-            if let Some((before, at)) = self.ids.add(hash, input, lines + line) {
-                let (here, there) = (&self.names[input as usize], &self.names[before as usize]);
-                let place = if before == input {
+            if let Some((first_input, first_line)) = self.ids.add(hash, input, lines + line) {
+                let file = &self.file_names[input as usize];
+                let of_first_file = if first_input == input {
                     String::new()
                 } else {
-                    format!(" of `{there}`")
+                    format!(" of `{}`", self.file_names[first_input as usize])
                 };
                 let why = format!(
-                    "line {} of `{here}` has the `custom_id` of line {}{place}; each must be there once",
+                    "line {} of `{file}` has the `custom_id` of line {}{of_first_file}; each must be there once",
                     lines + line + 1,
-                    at + 1
+                    first_line + 1
                 );
                 return Err(DatasetError::Refused(why));
             }
         }
-        let is_csv = self.table.is_found();
-        for place in block.rows {
-            let bytes = place.bytes.end - place.bytes.start;
+        let is_csv = self.table.is_known();
+        for row in block.rows {
+            let bytes = row.bytes.end - row.bytes.start;
             let carried = if self.request.carry.is_empty() { 0 } else { bytes };
             let cost = RowCost {
                 input_bytes: bytes,
                 output_bytes: carried.saturating_add(self.request.output_row_bytes),
             };
-            if self.builder.room(cost) == 0 {
+            if self.builder.rows_that_fit(cost) == 0 {
                 self.builder.close();
             }
             let segment = Segment {
                 input,
                 first_row: rows,
                 rows: 1,
-                bytes: Some((place.bytes.start, place.bytes.end)),
-                line: is_csv.then_some(lines + place.line + 1),
+                bytes: Some((row.bytes.start, row.bytes.end)),
+                line: is_csv.then_some(lines + row.line + 1),
                 picks: None,
             };
             self.builder.push(segment, cost);
@@ -203,35 +206,35 @@ impl LinesPlan<'_> {
             .into_iter()
             .chain(self.partitions.iter().map(PartitionColumn::field))
             .collect();
-        let have: Vec<String> = fields.iter().map(|field| field.name().clone()).collect();
+        let available: Vec<String> = fields.iter().map(|field| field.name().clone()).collect();
         let total_rows = self.builder.rows();
-        // Inputs without rows have no columns, so nothing is required of them.
+        // Inputs without rows have no columns, so none can be required.
         if total_rows > 0 {
-            let place = match &files[..] {
+            let missing_where = match &files[..] {
                 [one] => format!("no line of `{}` has", display_name(&one.url)),
                 _ => "no line of the inputs has".to_string(),
             };
-            let missing = |name: &&String| !have.contains(name);
-            let wanted = request
+            let missing = |name: &&String| !available.contains(name);
+            let by_prompt = request
                 .columns
                 .iter()
                 .flatten()
                 .find(missing)
                 .map(|name| (name, "the prompt uses"));
-            let carry = || {
+            let by_carry = || {
                 request
                     .carry
                     .iter()
                     .find(missing)
                     .map(|name| (name, "`output.carry` names"))
             };
-            if let Some((name, wanted_by)) = wanted.or_else(carry) {
-                return Err(missing_key(name, wanted_by, &place, &have));
+            if let Some((name, wanted_by)) = by_prompt.or_else(by_carry) {
+                return Err(missing_key(name, wanted_by, &missing_where, &available));
             }
         }
         let carried = |name: &String| match fields.iter().find(|field| field.name() == name) {
             Some(field) => field.clone(),
-            // This is for inputs without rows.
+            // Without rows, a carried column may be missing.
             None => Kinds::default().field(name),
         };
         let carry_schema = Arc::new(Schema::new(request.carry.iter().map(carried).collect::<Vec<_>>()));
@@ -240,9 +243,9 @@ impl LinesPlan<'_> {
             kind: field.data_type().to_string(),
         });
         let mixed = |name: &String| {
-            let words = self.kinds.get(name)?.mixed()?;
+            let words = self.kinds.get(name)?.mixed_names()?;
             let line = format!(
-                "column `{name}` holds {words}: it is carried as texts of JSON, in which `1` and `\"1\"` stay apart"
+                "column `{name}` holds {words}: it is carried as JSON text, in which `1` and `\"1\"` stay different"
             );
             csv.is_none().then_some(line)
         };
@@ -257,17 +260,17 @@ impl LinesPlan<'_> {
                 ..Layout::default()
             },
             total_rows,
-            lacking: BTreeMap::new(),
+            missing_in: BTreeMap::new(),
             notes,
         })
     }
 }
 
-fn missing_key(name: &str, wanted_by: &str, place: &str, have: &[String]) -> DatasetError {
-    if have.len() >= KEYS_MAX {
+fn missing_key(name: &str, wanted_by: &str, missing_where: &str, available: &[String]) -> DatasetError {
+    if available.len() >= KEYS_MAX {
         let why =
             format!("{wanted_by} column `{name}`, which is not among the first {KEYS_MAX} different keys of the lines");
         return DatasetError::Refused(why);
     }
-    missing_column(name, wanted_by, place, have)
+    missing_column(name, wanted_by, missing_where, available)
 }

@@ -1,4 +1,4 @@
-//! The inputs of a job as they were planned, and its shards: plain data that goes into the ledger.
+//! The planned inputs of a job and its shards: plain data for the ledger.
 
 pub mod discover;
 pub mod filter;
@@ -35,7 +35,7 @@ pub enum Format {
 }
 
 impl Format {
-    /// Whether files of this format state their columns.
+    /// Whether files of this format hold a schema of their columns.
     pub fn is_table(self) -> bool {
         matches!(self, Format::Parquet | Format::Arrow)
     }
@@ -109,8 +109,8 @@ pub struct Segment {
 }
 
 impl Segment {
-    /// Number of rows that the job takes.
-    pub fn taken(&self) -> u64 {
+    /// Number of rows of the segment that the job processes.
+    pub fn taken_rows(&self) -> u64 {
         self.picks.as_ref().map_or(self.rows, |picks| picks.len() as u64)
     }
 }
@@ -123,35 +123,37 @@ pub struct Column {
     pub kind: String,
 }
 
-/// Limits of one shard. The first limit that is reached closes a shard; a single row always fits.
+/// Limits of one shard. The first limit that is reached closes the shard, but a shard always has
+/// room for one row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ShardBounds {
     pub rows: u64,
-    /// Uncompressed bytes that are read and held to process the shard.
+    /// Uncompressed input bytes that a worker holds in memory while it processes the shard.
     pub input_bytes: u64,
     /// Estimated bytes of the published part (uncompressed).
     pub output_bytes: u64,
 }
 
-/// Cost per row of a run; see [`ShardBuilder::push`].
+/// Cost of rows, measured against [`ShardBounds`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct RowCost {
     pub input_bytes: u64,
     pub output_bytes: u64,
 }
 
-/// Builds shards from rows in order: plain data in, plain data out.
+/// Cuts rows, which are added in order, into shards.
 #[derive(Debug)]
 pub struct ShardBuilder {
     bounds: ShardBounds,
     shards: Vec<Shard>,
     open: Shard,
+    /// Cost of all rows of the open shard.
     cost: RowCost,
 }
 
 /// A saved state of a [`ShardBuilder`].
 #[derive(Debug)]
-pub struct Mark {
+pub struct Savepoint {
     shards: usize,
     open: Shard,
     cost: RowCost,
@@ -180,28 +182,31 @@ impl ShardBuilder {
         self.open.first_row + self.open.rows
     }
 
-    /// Number of rows at this cost per row that fit into the open shard, at least 1 if it is empty.
-    pub fn room(&self, cost: RowCost) -> u64 {
-        let fits = |bound: u64, used: u64, each: u64| bound.saturating_sub(used).checked_div(each).unwrap_or(u64::MAX);
-        let room = (self.bounds.rows - self.open.rows)
+    /// Number of further rows that fit into the open shard, if each one costs `cost`; at least 1 if
+    /// the shard is empty.
+    pub fn rows_that_fit(&self, cost: RowCost) -> u64 {
+        let fits =
+            |bound: u64, used: u64, per_row: u64| bound.saturating_sub(used).checked_div(per_row).unwrap_or(u64::MAX);
+        let rows = (self.bounds.rows - self.open.rows)
             .min(fits(self.bounds.input_bytes, self.cost.input_bytes, cost.input_bytes))
             .min(fits(
                 self.bounds.output_bytes,
                 self.cost.output_bytes,
                 cost.output_bytes,
             ));
-        if self.open.rows == 0 { room.max(1) } else { room }
+        if self.open.rows == 0 { rows.max(1) } else { rows }
     }
 
-    /// Whether the open shard is at least three quarters full by rows. Then it should end at the
-    /// next boundary of the input.
-    pub fn nearly_full(&self) -> bool {
+    /// Whether the open shard has at least three quarters of the maximum number of rows. Then it
+    /// should end at the next row group.
+    pub fn is_nearly_full(&self) -> bool {
         self.open.rows >= self.bounds.rows - self.bounds.rows / 4
     }
 
-    /// Adds rows of one input, each at `cost`; the caller must stay within [`ShardBuilder::room`].
-    pub fn push(&mut self, more: Segment, cost: RowCost) {
-        let rows = more.rows;
+    /// Adds the rows of `segment`, each of which costs `cost`. They must fit into the open shard:
+    /// see [`ShardBuilder::rows_that_fit`].
+    pub fn push(&mut self, segment: Segment, cost: RowCost) {
+        let rows = segment.rows;
         self.open.rows += rows;
         self.cost.input_bytes = self
             .cost
@@ -212,32 +217,32 @@ impl ShardBuilder {
             .output_bytes
             .saturating_add(cost.output_bytes.saturating_mul(rows));
         match self.open.segments.last_mut() {
-            Some(last) if last.input == more.input && last.first_row + last.rows == more.first_row => {
+            Some(last) if last.input == segment.input && last.first_row + last.rows == segment.first_row => {
                 last.rows += rows;
-                if let (Some(have), Some(more)) = (&mut last.bytes, more.bytes) {
-                    have.1 = more.1;
+                if let (Some(last), Some(added)) = (&mut last.bytes, segment.bytes) {
+                    last.1 = added.1;
                 }
             }
-            _ => self.open.segments.push(more),
+            _ => self.open.segments.push(segment),
         }
         if self.open.rows >= self.bounds.rows {
             self.close();
         }
     }
 
-    /// Saves the current state for [`ShardBuilder::go_back`].
-    pub fn mark(&self) -> Mark {
-        Mark {
+    /// Saves the current state for [`ShardBuilder::roll_back`].
+    pub fn savepoint(&self) -> Savepoint {
+        Savepoint {
             shards: self.shards.len(),
             open: self.open.clone(),
             cost: self.cost,
         }
     }
 
-    /// Drops all rows added since `mark`.
-    pub fn go_back(&mut self, mark: Mark) {
-        self.shards.truncate(mark.shards);
-        (self.open, self.cost) = (mark.open, mark.cost);
+    /// Drops all rows added since `savepoint`.
+    pub fn roll_back(&mut self, savepoint: Savepoint) {
+        self.shards.truncate(savepoint.shards);
+        (self.open, self.cost) = (savepoint.open, savepoint.cost);
     }
 
     /// Closes the open shard if it has rows.
@@ -253,8 +258,8 @@ impl ShardBuilder {
         }
     }
 
-    /// All shards. Without any rows there is one empty shard: its part holds the columns, which
-    /// readers of the folder need.
+    /// All shards. Without any rows there is one empty shard, since readers of the output need the
+    /// columns of a part.
     pub fn finish(mut self) -> Vec<Shard> {
         self.close();
         if self.shards.is_empty() {
@@ -263,30 +268,30 @@ impl ShardBuilder {
         self.shards
     }
 
-    /// Adds a run of rows of one input (a row group) that all have the same cost, closing shards
-    /// where they are full. A nearly full shard is closed before the run, so that it does not read
-    /// a group for a few rows only.
+    /// Adds consecutive rows of one input (a row group), each of which costs `cost`, and closes
+    /// shards that are full. If the open shard is nearly full and the run does not fit, it is
+    /// closed first: otherwise its worker would read a row group for only a few rows.
     pub fn push_run(&mut self, input: u32, first_row: u64, rows: u64, cost: RowCost) {
-        if self.nearly_full() && self.room(cost) < rows {
+        if self.is_nearly_full() && self.rows_that_fit(cost) < rows {
             self.close();
         }
-        let (mut at, end) = (first_row, first_row + rows);
-        while at < end {
-            let take = self.room(cost).min(end - at);
+        let (mut row, end) = (first_row, first_row + rows);
+        while row < end {
+            let take = self.rows_that_fit(cost).min(end - row);
             if take == 0 {
                 self.close();
                 continue;
             }
             let segment = Segment {
                 input,
-                first_row: at,
+                first_row: row,
                 rows: take,
                 bytes: None,
                 line: None,
                 picks: None,
             };
             self.push(segment, cost);
-            at += take;
+            row += take;
         }
     }
 }
@@ -305,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn whole_row_groups_where_they_nearly_fill_a_shard() {
+    fn a_nearly_full_shard_ends_at_a_row_group() {
         let mut builder = ShardBuilder::new(bounds(4096));
         for group in 0..4 {
             builder.push_run(0, group * 1000, 1000, RowCost::default());

@@ -1,15 +1,15 @@
-//! Outputs of jobs within input folders: answers must not become prompts because a folder holds
-//! both.
+//! Outputs of jobs within input folders: answers must not become prompts only because a folder
+//! holds both inputs and outputs.
 //!
 //! An output is a folder that holds a job's record. An address that names an output, or a file in
-//! one, selects its answers. A folder or `**` that only comes across outputs leaves them out. A
+//! an output, selects its answers. A folder or a glob with `**` excludes the outputs below it. A
 //! glob whose wildcards match outputs' names (`out/*/*.parquet`) selects their files if it matches
-//! nothing else.
+//! no other files.
 
 use std::collections::BTreeSet;
 
 use crate::dataset::store::location::Location;
-use crate::dataset::store::pinned::display_name;
+use crate::dataset::store::pinned_file::display_name;
 
 /// Path of the job's record within an output.
 const RECORD: &str = "_gristmill/job.json";
@@ -17,21 +17,21 @@ const RECORD: &str = "_gristmill/job.json";
 /// Maximum number of outputs that a message names.
 const NAMED_MAX: usize = 3;
 
-/// Outputs below a folder, by their keys relative to it.
+/// Outputs below a folder: their keys relative to the folder.
 #[derive(Debug, Default)]
 pub struct Outputs(BTreeSet<String>);
 
 impl Outputs {
-    /// Records an output if `key` is the key of its job record. The listed folder itself is
-    /// ignored, since its address names it.
-    pub fn note(&mut self, key: &str) {
+    /// Adds an output if `key` is the key of its job record. The listed folder itself is not added:
+    /// its address names it, so its answers are meant.
+    pub fn add_if_record(&mut self, key: &str) {
         if let Some(output) = key.strip_suffix(RECORD).and_then(|output| output.strip_suffix('/')) {
             self.0.insert(output.to_string());
         }
     }
 
     /// The outermost output that contains the file at `key`.
-    pub fn around(&self, key: &str) -> Option<&str> {
+    pub fn output_of(&self, key: &str) -> Option<&str> {
         let mut folders = key.match_indices('/').map(|(end, _)| &key[..end]);
         folders.find_map(|folder| self.0.get(folder)).map(String::as_str)
     }
@@ -49,18 +49,19 @@ pub fn lies_in(output: &Location, file: &Location) -> bool {
 }
 
 /// The note about excluded outputs; `None` if there are none.
-pub fn left_out(urls: &BTreeSet<String>) -> Option<String> {
-    let line = "lie where the inputs do, and what they hold is no input; to read answers, name such an output itself";
-    named(urls).map(|names| format!("outputs of jobs {line}: {names}"))
+pub fn excluded_note(urls: &BTreeSet<String>) -> Option<String> {
+    let line =
+        "are in the inputs' folders, and their files are not read; to read answers, give the address of such an output";
+    name_list(urls).map(|names| format!("outputs of jobs {line}: {names}"))
 }
 
-/// The note about outputs whose answers become inputs through wildcards; `None` if
-/// there are none.
-pub fn taken(urls: &BTreeSet<String>) -> Option<String> {
-    named(urls).map(|names| format!("the inputs are answers of other jobs, from their outputs: {names}"))
+/// The note about outputs whose answers become inputs through wildcards; `None` if there are
+/// none.
+pub fn included_note(urls: &BTreeSet<String>) -> Option<String> {
+    name_list(urls).map(|names| format!("the inputs are answers of other jobs, from their outputs: {names}"))
 }
 
-fn named(urls: &BTreeSet<String>) -> Option<String> {
+fn name_list(urls: &BTreeSet<String>) -> Option<String> {
     let first: Vec<String> = urls
         .iter()
         .take(NAMED_MAX)
@@ -79,7 +80,7 @@ mod tests {
     use std::path::Path;
 
     #[test]
-    fn what_lies_below_a_record_lies_in_its_output() {
+    fn files_below_a_record_are_in_its_output() {
         let mut outputs = Outputs::default();
         for key in [
             "a/out/_gristmill/job.json",
@@ -87,12 +88,12 @@ mod tests {
             "b/job.json",
             "c_gristmill/job.json",
         ] {
-            outputs.note(key);
+            outputs.add_if_record(key);
         }
-        assert_eq!(outputs.around("a/out/part-00000.parquet"), Some("a/out"));
-        assert_eq!(outputs.around("a/out/b/x.parquet"), Some("a/out"));
+        assert_eq!(outputs.output_of("a/out/part-00000.parquet"), Some("a/out"));
+        assert_eq!(outputs.output_of("a/out/b/x.parquet"), Some("a/out"));
         for key in ["a/out.parquet", "a/output/x", "a/x", "part-00000.parquet", "b/x", "c/x"] {
-            assert_eq!(outputs.around(key), None, "{key}");
+            assert_eq!(outputs.output_of(key), None, "{key}");
         }
     }
 

@@ -1,5 +1,5 @@
-//! Folders named `column=value`, as Hive, Spark and pyarrow write them: partition columns that are
-//! part of a file's path instead of its contents.
+//! Folders named `column=value`, as Hive, Spark and pyarrow write them: partition columns, whose
+//! values are in a file's path instead of its contents.
 //!
 //! Names and values are percent-decoded once; `__HIVE_DEFAULT_PARTITION__` is null. A column is a
 //! whole number if its value in every file consists of digits (so `month=01` is 1, as in pyarrow
@@ -19,17 +19,17 @@ use serde_json::Value;
 
 use crate::dataset::error::DatasetError;
 
-/// Stands for null, since a folder's name must have a value.
-const NULL: &str = "__HIVE_DEFAULT_PARTITION__";
+/// The folder value that means null.
+const NULL_VALUE: &str = "__HIVE_DEFAULT_PARTITION__";
 
 /// Maximum number of partition columns in a path.
 pub const COLUMNS_MAX: usize = 64;
 
 /// The partition columns in a file's path: each column's name and text, outermost first.
-pub type Folders = Vec<(String, Option<String>)>;
+pub type FolderValues = Vec<(String, Option<String>)>;
 
 /// A file's partition texts, in column order.
-pub type Texts = Vec<Option<String>>;
+pub type PartitionTexts = Vec<Option<String>>;
 
 /// The type of a column.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -51,9 +51,9 @@ pub struct PartitionColumn {
 impl PartitionType {
     /// The narrowest type that holds all values; nulls are ignored.
     fn of<'a>(values: impl Iterator<Item = &'a str>) -> PartitionType {
-        let (mut kind, mut any) = (PartitionType::Int32, false);
+        let (mut kind, mut has_value) = (PartitionType::Int32, false);
         for value in values {
-            any = true;
+            has_value = true;
             if !is_digits(value) || value.parse::<i64>().is_err() {
                 return PartitionType::String;
             }
@@ -61,7 +61,7 @@ impl PartitionType {
                 kind = PartitionType::Int64;
             }
         }
-        if any { kind } else { PartitionType::String }
+        if has_value { kind } else { PartitionType::String }
     }
 
     /// The type's name in messages.
@@ -72,7 +72,7 @@ impl PartitionType {
         }
     }
 
-    /// Whether this text is a value of the type.
+    /// Whether `text` can be parsed as this type.
     fn holds(self, text: &str) -> bool {
         match self {
             PartitionType::String => true,
@@ -97,7 +97,7 @@ impl PartitionColumn {
         Field::new(&self.name, data_type, true)
     }
 
-    /// The value that a template sees for a file whose folder holds `text`.
+    /// The value for templates if the folder's value is `text`.
     pub fn value(&self, text: Option<&str>) -> Value {
         match (text, self.kind) {
             (None, _) => Value::Null,
@@ -106,7 +106,7 @@ impl PartitionColumn {
         }
     }
 
-    /// The same value for `rows` rows, as the carried column.
+    /// The carried column of `rows` rows with this value.
     pub fn array(&self, text: Option<&str>, rows: usize) -> ArrayRef {
         match self.kind {
             PartitionType::String => Arc::new(StringArray::from(vec![text; rows])),
@@ -116,12 +116,14 @@ impl PartitionColumn {
     }
 }
 
-/// The partition columns in the folders of `key`, without the first `outside` parts. An error is
-/// one line.
-pub fn folders_of(key: &str, outside: usize) -> Result<Folders, String> {
-    let mut found = Folders::new();
+/// The partition columns in the folders of `key`. The first `skipped_parts` folders are skipped. An
+/// error is one line.
+pub fn parse_folders(key: &str, skipped_parts: usize) -> Result<FolderValues, String> {
+    let mut found = FolderValues::new();
     let parts: Vec<&str> = key.split('/').collect();
-    let folders = parts.get(outside..parts.len().saturating_sub(1)).unwrap_or_default();
+    let folders = parts
+        .get(skipped_parts..parts.len().saturating_sub(1))
+        .unwrap_or_default();
     for folder in folders {
         let Some((name, value)) = folder.split_once('=').filter(|(name, _)| !name.is_empty()) else {
             continue;
@@ -134,7 +136,7 @@ pub fn folders_of(key: &str, outside: usize) -> Result<Folders, String> {
         if found.iter().any(|(before, _)| *before == name) {
             return Err(format!("two of its folders give column `{name}`"));
         }
-        found.push((name, (value != NULL).then_some(value)));
+        found.push((name, (value != NULL_VALUE).then_some(value)));
     }
     if found.len() > COLUMNS_MAX {
         Err(format!(
@@ -149,8 +151,10 @@ pub fn folders_of(key: &str, outside: usize) -> Result<Folders, String> {
 /// The partition columns that all files share, and each file's texts in column order.
 ///
 /// # Errors
-/// Two files lie in folders of different columns.
-pub fn columns_of(files: &[(String, Folders)]) -> Result<(Vec<PartitionColumn>, Vec<Texts>), DatasetError> {
+/// The folders of two files name different columns.
+pub fn partition_columns(
+    files: &[(String, FolderValues)],
+) -> Result<(Vec<PartitionColumn>, Vec<PartitionTexts>), DatasetError> {
     let Some((first, folders)) = files.first() else {
         return Ok((Vec::new(), Vec::new()));
     };
@@ -160,33 +164,33 @@ pub fn columns_of(files: &[(String, Folders)]) -> Result<(Vec<PartitionColumn>, 
         let text = |name: &&String| {
             folders
                 .iter()
-                .find(|(own, _)| own == *name)
+                .find(|(folder, _)| folder == *name)
                 .map(|(_, text)| text.clone())
         };
-        let lacking = |name: &String, file: &str, there: &str| {
+        let missing = |name: &String, file: &str, other_file: &str| {
             DatasetError::Refused(format!(
-                "`{file}` lies in no folder `{name}=…`, and `{there}` does; move one of them, or set `input.hive: false`, and folders' names \
-                 say nothing"
+                "`{file}` is in no folder `{name}=…`, but `{other_file}` is; move one of them, or set `input.hive: false` to ignore the names of \
+                 folders"
             ))
         };
         if let Some((name, _)) = folders.iter().find(|(name, _)| !names.contains(&name)) {
-            return Err(lacking(name, first, file));
+            return Err(missing(name, first, file));
         }
         let row: Vec<Option<Option<String>>> = names.iter().map(text).collect();
-        if let Some(at) = row.iter().position(Option::is_none) {
-            return Err(lacking(names[at], file, first));
+        if let Some(index) = row.iter().position(Option::is_none) {
+            return Err(missing(names[index], file, first));
         }
         rows.push(row.into_iter().flatten().collect::<Vec<_>>());
     }
-    let column = |(at, name): (usize, &&String)| PartitionColumn {
+    let column = |(index, name): (usize, &&String)| PartitionColumn {
         name: name.to_string(),
-        kind: PartitionType::of(rows.iter().filter_map(|row| row[at].as_deref())),
+        kind: PartitionType::of(rows.iter().filter_map(|row| row[index].as_deref())),
     };
     Ok((names.iter().enumerate().map(column).collect(), rows))
 }
 
-/// Checks that a file's `texts` are values of `columns`, for records.
-pub fn check(columns: &[PartitionColumn], texts: &[Option<String>]) -> Result<(), String> {
+/// Checks, for a job's record, that a file's `texts` are values of `columns`.
+pub fn check_texts(columns: &[PartitionColumn], texts: &[Option<String>]) -> Result<(), String> {
     if texts.len() != columns.len() {
         return Err(format!(
             "{} values of {} columns in folders",
@@ -216,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn whole_numbers_where_all_values_are_digits_and_else_text() {
+    fn columns_of_digits_are_whole_numbers_and_others_text() {
         assert_eq!(kind(&["1", "02", "2147483647"]), PartitionType::Int32);
         assert_eq!(kind(&["1", "2147483648"]), PartitionType::Int64);
         for text in [
@@ -233,12 +237,12 @@ mod tests {
     }
 
     #[test]
-    fn folders_are_decoded_once_and_null_is_null() {
-        let found = folders_of(
+    fn folders_are_decoded_once_and_may_be_null() {
+        let found = parse_folders(
             "in=side/data/a%20b=x%2Fy/c=__HIVE_DEFAULT_PARTITION__/=3/d=/e=f=g/plain/z=1.parquet",
             1,
         );
-        let pairs = |pairs: &[(&str, Option<&str>)]| -> Folders {
+        let pairs = |pairs: &[(&str, Option<&str>)]| -> FolderValues {
             pairs
                 .iter()
                 .map(|(name, text)| (name.to_string(), text.map(String::from)))
@@ -247,32 +251,32 @@ mod tests {
         let expected = pairs(&[("a b", Some("x/y")), ("c", None), ("d", Some("")), ("e", Some("f=g"))]);
         assert_eq!(found.unwrap(), expected);
         assert!(
-            folders_of("a=1/a=2/f", 0)
+            parse_folders("a=1/a=2/f", 0)
                 .unwrap_err()
                 .contains("two of its folders give column `a`")
         );
-        assert!(folders_of("a=%FF/f", 0).unwrap_err().contains("not UTF-8"));
-        assert_eq!(folders_of("f", 3).unwrap(), Folders::new());
+        assert!(parse_folders("a=%FF/f", 0).unwrap_err().contains("not UTF-8"));
+        assert_eq!(parse_folders("f", 3).unwrap(), FolderValues::new());
     }
 
     #[test]
     fn all_files_have_the_same_columns() {
-        let files = |keys: &[&str]| -> Vec<(String, Folders)> {
+        let files = |keys: &[&str]| -> Vec<(String, FolderValues)> {
             keys.iter()
-                .map(|key| (key.to_string(), folders_of(key, 0).unwrap()))
+                .map(|key| (key.to_string(), parse_folders(key, 0).unwrap()))
                 .collect()
         };
-        let (columns, rows) = columns_of(&files(&["a=1/b=x/f", "b=y/a=02/f"])).unwrap();
+        let (columns, rows) = partition_columns(&files(&["a=1/b=x/f", "b=y/a=02/f"])).unwrap();
         assert_eq!(columns[0].kind, PartitionType::Int32);
         assert_eq!(columns[1].kind, PartitionType::String);
         assert_eq!(rows[1], [Some("02".to_string()), Some("y".to_string())]);
         assert_eq!(columns[0].value(Some("02")), Value::from(2));
         for keys in [["a=1/f", "f"], ["f", "a=1/f"], ["a=1/b=2/f", "a=1/f"]] {
-            let error = columns_of(&files(&keys)).unwrap_err().to_string();
-            assert!(error.contains("lies in no folder"), "{error}");
+            let error = partition_columns(&files(&keys)).unwrap_err().to_string();
+            assert!(error.contains("is in no folder"), "{error}");
         }
-        assert!(check(&columns, &rows[1]).is_ok());
-        assert!(check(&columns, &rows[1][..1]).is_err());
-        assert!(check(&columns, &[Some("x".into()), None]).is_err());
+        assert!(check_texts(&columns, &rows[1]).is_ok());
+        assert!(check_texts(&columns, &rows[1][..1]).is_err());
+        assert!(check_texts(&columns, &[Some("x".into()), None]).is_err());
     }
 }

@@ -1,9 +1,9 @@
-//! `input.sample`: draws rows from the whole input. The drawn rows do not depend on the planning
-//! process or the number of workers.
+//! `input.sample`: draws rows from the whole input, reproducibly: the drawn rows depend only on the
+//! seed and on the number of rows.
 //!
-//! Each row gets a number, hashed from the seed and its row number in the whole input. With a
-//! fraction, rows below a threshold are drawn; with a count, the rows with the smallest numbers.
-//! The drawn rows are stored in the record, as picks of the planned segments.
+//! Each row gets a hash of the seed and its row number in the whole input. With a fraction, rows
+//! with a hash below a threshold are drawn; with a count, the rows with the smallest hashes. The
+//! job's record holds the drawn rows, as picks of the planned segments.
 //!
 //! See docs/decisions/038-a-sample-is-picks-in-planned-segments.md.
 
@@ -17,12 +17,12 @@ use super::{Segment, Shard};
 /// The column with a drawn row's number in the whole input.
 pub const INPUT_ROW: &str = "input_row";
 
-/// Maximum number of drawn rows: the record names each of them.
+/// Maximum number of drawn rows. The job's record lists each of them.
 const DRAWN_MAX: u64 = 10_000_000;
 
-/// Maximum number of planned shards that one shard of drawn rows spans, from its first drawn row
-/// on.
-const JOINED_MAX: usize = 64;
+/// Maximum number of planned shards that a shard of drawn rows spans, counted from its first drawn
+/// row.
+const JOINED_SHARDS_MAX: usize = 64;
 
 /// Rows to draw: a number of them or a fraction of all.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -40,7 +40,7 @@ pub struct Sample {
 }
 
 impl Sample {
-    /// Checks that the sample can be drawn. The error goes behind the field's name.
+    /// Checks that the sample can be drawn. The error follows the field's name in the message.
     pub fn check(&self) -> Result<(), String> {
         match (self.rows, self.fraction) {
             (Some(0), None) => Err("has `rows: 0`; it must be at least 1".into()),
@@ -52,12 +52,12 @@ impl Sample {
         }
     }
 
-    /// The drawn ones of `total` rows, in order.
-    fn drawn(&self, total: u64) -> Result<Vec<u64>, String> {
+    /// The numbers of the rows that are drawn from `total` rows, in ascending order.
+    fn drawn_rows(&self, total: u64) -> Result<Vec<u64>, String> {
         if let Some(part) = self.fraction {
-            // The fraction as a threshold for 64-bit numbers.
-            let below = part * 2f64.powi(64);
-            let rows = (0..total).filter(|row| (number(self.seed, *row) as f64) < below);
+            // The fraction as a threshold for 64-bit hashes.
+            let threshold = part * 2f64.powi(64);
+            let rows = (0..total).filter(|row| (row_hash(self.seed, *row) as f64) < threshold);
             let rows: Vec<u64> = rows.take(DRAWN_MAX as usize + 1).collect();
             return if rows.len() as u64 > DRAWN_MAX {
                 Err(format!(
@@ -70,7 +70,7 @@ impl Sample {
         let count = self.rows.unwrap_or(0).min(total) as usize;
         let mut smallest = BinaryHeap::with_capacity(count + 1);
         for row in 0..total {
-            smallest.push((number(self.seed, row), row));
+            smallest.push((row_hash(self.seed, row), row));
             if smallest.len() > count {
                 smallest.pop();
             }
@@ -80,86 +80,87 @@ impl Sample {
         Ok(rows)
     }
 
-    /// Shards of the first `most` drawn rows, with at most `shard_rows` rows each. `shards`: those
-    /// of the whole input.
-    pub fn draw(&self, shards: Vec<Shard>, most: u64, shard_rows: u64) -> Result<Vec<Shard>, String> {
+    /// Shards of the first `rows_max` drawn rows, with at most `shard_rows` rows each. `shards` are
+    /// the planned shards of the whole input.
+    pub fn draw(&self, shards: Vec<Shard>, rows_max: u64, shard_rows: u64) -> Result<Vec<Shard>, String> {
         let total = shards.last().map_or(0, |shard| shard.first_row + shard.rows);
-        let drawn = self.drawn(total)?;
+        let drawn = self.drawn_rows(total)?;
         let mut drawn = drawn
             .into_iter()
-            .take(usize::try_from(most).unwrap_or(usize::MAX))
+            .take(usize::try_from(rows_max).unwrap_or(usize::MAX))
             .peekable();
-        let mut joined = Joined::default();
+        let mut joiner = ShardJoiner::default();
         for shard in shards {
             if drawn.peek().is_none() {
                 break;
             }
-            let mut at = shard.first_row;
+            let mut first_row = shard.first_row;
             let mut picked = Vec::with_capacity(shard.segments.len());
             for segment in shard.segments {
-                let end = at + segment.rows;
+                let end = first_row + segment.rows;
                 let mut picks = Vec::new();
                 while let Some(row) = drawn.next_if(|row| *row < end) {
-                    picks.push(u32::try_from(row - at).map_err(|_| "a segment of too many rows")?);
+                    picks.push(u32::try_from(row - first_row).map_err(|_| "a segment of too many rows")?);
                 }
-                at = end;
+                first_row = end;
                 picked.push(Segment {
                     picks: Some(picks),
                     ..segment
                 });
             }
-            joined.add(picked, shard_rows);
+            joiner.add(picked, shard_rows);
         }
-        Ok(joined.finish())
+        Ok(joiner.finish())
     }
 }
 
 /// A hash for a row: a counter mixed until each bit depends on all bits (the finalizer of
 /// SplitMix64, applied once for the seed and once for the row).
-fn number(seed: u64, row: u64) -> u64 {
-    fn mixed(mut x: u64) -> u64 {
+fn row_hash(seed: u64, row: u64) -> u64 {
+    fn mix(mut x: u64) -> u64 {
         x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
         x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
         x ^ (x >> 31)
     }
-    mixed(mixed(seed) ^ mixed(row).rotate_left(32))
+    mix(mix(seed) ^ mix(row).rotate_left(32))
 }
 
 /// Planned shards with few drawn rows, joined into larger ones.
 #[derive(Default)]
-struct Joined {
+struct ShardJoiner {
     shards: Vec<Shard>,
     open: Vec<Segment>,
-    /// Drawn rows in the open shard, and the number of planned shards that it spans.
+    /// Drawn rows in the open shard.
     rows: u64,
-    parts: usize,
-    next: u64,
+    /// Number of planned shards that the open shard spans, from its first drawn row on.
+    planned_shards: usize,
+    next_first_row: u64,
 }
 
-impl Joined {
+impl ShardJoiner {
     fn add(&mut self, segments: Vec<Segment>, shard_rows: u64) {
-        let rows: u64 = segments.iter().map(Segment::taken).sum();
-        if self.rows > 0 && (self.rows + rows > shard_rows || self.parts >= JOINED_MAX) {
+        let rows: u64 = segments.iter().map(Segment::taken_rows).sum();
+        if self.rows > 0 && (self.rows + rows > shard_rows || self.planned_shards >= JOINED_SHARDS_MAX) {
             self.close();
         }
         self.rows += rows;
         // Shards before the first drawn row are not counted, since they are not opened.
-        self.parts += usize::from(self.rows > 0);
+        self.planned_shards += usize::from(self.rows > 0);
         for segment in segments {
-            let goes_on = |last: &&mut Segment| {
+            let is_continued = |last: &&mut Segment| {
                 last.input == segment.input
                     && u32::try_from(last.rows + segment.rows).is_ok()
-                    && (last.taken() > 0 || segment.taken() == 0)
+                    && (last.taken_rows() > 0 || segment.taken_rows() == 0)
             };
-            match self.open.last_mut().filter(goes_on) {
+            match self.open.last_mut().filter(is_continued) {
                 Some(last) => {
                     let before = last.rows as u32;
                     let picks = segment.picks.into_iter().flatten().map(|pick| before + pick);
                     last.picks.get_or_insert_default().extend(picks);
                     last.rows += segment.rows;
-                    if let (Some(have), Some(more)) = (&mut last.bytes, segment.bytes) {
-                        have.1 = more.1;
+                    if let (Some(last), Some(added)) = (&mut last.bytes, segment.bytes) {
+                        last.1 = added.1;
                     }
                 }
                 None => self.open.push(segment),
@@ -169,17 +170,17 @@ impl Joined {
 
     fn close(&mut self) {
         let shard = Shard {
-            first_row: self.next,
+            first_row: self.next_first_row,
             rows: self.rows,
             segments: std::mem::take(&mut self.open),
         };
-        self.next += self.rows;
-        (self.rows, self.parts) = (0, 0);
+        self.next_first_row += self.rows;
+        (self.rows, self.planned_shards) = (0, 0);
         self.shards.push(shard);
     }
 
     fn finish(mut self) -> Vec<Shard> {
-        // Segments behind the last drawn row are dropped; without any drawn row there is one empty
+        // Segments after the last drawn row are dropped. If no row is drawn, there is one empty
         // shard.
         if self.rows > 0 || self.shards.is_empty() {
             if self.rows == 0 {
@@ -196,44 +197,47 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn of(rows: Option<u64>, fraction: Option<f64>, seed: u64) -> Sample {
+    fn new_sample(rows: Option<u64>, fraction: Option<f64>, seed: u64) -> Sample {
         Sample { rows, fraction, seed }
     }
 
     #[test]
-    fn rows_and_fractions_are_drawn_evenly_and_again() {
-        let thousand = of(Some(1000), None, 7).drawn(100_000).unwrap();
+    fn samples_are_drawn_evenly_and_reproducibly() {
+        let thousand = new_sample(Some(1000), None, 7).drawn_rows(100_000).unwrap();
         assert_eq!(thousand.len(), 1000);
-        assert_eq!(thousand, of(Some(1000), None, 7).drawn(100_000).unwrap());
-        assert_ne!(thousand, of(Some(1000), None, 8).drawn(100_000).unwrap());
-        let tenth = of(None, Some(0.1), 7).drawn(100_000).unwrap();
+        assert_eq!(thousand, new_sample(Some(1000), None, 7).drawn_rows(100_000).unwrap());
+        assert_ne!(thousand, new_sample(Some(1000), None, 8).drawn_rows(100_000).unwrap());
+        let tenth = new_sample(None, Some(0.1), 7).drawn_rows(100_000).unwrap();
         assert!((9_500..10_500).contains(&tenth.len()), "{}", tenth.len());
-        // Each tenth of the input has about its share.
+        // Each tenth of the input has about a tenth of the drawn rows.
         for part in 0..10 {
             let of_part = tenth.iter().filter(|row| **row / 10_000 == part).count();
             assert!((850..1_150).contains(&of_part), "{part}: {of_part}");
         }
-        assert_eq!(of(None, Some(1.0), 1).drawn(1000).unwrap().len(), 1000);
-        assert_eq!(of(Some(10), None, 1).drawn(3).unwrap(), [0, 1, 2]);
+        assert_eq!(new_sample(None, Some(1.0), 1).drawn_rows(1000).unwrap().len(), 1000);
+        assert_eq!(new_sample(Some(10), None, 1).drawn_rows(3).unwrap(), [0, 1, 2]);
         // Records hold these rows, so the function must not change.
-        assert_eq!(of(Some(6), None, 3).drawn(20).unwrap(), [0, 4, 6, 10, 14, 15]);
-        assert!(of(Some(DRAWN_MAX), None, 0).check().is_ok());
+        assert_eq!(
+            new_sample(Some(6), None, 3).drawn_rows(20).unwrap(),
+            [0, 4, 6, 10, 14, 15]
+        );
+        assert!(new_sample(Some(DRAWN_MAX), None, 0).check().is_ok());
         for bad in [
-            of(Some(DRAWN_MAX + 1), None, 0),
-            of(None, None, 0),
-            of(Some(1), Some(0.5), 0),
-            of(Some(0), None, 0),
-            of(None, Some(0.0), 0),
-            of(None, Some(f64::NAN), 0),
+            new_sample(Some(DRAWN_MAX + 1), None, 0),
+            new_sample(None, None, 0),
+            new_sample(Some(1), Some(0.5), 0),
+            new_sample(Some(0), None, 0),
+            new_sample(None, Some(0.0), 0),
+            new_sample(None, Some(f64::NAN), 0),
         ] {
             assert!(bad.check().is_err(), "{bad:?}");
         }
     }
 
     #[test]
-    fn a_record_names_no_more_drawn_rows_than_it_can() {
+    fn the_number_of_drawn_rows_is_bounded() {
         let most = DRAWN_MAX as usize;
-        let drawn = |total: u64| of(None, Some(1.0), 5).drawn(total).map(|rows| rows.len());
+        let drawn = |total: u64| new_sample(None, Some(1.0), 5).drawn_rows(total).map(|rows| rows.len());
         assert_eq!(drawn(DRAWN_MAX), Ok(most));
         assert!(
             drawn(DRAWN_MAX + 1)
@@ -245,7 +249,7 @@ mod tests {
     /// Draws a few rows from thousands of shards: the number of files that a worker opens for one
     /// shard is bounded.
     #[test]
-    fn a_shard_of_few_drawn_rows_reads_over_few_planned_ones() {
+    fn a_shard_of_few_drawn_rows_spans_few_planned_shards() {
         let planned = |n: u64| Shard {
             first_row: n * 10,
             rows: 10,
@@ -259,7 +263,7 @@ mod tests {
             }],
         };
         for seed in 0..20 {
-            let sample = of(Some(5), None, seed);
+            let sample = new_sample(Some(5), None, seed);
             let shards = sample.draw((0..2000).map(planned).collect(), u64::MAX, 1000).unwrap();
             assert_eq!(shards.iter().map(|shard| shard.rows).sum::<u64>(), 5);
             let (mut found, mut next) = (Vec::new(), 0);
@@ -269,11 +273,14 @@ mod tests {
                 let picks = segment.picks.iter().flatten();
                 found.extend(picks.map(|pick| segment.first_row + u64::from(*pick)));
             }
-            assert_eq!(found, sample.drawn(20_000).unwrap());
+            assert_eq!(found, sample.drawn_rows(20_000).unwrap());
             for shard in &shards {
-                let opened = shard.segments.iter().filter(|segment| segment.taken() > 0);
+                let opened = shard.segments.iter().filter(|segment| segment.taken_rows() > 0);
                 let rows: u64 = opened.map(|segment| segment.rows).sum();
-                assert!(rows <= 10 * JOINED_MAX as u64, "seed {seed}: {rows} rows are read over");
+                assert!(
+                    rows <= 10 * JOINED_SHARDS_MAX as u64,
+                    "seed {seed}: {rows} rows are read over"
+                );
             }
         }
     }
@@ -293,8 +300,8 @@ mod tests {
                 shards.push(Shard { first_row: at, rows: *rows, segments: vec![segment] });
                 (at, in_input) = (at + rows, in_input + rows);
             }
-            let sample = of(Some(count), None, seed);
-            let expected: Vec<u64> = sample.drawn(at).unwrap().into_iter().take(most as usize).collect();
+            let sample = new_sample(Some(count), None, seed);
+            let expected: Vec<u64> = sample.drawn_rows(at).unwrap().into_iter().take(most as usize).collect();
             let starts: Vec<u64> = shards.iter().filter(|s| s.segments[0].first_row == 0).map(|s| s.first_row).collect();
             let drawn = sample.draw(shards, most, shard_rows.max(40)).unwrap();
             let (mut next, mut found) = (0, Vec::new());

@@ -1,8 +1,8 @@
-//! Planning of Parquet and Arrow files: cuts their rows into shards, and reads only the footers.
+//! Plans Parquet and Arrow files: cuts their rows into shards, and reads only the footers.
 //!
 //! Files may differ in their columns. If a file lacks a column that the job needs, the job is
-//! refused, or the column is null in that file if the job allows it. A column has one type in all
-//! files: the widest one, if the conversion loses nothing.
+//! refused; with `input.missing_columns: nulls`, the column is null in that file. A column has one
+//! type in all files: the widest one, if the conversion loses nothing.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -12,20 +12,22 @@ use futures::{StreamExt, stream};
 
 use super::partitions::PartitionColumn;
 use super::planner::{
-    InputPlan, PlanRequest, Skips, Source, bounds, check_clash, check_present, folder_columns, input_file,
+    InputPlan, PlanRequest, SkippedFiles, SniffedFile, check_clash, check_columns_exist, folder_columns, input_file,
+    shard_bounds,
 };
 use super::{Column, Format, RowCost, ShardBuilder};
-use crate::dataset::arrow::reader::KeptBlock;
+use crate::dataset::arrow::reader::BlockCache;
 use crate::dataset::error::DatasetError;
 use crate::dataset::options::MissingColumns;
-use crate::dataset::store::pinned::PinnedFile;
+use crate::dataset::store::pinned_file::PinnedFile;
 use crate::dataset::table::TableFile;
 
-/// Footers read at once. A wide file's footer may take 50 MB while it is decoded.
+/// Number of footers read concurrently. The footer of a file with many columns may take 50 MB while
+/// it is decoded.
 const FOOTERS_AT_ONCE: usize = 16;
 
-/// The parts of a file that planning needs; its decoded footer, which may be a thousand times
-/// larger, is dropped at once.
+/// The contents of a footer that planning needs. The decoded footer may be a thousand times larger,
+/// and is dropped at once.
 struct TablePlan {
     pinned: PinnedFile,
     schema: SchemaRef,
@@ -41,17 +43,17 @@ struct GroupPlan {
 /// Plans files of Parquet or Arrow.
 pub(crate) async fn plan_tables(
     request: &PlanRequest,
-    found: Vec<Source>,
+    found: Vec<SniffedFile>,
     format: Format,
     partitions: &[PartitionColumn],
-    skips: &mut Skips,
+    skipped: &mut SkippedFiles,
 ) -> Result<InputPlan, DatasetError> {
-    let mut builder = ShardBuilder::new(bounds(request));
+    let mut builder = ShardBuilder::new(shard_bounds(request));
     let mut files = Vec::new();
-    let mut columns = OneSchema::default();
+    let mut columns = MergedSchema::default();
     let limit = request.rows_max();
-    let mut footers = stream::iter(found.into_iter().map(|Source { text, partition }| async move {
-        let planned = read_plan(request, text.file.clone(), format, partitions).await;
+    let mut footers = stream::iter(found.into_iter().map(|SniffedFile { text, partition }| async move {
+        let planned = plan_file(request, text.file.clone(), format, partitions).await;
         (planned, text.file, partition)
     }))
     .buffered(FOOTERS_AT_ONCE);
@@ -59,13 +61,13 @@ pub(crate) async fn plan_tables(
         let planned = match planned {
             Ok(planned) => planned,
             Err(error) => {
-                skips.set_aside(&file, error)?;
+                skipped.skip_if_unreadable(&file, error)?;
                 continue;
             }
         };
         columns.add(&planned, |name| is_used(request, name))?;
         let before = builder.rows();
-        push_file(&planned.groups, limit - before, files.len() as u32, &mut builder);
+        push_row_groups(&planned.groups, limit - before, files.len() as u32, &mut builder);
         let rows = builder.rows() - before;
         files.push(input_file(&planned.pinned, partition, format, rows));
         if builder.rows() >= limit {
@@ -73,18 +75,18 @@ pub(crate) async fn plan_tables(
         }
     }
     drop(footers);
-    let have: Vec<String> = columns
+    let available: Vec<String> = columns
         .fields
         .iter()
         .map(|field| field.name().clone())
         .chain(partitions.iter().map(|column| column.name.clone()))
         .collect();
     if !files.is_empty() {
-        check_present(request, &have, "no input has")?;
+        check_columns_exist(request, &available, "no input has")?;
     }
     let field = |name: &String| match partitions.iter().find(|column| column.name == *name) {
         Some(column) => Some(column.field()),
-        // The column may be null in another file than the first, and in unreadable rows.
+        // A file may lack the column, and its cells are null in unreadable rows.
         None => columns.field(name).map(|field| field.clone().with_nullable(true)),
     };
     let carry: Vec<Field> = request.carry.iter().filter_map(field).collect();
@@ -98,46 +100,46 @@ pub(crate) async fn plan_tables(
         columns: named.chain(folder_columns(partitions)).collect(),
         total_rows: builder.rows(),
         shards: builder.finish(),
-        lacking: columns.lacking,
+        missing_in: columns.missing_in,
         notes: columns.notes,
         layout: Default::default(),
     };
     if request.options.missing_columns == MissingColumns::Nulls {
-        let lacking = std::mem::take(&mut plan.lacking);
-        let read = lacking.iter().filter(|(column, _)| is_used(request, column));
+        let missing_in = std::mem::take(&mut plan.missing_in);
+        let read = missing_in.iter().filter(|(column, _)| is_used(request, column));
         let note = |(column, file): (&String, &String)| {
             format!("column `{column}` is not in `{file}`: it is null in such files")
         };
         plan.notes.extend(read.map(note));
-        plan.layout.absent = lacking.into_keys().collect();
+        plan.layout.absent = missing_in.into_keys().collect();
     }
     Ok(plan)
 }
 
 /// Whether the job reads this column.
 fn is_used(request: &PlanRequest, name: &str) -> bool {
-    let used = request.used.as_ref().or(request.columns.as_ref());
+    let used = request.used_columns.as_ref().or(request.columns.as_ref());
     used.is_none_or(|used| used.iter().any(|used| used == name)) || request.carry.iter().any(|carried| carried == name)
 }
 
-async fn read_plan(
+async fn plan_file(
     request: &PlanRequest,
     pinned: PinnedFile,
     format: Format,
     partitions: &[PartitionColumn],
 ) -> Result<TablePlan, DatasetError> {
-    let file = TableFile::open(pinned.clone(), format, KeptBlock::default()).await?;
-    let have: Vec<String> = file.schema().fields().iter().map(|f| f.name().clone()).collect();
-    let used = check_columns(request, &have, file.name(), partitions)?;
+    let file = TableFile::open(pinned.clone(), format, BlockCache::default()).await?;
+    let available: Vec<String> = file.schema().fields().iter().map(|f| f.name().clone()).collect();
+    let used = check_columns(request, &available, file.name(), partitions)?;
     file.check_columns(&used)?;
     let group = |group: usize| {
         let rows = file.group_rows(group);
-        let each = |bytes: u64| bytes / rows.max(1);
+        let per_row = |bytes: u64| bytes / rows.max(1);
         GroupPlan {
             rows,
             cost: RowCost {
-                input_bytes: each(file.group_bytes(group, &used)),
-                output_bytes: each(file.group_bytes(group, &request.carry)).saturating_add(request.output_row_bytes),
+                input_bytes: per_row(file.group_bytes(group, &used)),
+                output_bytes: per_row(file.group_bytes(group, &request.carry)).saturating_add(request.output_row_bytes),
             },
         }
     };
@@ -148,20 +150,25 @@ async fn read_plan(
     })
 }
 
-/// The columns of the file `name` that this job uses, checked; `have`: all of the file's columns.
+/// Checks the columns of the file `name`, and returns those that the job uses. `available`: all
+/// columns of the file.
 fn check_columns(
     request: &PlanRequest,
-    have: &[String],
+    available: &[String],
     name: &str,
     partitions: &[PartitionColumn],
 ) -> Result<Vec<String>, DatasetError> {
-    check_clash(name, partitions, have.iter().map(String::as_str))?;
+    check_clash(name, partitions, available.iter().map(String::as_str))?;
     if request.options.missing_columns == MissingColumns::Error {
         let of_folders = partitions.iter().map(|column| column.name.clone());
-        let all: Vec<String> = have.iter().cloned().chain(of_folders).collect();
-        check_present(request, &all, &format!("`{name}` does not have"))?;
+        let all: Vec<String> = available.iter().cloned().chain(of_folders).collect();
+        check_columns_exist(request, &all, &format!("`{name}` does not have"))?;
     }
-    let mut used: Vec<String> = have.iter().filter(|name| is_used(request, name)).cloned().collect();
+    let mut used: Vec<String> = available
+        .iter()
+        .filter(|name| is_used(request, name))
+        .cloned()
+        .collect();
     used.sort();
     if let Some(twice) = used.windows(2).find(|two| two[0] == two[1]).map(|two| &two[0]) {
         return Err(DatasetError::Refused(format!(
@@ -172,101 +179,117 @@ fn check_columns(
 }
 
 /// Adds the first `rows` rows of a file.
-fn push_file(groups: &[GroupPlan], rows: u64, input: u32, builder: &mut ShardBuilder) {
-    let mut at = 0;
+fn push_row_groups(groups: &[GroupPlan], rows: u64, input: u32, builder: &mut ShardBuilder) {
+    let mut first_row = 0;
     for group in groups {
-        let take = group.rows.min(rows - at);
-        if take == 0 {
+        let group_rows = group.rows.min(rows - first_row);
+        if group_rows == 0 {
             continue;
         }
-        builder.push_run(input, at, take, group.cost);
-        at += take;
+        builder.push_run(input, first_row, group_rows, group.cost);
+        first_row += group_rows;
     }
 }
 
 /// The union of all files' columns.
 #[derive(Default)]
-struct OneSchema {
+struct MergedSchema {
     /// In order of first appearance.
     fields: Vec<Field>,
-    /// Per name, the index in `fields`, and the file that determined the type.
-    places: HashMap<String, (usize, String)>,
-    first: Option<String>,
+    by_name: HashMap<String, FieldOrigin>,
+    /// Name of the first file.
+    first_file: Option<String>,
     /// The previous file's schema.
-    last: Option<SchemaRef>,
-    lacking: BTreeMap<String, String>,
+    last_schema: Option<SchemaRef>,
+    /// Columns that some file lacks, with the name of the first such file.
+    missing_in: BTreeMap<String, String>,
     notes: Vec<String>,
 }
 
-impl OneSchema {
+struct FieldOrigin {
+    /// Index into [`MergedSchema::fields`].
+    index: usize,
+    /// Name of the file that determined the type.
+    file: String,
+}
+
+impl MergedSchema {
     fn field(&self, name: &str) -> Option<&Field> {
-        self.places.get(name).and_then(|(at, _)| self.fields.get(*at))
+        let origin = self.by_name.get(name)?;
+        self.fields.get(origin.index)
     }
 
     fn add(&mut self, file: &TablePlan, is_used: impl Fn(&str) -> bool) -> Result<(), DatasetError> {
-        if self.last.as_ref() == Some(&file.schema) {
+        if self.last_schema.as_ref() == Some(&file.schema) {
             return Ok(());
         }
         let name = &file.pinned.name;
         for (column, _) in self
-            .places
+            .by_name
             .iter()
             .filter(|(column, _)| file.schema.field_with_name(column).is_err())
         {
-            self.lacking.entry(column.clone()).or_insert_with(|| name.clone());
+            self.missing_in.entry(column.clone()).or_insert_with(|| name.clone());
         }
         for field in file.schema.fields() {
-            match self.places.get_mut(field.name()) {
-                Some((at, whose)) if is_used(field.name()) => {
-                    let before = self.fields[*at].data_type().clone();
-                    let wide = wider(&before, field.data_type()).ok_or_else(|| {
+            match self.by_name.get_mut(field.name()) {
+                Some(origin) if is_used(field.name()) => {
+                    let known = &mut self.fields[origin.index];
+                    let before = known.data_type().clone();
+                    let wide = common_type(&before, field.data_type()).ok_or_else(|| {
                         DatasetError::Refused(format!(
-                            "column `{}` is {before} in `{whose}` and {} in `{name}`; make them one type, or run the files as separate jobs",
+                            "column `{}` is {before} in `{}` and {} in `{name}`; make them one type, or run the files as separate jobs",
                             field.name(),
+                            origin.file,
                             field.data_type(),
                         ))
                     })?;
                     if !same_type(&before, &wide) || !same_type(field.data_type(), &wide) {
                         self.notes.push(format!(
-                            "column `{}` is {before} in `{whose}` and {} in `{name}`: it is read as {wide}",
+                            "column `{}` is {before} in `{}` and {} in `{name}`: it is read as {wide}",
                             field.name(),
+                            origin.file,
                             field.data_type()
                         ));
                     }
                     if !same_type(&before, &wide) {
-                        self.fields[*at] = self.fields[*at].clone().with_data_type(wide);
-                        *whose = name.clone();
+                        *known = known.clone().with_data_type(wide);
+                        origin.file = name.clone();
                     }
                 }
                 Some(_) => {}
                 None => {
-                    if let Some(first) = &self.first {
-                        self.lacking.insert(field.name().clone(), first.clone());
+                    if let Some(first) = &self.first_file {
+                        self.missing_in.insert(field.name().clone(), first.clone());
                     }
-                    self.places
-                        .insert(field.name().clone(), (self.fields.len(), name.clone()));
+                    let origin = FieldOrigin {
+                        index: self.fields.len(),
+                        file: name.clone(),
+                    };
+                    self.by_name.insert(field.name().clone(), origin);
                     self.fields.push(Field::clone(field));
                 }
             }
         }
-        self.first.get_or_insert_with(|| name.clone());
-        self.last = Some(file.schema.clone());
+        self.first_file.get_or_insert_with(|| name.clone());
+        self.last_schema = Some(file.schema.clone());
         Ok(())
     }
 }
 
-/// Whether both types hold the same values, so that a cast between them is lossless.
+/// Whether the types differ at most in the layout of texts or of byte strings: a cast between them
+/// loses nothing.
 pub(crate) fn same_type(a: &DataType, b: &DataType) -> bool {
     let is_text = |t: &DataType| matches!(t, DataType::Utf8 | DataType::LargeUtf8 | DataType::Utf8View);
     let is_binary = |t: &DataType| matches!(t, DataType::Binary | DataType::LargeBinary | DataType::BinaryView);
     a.equals_datatype(b) || (is_text(a) && is_text(b)) || (is_binary(a) && is_binary(b))
 }
 
-/// The type that holds the values of both types unchanged: the wider of two integer types, or the
-/// other type if one column is all null.
-pub(crate) fn wider(a: &DataType, b: &DataType) -> Option<DataType> {
-    /// Whether the type is signed, and its bits.
-    fn whole(t: &DataType) -> Option<(bool, u32)> {
+/// The type that holds the values of both types unchanged: an integer type for two integer types,
+/// or the other type if one type is null. `None` if there is no such type.
+pub(crate) fn common_type(a: &DataType, b: &DataType) -> Option<DataType> {
+    /// Whether an integer type is signed, and its number of bits.
+    fn integer_type(t: &DataType) -> Option<(bool, u32)> {
         match t {
             DataType::Int8 => Some((true, 8)),
             DataType::Int16 => Some((true, 16)),
@@ -284,7 +307,7 @@ pub(crate) fn wider(a: &DataType, b: &DataType) -> Option<DataType> {
         (DataType::Null, other) | (other, DataType::Null) => return Some(other.clone()),
         _ => {}
     }
-    let ((a_signed, a_bits), (b_signed, b_bits)) = (whole(a)?, whole(b)?);
+    let ((a_signed, a_bits), (b_signed, b_bits)) = (integer_type(a)?, integer_type(b)?);
     if a_signed == b_signed {
         return Some(if a_bits >= b_bits { a.clone() } else { b.clone() });
     }
@@ -317,8 +340,8 @@ mod tests {
             (Utf8, Int64, None),
         ];
         for (a, b, expected) in all {
-            assert_eq!(wider(&a, &b), expected, "{a} and {b}");
-            assert_eq!(wider(&b, &a).is_some(), expected.is_some(), "{b} and {a}");
+            assert_eq!(common_type(&a, &b), expected, "{a} and {b}");
+            assert_eq!(common_type(&b, &a).is_some(), expected.is_some(), "{b} and {a}");
         }
     }
 }

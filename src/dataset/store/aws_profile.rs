@@ -25,7 +25,7 @@ pub struct Profile {
 }
 
 /// How a profile gets its keys.
-pub enum Keys {
+pub enum KeySource {
     /// The profile has settings only.
     None,
     Static(AwsCredential),
@@ -37,23 +37,23 @@ pub enum Keys {
 
 /// The profile that `AWS_PROFILE` names, else `default` if it exists. An error is one line.
 pub fn find(variables: &Variables) -> Result<Option<Profile>, String> {
-    let asked = variables.get("AWS_PROFILE").filter(|name| !name.is_empty());
-    let name = asked.map_or("default", String::as_str);
-    let files = Files::of(variables);
+    let requested = variables.get("AWS_PROFILE").filter(|name| !name.is_empty());
+    let name = requested.map_or("default", String::as_str);
+    let files = ProfileFiles::of(variables);
     let mut settings = BTreeMap::new();
     let mut found = false;
-    // The credentials file is read last: its keys win.
+    // The credentials file is read last, since its settings override those of the config file.
     for (file, section) in [
-        (&files.config, section_in_config(name)),
+        (&files.config, config_section_name(name)),
         (&files.credentials, name.to_string()),
     ] {
         let Some(text) = read(file)? else { continue };
-        if let Some(section) = section_of(&text, &section) {
+        if let Some(section) = parse_section(&text, &section) {
             found = true;
             settings.extend(section);
         }
     }
-    match (found, asked) {
+    match (found, requested) {
         (true, _) => Ok(Some(Profile {
             name: name.to_string(),
             region: settings.get("region").cloned(),
@@ -63,26 +63,26 @@ pub fn find(variables: &Variables) -> Result<Option<Profile>, String> {
         (false, None) => Ok(None),
         (false, Some(name)) => Err(format!(
             "`AWS_PROFILE` names `{name}`, which is neither in `{}` nor in `{}`",
-            files.shown(&files.credentials),
-            files.shown(&files.config)
+            files.display(&files.credentials),
+            files.display(&files.config)
         )),
     }
 }
 
 impl Profile {
     /// How this profile gets its keys. An error is one line.
-    pub fn keys(&self) -> Result<Keys, String> {
+    pub fn key_source(&self) -> Result<KeySource, String> {
         let get = |key: &str| self.settings.get(key).filter(|value| !value.is_empty()).cloned();
         let name = &self.name;
         if let (Some(role), Some(token_file)) = (get("role_arn"), get("web_identity_token_file")) {
-            return Ok(Keys::WebIdentity { token_file, role });
+            return Ok(KeySource::WebIdentity { token_file, role });
         }
         // A role takes precedence over keys of the same profile, as in Amazon's own tools.
         if get("role_arn").is_some() {
-            return Err(login(name, "assumes a role"));
+            return Err(login_error(name, "assumes a role"));
         }
         match (get("aws_access_key_id"), get("aws_secret_access_key")) {
-            (Some(key_id), Some(secret_key)) => Ok(Keys::Static(AwsCredential {
+            (Some(key_id), Some(secret_key)) => Ok(KeySource::Static(AwsCredential {
                 key_id,
                 secret_key,
                 token: get("aws_session_token"),
@@ -90,17 +90,20 @@ impl Profile {
             (Some(_), None) => Err(format!("profile `{name}` has no `aws_secret_access_key`")),
             (None, Some(_)) => Err(format!("profile `{name}` has no `aws_access_key_id`")),
             (None, None) if get("sso_session").or(get("sso_start_url")).is_some() => {
-                Err(login(name, "signs in by SSO"))
+                Err(login_error(name, "signs in by SSO"))
             }
-            (None, None) if get("credential_process").is_some() => Err(login(name, "runs a program for its keys")),
-            (None, None) => Ok(Keys::None),
+            (None, None) if get("credential_process").is_some() => {
+                Err(login_error(name, "runs a program for its keys"))
+            }
+            (None, None) => Ok(KeySource::None),
         }
     }
 }
 
-fn login(name: &str, does: &str) -> String {
+/// The error for a profile that needs a login. `action` is what the profile does for its keys.
+fn login_error(name: &str, action: &str) -> String {
     format!(
-        "profile `{name}` {does}, which gristmill does not do: set the variables that `aws configure \
+        "profile `{name}` {action}, which gristmill does not do: set the variables that `aws configure \
          export-credentials --profile {name} --format env` prints"
     )
 }
@@ -108,33 +111,34 @@ fn login(name: &str, does: &str) -> String {
 /// The keys of a profile, read again when its files change.
 pub struct ProfileCredentials {
     variables: Variables,
-    last: Mutex<(Stamps, Arc<AwsCredential>)>,
+    /// The keys, and the times of the files from which they were read.
+    last: Mutex<(ModifiedTimes, Arc<AwsCredential>)>,
 }
 
-/// When the two files were last written.
-type Stamps = [Option<SystemTime>; 2];
+/// Times of the last change of the credentials file and of the config file.
+type ModifiedTimes = [Option<SystemTime>; 2];
 
 impl ProfileCredentials {
     /// The credentials of `profile`, which was found with `variables` and must have static keys.
     pub fn new(variables: &Variables, profile: Profile) -> Result<ProfileCredentials, String> {
-        let stamps = Files::of(variables).stamps();
-        let Keys::Static(keys) = profile.keys()? else {
+        let modified_times = ProfileFiles::of(variables).modified_times();
+        let KeySource::Static(keys) = profile.key_source()? else {
             return Err(format!("profile `{}` has no keys", profile.name));
         };
         Ok(ProfileCredentials {
             variables: variables.clone(),
-            last: Mutex::new((stamps, Arc::new(keys))),
+            last: Mutex::new((modified_times, Arc::new(keys))),
         })
     }
 
     fn current(&self) -> Arc<AwsCredential> {
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
-        let stamps = Files::of(&self.variables).stamps();
-        if stamps != last.0 {
-            match find(&self.variables).and_then(|found| found.map(|profile| profile.keys()).transpose()) {
-                Ok(Some(Keys::Static(keys))) => *last = (stamps, Arc::new(keys)),
-                // The old keys may still be valid, and a file may be read while it is being
-                // written.
+        let modified_times = ProfileFiles::of(&self.variables).modified_times();
+        if modified_times != last.0 {
+            match find(&self.variables).and_then(|found| found.map(|profile| profile.key_source()).transpose()) {
+                Ok(Some(KeySource::Static(keys))) => *last = (modified_times, Arc::new(keys)),
+                // The old keys may still be valid, and another program may be writing a file right
+                // now.
                 Ok(_) => tracing::warn!("the AWS profile has no keys any more: going on with the last ones"),
                 Err(why) => tracing::warn!("{why}: going on with the last keys"),
             }
@@ -158,30 +162,30 @@ impl CredentialProvider for ProfileCredentials {
     }
 }
 
-/// Paths of the two files; `None` where neither a variable nor a home folder gives one.
-struct Files {
+/// Paths of the two files; `None` if both the variable of the file and `HOME` are unset.
+struct ProfileFiles {
     credentials: Option<PathBuf>,
     config: Option<PathBuf>,
 }
 
-impl Files {
-    fn of(variables: &Variables) -> Files {
+impl ProfileFiles {
+    fn of(variables: &Variables) -> ProfileFiles {
         let file = |variable: &str, name: &str| {
             let set = |name: &str| variables.get(name).filter(|value| !value.is_empty());
             let home = || set("HOME").map(|home| PathBuf::from(home).join(".aws").join(name));
             set(variable).map(PathBuf::from).or_else(home)
         };
-        Files {
+        ProfileFiles {
             credentials: file("AWS_SHARED_CREDENTIALS_FILE", "credentials"),
             config: file("AWS_CONFIG_FILE", "config"),
         }
     }
 
-    fn stamps(&self) -> Stamps {
+    fn modified_times(&self) -> ModifiedTimes {
         [&self.credentials, &self.config].map(|file| std::fs::metadata(file.as_ref()?).ok()?.modified().ok())
     }
 
-    fn shown(&self, file: &Option<PathBuf>) -> String {
+    fn display(&self, file: &Option<PathBuf>) -> String {
         file.as_ref()
             .map_or_else(|| "~/.aws".into(), |file| file.display().to_string())
     }
@@ -196,7 +200,7 @@ fn read(file: &Option<PathBuf>) -> Result<Option<String>, String> {
     }
 }
 
-fn section_in_config(name: &str) -> String {
+fn config_section_name(name: &str) -> String {
     match name {
         "default" => name.to_string(),
         _ => format!("profile {name}"),
@@ -204,7 +208,7 @@ fn section_in_config(name: &str) -> String {
 }
 
 /// The settings of one section, with keys in lower case; `None` if the section is missing.
-fn section_of(text: &str, wanted: &str) -> Option<BTreeMap<String, String>> {
+fn parse_section(text: &str, wanted: &str) -> Option<BTreeMap<String, String>> {
     let mut found: Option<BTreeMap<String, String>> = None;
     let mut inside = false;
     for line in text.lines() {
@@ -258,8 +262,8 @@ mod tests {
                           [profile program]\ncredential_process = /bin/keys\n[profile half]\naws_access_key_id = A\n";
 
     fn keys(profile: &Profile) -> AwsCredential {
-        match profile.keys().unwrap() {
-            Keys::Static(keys) => keys,
+        match profile.key_source().unwrap() {
+            KeySource::Static(keys) => keys,
             _ => panic!("no keys"),
         }
     }
@@ -285,7 +289,7 @@ mod tests {
     }
 
     #[test]
-    fn what_needs_a_login_says_so_in_one_line() {
+    fn profiles_that_need_a_login_are_refused_in_one_line() {
         let (_folder, variables) = files(CREDENTIALS, CONFIG);
         for (name, word) in [
             ("sso", "SSO"),
@@ -294,13 +298,13 @@ mod tests {
             ("half", "no `aws_secret"),
         ] {
             let profile = find(&named(variables.clone(), name)).unwrap().unwrap();
-            let Err(why) = profile.keys() else {
+            let Err(why) = profile.key_source() else {
                 panic!("{name} has keys")
             };
             assert!(why.contains(word) && why.contains(name) && !why.contains('\n'), "{why}");
         }
         let web = find(&named(variables.clone(), "web")).unwrap().unwrap();
-        assert!(matches!(web.keys(), Ok(Keys::WebIdentity { .. })));
+        assert!(matches!(web.key_source(), Ok(KeySource::WebIdentity { .. })));
         let Err(why) = find(&named(variables, "gone")) else {
             panic!("found")
         };

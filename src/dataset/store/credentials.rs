@@ -1,7 +1,7 @@
-//! Credentials from a machine's metadata service, where the environment holds none.
+//! Credentials from a machine's metadata service, for an environment without credentials.
 //!
-//! Stores ask that service last. On a machine outside a cloud the service fails or never responds,
-//! and its error says nothing about the variables that a user forgot.
+//! Stores ask that service last. On a machine outside a cloud, requests to it fail or get no
+//! response, and the error does not name the variables that the user forgot.
 
 use std::fmt;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use object_store::CredentialProvider;
 use super::error::{cause, chain};
 
 /// Maximum wait for the first credentials. Services respond within milliseconds.
-const FIRST_MAX: Duration = Duration::from_secs(5);
+const FIRST_TIMEOUT: Duration = Duration::from_secs(5);
 /// Paths of the metadata services of AWS, Google Cloud and Azure, as they appear in errors.
 const METADATA_PATHS: [&str; 4] = [
     "/latest/api/token",
@@ -23,15 +23,15 @@ const METADATA_PATHS: [&str; 4] = [
     "/metadata/identity/",
 ];
 
-/// There are no credentials for a store. The text says how to give some.
+/// The error that a store has no credentials. Its text names the variables to set.
 #[derive(Debug, thiserror::Error)]
-#[error("no {}, and this machine's metadata service gives none ({why})", cloud.words())]
+#[error("no {}, and this machine's metadata service gives none ({why})", cloud.remedy())]
 pub struct NoCredentials {
     cloud: Cloud,
     why: String,
 }
 
-/// Whose credentials are missing.
+/// The cloud whose credentials are missing.
 #[derive(Debug, Clone, Copy)]
 pub enum Cloud {
     Aws,
@@ -40,7 +40,7 @@ pub enum Cloud {
 }
 
 impl Cloud {
-    fn words(self) -> &'static str {
+    fn remedy(self) -> &'static str {
         match self {
             Cloud::Aws => {
                 "AWS credentials: set `AWS_ACCESS_KEY_ID` and `AWS_SECRET_ACCESS_KEY`, or `AWS_PROFILE`, or \
@@ -58,9 +58,9 @@ impl Cloud {
     }
 }
 
-/// Whether a provider asks the metadata service. object_store's types are private, and their names
-/// appear in their debug output.
-pub fn asks_metadata(provider: &impl fmt::Debug) -> bool {
+/// Whether a provider gets its credentials from the metadata service. object_store's types are
+/// private, so they are recognised by their names in the debug output.
+pub fn uses_metadata_service(provider: &impl fmt::Debug) -> bool {
     let provider = format!("{provider:?}");
     ["InstanceCredentialProvider", "ImdsManagedIdentityProvider"]
         .iter()
@@ -72,9 +72,9 @@ pub fn asks_metadata(provider: &impl fmt::Debug) -> bool {
 pub struct FirstCredentials<Credential> {
     inner: Arc<dyn CredentialProvider<Credential = Credential>>,
     cloud: Cloud,
-    first_max: Duration,
-    /// Whether credentials were given before.
-    is_given: AtomicBool,
+    first_timeout: Duration,
+    /// Whether the service has returned credentials before.
+    has_succeeded: AtomicBool,
 }
 
 impl<Credential: fmt::Debug + Send + Sync> FirstCredentials<Credential> {
@@ -82,12 +82,12 @@ impl<Credential: fmt::Debug + Send + Sync> FirstCredentials<Credential> {
         FirstCredentials {
             inner,
             cloud,
-            first_max: FIRST_MAX,
-            is_given: AtomicBool::new(false),
+            first_timeout: FIRST_TIMEOUT,
+            has_succeeded: AtomicBool::new(false),
         }
     }
 
-    fn none(&self, why: String) -> object_store::Error {
+    fn no_credentials(&self, why: String) -> object_store::Error {
         object_store::Error::Unauthenticated {
             path: String::new(),
             source: Box::new(NoCredentials { cloud: self.cloud, why }),
@@ -106,23 +106,23 @@ impl<Credential: fmt::Debug + Send + Sync> CredentialProvider for FirstCredentia
     type Credential = Credential;
 
     async fn get_credential(&self) -> object_store::Result<Arc<Credential>> {
-        if self.is_given.load(Ordering::Relaxed) {
+        if self.has_succeeded.load(Ordering::Relaxed) {
             return self.inner.get_credential().await;
         }
-        match tokio::time::timeout(self.first_max, self.inner.get_credential()).await {
+        match tokio::time::timeout(self.first_timeout, self.inner.get_credential()).await {
             Ok(Ok(credential)) => {
-                self.is_given.store(true, Ordering::Relaxed);
+                self.has_succeeded.store(true, Ordering::Relaxed);
                 Ok(credential)
             }
-            Ok(Err(error)) if names_metadata(&error) => Err(self.none(cause(&error))),
+            Ok(Err(error)) if is_of_metadata_service(&error) => Err(self.no_credentials(cause(&error))),
             Ok(Err(error)) => Err(error),
-            Err(_) => Err(self.none(format!("no response within {} s", self.first_max.as_secs()))),
+            Err(_) => Err(self.no_credentials(format!("no response within {} s", self.first_timeout.as_secs()))),
         }
     }
 }
 
 /// Whether an error came from a request to a metadata service.
-fn names_metadata(error: &(dyn std::error::Error + 'static)) -> bool {
+fn is_of_metadata_service(error: &(dyn std::error::Error + 'static)) -> bool {
     chain(error).any(|error| {
         let text = error.to_string();
         METADATA_PATHS.iter().any(|path| text.contains(path))
@@ -158,7 +158,7 @@ mod tests {
     fn scripted(mut results: Vec<Result<(), &'static str>>) -> FirstCredentials<()> {
         results.reverse();
         let mut first = FirstCredentials::new(Arc::new(Scripted(Mutex::new(results))), Cloud::Aws);
-        first.first_max = Duration::from_millis(50);
+        first.first_timeout = Duration::from_millis(50);
         first
     }
 
@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_failed_renewal_is_no_lack_of_credentials() {
+    async fn a_failed_renewal_passes_unchanged() {
         let metadata = "Error performing PUT http://169.254.169.254/latest/api/token: 503";
         let first = scripted(vec![Ok(()), Err(metadata)]);
         first.get_credential().await.unwrap();

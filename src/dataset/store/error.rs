@@ -10,14 +10,14 @@ pub fn chain<'e>(error: &'e (dyn Error + 'static)) -> impl Iterator<Item = &'e (
     std::iter::successors(Some(error), |error: &&'e (dyn Error + 'static)| (*error).source())
 }
 
-/// The first error of this type in the chain.
-pub fn found<'e, E: Error + 'static>(error: &'e (dyn Error + 'static)) -> Option<&'e E> {
+/// The first error of type `E` among an error and its sources.
+pub fn find_source<'e, E: Error + 'static>(error: &'e (dyn Error + 'static)) -> Option<&'e E> {
     chain(error).find_map(|error| error.downcast_ref())
 }
 
-/// The root cause of an object_store error, since the errors above it repeat its text. Of an XML
-/// response only the code and message are kept: the rest may be long, and may hold data that does
-/// not belong in a log.
+/// The root cause of an object_store error in one line; the outer errors repeat its text. An XML
+/// response is reduced to its code and message: the rest may be long, and may hold data that must
+/// not be logged.
 pub fn cause(error: &(dyn Error + 'static)) -> String {
     let text = chain(error).last().unwrap_or(error).to_string();
     let line = match text.split_once('<') {
@@ -51,7 +51,7 @@ fn element<'a>(xml: &'a str, name: &str) -> Option<&'a str> {
 mod tests {
     use super::*;
 
-    fn said(text: &str) -> String {
+    fn cause_of(text: &str) -> String {
         let inner = std::io::Error::other(text.to_string());
         cause(&object_store::Error::Generic {
             store: "S3",
@@ -65,15 +65,15 @@ mod tests {
                     SignatureDoesNotMatch</Code><Message>Check your key.</Message><AWSAccessKeyId>AKIA</AWSAccessKeyId>\
                     </Error>";
         assert_eq!(
-            said(text),
+            cause_of(text),
             "the store answered 403 Forbidden: SignatureDoesNotMatch: Check your key"
         );
     }
 
     #[test]
     fn other_answers_are_one_short_line() {
-        assert_eq!(said("connection\n  refused"), "connection refused");
-        assert_eq!(said("503: <html>busy</html>"), "503");
-        assert_eq!(said(&"x".repeat(1000)).chars().count(), LENGTH_MAX + 1);
+        assert_eq!(cause_of("connection\n  refused"), "connection refused");
+        assert_eq!(cause_of("503: <html>busy</html>"), "503");
+        assert_eq!(cause_of(&"x".repeat(1000)).chars().count(), LENGTH_MAX + 1);
     }
 }

@@ -1,11 +1,11 @@
 //! Hosts that give out credentials or configuration of the requesting machine: link-local addresses
-//! and clouds' metadata services. The checks are pure and resolve no names.
+//! and clouds' metadata services. The checks are pure functions and resolve no names.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use url::{Host, Url};
 
-/// Names under which clouds have their metadata service.
+/// Host names of clouds' metadata services.
 const METADATA_NAMES: [&str; 5] = [
     "metadata",
     "metadata.google.internal",
@@ -13,13 +13,14 @@ const METADATA_NAMES: [&str; 5] = [
     "instance-data",
     "instance-data.ec2.internal",
 ];
-/// Metadata services beside the link-local range: Azure's wire server, Alibaba's, Oracle's older one.
+/// Metadata services outside the link-local range: Azure's wire server, Alibaba's, Oracle's older
+/// one.
 const METADATA_V4: [Ipv4Addr; 3] = [
     Ipv4Addr::new(168, 63, 129, 16),
     Ipv4Addr::new(100, 100, 100, 200),
     Ipv4Addr::new(192, 0, 0, 192),
 ];
-/// Amazon's and Google's over IPv6.
+/// Amazon's and Google's metadata services over IPv6.
 const METADATA_V6: [Ipv6Addr; 2] = [
     Ipv6Addr::new(0xfd00, 0xec2, 0, 0, 0, 0, 0, 0x254),
     Ipv6Addr::new(0xfd20, 0xce, 0, 0, 0, 0, 0, 0x254),
@@ -32,13 +33,13 @@ pub fn is_link_local(ip: IpAddr) -> bool {
         IpAddr::V6(ip) => {
             ip.is_unicast_link_local()
                 || METADATA_V6.contains(&ip)
-                || embedded(ip).is_some_and(|inner| is_link_local(IpAddr::V4(inner)))
+                || embedded_v4(ip).is_some_and(|inner| is_link_local(IpAddr::V4(inner)))
         }
     }
 }
 
 /// The IPv4 address embedded in an IPv6 address: mapped, compatible, NAT64 or 6to4.
-fn embedded(ip: Ipv6Addr) -> Option<Ipv4Addr> {
+fn embedded_v4(ip: Ipv6Addr) -> Option<Ipv4Addr> {
     let v4 = |high: u16, low: u16| Ipv4Addr::from((u32::from(high) << 16) | u32::from(low));
     match ip.segments() {
         [0, 0, 0, 0, 0, 0 | 0xffff, high, low] | [0x64, 0xff9b, 0, 0, 0, 0, high, low] => Some(v4(high, low)),
@@ -49,7 +50,7 @@ fn embedded(ip: Ipv6Addr) -> Option<Ipv4Addr> {
 
 /// Whether a URL's host is link-local or a metadata service. (URL parsing already turns decimal,
 /// octal and hexadecimal forms into addresses.)
-pub fn names_link_local(url: &Url) -> bool {
+pub fn is_link_local_url(url: &Url) -> bool {
     match url.host() {
         Some(Host::Ipv4(ip)) => is_link_local(ip.into()),
         Some(Host::Ipv6(ip)) => is_link_local(ip.into()),
@@ -95,12 +96,12 @@ mod tests {
             "user@169.254.169.254",
         ] {
             let url = Url::parse(&format!("http://{host}/latest/meta-data")).unwrap();
-            assert!(names_link_local(&url), "{host} → {url}");
+            assert!(is_link_local_url(&url), "{host} → {url}");
         }
     }
 
     #[test]
-    fn other_hosts_are_none() {
+    fn other_hosts_are_not_link_local() {
         for host in [
             "example.com",
             "169.253.1.1",
@@ -112,7 +113,7 @@ mod tests {
             "169.254.169.254.example.com",
         ] {
             let url = Url::parse(&format!("http://{host}/")).unwrap();
-            assert!(!names_link_local(&url), "{host}");
+            assert!(!is_link_local_url(&url), "{host}");
         }
     }
 }

@@ -8,7 +8,7 @@ use object_store::path::Path;
 use object_store::{ObjectStore, ObjectStoreExt, ObjectStoreScheme};
 use url::Url;
 
-use super::clients::{OpenError, Stores, names_bucket, shown};
+use super::clients::{OpenError, Stores, has_valid_bucket, redacted};
 
 /// A location in an object store.
 #[derive(Clone)]
@@ -30,7 +30,7 @@ pub enum LocationError {
 }
 
 impl std::fmt::Debug for Location {
-    /// Only the address: clients hold credentials.
+    /// Shows only the address, since clients hold credentials.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_tuple("Location").field(&self.url.as_str()).finish()
     }
@@ -44,22 +44,23 @@ impl Location {
         Location::parse_with(text, base_dir, Stores::of_process())
     }
 
-    /// Like [`Location::parse`], with these stores.
+    /// Like [`Location::parse`], with the clients and options of `stores`.
     pub fn parse_with(text: &str, base_dir: &FsPath, stores: &Stores) -> Result<Location, LocationError> {
         let url = Location::url_of(text, base_dir)?;
         if url.scheme() != "file" {
-            let (store, path) = stores
-                .open(&url)
-                .map_err(|why| LocationError::Store { url: shown(&url), why })?;
+            let (store, path) = stores.open(&url).map_err(|why| LocationError::Store {
+                url: redacted(&url),
+                why,
+            })?;
             return Ok(Location { store, path, url });
         }
         let bad = |why: String| LocationError::Address {
-            text: without_secrets(text),
+            text: redacted_text(text),
             why,
         };
         let fs_path = url.to_file_path().map_err(|()| bad("not a local file URL".into()))?;
-        // Keys are the path's components; object_store percent-encodes characters that a key cannot
-        // hold.
+        // A key consists of the path's components; object_store percent-encodes characters that are
+        // invalid in keys.
         let path = Path::from_absolute_path(&fs_path).map_err(|e| bad(e.to_string()))?;
         let store = LocalFileSystem::new().with_fsync(true);
         Ok(Location {
@@ -73,7 +74,7 @@ impl Location {
     /// without `.` and `..`. Opens nothing.
     pub fn url_of(text: &str, base_dir: &FsPath) -> Result<Url, LocationError> {
         let bad = |why: String| LocationError::Address {
-            text: without_secrets(text),
+            text: redacted_text(text),
             why,
         };
         if text.trim().is_empty() {
@@ -88,8 +89,9 @@ impl Location {
         let is_file = scheme.as_deref() == Some("file");
         if scheme.is_some() && !is_file {
             let url = Url::parse(text).map_err(|e| bad(e.to_string()))?;
-            // Addresses appear in records and logs, where secrets must not. Outside of web
-            // addresses a `?` is a wildcard, but no file name contains `sig=`.
+            // Addresses are written to records and logs, and secrets must not be. Except in web
+            // addresses, a `?` is a glob's wildcard, unless `sig=` follows, which marks a signed
+            // URL.
             let signed = |query: &str| url.scheme().starts_with("http") || query.contains("sig=");
             if url.password().is_some() || url.query().is_some_and(signed) {
                 return Err(bad(
@@ -100,7 +102,7 @@ impl Location {
                 url.scheme(),
                 "s3" | "s3a" | "gs" | "az" | "adl" | "azure" | "abfs" | "abfss"
             );
-            if is_bucket && !names_bucket(&url) {
+            if is_bucket && !has_valid_bucket(&url) {
                 return Err(bad("it names no bucket: give `scheme://bucket/key`".into()));
             }
             return Ok(url);
@@ -122,7 +124,7 @@ impl Location {
             .flatten()
     }
 
-    /// Whether a web server holds it, which can only be read.
+    /// Whether the location is on a web server, which allows only reads.
     pub fn is_web(&self) -> bool {
         matches!(ObjectStoreScheme::parse(&self.url), Ok((ObjectStoreScheme::Http, _)))
     }
@@ -141,8 +143,9 @@ impl Location {
         }
     }
 
-    /// The location with the key `path` from a listing of this one; `None` if no address names it.
-    pub fn listed(&self, path: &Path) -> Option<Location> {
+    /// The location of the key `path`, which a listing of this location returned. `None` if no URL
+    /// can express the key.
+    pub fn location_of_key(&self, path: &Path) -> Option<Location> {
         let mut url = self.url.clone();
         let below = path.prefix_match(&self.path)?;
         url.path_segments_mut()
@@ -157,11 +160,11 @@ impl Location {
         })
     }
 
-    /// The location in `folder` beside this one, named like this one plus `suffix`; `None` if this
-    /// is a whole store.
-    pub fn beside(&self, folder: &str, suffix: &str) -> Option<Location> {
-        // The string is edited directly, since keys and addresses are already encoded.
-        let moved = |text: &str| {
+    /// The location `…/folder/name{suffix}` for this location `…/name`; `None` if this is a whole
+    /// store.
+    pub fn in_sibling_folder(&self, folder: &str, suffix: &str) -> Option<Location> {
+        // Keys and addresses are encoded already, so only their text is changed.
+        let with_sibling_folder = |text: &str| {
             let text = text.trim_end_matches('/');
             let (above, name) = text.rsplit_once('/').unwrap_or(("", text));
             format!("{above}/{folder}/{name}{suffix}")
@@ -170,10 +173,10 @@ impl Location {
             return None;
         }
         let mut url = self.url.clone();
-        url.set_path(&moved(url.path()));
+        url.set_path(&with_sibling_folder(url.path()));
         Some(Location {
             store: self.store.clone(),
-            path: Path::parse(moved(self.path.as_ref())).ok()?,
+            path: Path::parse(with_sibling_folder(self.path.as_ref())).ok()?,
             url,
         })
     }
@@ -184,11 +187,11 @@ impl Location {
     }
 }
 
-/// An address for messages, stripped of credentials before an `@` and of its query. The text may be
-/// an invalid URL.
-fn without_secrets(text: &str) -> String {
+/// An address for messages, without credentials before an `@` and without its query. The text may
+/// be an invalid URL.
+fn redacted_text(text: &str) -> String {
     if let Ok(url) = Url::parse(text) {
-        return shown(&url);
+        return redacted(&url);
     }
     let text = text.split('?').next().unwrap_or_default();
     match (text.split_once("://"), text.rsplit_once('@')) {
@@ -197,7 +200,7 @@ fn without_secrets(text: &str) -> String {
     }
 }
 
-/// Resolves `.` and `..` by text alone (the path need not exist).
+/// Resolves `.` and `..` without access to the file system: the path need not exist.
 fn normalize(path: &FsPath) -> PathBuf {
     let mut out = PathBuf::new();
     for part in path.components() {
@@ -232,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_a_bucket_is_refused() {
+    fn invalid_bucket_names_are_refused() {
         let of = |text: &str| Location::url_of(text, FsPath::new("/")).map_err(|error| error.to_string());
         for text in [
             "s3://../x",
@@ -263,7 +266,7 @@ mod tests {
     }
 
     #[test]
-    fn a_place_beside_another_has_its_name_and_more() {
+    fn a_location_in_a_sibling_folder_has_the_name_and_the_suffix() {
         let stores = Stores::new([]);
         for (text, beside, key) in [
             ("s3://bucket/a/b", "s3://bucket/a/_limit/b-9", "a/_limit/b-9"),
@@ -281,8 +284,8 @@ mod tests {
             ),
             ("/b", "file:///_limit/b-9", "_limit/b-9"),
         ] {
-            let place = Location::parse_with(text, FsPath::new("/"), &stores).unwrap();
-            let found = place.beside("_limit", "-9").unwrap();
+            let location = Location::parse_with(text, FsPath::new("/"), &stores).unwrap();
+            let found = location.in_sibling_folder("_limit", "-9").unwrap();
             assert_eq!((found.url.as_str(), found.path.as_ref()), (beside, key), "{text}");
         }
         for text in [
@@ -291,13 +294,13 @@ mod tests {
             "/",
             "https://s3.eu-west-1.amazonaws.com/bucket/",
         ] {
-            let place = Location::parse_with(text, FsPath::new("/"), &stores).unwrap();
-            assert!(place.beside("_limit", "-9").is_none(), "{text}");
+            let location = Location::parse_with(text, FsPath::new("/"), &stores).unwrap();
+            assert!(location.in_sibling_folder("_limit", "-9").is_none(), "{text}");
         }
     }
 
     #[test]
-    fn a_listed_key_is_named_by_an_address_or_by_none() {
+    fn addresses_of_listed_keys_parse_back_to_the_keys() {
         let stores = Stores::new([]);
         let bucket = Location::parse_with("s3://bucket/a b/", FsPath::new("/"), &stores).unwrap();
         for (key, address) in [
@@ -306,8 +309,8 @@ mod tests {
             ("a b/50%25 #?", Some("s3://bucket/a%20b/50%2525%20%23%3F")),
             ("other/c", None),
         ] {
-            let found = bucket.listed(&Path::parse(key).unwrap());
-            assert_eq!(found.as_ref().map(|place| place.url.as_str()), address, "{key}");
+            let found = bucket.location_of_key(&Path::parse(key).unwrap());
+            assert_eq!(found.as_ref().map(|location| location.url.as_str()), address, "{key}");
             if let Some(found) = found {
                 let again = Location::parse_with(found.url.as_str(), FsPath::new("/"), &stores).unwrap();
                 assert_eq!(again.path.as_ref(), key);
@@ -316,10 +319,10 @@ mod tests {
     }
 
     #[test]
-    fn showing_a_place_shows_no_credentials() {
+    fn debug_output_shows_no_credentials() {
         let keys = [("AWS_ACCESS_KEY_ID", "key"), ("AWS_SECRET_ACCESS_KEY", "hush")];
         let stores = Stores::new(keys.map(|(name, value)| (name.to_string(), value.to_string())));
-        let place = Location::parse_with("s3://bucket/a", FsPath::new("/"), &stores).unwrap();
-        assert_eq!(format!("{place:?}"), "Location(\"s3://bucket/a\")");
+        let location = Location::parse_with("s3://bucket/a", FsPath::new("/"), &stores).unwrap();
+        assert_eq!(format!("{location:?}"), "Location(\"s3://bucket/a\")");
     }
 }

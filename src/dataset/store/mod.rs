@@ -1,5 +1,5 @@
-//! Object stores and web servers: locations, clients and credentials, pinned reads, and error
-//! responses in one line.
+//! Object stores and web servers: locations, clients and credentials, reads of one version of a
+//! file, and error responses in one line.
 
 pub mod aws_profile;
 pub mod clients;
@@ -7,7 +7,7 @@ pub mod credentials;
 pub mod error;
 pub mod folders;
 pub mod hosts;
+pub mod job_inputs;
 pub mod location;
-pub mod pinned;
-pub mod pins;
+pub mod pinned_file;
 pub mod web;

@@ -1,10 +1,10 @@
-//! Access to web servers (`http://`, `https://`): redirects and resolved names are checked before a
-//! request follows them.
+//! Access to web servers (`http://`, `https://`): redirects and resolved addresses are checked
+//! before a request is sent there.
 //!
-//! A server may send a redirect, and a name may resolve to any address. Neither may lead a request
-//! to a link-local address or metadata service (see [`super::hosts`]) that the user did not name.
-//! In a process that works on queued jobs, redirects may lead only to addresses that those jobs may
-//! read.
+//! A server may send a redirect, and a name may resolve to any address. Both could lead a request
+//! to a link-local address or metadata service (see [`super::hosts`]). Such requests are refused
+//! unless the user named that host. In a process that works on queued jobs, redirects may lead only
+//! to addresses that those jobs may read.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -17,24 +17,23 @@ use reqwest::dns::{Addrs, Name, Resolve, Resolving};
 use reqwest::redirect;
 use url::Url;
 
-use super::error::found;
-use super::hosts::{is_link_local, names_link_local};
+use super::error::find_source;
+use super::hosts::{is_link_local, is_link_local_url};
 
 /// Maximum redirects per request, about as many as in browsers and in reqwest itself.
 const REDIRECTS_MAX: usize = 10;
 
-/// Whether a redirect may lead to an address.
+/// Returns whether a redirect to an address may be followed.
 pub type MayFollow = Arc<dyn Fn(&Url) -> bool + Send + Sync>;
 
-/// A request that was refused although a server or a name leads to it. A retry would not change
-/// that.
+/// The reason why a redirect or a resolved address was not followed. A retry would fail too.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub struct Refusal(String);
 
 /// The refusal in a chain of errors, if there is one.
 pub fn refusal<'e>(error: &'e (dyn std::error::Error + 'static)) -> Option<&'e Refusal> {
-    found(error)
+    find_source(error)
 }
 
 /// Builds the client for one web server.
@@ -43,7 +42,7 @@ pub struct WebConnector {
     pub server: Url,
     pub timeout: Duration,
     pub connect_timeout: Duration,
-    /// `None`: any address that is not link-local.
+    /// The allowed targets of redirects; `None`: all addresses that are not link-local.
     pub may_follow: Option<MayFollow>,
 }
 
@@ -54,11 +53,11 @@ impl std::fmt::Debug for WebConnector {
 }
 
 impl WebConnector {
-    fn redirects(&self) -> redirect::Policy {
+    fn redirect_policy(&self) -> redirect::Policy {
         let may_follow = self.may_follow.clone();
         redirect::Policy::custom(move |attempt| {
-            let to = super::clients::shown(attempt.url());
-            if names_link_local(attempt.url()) {
+            let to = super::clients::redacted(attempt.url());
+            if is_link_local_url(attempt.url()) {
                 return attempt.error(Refusal(format!(
                     "it redirects to `{to}`, a link-local address or metadata service, which is not followed"
                 )));
@@ -78,17 +77,19 @@ impl WebConnector {
         })
     }
 
-    /// The name that may resolve to a link-local address: the server's own, if a person gave it at
-    /// the command line, or if the worker accepts it and it is by itself a metadata service's name.
-    fn exempt(&self) -> Option<String> {
-        let told = self.may_follow.is_none() || names_link_local(&self.server);
-        told.then(|| self.server.host_str().map(str::to_ascii_lowercase))
+    /// The host name that may resolve to a link-local address. It is the server's name if a person
+    /// gave the address at the command line (`may_follow` is `None`). In a worker, which has
+    /// accepted the address, it is the server's name only if that names a metadata service.
+    fn exempt_name(&self) -> Option<String> {
+        let is_exempt = self.may_follow.is_none() || is_link_local_url(&self.server);
+        is_exempt
+            .then(|| self.server.host_str().map(str::to_ascii_lowercase))
             .flatten()
     }
 
     /// A client that resolves names with `lookup`.
     fn client(&self, lookup: Lookup) -> reqwest::Result<reqwest::Client> {
-        let exempt = self.exempt();
+        let exempt_name = self.exempt_name();
         reqwest::Client::builder()
             .user_agent(concat!("gristmill/", env!("CARGO_PKG_VERSION")))
             .timeout(self.timeout)
@@ -97,73 +98,83 @@ impl WebConnector {
             // not lead to an unencrypted response.
             .http1_only()
             .https_only(self.server.scheme() != "http")
-            .redirect(self.redirects())
-            .dns_resolver(Arc::new(Names { exempt, lookup }))
+            .redirect(self.redirect_policy())
+            .dns_resolver(Arc::new(LinkLocalFilter { exempt_name, lookup }))
             .build()
     }
 }
 
 impl HttpConnector for WebConnector {
     fn connect(&self, _options: &ClientOptions) -> object_store::Result<HttpClient> {
-        let client = self.client(by_system).map_err(|source| object_store::Error::Generic {
-            store: "HTTP",
-            source: Box::new(source),
-        })?;
+        let client = self
+            .client(system_lookup)
+            .map_err(|source| object_store::Error::Generic {
+                store: "HTTP",
+                source: Box::new(source),
+            })?;
         Ok(HttpClient::new(client))
     }
 }
 
-/// A client that posts to `url`. It follows no redirect, and no name that resolves to a link-local
-/// address. A request ends within `timeout`.
-pub fn poster(url: &Url, timeout: Duration) -> reqwest::Result<reqwest::Client> {
-    poster_by(by_system, url, timeout)
+/// A client for posts to `url`. It follows no redirects and connects to no link-local address. A
+/// request ends within `timeout`.
+pub fn post_client(url: &Url, timeout: Duration) -> reqwest::Result<reqwest::Client> {
+    post_client_with(system_lookup, url, timeout)
 }
 
-fn poster_by(lookup: Lookup, url: &Url, timeout: Duration) -> reqwest::Result<reqwest::Client> {
+fn post_client_with(lookup: Lookup, url: &Url, timeout: Duration) -> reqwest::Result<reqwest::Client> {
     reqwest::Client::builder()
         .user_agent(concat!("gristmill/", env!("CARGO_PKG_VERSION")))
         .timeout(timeout)
         .http1_only()
         .https_only(url.scheme() != "http")
         .redirect(redirect::Policy::none())
-        .dns_resolver(Arc::new(Names { exempt: None, lookup }))
+        .dns_resolver(Arc::new(LinkLocalFilter {
+            exempt_name: None,
+            lookup,
+        }))
         .build()
 }
 
 /// Resolves a name to its addresses.
 type Lookup = fn(String) -> BoxFuture<'static, std::io::Result<Vec<SocketAddr>>>;
 
-fn by_system(name: String) -> BoxFuture<'static, std::io::Result<Vec<SocketAddr>>> {
+fn system_lookup(name: String) -> BoxFuture<'static, std::io::Result<Vec<SocketAddr>>> {
     Box::pin(async move { Ok(tokio::net::lookup_host((name, 0)).await?.collect()) })
 }
 
 /// A resolver that filters out link-local addresses.
-struct Names {
-    exempt: Option<String>,
+struct LinkLocalFilter {
+    exempt_name: Option<String>,
     lookup: Lookup,
 }
 
-impl Resolve for Names {
+impl Resolve for LinkLocalFilter {
     fn resolve(&self, name: Name) -> Resolving {
-        let exempt = self.exempt.as_deref() == Some(&name.as_str().to_ascii_lowercase());
+        let is_exempt = self.exempt_name.as_deref() == Some(&name.as_str().to_ascii_lowercase());
         let lookup = (self.lookup)(name.as_str().to_string());
         Box::pin(async move {
             let found = lookup.await?;
-            let kept: Vec<SocketAddr> = if exempt { found } else { allowed(name.as_str(), found)? };
-            Ok(Box::new(kept.into_iter()) as Addrs)
+            let allowed: Vec<SocketAddr> = if is_exempt {
+                found
+            } else {
+                without_link_local(name.as_str(), found)?
+            };
+            Ok(Box::new(allowed.into_iter()) as Addrs)
         })
     }
 }
 
-fn allowed(name: &str, found: Vec<SocketAddr>) -> Result<Vec<SocketAddr>, Refusal> {
-    let kept: Vec<SocketAddr> = found.iter().filter(|at| !is_link_local(at.ip())).copied().collect();
-    if kept.is_empty() && !found.is_empty() {
+/// The addresses of `name` that are not link-local. Fails if all of them are.
+fn without_link_local(name: &str, found: Vec<SocketAddr>) -> Result<Vec<SocketAddr>, Refusal> {
+    let others: Vec<SocketAddr> = found.iter().filter(|one| !is_link_local(one.ip())).copied().collect();
+    if others.is_empty() && !found.is_empty() {
         Err(Refusal(format!(
             "`{name}` resolves to {}, a link-local address or metadata service",
             found[0].ip()
         )))
     } else {
-        Ok(kept)
+        Ok(others)
     }
 }
 
@@ -172,32 +183,35 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_name_for_a_link_local_address_leads_nowhere() {
+    fn link_local_addresses_of_a_name_are_left_out() {
         let at = |text: &str| text.parse::<SocketAddr>().unwrap();
         let (metadata, plain) = (at("169.254.169.254:0"), at("192.0.2.1:0"));
-        assert!(allowed("x", vec![metadata, at("[fe80::1]:0")]).is_err());
-        assert_eq!(allowed("x", vec![metadata, plain]).unwrap(), [plain]);
-        assert_eq!(allowed("x", Vec::new()).unwrap(), []);
+        assert!(without_link_local("x", vec![metadata, at("[fe80::1]:0")]).is_err());
+        assert_eq!(without_link_local("x", vec![metadata, plain]).unwrap(), [plain]);
+        assert_eq!(without_link_local("x", Vec::new()).unwrap(), []);
     }
 
     #[test]
-    fn a_name_is_exempt_where_it_was_named_for_that() {
-        let exempt = |server: &str, queued: bool| {
+    fn a_name_is_exempt_if_a_person_gave_it_or_if_it_names_a_metadata_service() {
+        let exempt_name = |server: &str, queued: bool| {
             let connector = WebConnector {
                 server: Url::parse(server).unwrap(),
                 timeout: Duration::from_secs(1),
                 connect_timeout: Duration::from_secs(1),
                 may_follow: queued.then(|| Arc::new(|_: &Url| true) as MayFollow),
             };
-            connector.exempt()
+            connector.exempt_name()
         };
-        assert_eq!(exempt("http://board.local/x", false).as_deref(), Some("board.local"));
-        assert_eq!(exempt("http://board.local/x", true), None);
-        assert!(exempt("http://metadata.google.internal/x", true).is_some());
+        assert_eq!(
+            exempt_name("http://board.local/x", false).as_deref(),
+            Some("board.local")
+        );
+        assert_eq!(exempt_name("http://board.local/x", true), None);
+        assert!(exempt_name("http://metadata.google.internal/x", true).is_some());
     }
 
-    /// Names as a hostile name server resolves them.
-    fn by_stranger(name: String) -> BoxFuture<'static, std::io::Result<Vec<SocketAddr>>> {
+    /// A hostile name server.
+    fn hostile_lookup(name: String) -> BoxFuture<'static, std::io::Result<Vec<SocketAddr>>> {
         let ip = match name.as_str() {
             "rows.example" => "127.0.0.1",
             _ => "169.254.169.254",
@@ -206,7 +220,7 @@ mod tests {
     }
 
     /// A server that redirects to `http://sneaky.example/`; its port.
-    fn redirecting() -> u16 {
+    fn spawn_redirecting_server() -> u16 {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let port = listener.local_addr().unwrap().port();
         std::thread::spawn(move || {
@@ -225,7 +239,7 @@ mod tests {
     /// redirect gives it.
     #[tokio::test]
     async fn a_request_follows_no_name_to_a_metadata_service() {
-        let rows = format!("http://rows.example:{}/", redirecting());
+        let rows = format!("http://rows.example:{}/", spawn_redirecting_server());
         for (server, queued) in [("http://sneaky.example/", true), (&rows, true), (&rows, false)] {
             let connector = WebConnector {
                 server: Url::parse(server).unwrap(),
@@ -233,7 +247,7 @@ mod tests {
                 connect_timeout: Duration::from_secs(1),
                 may_follow: queued.then(|| Arc::new(|_: &Url| true) as MayFollow),
             };
-            let client = connector.client(by_stranger).unwrap();
+            let client = connector.client(hostile_lookup).unwrap();
             let error = client.get(server).send().await.unwrap_err();
             let why = refusal(&error).unwrap_or_else(|| panic!("{server}: {error:?}"));
             assert_eq!(
@@ -246,21 +260,21 @@ mod tests {
     #[tokio::test]
     async fn nothing_is_posted_by_name_to_a_metadata_service() {
         let url = Url::parse("http://sneaky.example/").unwrap();
-        let client = poster_by(by_stranger, &url, Duration::from_secs(5)).unwrap();
+        let client = post_client_with(hostile_lookup, &url, Duration::from_secs(5)).unwrap();
         let error = client.post(url).send().await.unwrap_err();
         assert!(refusal(&error).is_some(), "{error:?}");
     }
 
     #[tokio::test]
     async fn the_systems_answers_are_filtered() {
-        let names = Names {
-            exempt: None,
-            lookup: by_system,
+        let resolver = LinkLocalFilter {
+            exempt_name: None,
+            lookup: system_lookup,
         };
         // An address in any form needs no name server.
         let name = "169.254.169.254".parse().unwrap();
-        let error = names.resolve(name).await.map(|_| ()).unwrap_err();
+        let error = resolver.resolve(name).await.map(|_| ()).unwrap_err();
         assert!(refusal(&*error).is_some(), "{error}");
-        assert_eq!(names.resolve("127.0.0.1".parse().unwrap()).await.unwrap().count(), 1);
+        assert_eq!(resolver.resolve("127.0.0.1".parse().unwrap()).await.unwrap().count(), 1);
     }
 }

@@ -1,9 +1,9 @@
-//! Arrays of numbers that start on a cache line and lie on huge pages.
+//! Arrays of numbers that start at a cache line and lie on huge pages.
 //!
-//! The alignment keeps register-wide loads from straddling two cache lines. With small pages, reads
-//! of weights wait for address translations, and hardware prefetching stops at each page boundary.
-//! The matrices of a model are often smaller than a huge page, or end in the middle of one, so
-//! small arrays are packed one after another into shared chunks.
+//! Because of the alignment, register-wide loads do not straddle two cache lines. With small pages,
+//! reads of weights would wait for address translations, and hardware prefetching would stop at
+//! each page boundary. A model's matrices are often smaller than a huge page, or end in the middle
+//! of one, so small arrays share chunks, one array after the other.
 //!
 //! See docs/decisions/067-weights-and-kv-lie-on-huge-pages.md.
 
@@ -17,12 +17,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 use super::gemm::tile::{Bf16, F16};
 
 /// Bytes of a cache line.
-const LINE: usize = 64;
+const CACHE_LINE: usize = 64;
 /// Bytes of a huge page on most machines.
 const HUGE_PAGE: usize = 2 << 20;
-/// Maximum bytes of a normal page.
-const PAGE: usize = 1 << 16;
-/// Bytes of a chunk that small arrays share. An array of more than half of this gets its own chunk.
+/// Maximum bytes of a normal page on supported systems.
+const NORMAL_PAGE_MAX: usize = 1 << 16;
+/// Bytes of a chunk that small arrays share. An array larger than half of this has its own chunk.
 const CHUNK: usize = 32 << 20;
 
 /// Number types for which all-zero bytes are the number 0.
@@ -42,43 +42,42 @@ unsafe impl ZeroBits for Bf16 {}
 // SAFETY: as above; the type wraps its bits.
 unsafe impl ZeroBits for F16 {}
 
-/// A fixed number of elements, of which the first is aligned to a cache line.
-pub(crate) struct Aligned<E> {
+/// An array of fixed length whose first element is aligned to a cache line.
+pub(crate) struct AlignedArray<E> {
     /// Keeps the memory of the elements allocated.
     _chunk: Arc<MemoryChunk>,
-    /// First element. This array owns `len` elements from here on.
+    /// First of the `len` elements that this array owns.
     start: *mut E,
     len: usize,
     owns: PhantomData<E>,
 }
 
 // SAFETY: the array owns its elements, as a vector does.
-unsafe impl<E: Send> Send for Aligned<E> {}
+unsafe impl<E: Send> Send for AlignedArray<E> {}
 // SAFETY: as above.
-unsafe impl<E: Sync> Sync for Aligned<E> {}
+unsafe impl<E: Sync> Sync for AlignedArray<E> {}
 
-impl<E: ZeroBits> Aligned<E> {
-    /// `len` zeros, in memory that the operating system maps page by page on the first write.
-    pub(super) fn new(len: usize) -> Aligned<E> {
+impl<E: ZeroBits> AlignedArray<E> {
+    /// An array of `len` zeros. The operating system maps each of its pages at the first write.
+    pub(super) fn new(len: usize) -> AlignedArray<E> {
         let bytes = Self::bytes(len);
         if bytes > CHUNK / 2 {
-            Aligned::at(Arc::new(MemoryChunk::huge(bytes)), 0, len)
+            AlignedArray::in_chunk(Arc::new(MemoryChunk::on_huge_pages(bytes)), 0, len)
         } else {
-            let (chunk, from) = share(bytes);
-            Aligned::at(chunk, from, len)
+            let (chunk, offset) = allocate_shared(bytes);
+            AlignedArray::in_chunk(chunk, offset, len)
         }
     }
 
-    /// As [`new`](Self::new), on small pages: for arrays that are written in a few places only.
-    pub(super) fn small_pages(len: usize) -> Aligned<E> {
-        Aligned::at(Arc::new(MemoryChunk::new(Self::bytes(len))), 0, len)
+    /// As [`new`](Self::new), on small pages: for arrays of which only a few elements are written.
+    pub(super) fn on_small_pages(len: usize) -> AlignedArray<E> {
+        AlignedArray::in_chunk(Arc::new(MemoryChunk::new(Self::bytes(len))), 0, len)
     }
 
-    /// An array that starts at byte `from` of the chunk. The chunk's bytes must not be in use by
-    /// another array.
-    fn at(chunk: Arc<MemoryChunk>, from: usize, len: usize) -> Aligned<E> {
-        Aligned {
-            start: chunk.start.wrapping_add(from).cast(),
+    /// An array that starts at byte `offset` of the chunk. No other array may use its bytes.
+    fn in_chunk(chunk: Arc<MemoryChunk>, offset: usize, len: usize) -> AlignedArray<E> {
+        AlignedArray {
+            start: chunk.start.wrapping_add(offset).cast(),
             _chunk: chunk,
             len,
             owns: PhantomData,
@@ -89,12 +88,12 @@ impl<E: ZeroBits> Aligned<E> {
     fn bytes(len: usize) -> usize {
         let bytes = len
             .checked_mul(size_of::<E>())
-            .and_then(|b| b.checked_next_multiple_of(LINE));
+            .and_then(|b| b.checked_next_multiple_of(CACHE_LINE));
         bytes.unwrap_or_else(|| panic!("{len} elements of {} bytes cannot be allocated", size_of::<E>()))
     }
 }
 
-/// Zeroed memory from which arrays are allocated. Each byte is given out once.
+/// Zeroed memory that arrays are allocated from. Each byte is allocated at most once.
 struct MemoryChunk {
     memory: *mut u8,
     layout: Layout,
@@ -109,7 +108,7 @@ unsafe impl Sync for MemoryChunk {}
 
 impl Drop for MemoryChunk {
     fn drop(&mut self) {
-        // SAFETY: allocated with this layout, and all arrays in it have been dropped.
+        // SAFETY: `memory` was allocated with this layout, and all arrays in it have been dropped.
         unsafe { dealloc(self.memory, self.layout) };
     }
 }
@@ -122,8 +121,8 @@ impl MemoryChunk {
         let Some(Ok(layout)) = layout else {
             panic!("{bytes} bytes cannot be allocated");
         };
-        // The start is aligned by hand: for an aligned layout, the allocator would write zeros to
-        // all of the memory.
+        // The layout has no alignment, so `start` is aligned here: for an aligned layout, the
+        // allocator would write zeros to all of the memory.
         // SAFETY: the layout's size is not zero.
         let memory = unsafe { alloc_zeroed(layout) };
         if memory.is_null() {
@@ -133,39 +132,40 @@ impl MemoryChunk {
         MemoryChunk { memory, layout, start }
     }
 
-    fn huge(bytes: usize) -> MemoryChunk {
+    fn on_huge_pages(bytes: usize) -> MemoryChunk {
         let chunk = MemoryChunk::new(bytes);
-        want_huge_pages(chunk.start, bytes);
+        advise_huge_pages(chunk.start, bytes);
         chunk
     }
 }
 
-/// Takes `bytes` bytes, at most [`CHUNK`], of the shared chunk. Returns the chunk and the offset of
-/// the first of these bytes.
-fn share(bytes: usize) -> (Arc<MemoryChunk>, usize) {
-    /// The chunk that small arrays share, and the number of its bytes already given out.
-    static OPEN: Mutex<Option<(Arc<MemoryChunk>, usize)>> = Mutex::new(None);
-    let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
-    let roomy = open.take().filter(|(_, used)| used + bytes <= CHUNK);
-    let (chunk, used) = open.insert(roomy.unwrap_or_else(|| (Arc::new(MemoryChunk::huge(CHUNK)), 0)));
-    let from = *used;
+/// Allocates `bytes` bytes, at most [`CHUNK`], in a shared chunk. Returns the chunk and the offset
+/// of the first byte.
+fn allocate_shared(bytes: usize) -> (Arc<MemoryChunk>, usize) {
+    /// The chunk that small arrays are allocated in, and the number of its allocated bytes.
+    static CURRENT: Mutex<Option<(Arc<MemoryChunk>, usize)>> = Mutex::new(None);
+    let mut current = CURRENT.lock().unwrap_or_else(PoisonError::into_inner);
+    let chunk_with_space = current.take().filter(|(_, used)| used + bytes <= CHUNK);
+    let new_chunk = || (Arc::new(MemoryChunk::on_huge_pages(CHUNK)), 0);
+    let (chunk, used) = current.insert(chunk_with_space.unwrap_or_else(new_chunk));
+    let offset = *used;
     *used += bytes;
-    (Arc::clone(chunk), from)
+    (Arc::clone(chunk), offset)
 }
 
-/// Asks the system to back memory by huge pages. Must be called before the first write to it.
-pub(super) fn want_huge_pages(start: *mut u8, bytes: usize) {
+/// Asks the system to back memory by huge pages. Must be called before the memory is first written.
+pub(super) fn advise_huge_pages(start: *mut u8, bytes: usize) {
     #[cfg(target_os = "linux")]
     if bytes >= HUGE_PAGE {
-        let from = (start as usize).next_multiple_of(PAGE);
-        let to = (start as usize + bytes) / PAGE * PAGE;
-        // SAFETY: the range is whole pages, and the advice only changes how they are backed. A
-        // system without huge pages refuses it, which is harmless.
+        let from = (start as usize).next_multiple_of(NORMAL_PAGE_MAX);
+        let to = (start as usize + bytes) / NORMAL_PAGE_MAX * NORMAL_PAGE_MAX;
+        // SAFETY: the range consists of whole pages, and the call only changes how they are backed.
+        // A system without huge pages returns an error, which is harmless.
         unsafe { libc::madvise(from as *mut libc::c_void, to - from, libc::MADV_HUGEPAGE) };
     }
 }
 
-impl<E> Deref for Aligned<E> {
+impl<E> Deref for AlignedArray<E> {
     type Target = [E];
     fn deref(&self) -> &[E] {
         // SAFETY: the array owns these elements; they are aligned and initialised to zero bits,
@@ -174,7 +174,7 @@ impl<E> Deref for Aligned<E> {
     }
 }
 
-impl<E> DerefMut for Aligned<E> {
+impl<E> DerefMut for AlignedArray<E> {
     fn deref_mut(&mut self) -> &mut [E] {
         // SAFETY: as above.
         unsafe { std::slice::from_raw_parts_mut(self.start, self.len) }
@@ -188,38 +188,38 @@ mod tests {
     /// The system commits memory only when it is written to.
     #[cfg(target_os = "linux")]
     #[test]
-    fn zeros_take_no_memory() {
+    fn unwritten_arrays_use_no_memory() {
         let resident_pages = || -> usize {
             let text = std::fs::read_to_string("/proc/self/statm").unwrap();
             text.split(' ').nth(1).unwrap().parse().unwrap()
         };
         let before = resident_pages();
-        let pool = Aligned::<Bf16>::new(1 << 30);
+        let pool = AlignedArray::<Bf16>::new(1 << 30);
         // Other tests run meanwhile and use far less memory than these 2 GiB.
         assert!(resident_pages() < before + (1 << 18), "the pool was written to");
         assert_eq!(pool[1 << 29].0, 0);
     }
 
     #[test]
-    fn starts_on_a_line_at_any_length() {
+    fn arrays_of_any_length_start_at_a_cache_line() {
         for len in [0, 1, 15, 16, 17, 100_000] {
-            let mut numbers = Aligned::<f32>::new(len);
-            assert_eq!((numbers.len(), numbers.as_ptr() as usize % LINE), (len, 0));
+            let mut numbers = AlignedArray::<f32>::new(len);
+            assert_eq!((numbers.len(), numbers.as_ptr() as usize % CACHE_LINE), (len, 0));
             numbers.fill(1.0);
-            let halves = Aligned::<Bf16>::new(len);
+            let halves = AlignedArray::<Bf16>::new(len);
             assert!(halves.iter().all(|x| x.0 == 0));
-            assert_eq!((halves.len(), halves.as_ptr() as usize % LINE), (len, 0));
+            assert_eq!((halves.len(), halves.as_ptr() as usize % CACHE_LINE), (len, 0));
         }
     }
 
     /// Small arrays share chunks, large arrays have their own. Arrays never overlap, in whatever
     /// order they are dropped.
     #[test]
-    fn arrays_of_all_sizes_keep_what_they_hold() {
+    fn arrays_of_all_sizes_keep_their_contents() {
         let mut kept = Vec::new();
         for round in 0..200usize {
             let len = [1, 100, 70_000, CHUNK / 3, CHUNK][round % 5];
-            let make = [Aligned::<u8>::new, Aligned::small_pages][round % 7 / 6];
+            let make = [AlignedArray::<u8>::new, AlignedArray::on_small_pages][round % 7 / 6];
             let mut numbers = make(len);
             let ends = [0, len - 1];
             assert!(ends.iter().all(|i| numbers[*i] == 0), "round {round}");

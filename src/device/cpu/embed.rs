@@ -1,5 +1,5 @@
-//! Gathers rows of the embedding table from the panel layout. (A tied table is also the output
-//! head.)
+//! Reads rows of the embedding table, which is stored in panels because a tied table is also the
+//! output head.
 
 use super::Buffer;
 use super::gemm::matrix::Matrix;
@@ -7,7 +7,7 @@ use super::math::round_bf16;
 
 /// Writes `[tokens][columns]` to `out`: the table row of each token, times `scale`. Every token
 /// must be below `table.rows`.
-pub(super) fn embed(table: &Matrix, scale: f32, round: bool, tokens: &[u32], out: &mut Buffer) {
+pub(super) fn embed(table: &Matrix, scale: f32, round_to_bf16: bool, tokens: &[u32], out: &mut Buffer) {
     out.reshape(tokens.len(), table.columns);
     for (i, &token) in tokens.iter().enumerate() {
         table.read_row(token as usize, out.row_mut(i));
@@ -15,8 +15,8 @@ pub(super) fn embed(table: &Matrix, scale: f32, round: bool, tokens: &[u32], out
     if scale == 1.0 {
         return;
     }
-    if round {
-        // The reference rounds the scale to BF16, too.
+    if round_to_bf16 {
+        // The reference implementation also rounds the scale to BF16.
         out.data
             .iter_mut()
             .for_each(|x| *x = round_bf16(*x * round_bf16(scale)))
@@ -32,7 +32,7 @@ mod tests {
     use crate::device::{Dtype, Precision, Tensor};
 
     #[test]
-    fn picks_the_rows_of_the_tokens() {
+    fn reads_the_rows_of_the_tokens() {
         let values = numbers(4, 33 * 7);
         let data = bytes_of(&values, Dtype::F32);
         let tensor = Tensor {

@@ -9,16 +9,16 @@ use super::{Buffer, ExecContext};
 use crate::device::Activation;
 
 #[inline(always)]
-fn gated_row(activation: Activation, gate: &[f32], up: &[f32], round: bool, out: &mut [f32]) {
+fn gated_row(activation: Activation, gate: &[f32], up: &[f32], round_to_bf16: bool, out: &mut [f32]) {
     match activation {
-        Activation::Silu => gated_row_by(silu, gate, up, round, out),
-        Activation::GeluTanh => gated_row_by(gelu_tanh, gate, up, round, out),
+        Activation::Silu => gated_row_with(silu, gate, up, round_to_bf16, out),
+        Activation::GeluTanh => gated_row_with(gelu_tanh, gate, up, round_to_bf16, out),
     }
 }
 
 #[inline(always)]
-fn gated_row_by(activate: impl Fn(f32) -> f32, gate: &[f32], up: &[f32], round: bool, out: &mut [f32]) {
-    if round {
+fn gated_row_with(activate: impl Fn(f32) -> f32, gate: &[f32], up: &[f32], round_to_bf16: bool, out: &mut [f32]) {
+    if round_to_bf16 {
         for ((y, g), u) in out.iter_mut().zip(gate).zip(up) {
             *y = round_bf16(round_bf16(activate(*g)) * u);
         }
@@ -30,44 +30,44 @@ fn gated_row_by(activate: impl Fn(f32) -> f32, gate: &[f32], up: &[f32], round: 
 }
 
 multiversion! {
-    fn gated_row_on(activation: Activation, gate: &[f32], up: &[f32], round: bool, out: &mut [f32]) = gated_row;
+    fn gated_row_on(activation: Activation, gate: &[f32], up: &[f32], round_to_bf16: bool, out: &mut [f32]) = gated_row;
 }
 
 /// A tile of `activation(gate) * up`, computed from alternating gate and up panels and written to
 /// rows of an output.
 pub(super) struct GatedTile<'a> {
     pub activation: Activation,
-    /// `[rows][per_row]`, each item 16 gate values and then 16 up values.
-    pub pairs: &'a [[f32; 2 * PANEL]],
-    pub per_row: usize,
-    /// Row 0 of the output. Rows are `stride` numbers apart, and `columns` numbers per row are
-    /// written.
+    /// `[rows][pairs_per_row]`: pairs of panels, 16 gate values and then 16 up values.
+    pub panel_pairs: &'a [[f32; 2 * PANEL]],
+    pub pairs_per_row: usize,
+    /// Row 0 of the output. Rows are `out_stride` numbers apart, and `columns` numbers are written
+    /// per row.
     pub out: *mut f32,
-    pub stride: usize,
+    pub out_stride: usize,
     pub columns: usize,
 }
 
 #[inline(always)]
 fn gated_tile(op: &GatedTile<'_>) {
     match op.activation {
-        Activation::Silu => gated_tile_by(silu, op),
-        Activation::GeluTanh => gated_tile_by(gelu_tanh, op),
+        Activation::Silu => gated_tile_with(silu, op),
+        Activation::GeluTanh => gated_tile_with(gelu_tanh, op),
     }
 }
 
 #[inline(always)]
-fn gated_tile_by(activate: impl Fn(f32) -> f32, op: &GatedTile<'_>) {
-    let whole = op.columns / PANEL;
-    for (r, pairs) in op.pairs.chunks_exact(op.per_row).enumerate() {
-        // SAFETY: within a row of the output, which `gated_tile_on`'s caller vouches for.
-        let out = unsafe { std::slice::from_raw_parts_mut(op.out.add(r * op.stride), op.columns) };
+fn gated_tile_with(activate: impl Fn(f32) -> f32, op: &GatedTile<'_>) {
+    let full_panels = op.columns / PANEL;
+    for (r, pairs) in op.panel_pairs.chunks_exact(op.pairs_per_row).enumerate() {
+        // SAFETY: within a row of the output, which the caller of `gated_tile_on` guarantees.
+        let out = unsafe { std::slice::from_raw_parts_mut(op.out.add(r * op.out_stride), op.columns) };
         let (panels, rest) = out.as_chunks_mut::<PANEL>();
         for (pair, out) in pairs.iter().zip(panels) {
             for j in 0..PANEL {
                 out[j] = activate(pair[j]) * pair[PANEL + j];
             }
         }
-        if let Some(pair) = pairs.get(whole) {
+        if let Some(pair) = pairs.get(full_panels) {
             for (j, out) in rest.iter_mut().enumerate() {
                 *out = activate(pair[j]) * pair[PANEL + j];
             }
@@ -82,16 +82,22 @@ multiversion! {
 
 /// Writes `activation(gate) * up` to `out`. Rows of `gate_up` are `[gate][up]`; rows of `out` are
 /// half as wide.
-pub(super) fn gated(on: ExecContext<'_>, activation: Activation, round: bool, gate_up: &Buffer, out: &mut Buffer) {
+pub(super) fn gated(
+    ctx: ExecContext<'_>,
+    activation: Activation,
+    round_to_bf16: bool,
+    gate_up: &Buffer,
+    out: &mut Buffer,
+) {
     let width = gate_up.width / 2;
     out.reshape(gate_up.rows, width);
     let elements = out.data.len();
-    let mut parts: Vec<_> = out.parts_mut(on.threads.parts(elements)).collect();
-    on.threads.share_mut(elements, &mut parts, |_, parts| {
+    let mut parts: Vec<_> = out.parts_mut(ctx.threads.parts(elements)).collect();
+    ctx.threads.parallel_for_each(elements, &mut parts, |_, parts| {
         for (first, part) in parts {
             for (i, y) in part.chunks_exact_mut(width).enumerate() {
                 let (gate, up) = gate_up.row(*first + i).split_at(width);
-                gated_row_on(on.isa, activation, gate, up, round, y);
+                gated_row_on(ctx.isa, activation, gate, up, round_to_bf16, y);
             }
         }
     });
@@ -101,10 +107,10 @@ pub(super) fn gated(on: ExecContext<'_>, activation: Activation, round: bool, ga
 mod tests {
     use super::*;
     use crate::device::cpu::Isa;
-    use crate::device::cpu::testing::{buffer, numbers, on};
+    use crate::device::cpu::testing::{buffer, ctx, numbers};
 
     #[test]
-    fn matches_the_formula_in_the_same_bits_everywhere() {
+    fn matches_the_formula_and_is_bit_identical_on_all_sets() {
         for (rows, width) in [(1, 1), (2, 15), (3, 16), (4, 17), (40, 500)] {
             let mut x = numbers(9, rows * 2 * width);
             x.iter_mut().for_each(|v| *v *= 20.0);
@@ -113,7 +119,7 @@ mod tests {
                 let mut first: Option<Vec<f32>> = None;
                 for isa in Isa::available() {
                     let mut out = Buffer::default();
-                    gated(on(isa), activation, false, &x, &mut out);
+                    gated(ctx(isa), activation, false, &x, &mut out);
                     for i in 0..rows {
                         for j in 0..width {
                             let (g, u) = (x.row(i)[j] as f64, x.row(i)[width + j] as f64);

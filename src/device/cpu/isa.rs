@@ -1,8 +1,8 @@
 //! Instruction sets of the processor, and functions that are compiled once per set.
 //!
-//! All sets give the same bits: lanes are independent, products are added with one rounding (fused)
-//! everywhere, and the order of a sum is independent of the register width. Only dot products of
-//! BF16 pairs sum in another order (`bf16.rs`).
+//! Results are bit-identical with all sets: lanes are independent, every multiply-add is fused (one
+//! rounding), and the order of a sum is independent of the register width. Only dot products of
+//! BF16 pairs have another order of additions (`bf16.rs`).
 
 /// Instruction sets that kernels are compiled for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -13,7 +13,7 @@ pub enum Isa {
     /// AVX-512 and dot products of 8-bit numbers and of BF16.
     #[cfg(target_arch = "x86_64")]
     Avx512Bf16,
-    /// AVX-512 with both dot products, and matrix products of 8-bit numbers and BF16 on AMX tiles.
+    /// AVX-512 with both dot products, and AMX tiles: matmuls of 8-bit numbers and of BF16.
     #[cfg(target_arch = "x86_64")]
     Amx,
     /// AVX-512 F, BW, DQ, VL: 16 lanes, 32 registers.
@@ -25,8 +25,8 @@ pub enum Isa {
     /// AVX2 and dot products of 8-bit numbers in 256 bits.
     #[cfg(target_arch = "x86_64")]
     AvxVnni,
-    /// The instructions that every processor of the target has. On x86-64 without FMA, the fused
-    /// products are computed in software: correct but slow.
+    /// The instructions that every processor of the compilation target has. On x86-64 these do not
+    /// include FMA, so fused multiply-adds are computed in software: correct but slow.
     Portable,
 }
 
@@ -53,7 +53,7 @@ impl std::fmt::Display for Isa {
 impl std::str::FromStr for Isa {
     type Err = String;
 
-    /// One of this processor's sets by its name.
+    /// Parses the name of an instruction set that this processor has.
     fn from_str(name: &str) -> Result<Isa, String> {
         let sets = Isa::available();
         sets.iter().copied().find(|isa| isa.to_string() == name).ok_or_else(|| {
@@ -68,7 +68,7 @@ impl Isa {
     pub fn detect() -> Isa {
         let best = *Isa::available().last().unwrap_or(&Isa::Portable);
         #[cfg(target_arch = "x86_64")]
-        if best == Isa::Avx512Bf16 && has_slow_pairs() {
+        if best == Isa::Avx512Bf16 && has_slow_bf16_pairs() {
             return Isa::Avx512Vnni;
         }
         best
@@ -106,19 +106,20 @@ impl Isa {
     }
 }
 
-/// Whether dot products of BF16 pairs are slower than products in F32. On a Xeon with AVX-512 BF16
-/// and without AMX they ran at 0.54 to 0.68 of F32's speed (`tests/kernel_speed.rs`), on an AMD
-/// EPYC at about twice F32's speed.
+/// Whether dot products of BF16 pairs are slower than multiply-adds in F32. On a Xeon with AVX-512
+/// BF16 and without AMX, they ran at 0.54 to 0.68 of the speed of F32 (`tests/kernel_speed.rs`); on
+/// an AMD EPYC at about twice that speed.
 #[cfg(target_arch = "x86_64")]
-fn has_slow_pairs() -> bool {
+fn has_slow_bf16_pairs() -> bool {
     let leaf = std::arch::x86_64::__cpuid(0);
     [leaf.ebx, leaf.edx, leaf.ecx].map(u32::to_le_bytes).concat() == b"GenuineIntel"
 }
 
-/// Defines `fn name(isa, args..)` that runs the `#[inline(always)]` function `body(args..)` compiled for `isa`.
+/// Defines `fn name(isa, args..)` that runs the `#[inline(always)]` function `body(args..)`
+/// compiled for `isa`.
 ///
-/// An [`Isa`] value other than `Portable` must come from [`Isa::available`], which detects the
-/// processor's instructions.
+/// `isa` must be `Portable` or come from [`Isa::available`], which detects the processor's
+/// instructions.
 macro_rules! multiversion {
     ($(#[$doc:meta])* $vis:vis fn $name:ident($($arg:ident: $ty:ty),* $(,)?) = $body:path;) => {
         $(#[$doc])*
@@ -141,7 +142,8 @@ macro_rules! multiversion {
                 | $crate::device::cpu::isa::Isa::Avx512Vnni
                 | $crate::device::cpu::isa::Isa::Avx512Bf16
                 | $crate::device::cpu::isa::Isa::Amx => {
-                    // SAFETY: the processor has these instructions, or `isa` would not have this value.
+                    // SAFETY: the processor has these instructions, or `isa` would not have this
+                    // value.
                     unsafe { avx512($($arg),*) }
                 }
                 #[cfg(target_arch = "x86_64")]
@@ -161,8 +163,8 @@ mod tests {
     use super::*;
     use crate::device::cpu::testing::lacks;
 
-    /// Kernel tests run only on the sets that the processor has. This test reports the sets that it
-    /// lacks.
+    /// Kernel tests run only with the sets that the processor has. This test reports the sets that
+    /// it lacks.
     #[test]
     fn every_set_of_kernels_is_tried() {
         let all = [
@@ -174,13 +176,13 @@ mod tests {
             Isa::Amx,
         ];
         let available = Isa::available();
-        let lacking: Vec<String> = all
+        let missing: Vec<String> = all
             .iter()
             .filter(|isa| !available.contains(isa))
             .map(Isa::to_string)
             .collect();
-        if !lacking.is_empty() {
-            let what = format!("{}: their kernels did not run", lacking.join(", "));
+        if !missing.is_empty() {
+            let what = format!("{}: their kernels did not run", missing.join(", "));
             lacks("device::cpu::isa::tests::every_set_of_kernels_is_tried", &what);
         }
     }

@@ -1,4 +1,5 @@
-//! Paged keys and values of one layer, in blocks of 16 positions, laid out as panels for the matrix kernel.
+//! Paged keys and values of one layer, in blocks of 16 positions, laid out as panels for the matrix
+//! kernel.
 //!
 //! Keys: `[kv_head][block][head_dim][16 positions]`. Values:
 //! `[kv_head][block][head_dim / 16][16 positions][16 dims]`, with head_dim rounded up to a multiple
@@ -6,18 +7,19 @@
 //!
 //! Attention multiplies whole blocks, with weight zero at unused positions. Values at unused
 //! positions must be finite, since `0 * NaN` is NaN. The step that begins a block therefore clears
-//! the rest of its values, so that leftovers of the previous owner cannot reach the results of
-//! another sequence.
+//! the values at its unused positions, so that old values of the block's previous sequence cannot
+//! affect the result.
 //!
 //! See docs/decisions/072-values-lie-token-by-token.md.
 
-use super::aligned::Aligned;
+use super::aligned::AlignedArray;
 use super::gemm::int8::{OFFSET, QUAD};
 use super::gemm::tile::{Bf16, Element, PANEL};
 use super::quantize::quantize_row_on;
 use super::step::Step;
 use super::{BLOCK_TOKENS, SPAN_TOKENS};
 use super::{Buffer, ExecContext, Threads};
+use crate::device::batch::BlockCopy;
 use crate::device::{HeadShape, KvFormat};
 
 /// One layer's keys and values.
@@ -34,27 +36,28 @@ pub(super) enum KvStore {
 }
 
 pub(super) struct KvPages<E> {
-    pub keys: Aligned<E>,
-    pub values: Aligned<E>,
+    pub keys: AlignedArray<E>,
+    pub values: AlignedArray<E>,
 }
 
 /// Keys and values in INT8 with one scale per position and head: a number is about its byte times
 /// its scale.
 ///
-/// Unused positions may hold anything: attention masks their scores and multiplies their values by
-/// exact zeros.
+/// Unused positions may have any content: attention masks their scores and multiplies their values
+/// by exact zeros.
 pub(super) struct Int8Pages {
-    /// `[kv_head][block][quads of dims][16 positions][4]`, each byte + 128. head_dim is rounded up
-    /// as for values and padded with zeros (stored as 128).
-    pub keys: Aligned<u8>,
+    /// `[kv_head][block][quads of dims][16 positions][4]`, with 128 added to each byte. head_dim is
+    /// rounded up as for values and padded with zeros (stored as 128).
+    pub keys: AlignedArray<u8>,
     /// `[kv_head][block][quads of positions][dims][4]`.
-    pub values: Aligned<i8>,
+    pub values: AlignedArray<i8>,
     /// `[kv_head][block][16 positions]`.
-    pub key_scales: Aligned<f32>,
+    pub key_scales: AlignedArray<f32>,
     /// As `key_scales`.
-    pub value_scales: Aligned<f32>,
-    /// As `key_scales`: the maximum of the value scales from the span's first position to this one.
-    pub value_scale_max: Aligned<f32>,
+    pub value_scales: AlignedArray<f32>,
+    /// `[kv_head][block][16 positions]`: the maximum of the value scales from the span's first
+    /// position to this position.
+    pub value_scale_max: AlignedArray<f32>,
 }
 
 /// head_dim as stored in values: rounded up to whole panels.
@@ -68,20 +71,20 @@ impl KvPool {
         let (keys, values) = (tokens * heads.head_dim, tokens * padded(heads.head_dim));
         let store = match format {
             KvFormat::F32 => KvStore::F32(KvPages {
-                keys: Aligned::new(keys),
-                values: Aligned::new(values),
+                keys: AlignedArray::new(keys),
+                values: AlignedArray::new(values),
             }),
             KvFormat::Bf16 => KvStore::Bf16(KvPages {
-                keys: Aligned::new(keys),
-                values: Aligned::new(values),
+                keys: AlignedArray::new(keys),
+                values: AlignedArray::new(values),
             }),
             // `Cpu::new` rejects FP8.
             KvFormat::Int8 | KvFormat::Fp8 => KvStore::Int8(Int8Pages {
-                keys: Aligned::new(values),
-                values: Aligned::new(values),
-                key_scales: Aligned::small_pages(tokens),
-                value_scales: Aligned::small_pages(tokens),
-                value_scale_max: Aligned::small_pages(tokens),
+                keys: AlignedArray::new(values),
+                values: AlignedArray::new(values),
+                key_scales: AlignedArray::on_small_pages(tokens),
+                value_scales: AlignedArray::on_small_pages(tokens),
+                value_scale_max: AlignedArray::on_small_pages(tokens),
             }),
         };
         KvPool { blocks, heads, store }
@@ -98,7 +101,7 @@ impl KvPool {
     }
 
     /// Copies blocks `(from, to)`, in order.
-    pub(super) fn copy_blocks(&mut self, copies: &[(u32, u32)]) {
+    pub(super) fn copy_blocks(&mut self, copies: &[BlockCopy]) {
         match &mut self.store {
             KvStore::F32(pages) => pages.copy_blocks(self.heads, self.blocks, copies),
             KvStore::Bf16(pages) => pages.copy_blocks(self.heads, self.blocks, copies),
@@ -107,104 +110,110 @@ impl KvPool {
     }
 
     /// Stores the keys and values of all tokens of the step from their `[q][k][v]` rows.
-    pub(super) fn store(&mut self, on: ExecContext<'_>, step: &Step, qkv: &Buffer) {
+    pub(super) fn store(&mut self, ctx: ExecContext<'_>, step: &Step, qkv: &Buffer) {
         assert_eq!(step.heads, self.heads);
         match &mut self.store {
-            KvStore::F32(pages) => pages.store(on.threads, self.heads, self.blocks, step, qkv),
-            KvStore::Bf16(pages) => pages.store(on.threads, self.heads, self.blocks, step, qkv),
-            KvStore::Int8(pages) => pages.store(on, self.heads, self.blocks, step, qkv),
+            KvStore::F32(pages) => pages.store(ctx.threads, self.heads, self.blocks, step, qkv),
+            KvStore::Bf16(pages) => pages.store(ctx.threads, self.heads, self.blocks, step, qkv),
+            KvStore::Int8(pages) => pages.store(ctx, self.heads, self.blocks, step, qkv),
         }
     }
 }
 
-/// Copies blocks of `size` elements within the part of each head, in order.
-fn copy_within<E: Copy>(data: &mut [E], heads: HeadShape, blocks: usize, size: usize, copies: &[(u32, u32)]) {
+/// Copies blocks of `block_len` elements within each head's part of `data`, in the order of
+/// `copies`.
+fn copy_within<E: Copy>(data: &mut [E], heads: HeadShape, blocks: usize, block_len: usize, copies: &[BlockCopy]) {
     for head in 0..heads.kv_heads {
-        for &(from, to) in copies {
-            let from = (head * blocks + from as usize) * size;
-            data.copy_within(from..from + size, (head * blocks + to as usize) * size);
+        for &BlockCopy { from, to } in copies {
+            let from = (head * blocks + from as usize) * block_len;
+            data.copy_within(from..from + block_len, (head * blocks + to as usize) * block_len);
         }
     }
 }
 
-/// The position in the pool at which a token of the step is stored.
+/// The location in the pool where a token of the step is stored.
 #[derive(Clone, Copy)]
 struct KvSlot {
     block: usize,
     /// Position within the block.
     slot: usize,
     /// `(block, slot)` of the previous position. `None` if this position begins a span.
-    before: Option<(usize, usize)>,
+    previous: Option<(usize, usize)>,
 }
 
-/// Calls `store` for each token of the step, with its row of `qkv`.
-fn for_tokens<'a>(step: &Step, qkv: &'a Buffer, mut store: impl FnMut(&'a [f32], KvSlot)) {
+/// Calls `store` for each token of the step, with the token's row of `qkv`.
+fn for_each_token<'a>(step: &Step, qkv: &'a Buffer, mut store: impl FnMut(&'a [f32], KvSlot)) {
     for (i, s) in step.batch.sequences.iter().enumerate() {
         let table = step.blocks(i as u32);
-        let place = |position: usize| (table[position / BLOCK_TOKENS] as usize, position % BLOCK_TOKENS);
+        let slot_of = |position: usize| (table[position / BLOCK_TOKENS] as usize, position % BLOCK_TOKENS);
         for q in 0..s.q_len as usize {
             let position = (s.kv_len - s.q_len) as usize + q;
-            let (block, slot) = place(position);
-            let before = (!position.is_multiple_of(SPAN_TOKENS)).then(|| place(position - 1));
-            store(qkv.row(s.first_token as usize + q), KvSlot { block, slot, before });
+            let (block, slot) = slot_of(position);
+            let previous = (!position.is_multiple_of(SPAN_TOKENS)).then(|| slot_of(position - 1));
+            store(qkv.row(s.first_token as usize + q), KvSlot { block, slot, previous });
         }
     }
 }
 
 /// A head's key and value in a row of `[q][k][v]`.
 fn key_and_value(row: &[f32], heads: HeadShape, head: usize) -> (&[f32], &[f32]) {
-    let part = |at: usize| &row[at * heads.head_dim..][..heads.head_dim];
-    (part(heads.heads + head), part(heads.heads + heads.kv_heads + head))
+    let head_part = |index: usize| &row[index * heads.head_dim..][..heads.head_dim];
+    (
+        head_part(heads.heads + head),
+        head_part(heads.heads + heads.kv_heads + head),
+    )
 }
 
 impl Int8Pages {
-    fn copy_blocks(&mut self, heads: HeadShape, blocks: usize, copies: &[(u32, u32)]) {
-        let size = padded(heads.head_dim) * BLOCK_TOKENS;
-        copy_within(&mut self.keys, heads, blocks, size, copies);
-        copy_within(&mut self.values, heads, blocks, size, copies);
+    fn copy_blocks(&mut self, heads: HeadShape, blocks: usize, copies: &[BlockCopy]) {
+        let block_len = padded(heads.head_dim) * BLOCK_TOKENS;
+        copy_within(&mut self.keys, heads, blocks, block_len, copies);
+        copy_within(&mut self.values, heads, blocks, block_len, copies);
         copy_within(&mut self.key_scales, heads, blocks, BLOCK_TOKENS, copies);
         copy_within(&mut self.value_scales, heads, blocks, BLOCK_TOKENS, copies);
         copy_within(&mut self.value_scale_max, heads, blocks, BLOCK_TOKENS, copies);
     }
 
-    fn store(&mut self, on: ExecContext<'_>, heads: HeadShape, blocks: usize, step: &Step, qkv: &Buffer) {
+    fn store(&mut self, ctx: ExecContext<'_>, heads: HeadShape, blocks: usize, step: &Step, qkv: &Buffer) {
         let padded_dim = padded(heads.head_dim);
-        let size = padded_dim * BLOCK_TOKENS;
-        let keys = self.keys.chunks_exact_mut(blocks * size);
-        let values = self.values.chunks_exact_mut(blocks * size);
+        let block_len = padded_dim * BLOCK_TOKENS;
+        let keys = self.keys.chunks_exact_mut(blocks * block_len);
+        let values = self.values.chunks_exact_mut(blocks * block_len);
         let key_scales = self.key_scales.chunks_exact_mut(blocks * BLOCK_TOKENS);
         let value_scales = self.value_scales.chunks_exact_mut(blocks * BLOCK_TOKENS);
         let value_scale_max = self.value_scale_max.chunks_exact_mut(blocks * BLOCK_TOKENS);
         let scales = key_scales.zip(value_scales).zip(value_scale_max);
-        let mut all: Vec<_> = keys.zip(values).zip(scales).enumerate().collect();
-        on.threads.share_mut(qkv.data.len(), &mut all, |_, all| {
-            let mut bytes = vec![0u8; padded_dim];
-            for (head, ((keys, values), ((key_scales, value_scales), value_scale_max))) in all {
-                for_tokens(step, qkv, |row, KvSlot { block, slot, before }| {
-                    let (key, value) = key_and_value(row, heads, *head);
-                    let scale = block * BLOCK_TOKENS + slot;
-                    quantize_row_on(on.isa, key, &mut bytes, &mut key_scales[scale]);
-                    let out = &mut keys[block * size + slot * QUAD..(block + 1) * size];
-                    let quads = bytes.as_chunks::<QUAD>().0.iter();
-                    for (quad, out) in quads.zip(out.chunks_mut(BLOCK_TOKENS * QUAD)) {
-                        out[..QUAD].copy_from_slice(quad);
-                    }
-                    quantize_row_on(on.isa, value, &mut bytes, &mut value_scales[scale]);
-                    let top = before.map_or(0.0, |(block, slot)| value_scale_max[block * BLOCK_TOKENS + slot]);
-                    value_scale_max[scale] = value_scales[scale].max(top);
-                    let at = block * size + slot / QUAD * padded_dim * QUAD + slot % QUAD;
-                    let out = &mut values[at..(block + 1) * size];
-                    for (byte, out) in bytes.iter().zip(out.iter_mut().step_by(QUAD)) {
-                        *out = byte.wrapping_sub(OFFSET as u8) as i8;
-                    }
-                });
-            }
-        });
+        let mut head_pages: Vec<_> = keys.zip(values).zip(scales).enumerate().collect();
+        ctx.threads
+            .parallel_for_each(qkv.data.len(), &mut head_pages, |_, head_pages| {
+                let mut bytes = vec![0u8; padded_dim];
+                for (head, ((keys, values), ((key_scales, value_scales), value_scale_max))) in head_pages {
+                    for_each_token(step, qkv, |row, KvSlot { block, slot, previous }| {
+                        let (key, value) = key_and_value(row, heads, *head);
+                        let scale = block * BLOCK_TOKENS + slot;
+                        quantize_row_on(ctx.isa, key, &mut bytes, &mut key_scales[scale]);
+                        let out = &mut keys[block * block_len + slot * QUAD..(block + 1) * block_len];
+                        let quads = bytes.as_chunks::<QUAD>().0.iter();
+                        for (quad, out) in quads.zip(out.chunks_mut(BLOCK_TOKENS * QUAD)) {
+                            out[..QUAD].copy_from_slice(quad);
+                        }
+                        quantize_row_on(ctx.isa, value, &mut bytes, &mut value_scales[scale]);
+                        let previous_max =
+                            previous.map_or(0.0, |(block, slot)| value_scale_max[block * BLOCK_TOKENS + slot]);
+                        value_scale_max[scale] = value_scales[scale].max(previous_max);
+                        let offset = block * block_len + slot / QUAD * padded_dim * QUAD + slot % QUAD;
+                        let out = &mut values[offset..(block + 1) * block_len];
+                        for (byte, out) in bytes.iter().zip(out.iter_mut().step_by(QUAD)) {
+                            *out = byte.wrapping_sub(OFFSET as u8) as i8;
+                        }
+                    });
+                }
+            });
     }
 }
 
 impl<E: Element> KvPages<E> {
-    fn copy_blocks(&mut self, heads: HeadShape, blocks: usize, copies: &[(u32, u32)]) {
+    fn copy_blocks(&mut self, heads: HeadShape, blocks: usize, copies: &[BlockCopy]) {
         copy_within(&mut self.keys, heads, blocks, heads.head_dim * BLOCK_TOKENS, copies);
         copy_within(
             &mut self.values,
@@ -220,16 +229,16 @@ impl<E: Element> KvPages<E> {
         let (key_block, value_block) = (dim * BLOCK_TOKENS, padded(dim) * BLOCK_TOKENS);
         let keys = self.keys.chunks_exact_mut(blocks * key_block);
         let values = self.values.chunks_exact_mut(blocks * value_block);
-        let mut all: Vec<_> = keys.zip(values).enumerate().collect();
-        threads.share_mut(qkv.data.len(), &mut all, |_, all| {
-            for (head, (keys, values)) in all {
+        let mut head_pages: Vec<_> = keys.zip(values).enumerate().collect();
+        threads.parallel_for_each(qkv.data.len(), &mut head_pages, |_, head_pages| {
+            for (head, (keys, values)) in head_pages {
                 for &(block, used) in &step.new_tail_blocks {
                     let block = &mut values[block as usize * value_block..][..value_block];
                     for panel in block.chunks_exact_mut(BLOCK_TOKENS * PANEL) {
                         panel[used as usize * PANEL..].fill(E::default());
                     }
                 }
-                for_tokens(step, qkv, |row, KvSlot { block, slot, .. }| {
+                for_each_token(step, qkv, |row, KvSlot { block, slot, .. }| {
                     let (key, value) = key_and_value(row, heads, *head);
                     let out = &mut keys[block * key_block + slot..(block + 1) * key_block];
                     for (d, x) in key.iter().enumerate() {
@@ -237,8 +246,8 @@ impl<E: Element> KvPages<E> {
                     }
                     let out = &mut values[block * value_block..][..value_block];
                     for (panel, x) in value.chunks(PANEL).enumerate() {
-                        let at = (panel * BLOCK_TOKENS + slot) * PANEL;
-                        for (y, x) in out[at..].iter_mut().zip(x) {
+                        let offset = (panel * BLOCK_TOKENS + slot) * PANEL;
+                        for (y, x) in out[offset..].iter_mut().zip(x) {
                             *y = E::narrow(*x);
                         }
                     }
@@ -254,10 +263,10 @@ mod tests {
     use crate::device::RopeSpec;
     use crate::device::batch::{StepBatch, StepSequence};
     use crate::device::cpu::Isa;
-    use crate::device::cpu::testing::{buffer, numbers, on};
+    use crate::device::cpu::testing::{buffer, ctx, numbers};
 
     #[test]
-    fn stored_rows_are_found_and_begun_blocks_cleared() {
+    fn rows_are_stored_and_the_rest_of_new_blocks_is_cleared() {
         let heads = HeadShape {
             heads: 2,
             kv_heads: 2,
@@ -291,8 +300,8 @@ mod tests {
         });
         let rows = numbers(1, 20 * heads.qkv_width());
         let qkv = buffer(&rows, 20, heads.qkv_width());
-        pool.store(on(Isa::Portable), &step, &qkv);
-        pool.copy_blocks(&[(0, 3)]);
+        pool.store(ctx(Isa::Portable), &step, &qkv);
+        pool.copy_blocks(&[BlockCopy { from: 0, to: 3 }]);
         let KvStore::F32(pages) = &pool.store else {
             panic!("F32 pool")
         };

@@ -5,12 +5,13 @@ pub(super) const ROUND: f32 = 12_582_912.0;
 /// ln 2 split so that `n * LN2_HIGH` is exact for |n| < 2^9 (its low 9 bits are zero).
 const LN2_HIGH: f32 = 0.693_359_4;
 const LN2_LOW: f32 = -2.121_944_4e-4;
-/// Below this the result would be subnormal; it is 0 instead.
+/// For smaller arguments the result would be subnormal; it is 0 instead.
 const EXP_MIN: f32 = -87.336_54;
-/// Above this the result would overflow; it is `exp(EXP_MAX)` instead.
+/// For larger arguments the result is `exp(EXP_MAX)`, so that it cannot overflow.
 const EXP_MAX: f32 = 88.0;
 
-/// `e^x`, within 2 units in the last place; 0 below -87.33, `e^88` above 88, NaN for NaN.
+/// `e^x` with an error of at most 2 units in the last place; 0 below -87.33, `e^88` above 88, NaN
+/// for NaN.
 ///
 /// Splits `x = n ln 2 + r` with |r| <= ln 2 / 2, then multiplies the Taylor polynomial of degree 7
 /// for `e^r` (its first missing term is below 6e-9) by `2^n`.
@@ -34,7 +35,7 @@ pub fn exp(x: f32) -> f32 {
 const LN2: f32 = std::f32::consts::LN_2;
 /// The Taylor polynomial of degree 5 for `2^r`, the highest power first. For |r| <= 1/2 its first
 /// missing term is below 2.5e-6, and `2^r` is at least 0.7.
-pub(super) const EXP2: [f32; 6] = [
+pub(super) const EXP2_TAYLOR: [f32; 6] = [
     LN2 * LN2 * LN2 * LN2 * LN2 / 120.0,
     LN2 * LN2 * LN2 * LN2 / 24.0,
     LN2 * LN2 * LN2 / 6.0,
@@ -43,17 +44,17 @@ pub(super) const EXP2: [f32; 6] = [
     1.0,
 ];
 
-/// `2^x` for x <= 0, within a relative error of 4e-6. 2^-125 below -125, NaN for NaN.
+/// `2^x` for x <= 0, with a relative error of at most 4e-6; 2^-125 below -125, NaN for NaN.
 ///
-/// Splits `x = n + r` with |r| <= 1/2, then multiplies [`EXP2`] by `2^n`. This is half of [`exp`]'s
-/// work, and exact enough for weights that are then rounded to 8 bits.
+/// Splits `x = n + r` with |r| <= 1/2, then multiplies [`EXP2_TAYLOR`] by `2^n`. This is half of
+/// [`exp`]'s work, and exact enough for weights that are then rounded to 8 bits.
 #[inline(always)]
 pub(super) fn exp2(x: f32) -> f32 {
     let clamped = if -125.0 > x { -125.0 } else { x };
     let shifted = clamped + ROUND;
     let r = clamped - (shifted - ROUND);
-    let mut p = EXP2[0];
-    for c in &EXP2[1..] {
+    let mut p = EXP2_TAYLOR[0];
+    for c in &EXP2_TAYLOR[1..] {
         p = r.mul_add(p, *c);
     }
     // The low bits of `shifted` are n + 0x400000. The shift leaves only n, which is added to the

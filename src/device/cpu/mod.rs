@@ -1,21 +1,22 @@
-//! The CPU device. Each operation has its own file. Matrix products run on three kernels in `gemm/`:
-//! `tile.rs` (F32, and stored BF16 or F16 widened to F32), `bf16.rs` (BF16 pairs) and `int8.rs`.
+//! The CPU device. Each operation has its own file. Matmuls run on three kernels in `gemm/`:
+//! `tile.rs` (F32, with weights stored in F32, BF16 or F16), `bf16.rs` (dot products of BF16 pairs)
+//! and `int8.rs`.
 //!
 //! Activations are F32 in memory. At BF16 precision they hold BF16 values; at INT8 precision,
 //! normalised rows are stored in 8 bits. At F32 precision the results of a row are bit-identical
-//! for any batch, any number of threads and every instruction set.
+//! for any batch, any number of threads and any instruction set.
 //!
-//! `unsafe` code is limited to the kernels and their callers, in files that begin with
-//! `#![expect(unsafe_code)]`, and to `SharedMut` and `multiversion!`.
+//! Only `SharedMut`, `multiversion!`, the kernels and their callers contain `unsafe` code. The
+//! files of kernels and callers begin with `#![expect(unsafe_code)]`.
 //!
 //! See docs/decisions/060-f32-does-not-depend-on-the-batch.md.
 
 use std::sync::Arc;
 
 use crate::device::batch::StepBatch;
-use crate::device::draw::{Draw, DrawError, Drawn};
+use crate::device::draw::{Draw, DrawError, DrawnToken};
 use crate::device::{
-    Activation, AddNorm, Attention, Device, DeviceError, Head, HeadShape, KvFormat, KvSpec, Linear, Precision,
+    Activation, AddNorm, Attention, Device, DeviceError, HeadShape, KvFormat, KvSpec, Linear, OutputHead, Precision,
     RopeSpec, RopeStore, Tensor, TensorError,
 };
 
@@ -48,10 +49,10 @@ use quantize::Quantized;
 pub use step::Step;
 pub use threads::Threads;
 
-/// Positions per KV block. F32 and BF16 attention reduces over one block at a time.
+/// Positions per KV block. F32 and BF16 attention processes one block at a time.
 pub const BLOCK_TOKENS: usize = 16;
-/// Positions per span, a multiple of [`BLOCK_TOKENS`]. INT8 attention reduces over one span at a
-/// time. Sequences share the attention over a common prefix in whole spans.
+/// Positions per span, a multiple of [`BLOCK_TOKENS`]. INT8 attention processes one span at a time.
+/// Attention over a common prefix is shared by sequences in whole spans.
 const SPAN_TOKENS: usize = 64;
 
 /// A CPU with its threads, computing in one precision. (Weights are packed on rayon's global thread
@@ -59,7 +60,7 @@ const SPAN_TOKENS: usize = 64;
 pub struct Cpu {
     isa: Isa,
     precision: Precision,
-    kv: KvFormat,
+    kv_format: KvFormat,
     threads: Arc<Threads>,
 }
 
@@ -74,22 +75,22 @@ impl Cpu {
     /// A device on `threads` with the fastest instruction set of this processor.
     ///
     /// # Panics
-    /// If `precision` or `kv` is FP8, which the CPU device does not support.
-    pub fn new(precision: Precision, kv: KvFormat, threads: Arc<Threads>) -> Cpu {
+    /// If `precision` or `kv_format` is FP8, which the CPU device does not support.
+    pub fn new(precision: Precision, kv_format: KvFormat, threads: Arc<Threads>) -> Cpu {
         assert!(
-            precision != Precision::Fp8 && kv != KvFormat::Fp8,
+            precision != Precision::Fp8 && kv_format != KvFormat::Fp8,
             "a CPU does not compute in FP8"
         );
         let isa = Isa::detect();
         Cpu {
             isa,
             precision,
-            kv,
+            kv_format,
             threads,
         }
     }
 
-    /// The same device using `isa`, one of [`Isa::available`].
+    /// The same device with instruction set `isa`, one of [`Isa::available`].
     ///
     /// # Panics
     /// If this processor does not have `isa`.
@@ -98,30 +99,30 @@ impl Cpu {
         Cpu { isa, ..self }
     }
 
-    fn on(&self) -> ExecContext<'_> {
+    fn ctx(&self) -> ExecContext<'_> {
         ExecContext {
             isa: self.isa,
             threads: &self.threads,
         }
     }
 
-    fn round(&self) -> bool {
+    fn rounds_to_bf16(&self) -> bool {
         self.precision == Precision::Bf16
     }
 
-    /// Whether linear layers use dot products of BF16 pairs.
-    fn multiplies_pairs(&self) -> bool {
+    /// Whether linear layers use the processor's dot products of BF16 pairs.
+    fn uses_bf16_pairs(&self) -> bool {
         self.precision == Precision::Bf16 && bf16::is_available(self.isa)
     }
 
     fn norm_op<'a>(&'a self, op: &AddNorm<'a, Buffer, Vector>) -> norm::NormOp<'a> {
         norm::NormOp {
-            on: self.on(),
+            ctx: self.ctx(),
             delta: op.delta.as_ref().map(|delta| delta.rows),
             delta_weight: op.delta.as_ref().and_then(|delta| delta.norm).map(|norm| &norm.0[..]),
             weight: &op.weight.0,
             eps: op.eps,
-            round: self.round(),
+            round_to_bf16: self.rounds_to_bf16(),
             quantize: self.precision == Precision::Int8,
         }
     }
@@ -144,7 +145,7 @@ impl Buffer {
     fn reshape(&mut self, rows: usize, width: usize) {
         if self.data.capacity() < rows * width {
             self.data = Vec::with_capacity(rows * width);
-            aligned::want_huge_pages(self.data.as_mut_ptr().cast(), rows * width * size_of::<f32>());
+            aligned::advise_huge_pages(self.data.as_mut_ptr().cast(), rows * width * size_of::<f32>());
         }
         self.data.resize(rows * width, 0.0);
         (self.rows, self.width, self.quantized) = (rows, width, None);
@@ -166,8 +167,8 @@ impl Buffer {
         &self.data[i * self.width..(i + 1) * self.width]
     }
 
-    /// Splits the buffer into about `count` parts of whole rows. Each item is the index of the
-    /// part's first row, and the part.
+    /// Splits the buffer into at most `count` parts of whole rows. Yields the index of each part's
+    /// first row, and the part.
     fn parts_mut(&mut self, count: usize) -> impl Iterator<Item = (usize, &mut [f32])> {
         let rows = self.rows.div_ceil(count).max(1);
         let parts = self.data.chunks_mut((rows * self.width).max(1));
@@ -183,16 +184,16 @@ impl Buffer {
 /// scratch per thread.
 #[derive(Default)]
 pub struct Workspace {
-    rows: linear::PackedRows,
-    /// Rows of `[gate][up]`, for the formats that compute both before the activation (all but
-    /// INT8).
+    packed_rows: linear::PackedRows,
+    /// Rows of `[gate][up]`, for all formats except INT8, whose kernel applies the activation
+    /// itself.
     gate_up: Buffer,
     attention: attention::float::Scratches,
     logits: Buffer,
-    drawn: Vec<Result<Drawn, DrawError>>,
+    drawn: Vec<Result<DrawnToken, DrawError>>,
 }
 
-/// A buffer of which concurrent tasks write disjoint parts.
+/// A buffer whose disjoint parts are written by concurrent tasks.
 struct SharedMut<'a> {
     start: *mut f32,
     len: usize,
@@ -213,22 +214,22 @@ impl<'a> SharedMut<'a> {
         }
     }
 
-    /// Address of element `at`, which must exist (or be one past the last).
-    fn at(&self, at: usize) -> *mut f32 {
-        assert!(at <= self.len);
+    /// Address of element `index`, at most one past the last.
+    fn ptr_at(&self, index: usize) -> *mut f32 {
+        assert!(index <= self.len);
         // SAFETY: within the buffer, as asserted.
-        unsafe { self.start.add(at) }
+        unsafe { self.start.add(index) }
     }
 
-    /// `len` elements from `at`.
+    /// `len` elements from element `first` on.
     ///
     /// # Safety
-    /// Nobody else reads or writes these elements while the slice lives.
+    /// No other code reads or writes these elements while the slice lives.
     #[allow(clippy::mut_from_ref)]
-    unsafe fn slice(&self, at: usize, len: usize) -> &mut [f32] {
-        assert!(at + len <= self.len);
-        // SAFETY: within the buffer, as asserted, and not shared, as the caller vouches.
-        unsafe { std::slice::from_raw_parts_mut(self.start.add(at), len) }
+    unsafe fn slice(&self, first: usize, len: usize) -> &mut [f32] {
+        assert!(first + len <= self.len);
+        // SAFETY: within the buffer, as asserted, and not shared, as the caller guarantees.
+        unsafe { std::slice::from_raw_parts_mut(self.start.add(first), len) }
     }
 }
 
@@ -242,8 +243,8 @@ impl Device for Cpu {
     type Workspace = Workspace;
 
     fn matrix(&self, parts: &[Tensor<'_>]) -> Result<Matrix, TensorError> {
-        if self.multiplies_pairs() {
-            Matrix::pack_pairs(parts)
+        if self.uses_bf16_pairs() {
+            Matrix::pack_bf16_pairs(parts)
         } else {
             Matrix::pack(parts, self.precision)
         }
@@ -257,7 +258,7 @@ impl Device for Cpu {
         }
     }
 
-    fn table(&self, part: Tensor<'_>) -> Result<Matrix, TensorError> {
+    fn embedding_table(&self, part: Tensor<'_>) -> Result<Matrix, TensorError> {
         self.matrix(&[part])
     }
 
@@ -275,7 +276,7 @@ impl Device for Cpu {
 
     fn workspace(&self) -> Workspace {
         Workspace {
-            rows: linear::PackedRows::default(),
+            packed_rows: linear::PackedRows::default(),
             gate_up: Buffer::default(),
             logits: Buffer::default(),
             drawn: Vec::new(),
@@ -284,7 +285,7 @@ impl Device for Cpu {
     }
 
     fn step(&self, heads: HeadShape, ropes: Vec<RopeSpec>, _: &[KvSpec]) -> Result<Step, DeviceError> {
-        Ok(Step::new(heads, ropes, self.round()))
+        Ok(Step::new(heads, ropes, self.rounds_to_bf16()))
     }
 
     fn block_tokens(&self) -> u32 {
@@ -292,11 +293,11 @@ impl Device for Cpu {
     }
 
     fn kv_pool(&self, heads: HeadShape, blocks: usize) -> Result<KvPool, DeviceError> {
-        Ok(KvPool::new(heads, blocks, self.kv))
+        Ok(KvPool::new(heads, blocks, self.kv_format))
     }
 
     fn kv_block_bytes(&self, heads: HeadShape) -> usize {
-        KvPool::block_bytes(heads, self.kv)
+        KvPool::block_bytes(heads, self.kv_format)
     }
 
     fn free_bytes(&self) -> Result<Option<u64>, DeviceError> {
@@ -325,7 +326,7 @@ impl Device for Cpu {
         out: &mut Buffer,
         _: &Workspace,
     ) -> Result<(), DeviceError> {
-        embed::embed(table, scale, self.round(), &step.batch.tokens, out);
+        embed::embed(table, scale, self.rounds_to_bf16(), &step.batch.tokens, out);
         Ok(())
     }
 
@@ -359,10 +360,18 @@ impl Device for Cpu {
     ) -> Result<(), DeviceError> {
         let epilogue = linear::Epilogue {
             bias: linear.bias.as_ref().map(|b| &b.0[..]),
-            round: self.round(),
+            round_to_bf16: self.rounds_to_bf16(),
         };
         let weight = &linear.weight;
-        linear::linear(self.on(), weight, weight.rows, epilogue, x, out, &mut workspace.rows);
+        linear::linear(
+            self.ctx(),
+            weight,
+            weight.rows,
+            epilogue,
+            x,
+            out,
+            &mut workspace.packed_rows,
+        );
         Ok(())
     }
 
@@ -373,8 +382,8 @@ impl Device for Cpu {
         qkv: &mut Buffer,
         pool: &mut KvPool,
     ) -> Result<(), DeviceError> {
-        rope::rotate(self.on(), self.round(), &op, step, qkv);
-        pool.store(self.on(), step, qkv);
+        rope::rotate(self.ctx(), self.rounds_to_bf16(), &op, step, qkv);
+        pool.store(self.ctx(), step, qkv);
         Ok(())
     }
 
@@ -388,9 +397,9 @@ impl Device for Cpu {
         workspace: &mut Workspace,
     ) -> Result<(), DeviceError> {
         let op = attention::float::AttentionOp {
-            on: self.on(),
-            round: self.round(),
-            of: op,
+            ctx: self.ctx(),
+            round_to_bf16: self.rounds_to_bf16(),
+            params: op,
             step,
             qkv,
         };
@@ -407,39 +416,51 @@ impl Device for Cpu {
         workspace: &mut Workspace,
     ) -> Result<(), DeviceError> {
         let bias = linear.bias.as_ref().map(|b| &b.0[..]);
-        let Workspace { rows, gate_up, .. } = workspace;
+        let Workspace {
+            packed_rows, gate_up, ..
+        } = workspace;
         if let Panels::Int8(panels) = &linear.weight.panels {
             let width = linear.weight.rows / 2;
-            linear::gated_int8(self.on(), panels, (width, activation), bias, x, out, rows);
+            linear::gated_int8(self.ctx(), panels, (width, activation), bias, x, out, packed_rows);
         } else {
             let epilogue = linear::Epilogue {
                 bias,
-                round: self.round(),
+                round_to_bf16: self.rounds_to_bf16(),
             };
             linear::linear(
-                self.on(),
+                self.ctx(),
                 &linear.weight,
                 linear.weight.rows,
                 epilogue,
                 x,
                 gate_up,
-                rows,
+                packed_rows,
             );
-            gated::gated(self.on(), activation, self.round(), gate_up, out);
+            gated::gated(self.ctx(), activation, self.rounds_to_bf16(), gate_up, out);
         }
         Ok(())
     }
 
-    fn logits(&self, head: Head<'_, Matrix>, x: &Buffer, workspace: &mut Workspace) -> Result<(), DeviceError> {
+    fn logits(&self, head: OutputHead<'_, Matrix>, x: &Buffer, workspace: &mut Workspace) -> Result<(), DeviceError> {
         // Logits stay in F32 even at BF16 precision: rounding would only create ties.
         let epilogue = linear::Epilogue {
             bias: None,
-            round: false,
+            round_to_bf16: false,
         };
-        let Workspace { rows, logits, .. } = workspace;
-        linear::linear(self.on(), head.weight, head.ids, epilogue, x, logits, rows);
+        let Workspace {
+            packed_rows, logits, ..
+        } = workspace;
+        linear::linear(
+            self.ctx(),
+            head.weight,
+            head.vocab_size,
+            epilogue,
+            x,
+            logits,
+            packed_rows,
+        );
         if let Some(cap) = head.soft_cap {
-            soft_cap::soft_cap(self.on(), cap, logits);
+            soft_cap::soft_cap(self.ctx(), cap, logits);
         }
         Ok(())
     }
@@ -448,12 +469,15 @@ impl Device for Cpu {
         Ok(&workspace.logits.data)
     }
 
-    fn draw(&self, ids: usize, draws: &[Draw<'_>], workspace: &mut Workspace) -> Result<(), DeviceError> {
+    fn draw(&self, vocab_size: usize, draws: &[Draw<'_>], workspace: &mut Workspace) -> Result<(), DeviceError> {
         let Workspace { logits, drawn, .. } = workspace;
-        let ids = ids.min(logits.width);
+        let vocab_size = vocab_size.min(logits.width);
         let rows = logits.data.chunks_exact(logits.width.max(1));
-        let mut work: Vec<_> = rows.zip(draws).map(|(row, draw)| (&row[..ids], draw, None)).collect();
-        self.threads.share_mut(logits.data.len(), &mut work, |_, work| {
+        let mut work: Vec<_> = rows
+            .zip(draws)
+            .map(|(row, draw)| (&row[..vocab_size], draw, None))
+            .collect();
+        self.threads.parallel_for_each(logits.data.len(), &mut work, |_, work| {
             let mut scratch = sample::Scratch::default();
             for (row, draw, drawn) in work {
                 *drawn = Some(sample::sample(row, **draw, &mut scratch));
@@ -463,7 +487,7 @@ impl Device for Cpu {
         Ok(())
     }
 
-    fn drawn(&self, workspace: &mut Workspace) -> Result<Vec<Result<Drawn, DrawError>>, DeviceError> {
+    fn take_drawn(&self, workspace: &mut Workspace) -> Result<Vec<Result<DrawnToken, DrawError>>, DeviceError> {
         Ok(std::mem::take(&mut workspace.drawn))
     }
 
@@ -471,7 +495,7 @@ impl Device for Cpu {
         false
     }
 
-    fn measures(&self) -> bool {
+    fn autotunes_matmuls(&self) -> bool {
         false
     }
 
@@ -483,7 +507,9 @@ impl Device for Cpu {
 
     fn read(&self, buffer: &Buffer) -> Result<Vec<f32>, DeviceError> {
         if buffer.quantized.is_some() {
-            return Err(DeviceError::Unsupported("the CPU does not read 8-bit rows back".into()));
+            return Err(DeviceError::Unsupported(
+                "the CPU device cannot copy 8-bit rows to the host".into(),
+            ));
         }
         Ok(buffer.data.clone())
     }

@@ -12,9 +12,9 @@ use super::math::{round_bf16, sum16};
 use super::{Buffer, ExecContext, SharedMut};
 
 /// Normalises `x` in place. At BF16 precision the product with the weight is rounded. (The
-/// reference also rounds the normalised value, in all model families but Gemma.)
+/// reference implementation also rounds the normalised value, in all model families except Gemma.)
 #[inline(always)]
-pub(super) fn rms_norm(x: &mut [f32], weight: &[f32], eps: f32, round: bool) {
+pub(super) fn rms_norm(x: &mut [f32], weight: &[f32], eps: f32, round_to_bf16: bool) {
     let mut lanes = [0.0f32; 16];
     let (chunks, rest) = x.as_chunks::<16>();
     for chunk in chunks {
@@ -26,7 +26,7 @@ pub(super) fn rms_norm(x: &mut [f32], weight: &[f32], eps: f32, round: bool) {
         *sum = v.mul_add(*v, *sum);
     }
     let scale = 1.0 / (sum16(lanes) / x.len() as f32 + eps).sqrt();
-    if round {
+    if round_to_bf16 {
         for (v, w) in x.iter_mut().zip(weight) {
             *v = round_bf16(*v * scale * w);
         }
@@ -37,27 +37,34 @@ pub(super) fn rms_norm(x: &mut [f32], weight: &[f32], eps: f32, round: bool) {
     }
 }
 
-/// A row to add to the residual stream, and the weights of the norm that the row goes through
-/// first.
+/// A row to add to the residual stream, and the weights of a norm that is applied to the row before
+/// the addition.
 type DeltaRow<'a> = Option<(&'a [f32], Option<&'a [f32]>)>;
 
 #[inline(always)]
-fn add_norm_row(delta: DeltaRow<'_>, residual: &mut [f32], weight: &[f32], eps: f32, round: bool, out: &mut [f32]) {
+fn add_norm_row(
+    delta: DeltaRow<'_>,
+    residual: &mut [f32],
+    weight: &[f32],
+    eps: f32,
+    round_to_bf16: bool,
+    out: &mut [f32],
+) {
     if let Some((mut delta, norm)) = delta {
         if let Some(weight) = norm {
             out.copy_from_slice(delta);
-            rms_norm(out, weight, eps, round);
+            rms_norm(out, weight, eps, round_to_bf16);
             delta = out;
         }
         for (x, d) in residual.iter_mut().zip(delta) {
             *x += d;
         }
-        if round {
+        if round_to_bf16 {
             residual.iter_mut().for_each(|x| *x = round_bf16(*x));
         }
     }
     out.copy_from_slice(residual);
-    rms_norm(out, weight, eps, round);
+    rms_norm(out, weight, eps, round_to_bf16);
 }
 
 multiversion! {
@@ -67,54 +74,62 @@ multiversion! {
         residual: &mut [f32],
         weight: &[f32],
         eps: f32,
-        round: bool,
+        round_to_bf16: bool,
         out: &mut [f32],
     ) = add_norm_row;
 }
 
 /// The inputs of an add-norm that are the same for all rows.
 pub(super) struct NormOp<'a> {
-    pub on: ExecContext<'a>,
+    pub ctx: ExecContext<'a>,
     pub delta: Option<&'a Buffer>,
-    /// Weights of the norm that `delta` goes through first.
+    /// Weights of a norm that is applied to `delta` before the addition.
     pub delta_weight: Option<&'a [f32]>,
     pub weight: &'a [f32],
     pub eps: f32,
-    pub round: bool,
+    pub round_to_bf16: bool,
     /// Whether normalised rows are written in INT8.
     pub quantize: bool,
 }
 
 impl NormOp<'_> {
     /// Adds row `row` of `delta` to `residual` and writes the normalised sum to `out`.
-    fn one(&self, row: usize, residual: &mut [f32], out: &mut [f32]) {
+    fn add_norm_row(&self, row: usize, residual: &mut [f32], out: &mut [f32]) {
         let delta = self.delta.map(|d| (d.row(row), self.delta_weight));
-        add_norm_row_on(self.on.isa, delta, residual, self.weight, self.eps, self.round, out);
+        add_norm_row_on(
+            self.ctx.isa,
+            delta,
+            residual,
+            self.weight,
+            self.eps,
+            self.round_to_bf16,
+            out,
+        );
     }
 
-    /// Writes `rows` rows to `out`, in F32 or INT8. `fill(i, row)` computes row `i`.
-    fn fill(&self, rows: usize, out: &mut Buffer, fill: impl Fn(usize, &mut [f32]) + Sync) {
-        let (isa, threads) = (self.on.isa, self.on.threads);
+    /// Writes `rows` rows to `out`, in F32 or INT8. `compute_row(i, row)` computes row `i`.
+    fn write_rows(&self, rows: usize, out: &mut Buffer, compute_row: impl Fn(usize, &mut [f32]) + Sync) {
+        let (isa, threads) = (self.ctx.isa, self.ctx.threads);
         let width = self.weight.len();
         let elements = rows * width;
         if self.quantize {
             let mut tiles = out.reshape_quantized(rows, width).tiles(isa, rows, width);
-            threads.share_mut(elements, &mut tiles, |_, tiles| {
+            threads.parallel_for_each(elements, &mut tiles, |_, tiles| {
                 let (mut row, mut bytes) = (vec![0.0; width], Vec::new());
                 for tile in tiles {
                     for r in 0..tile.rows() {
-                        fill(tile.from + r, &mut row);
-                        tile.fill(isa, r, &row, &mut bytes);
+                        compute_row(tile.first_row + r, &mut row);
+                        tile.set_row(isa, r, &row, &mut bytes);
                     }
                 }
             });
         } else {
             out.reshape(rows, width);
             let mut parts: Vec<_> = out.parts_mut(threads.parts(elements)).collect();
-            threads.share_mut(elements, &mut parts, |_, parts| {
+            threads.parallel_for_each(elements, &mut parts, |_, parts| {
                 for (first, part) in parts {
                     let rows = part.chunks_exact_mut(width).enumerate();
-                    rows.for_each(|(i, row)| fill(*first + i, row));
+                    rows.for_each(|(i, row)| compute_row(*first + i, row));
                 }
             });
         }
@@ -126,19 +141,19 @@ pub(super) fn add_norm(op: &NormOp<'_>, residual: &mut Buffer, out: &mut Buffer)
     let (rows, width) = (residual.rows, residual.width);
     assert!(op.weight.len() == width && op.delta.is_none_or(|d| (d.rows, d.width) == (rows, width)));
     let residual = SharedMut::new(&mut residual.data);
-    op.fill(rows, out, |i, row| {
-        // SAFETY: each row is filled once.
-        op.one(i, unsafe { residual.slice(i * width, width) }, row);
+    op.write_rows(rows, out, |i, row| {
+        // SAFETY: each row is computed once.
+        op.add_norm_row(i, unsafe { residual.slice(i * width, width) }, row);
     });
 }
 
-/// As [`add_norm`], for the rows `rows` only: row `i` of `out` comes from row `rows[i]`. `residual`
-/// stays unchanged.
+/// As [`add_norm`], but only for the rows listed in `rows`: row `i` of `out` is computed from row
+/// `rows[i]`. `residual` stays unchanged.
 pub(super) fn add_norm_rows(op: &NormOp<'_>, rows: &[u32], residual: &Buffer, out: &mut Buffer) {
     assert!(op.weight.len() == residual.width);
-    op.fill(rows.len(), out, |i, row| {
+    op.write_rows(rows.len(), out, |i, row| {
         let from = rows[i] as usize;
-        op.one(from, &mut residual.row(from).to_vec(), row);
+        op.add_norm_row(from, &mut residual.row(from).to_vec(), row);
     });
 }
 
@@ -147,22 +162,22 @@ mod tests {
     use super::*;
     use crate::device::cpu::isa::Isa;
     use crate::device::cpu::quantize::{Quantized, quantize};
-    use crate::device::cpu::testing::{buffer, numbers, on};
+    use crate::device::cpu::testing::{buffer, ctx, numbers};
 
     #[test]
-    fn matches_the_formula_in_the_same_bits_everywhere() {
+    fn matches_the_formula_and_is_bit_identical_on_all_sets() {
         for (rows, width) in [(1, 1), (3, 15), (2, 16), (5, 17), (40, 512)] {
             let (x, d, w) = (numbers(1, rows * width), numbers(2, rows * width), numbers(3, width));
             let delta = buffer(&d, rows, width);
             let mut first: Option<Vec<f32>> = None;
             for isa in Isa::available() {
                 let op = NormOp {
-                    on: on(isa),
+                    ctx: ctx(isa),
                     delta: Some(&delta),
                     delta_weight: None,
                     weight: &w,
                     eps: 1e-5,
-                    round: false,
+                    round_to_bf16: false,
                     quantize: false,
                 };
                 let (mut residual, mut out) = (buffer(&x, rows, width), Buffer::default());
@@ -184,7 +199,7 @@ mod tests {
                 let op = NormOp { quantize: true, ..op };
                 let (mut bytes, mut want) = (Buffer::default(), Quantized::default());
                 add_norm(&op, &mut buffer(&x, rows, width), &mut bytes);
-                quantize(on(isa), &out, &mut want);
+                quantize(ctx(isa), &out, &mut want);
                 assert_eq!(bytes.quantized, Some(want), "{isa:?}");
                 assert_eq!(*first.get_or_insert_with(|| out.data.clone()), out.data, "{isa:?}");
 

@@ -16,12 +16,12 @@ type HeadNorm<'a> = Option<(&'a [f32], f32)>;
 
 /// Rotates consecutive heads by one token's cosines and sines.
 #[inline(always)]
-fn rotate_heads(heads: &mut [f32], norm: HeadNorm<'_>, rotation: &[f32], round: bool) {
+fn rotate_heads(heads: &mut [f32], norm: HeadNorm<'_>, rotation: &[f32], round_to_bf16: bool) {
     let dim = rotation.len();
     let (cos, sin) = rotation.split_at(dim / 2);
     for head in heads.chunks_exact_mut(dim) {
         if let Some((weight, eps)) = norm {
-            rms_norm(head, weight, eps, round);
+            rms_norm(head, weight, eps, round_to_bf16);
         }
         let (low, high) = head.split_at_mut(dim / 2);
         for (((a, b), c), s) in low.iter_mut().zip(high).zip(cos).zip(sin) {
@@ -29,34 +29,46 @@ fn rotate_heads(heads: &mut [f32], norm: HeadNorm<'_>, rotation: &[f32], round: 
             *a = x * c - y * s;
             *b = y * c + x * s;
         }
-        if round {
+        if round_to_bf16 {
             head.iter_mut().for_each(|x| *x = round_bf16(*x));
         }
     }
 }
 
 multiversion! {
-    fn rotate_heads_on(heads: &mut [f32], norm: HeadNorm<'_>, rotation: &[f32], round: bool) = rotate_heads;
+    fn rotate_heads_on(heads: &mut [f32], norm: HeadNorm<'_>, rotation: &[f32], round_to_bf16: bool) = rotate_heads;
 }
 
 /// Normalises and rotates the query and key heads of all rows.
-pub(super) fn rotate(on: ExecContext<'_>, round: bool, op: &RopeStore<'_, Vector>, step: &Step, qkv: &mut Buffer) {
+pub(super) fn rotate(
+    ctx: ExecContext<'_>,
+    round_to_bf16: bool,
+    op: &RopeStore<'_, Vector>,
+    step: &Step,
+    qkv: &mut Buffer,
+) {
     let heads = op.heads;
     let dim = heads.head_dim;
-    let rotations = &step.rotations[op.rope].of_tokens;
+    let rotations = &step.rotations[op.rope].token_rotations;
     assert!(qkv.width == heads.qkv_width() && rotations.len() == qkv.rows * dim);
     let norm = op.qk_norm.as_ref();
     let q_norm = norm.map(|n| (&n.q.0[..], n.eps));
     let k_norm = norm.map(|n| (&n.k.0[..], n.eps));
     let elements = qkv.data.len();
-    let mut parts: Vec<_> = qkv.parts_mut(on.threads.parts(elements)).collect();
-    on.threads.share_mut(elements, &mut parts, |_, parts| {
+    let mut parts: Vec<_> = qkv.parts_mut(ctx.threads.parts(elements)).collect();
+    ctx.threads.parallel_for_each(elements, &mut parts, |_, parts| {
         for (first, part) in parts {
             let rotations = rotations[*first * dim..].chunks_exact(dim);
             for (row, rotation) in part.chunks_exact_mut(heads.qkv_width()).zip(rotations) {
                 let (q, rest) = row.split_at_mut(heads.heads * dim);
-                rotate_heads_on(on.isa, q, q_norm, rotation, round);
-                rotate_heads_on(on.isa, &mut rest[..heads.kv_heads * dim], k_norm, rotation, round);
+                rotate_heads_on(ctx.isa, q, q_norm, rotation, round_to_bf16);
+                rotate_heads_on(
+                    ctx.isa,
+                    &mut rest[..heads.kv_heads * dim],
+                    k_norm,
+                    rotation,
+                    round_to_bf16,
+                );
             }
         }
     });
@@ -67,7 +79,7 @@ mod tests {
     use super::*;
     use crate::device::batch::{StepBatch, StepSequence};
     use crate::device::cpu::Isa;
-    use crate::device::cpu::testing::{buffer, numbers, on};
+    use crate::device::cpu::testing::{buffer, ctx, numbers};
     use crate::device::{HeadShape, QkNorm, RopeSpec};
 
     fn check(dim: usize, tokens: usize, with_norm: bool) {
@@ -119,7 +131,7 @@ mod tests {
                 qk_norm,
                 rope: 1,
             };
-            rotate(on(isa), false, &op, &step, &mut got);
+            rotate(ctx(isa), false, &op, &step, &mut got);
             for t in 0..tokens {
                 for head in 0..5 {
                     let x: Vec<f64> = rows[t * heads.qkv_width() + head * dim..][..dim]
@@ -154,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn matches_the_formula_in_the_same_bits_everywhere() {
+    fn matches_the_formula_and_is_bit_identical_on_all_sets() {
         for (dim, tokens) in [(2, 1), (16, 15), (30, 17), (128, 40)] {
             check(dim, tokens, false);
             check(dim, tokens, true);

@@ -1,19 +1,18 @@
-//! Samples tokens on the host. [`draw`](crate::device::draw) numbers the steps and gives their
-//! order.
+//! Samples tokens on the host. The steps are numbered as in [`draw`](crate::device::draw).
 //!
 //! See docs/decisions/066-logits-are-checked-by-sampling.md.
 
 use std::cmp::Ordering;
 
 use super::exp;
-use super::vocabulary::{self, STEPS, SUM_CHUNK, TokenWeights};
-use crate::device::draw::{Allowed, Draw, DrawError, Drawn};
+use super::vocabulary::{self, SUM_CHUNK, TokenWeights, WEIGHT_THRESHOLDS};
+use crate::device::draw::{Allowed, Draw, DrawError, DrawnToken};
 
 /// Number of the most probable tokens that top-p sorts first.
 const FIRST_SORTED: usize = 64;
 
 /// A mask that allows at most this many tokens is replaced by the list of their ids.
-const FEW: usize = 256;
+const ID_LIST_MAX: usize = 256;
 
 /// A token that may be drawn.
 #[derive(Debug, Clone, Copy)]
@@ -25,21 +24,22 @@ struct Candidate {
 }
 
 impl Candidate {
-    /// The token as a candidate, or `None` if it does not exist or its probability is 0.
+    /// The token as a candidate with weight 0. `None` if the token does not exist or its
+    /// probability is 0.
     fn of(logits: &[f32], id: u32) -> Option<Candidate> {
         let logit = *logits.get(id as usize)?;
         (logit > f32::NEG_INFINITY).then_some(Candidate { id, logit, weight: 0.0 })
     }
 }
 
-/// Memory that a thread reuses from draw to draw.
+/// Scratch memory that a thread reuses from draw to draw.
 #[derive(Default)]
 pub struct Scratch {
     row: Vec<f32>,
     ids: Vec<u32>,
-    /// Ids that the mask allows, if they are at most [`FEW`].
-    few: Vec<u32>,
-    all: TokenWeights,
+    /// The allowed ids of a mask that allows at most [`ID_LIST_MAX`].
+    listed_ids: Vec<u32>,
+    weights: TokenWeights,
     candidates: Vec<Candidate>,
 }
 
@@ -47,35 +47,39 @@ pub struct Scratch {
 ///
 /// # Errors
 /// If a logit is NaN or plus infinity, or if no token is allowed.
-pub fn sample(logits: &[f32], draw: Draw, scratch: &mut Scratch) -> Result<Drawn, DrawError> {
-    let token = token(logits, draw, scratch)?;
+pub fn sample(logits: &[f32], draw: Draw, scratch: &mut Scratch) -> Result<DrawnToken, DrawError> {
+    let token = draw_token(logits, draw, scratch)?;
     let logit = |id: u32| logits.get(id as usize).copied().unwrap_or(f32::NEG_INFINITY);
-    Ok(Drawn {
+    Ok(DrawnToken {
         token,
         logit: logit(token),
-        log_sum: if draw.log_sum { log_sum(logits) } else { 0.0 },
+        log_sum_exp: if draw.wants_log_sum_exp {
+            log_sum_exp(logits)
+        } else {
+            0.0
+        },
         logits: match draw.allowed {
-            Allowed::Ids(ids) if draw.logits => ids.iter().map(|id| logit(*id)).collect(),
+            Allowed::Ids(ids) if draw.wants_logits => ids.iter().map(|id| logit(*id)).collect(),
             _ => Vec::new(),
         },
     })
 }
 
 #[expect(clippy::too_many_lines, reason = "one draw's steps, in order")]
-fn token(logits: &[f32], draw: Draw, scratch: &mut Scratch) -> Result<u32, DrawError> {
+fn draw_token(logits: &[f32], draw: Draw, scratch: &mut Scratch) -> Result<u32, DrawError> {
     let Scratch {
         row,
         ids,
-        few,
-        all,
+        listed_ids,
+        weights,
         candidates,
     } = scratch;
     let draw = match draw.allowed {
-        Allowed::Mask(mask) if count(mask) <= FEW => {
-            few.clear();
-            few.extend(ids_of(mask));
+        Allowed::Mask(mask) if count_allowed(mask) <= ID_LIST_MAX => {
+            listed_ids.clear();
+            listed_ids.extend(mask_ids(mask));
             Draw {
-                allowed: Allowed::Ids(few),
+                allowed: Allowed::Ids(listed_ids),
                 ..draw
             }
         }
@@ -87,11 +91,11 @@ fn token(logits: &[f32], draw: Draw, scratch: &mut Scratch) -> Result<u32, DrawE
         Allowed::Mask(_) | Allowed::Ids(_) => &[],
     };
     let mut max = match draw.allowed {
-        Allowed::Mask(mask) => vocabulary::restrict(logits, mask, row),
-        Allowed::AllBut(_) | Allowed::Ids(_) => vocabulary::largest(logits),
+        Allowed::Mask(mask) => vocabulary::apply_mask(logits, mask, row),
+        Allowed::AllBut(_) | Allowed::Ids(_) => vocabulary::max_logit(logits),
     }
     .ok_or(DrawError::NotFinite)?;
-    // From here on `row` replaces the logits if tokens are ruled out or penalised.
+    // From here on `row` replaces the logits if some of them are masked, banned or penalised.
     let masked = matches!(draw.allowed, Allowed::Mask(_));
     let changed = penalised || !banned.is_empty();
     if changed {
@@ -107,7 +111,7 @@ fn token(logits: &[f32], draw: Draw, scratch: &mut Scratch) -> Result<u32, DrawE
                 *logit = f32::NEG_INFINITY;
             }
         }
-        max = vocabulary::largest(row).ok_or(DrawError::NotFinite)?;
+        max = vocabulary::max_logit(row).ok_or(DrawError::NotFinite)?;
     }
     let logits = if masked || changed { &row[..] } else { logits };
     if let Allowed::Ids(allowed) = draw.allowed {
@@ -122,101 +126,111 @@ fn token(logits: &[f32], draw: Draw, scratch: &mut Scratch) -> Result<u32, DrawE
             return Err(DrawError::NothingAllowed);
         }
         if draw.sampling.temperature == 0.0 {
-            // The lowest id among equal logits.
+            // `position` finds the lowest id among equal logits.
             let id = logits.iter().position(|l| *l == max);
             return id.map(|id| id as u32).ok_or(DrawError::NothingAllowed);
         }
         if draw.sampling.top_k == 0 {
-            vocabulary::weigh(logits, max, draw.sampling.inverse_temperature(), all);
-            let total = total(all);
-            let Some(least) = least(all, &draw, total) else {
-                return Ok(pick_of_all(all, total, draw.uniform));
+            vocabulary::compute_weights(logits, max, draw.sampling.inverse_temperature(), weights);
+            let total = total_weight(weights);
+            let Some(weight_min) = min_candidate_weight(weights, &draw, total) else {
+                return Ok(draw_from_all(weights, total, draw.uniform));
             };
-            take_from(least, all, logits, ids, candidates);
-            cut(candidates, &draw, total);
-            return Ok(pick(candidates, draw.uniform));
+            collect_candidates(weight_min, weights, logits, ids, candidates);
+            apply_top_p_and_min_p(candidates, &draw, total);
+            return Ok(draw_candidate(candidates, draw.uniform));
         }
         candidates.clear();
         candidates.extend((0..logits.len() as u32).filter_map(|id| Candidate::of(logits, id)));
     }
-    filter(candidates, &draw)?;
-    Ok(pick(candidates, draw.uniform))
+    apply_filters(candidates, &draw)?;
+    Ok(draw_candidate(candidates, draw.uniform))
 }
 
 /// Number of ids that a mask allows.
-fn count(mask: &[u32]) -> usize {
+fn count_allowed(mask: &[u32]) -> usize {
     mask.iter().map(|word| word.count_ones() as usize).sum()
 }
 
 /// Ids that a mask allows, ascending.
-fn ids_of(mask: &[u32]) -> impl Iterator<Item = u32> {
+fn mask_ids(mask: &[u32]) -> impl Iterator<Item = u32> {
     let words = mask.iter().enumerate().filter(|(_, word)| **word != 0);
-    words.flat_map(|(at, word)| {
+    words.flat_map(|(index, word)| {
         (0..32)
             .filter(move |bit| word >> bit & 1 == 1)
-            .map(move |bit| at as u32 * 32 + bit)
+            .map(move |bit| index as u32 * 32 + bit)
     })
 }
 
 /// Sum of all weights.
-fn total(all: &TokenWeights) -> f64 {
-    all.sums.iter().map(|sum| f64::from(*sum)).sum()
+fn total_weight(weights: &TokenWeights) -> f64 {
+    weights.chunk_sums.iter().map(|sum| f64::from(*sum)).sum()
 }
 
-/// A lower bound: tokens of less weight are certain to be filtered out by top-p or min-p. `None` if
-/// nothing is filtered.
+/// A lower bound of the weights that can pass top-p and min-p. `None` if neither filters tokens.
 ///
-/// The bound for top-p is the first of [`STEPS`] whose tokens (of at least this weight) together
-/// reach p, since all tokens below it are then out. Their sum must exceed p by a thousandth, which
-/// leaves room for the rounding of sums. If no step reaches p, the bound is half of
-/// `(1 - p) * total / count`. Tokens below `(1 - p) * total / count` weigh at most
-/// `(1 - p) * total` together, so the other tokens reach p; the half leaves room for rounding.
-fn least(all: &TokenWeights, draw: &Draw, total: f64) -> Option<f32> {
+/// For top-p, the bound is the first of [`WEIGHT_THRESHOLDS`] such that the tokens of at least this
+/// weight together reach p: top-p then removes all lighter tokens. Their sum must exceed p by a
+/// thousandth, because sums are rounded. If no threshold reaches p, the bound is half of
+/// `(1 - p) * total / count`: the tokens below `(1 - p) * total / count` weigh at most
+/// `(1 - p) * total` together, so the other tokens reach p. The factor of one half allows for
+/// rounding.
+fn min_candidate_weight(weights: &TokenWeights, draw: &Draw, total: f64) -> Option<f32> {
     if draw.sampling.top_p >= 1.0 && draw.sampling.min_p <= 0.0 {
         return None;
     }
-    let enough = f64::from(draw.sampling.top_p) * total * 1.001;
-    let step = STEPS.iter().zip(all.over).find(|(_, over)| f64::from(*over) >= enough);
-    let tail = (1.0 - f64::from(draw.sampling.top_p)).max(0.0) * total / (2.0 * all.each.len() as f64);
+    let target = f64::from(draw.sampling.top_p) * total * 1.001;
+    let step = WEIGHT_THRESHOLDS
+        .iter()
+        .zip(weights.threshold_sums)
+        .find(|(_, over)| f64::from(*over) >= target);
+    let tail = (1.0 - f64::from(draw.sampling.top_p)).max(0.0) * total / (2.0 * weights.values.len() as f64);
     let top_p = step.map_or(tail as f32, |(step, _)| *step);
     Some(top_p.max(draw.sampling.min_p).max(f32::MIN_POSITIVE))
 }
 
-/// Sets `candidates` to the tokens of weight `least` or more, by ascending id. `ids` is scratch.
-fn take_from(least: f32, all: &TokenWeights, logits: &[f32], ids: &mut Vec<u32>, candidates: &mut Vec<Candidate>) {
-    vocabulary::not_below(&all.each, least, ids);
+/// Sets `candidates` to the tokens whose weight is at least `weight_min`, by ascending id. `ids` is
+/// scratch.
+fn collect_candidates(
+    weight_min: f32,
+    weights: &TokenWeights,
+    logits: &[f32],
+    ids: &mut Vec<u32>,
+    candidates: &mut Vec<Candidate>,
+) {
+    vocabulary::indices_at_least(&weights.values, weight_min, ids);
     candidates.clear();
     candidates.extend(ids.iter().map(|&id| Candidate {
         id,
         logit: logits[id as usize],
-        weight: all.each[id as usize],
+        weight: weights.values[id as usize],
     }));
 }
 
 /// Step 9 over all tokens. `uniform` lies in [0, 1).
-fn pick_of_all(all: &TokenWeights, total: f64, uniform: f64) -> u32 {
+fn draw_from_all(weights: &TokenWeights, total: f64, uniform: f64) -> u32 {
     let target = uniform * total;
     let mut reached = 0.0;
-    let chunks = all.each.chunks(SUM_CHUNK).zip(&all.sums);
-    for (at, (weights, sum)) in chunks.enumerate() {
+    let chunks = weights.values.chunks(SUM_CHUNK).zip(&weights.chunk_sums);
+    for (chunk, (chunk_weights, sum)) in chunks.enumerate() {
         let end = reached + f64::from(*sum);
         if end > target {
-            for (i, weight) in weights.iter().enumerate() {
+            for (i, weight) in chunk_weights.iter().enumerate() {
                 reached += f64::from(*weight);
                 if reached > target && *weight > 0.0 {
-                    return (at * SUM_CHUNK + i) as u32;
+                    return (chunk * SUM_CHUNK + i) as u32;
                 }
             }
         }
-        // The chunk's sum is rounded and may exceed the sum of its weights. If the target lies in
-        // between, the next token of nonzero weight is drawn.
+        // The chunk's sum is rounded, so it may exceed the sum of its weights. If the target lies
+        // between these two, the next token of nonzero weight is drawn.
         reached = end;
     }
-    all.each.iter().rposition(|weight| *weight > 0.0).unwrap_or(0) as u32
+    weights.values.iter().rposition(|weight| *weight > 0.0).unwrap_or(0) as u32
 }
 
 /// Natural logarithm of the sum of the logits' exponentials, in two passes over the vocabulary.
-fn log_sum(logits: &[f32]) -> f64 {
+fn log_sum_exp(logits: &[f32]) -> f64 {
     let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let sum: f64 = logits.iter().map(|l| f64::from((l - max).exp())).sum();
     f64::from(max) + sum.ln()
@@ -224,7 +238,7 @@ fn log_sum(logits: &[f32]) -> f64 {
 
 /// Steps 3 and 4: penalties.
 fn penalise(row: &mut [f32], draw: Draw, ids: &mut Vec<u32>) {
-    let repeated = |logit: f32| {
+    let penalise_repetition = |logit: f32| {
         if logit < 0.0 {
             logit * draw.sampling.repetition_penalty
         } else {
@@ -236,7 +250,7 @@ fn penalise(row: &mut [f32], draw: Draw, ids: &mut Vec<u32>) {
     if repetition {
         for id in draw.prompt {
             if let Some(logit) = row.get_mut(*id as usize) {
-                *logit = repeated(*logit);
+                *logit = penalise_repetition(*logit);
             }
         }
     }
@@ -248,7 +262,7 @@ fn penalise(row: &mut [f32], draw: Draw, ids: &mut Vec<u32>) {
             continue;
         };
         if repetition && draw.prompt.binary_search(&run[0]).is_err() {
-            *logit = repeated(*logit);
+            *logit = penalise_repetition(*logit);
         }
         if draw.sampling.presence_penalty != 0.0 || draw.sampling.frequency_penalty != 0.0 {
             let penalty = draw.sampling.presence_penalty + draw.sampling.frequency_penalty * run.len() as f32;
@@ -258,7 +272,7 @@ fn penalise(row: &mut [f32], draw: Draw, ids: &mut Vec<u32>) {
 }
 
 /// Steps 5 to 8. Leaves at least one candidate, in order of ids.
-fn filter(candidates: &mut Vec<Candidate>, draw: &Draw) -> Result<(), DrawError> {
+fn apply_filters(candidates: &mut Vec<Candidate>, draw: &Draw) -> Result<(), DrawError> {
     let top_k = draw.sampling.top_k as usize;
     if top_k > 0 && top_k < candidates.len() {
         candidates.select_nth_unstable_by(top_k - 1, larger_first);
@@ -272,13 +286,13 @@ fn filter(candidates: &mut Vec<Candidate>, draw: &Draw) -> Result<(), DrawError>
         candidate.weight = exp((candidate.logit - max) * draw.sampling.inverse_temperature());
     }
     let total = candidates.iter().map(|c| f64::from(c.weight)).sum();
-    cut(candidates, draw, total);
+    apply_top_p_and_min_p(candidates, draw, total);
     Ok(())
 }
 
-/// Steps 7 and 8. `candidates` must include all tokens that survive; `total` is the sum of the
-/// weights of the tokens that top-k kept.
-fn cut(candidates: &mut Vec<Candidate>, draw: &Draw, total: f64) {
+/// Steps 7 and 8. `candidates` must include all tokens that these steps keep; `total` is the sum of
+/// the weights of the tokens that top-k kept.
+fn apply_top_p_and_min_p(candidates: &mut Vec<Candidate>, draw: &Draw, total: f64) {
     if draw.sampling.top_p < 1.0 {
         keep_top_p(candidates, f64::from(draw.sampling.top_p) * total);
     }
@@ -290,9 +304,9 @@ fn cut(candidates: &mut Vec<Candidate>, draw: &Draw, total: f64) {
     }
 }
 
-/// Step 7 with as little sorting as possible: sorts the largest weights in ever longer runs until
-/// they sum to `enough`.
-fn keep_top_p(candidates: &mut Vec<Candidate>, enough: f64) {
+/// Step 7 with as little sorting as possible: sorts the largest weights, in runs of increasing
+/// length, until they sum to at least `target`.
+fn keep_top_p(candidates: &mut Vec<Candidate>, target: f64) {
     let (mut sorted, mut run, mut reached) = (0, FIRST_SORTED, 0.0);
     while sorted < candidates.len() {
         let end = (sorted + run).min(candidates.len());
@@ -302,7 +316,7 @@ fn keep_top_p(candidates: &mut Vec<Candidate>, enough: f64) {
         candidates[sorted..end].sort_unstable_by(larger_first);
         for i in sorted..end {
             reached += f64::from(candidates[i].weight);
-            if reached >= enough {
+            if reached >= target {
                 candidates.truncate(i + 1);
                 return;
             }
@@ -313,7 +327,7 @@ fn keep_top_p(candidates: &mut Vec<Candidate>, enough: f64) {
 }
 
 /// Step 9. `uniform` lies in [0, 1).
-fn pick(candidates: &[Candidate], uniform: f64) -> u32 {
+fn draw_candidate(candidates: &[Candidate], uniform: f64) -> u32 {
     let total: f64 = candidates.iter().map(|c| f64::from(c.weight)).sum();
     let target = uniform * total;
     let mut reached = 0.0;
@@ -344,7 +358,7 @@ mod tests {
     use proptest::prelude::*;
 
     const GREEDY: Draw = Draw {
-        log_sum: true,
+        wants_log_sum_exp: true,
         ..Draw::GREEDY
     };
     const WARM: Draw = Draw {
@@ -395,7 +409,7 @@ mod tests {
         sample(logits, draw, &mut Scratch::default()).map(|drawn| drawn.token)
     }
 
-    /// The distribution after steps 3 to 8, computed in the plain and slow way.
+    /// The distribution after steps 3 to 8, computed by a simple, slow implementation.
     fn expected(logits: &[f32], draw: Draw) -> Vec<f64> {
         let p = draw;
         let mut l: Vec<f64> = logits.iter().map(|l| f64::from(*l)).collect();
@@ -534,7 +548,7 @@ mod tests {
     }
 
     #[test]
-    fn penalties_count_what_they_say() {
+    fn penalties_follow_their_definitions() {
         let history = Draw {
             prompt: &[0],
             completion: &[1, 1],
@@ -615,7 +629,7 @@ mod tests {
         let sum: f64 = logits.iter().map(|l| f64::from(*l).exp()).sum();
         let draw = Draw {
             allowed: Allowed::Ids(&[0, 1, 3, 900]),
-            logits: true,
+            wants_logits: true,
             ..GREEDY
         };
         let drawn = sample(&logits, draw, &mut Scratch::default()).unwrap();
@@ -628,7 +642,8 @@ mod tests {
     }
 
     proptest! {
-            /// Partial selection, used for large vocabularies, keeps the same tokens as a full sort.
+            /// Partial selection, used for large vocabularies, keeps the same tokens as a full
+            /// sort.
             #[test]
             fn filters_keep_what_full_sorting_keeps(
                 seed in 0u64..1000, top_k in 0u32..300, top_p in 0.05f32..1.0, min_p in 0.0f32..0.3,
@@ -649,14 +664,14 @@ mod tests {
                 let mut kept = Vec::new();
                 if top_k > 0 {
                     kept.extend((0..logits.len() as u32).filter_map(|id| Candidate::of(&logits, id)));
-                    filter(&mut kept, &draw).unwrap();
+                    apply_filters(&mut kept, &draw).unwrap();
                 } else {
-                    let mut all = TokenWeights::default();
-                    let max = vocabulary::largest(&logits).unwrap();
-                    vocabulary::weigh(&logits, max, draw.sampling.inverse_temperature(), &mut all);
-                    let least = least(&all, &draw, total(&all)).unwrap();
-                    take_from(least, &all, &logits, &mut Vec::new(), &mut kept);
-                    cut(&mut kept, &draw, total(&all));
+                    let mut weights = TokenWeights::default();
+                    let max = vocabulary::max_logit(&logits).unwrap();
+                    vocabulary::compute_weights(&logits, max, draw.sampling.inverse_temperature(), &mut weights);
+                    let weight_min = min_candidate_weight(&weights, &draw, total_weight(&weights)).unwrap();
+                    collect_candidates(weight_min, &weights, &logits, &mut Vec::new(), &mut kept);
+                    apply_top_p_and_min_p(&mut kept, &draw, total_weight(&weights));
                 }
                 let expected = expected(&logits, draw);
                 let support = expected.iter().filter(|p| **p > 0.0).count();
@@ -668,7 +683,7 @@ mod tests {
             }
 
             #[test]
-            fn an_extreme_temperature_breaks_nothing(temperature in prop::sample::select(vec![1e-30f32, 1e-6, 1e6, 1e30])) {
+            fn extreme_temperatures_are_handled(temperature in prop::sample::select(vec![1e-30f32, 1e-6, 1e6, 1e30])) {
                 let draw = Draw {
     sampling: Sampling {
     temperature,

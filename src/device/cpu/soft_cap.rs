@@ -13,11 +13,11 @@ multiversion! {
 }
 
 /// Applies the soft cap to all of `logits`.
-pub(super) fn soft_cap(on: ExecContext<'_>, cap: f32, logits: &mut Buffer) {
+pub(super) fn soft_cap(ctx: ExecContext<'_>, cap: f32, logits: &mut Buffer) {
     let elements = logits.data.len();
-    let mut parts: Vec<_> = logits.parts_mut(on.threads.parts(elements)).collect();
-    on.threads.share_mut(elements, &mut parts, |_, parts| {
-        parts.for_each(|(_, part)| row_on(on.isa, cap, part));
+    let mut parts: Vec<_> = logits.parts_mut(ctx.threads.parts(elements)).collect();
+    ctx.threads.parallel_for_each(elements, &mut parts, |_, parts| {
+        parts.for_each(|(_, part)| row_on(ctx.isa, cap, part));
     });
 }
 
@@ -25,16 +25,16 @@ pub(super) fn soft_cap(on: ExecContext<'_>, cap: f32, logits: &mut Buffer) {
 mod tests {
     use super::*;
     use crate::device::cpu::Isa;
-    use crate::device::cpu::testing::{buffer, numbers, on};
+    use crate::device::cpu::testing::{buffer, ctx, numbers};
 
     #[test]
-    fn matches_the_formula_in_the_same_bits_everywhere() {
+    fn matches_the_formula_and_is_bit_identical_on_all_sets() {
         for (rows, width) in [(1, 1), (3, 17), (40, 500)] {
             let x: Vec<f32> = numbers(3, rows * width).iter().map(|x| x * 90.0).collect();
             let mut first: Option<Vec<f32>> = None;
             for isa in Isa::available() {
                 let mut logits = buffer(&x, rows, width);
-                soft_cap(on(isa), 30.0, &mut logits);
+                soft_cap(ctx(isa), 30.0, &mut logits);
                 for (x, got) in x.iter().zip(&logits.data) {
                     let want = 30.0 * (f64::from(*x) / 30.0).tanh();
                     assert!((f64::from(*got) - want).abs() < 9e-6, "{isa:?} {x}: {got} not {want}");

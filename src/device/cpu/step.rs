@@ -6,8 +6,8 @@ use super::{BLOCK_TOKENS, SPAN_TOKENS};
 use crate::device::batch::StepBatch;
 use crate::device::{HeadShape, RopeSpec};
 
-/// Target rows (queries times heads of a group) of an attention task: enough to use each loaded key
-/// often, few enough that queries, scores and sums stay in the L1 cache.
+/// Target rows (queries times query heads per KV head) of an attention task: enough rows to reuse
+/// each loaded key often, but few enough that queries, scores and accumulators fit in the L1 cache.
 const TASK_ROWS: usize = 48;
 
 /// A [`StepBatch`] with the data that its operations share.
@@ -15,23 +15,24 @@ pub struct Step {
     pub(super) batch: StepBatch,
     pub(super) heads: HeadShape,
     pub(super) rotations: Vec<RotationTable>,
-    /// Query tiles, each processed once per key-value head.
+    /// Query tiles, each of which is processed once per KV head.
     pub(super) tiles: Vec<QueryTile>,
     /// The parts of all tiles, in order.
     pub(super) parts: Vec<TilePart>,
-    /// `(block, first unused slot)` of each partly filled last block of a sequence, if this step
-    /// begins the block or copies into it. F32 and BF16 pools clear the values from that slot on.
+    /// `(block, first unused slot)` of the last block of each sequence, if the block is partly
+    /// filled and this step begins it or copies into it. F32 and BF16 pools clear its values from
+    /// that slot on.
     pub(super) new_tail_blocks: Vec<(u32, u32)>,
 }
 
 /// Cosines and sines of one rotary embedding.
 pub(super) struct RotationTable {
-    /// `[tokens][head_dim]`: cosines of all pairs, then sines.
-    pub of_tokens: Vec<f32>,
+    /// `[tokens][head_dim]`, for the tokens of the step: cosines of all pairs, then sines.
+    pub token_rotations: Vec<f32>,
     rope: RopeSpec,
-    /// As `of_tokens`, for positions from 0; grows with the longest sequence seen.
-    table: Vec<f32>,
-    round: bool,
+    /// As `token_rotations`, for positions from 0 on; grows with the longest sequence so far.
+    position_rotations: Vec<f32>,
+    round_to_bf16: bool,
 }
 
 /// Queries of one attention task: consecutive queries of one sequence, or of several sequences that
@@ -42,9 +43,9 @@ pub(super) struct QueryTile {
     pub parts: std::ops::Range<u32>,
     /// Number of queries of all parts.
     pub queries: u32,
-    /// Length of the common prefix: positions from 0 that are in the same blocks for all parts and
-    /// that every query sees. A whole number of spans.
-    pub shared: u32,
+    /// Length of the common prefix, a whole number of spans: positions from 0 on that lie in the
+    /// same blocks for all parts and that every query sees.
+    pub prefix_len: u32,
 }
 
 /// A sequence's queries in a tile.
@@ -52,33 +53,33 @@ pub(super) struct QueryTile {
 pub(super) struct TilePart {
     /// Index into the batch's sequences.
     pub sequence: u32,
-    /// First token (index into the batch's tokens).
-    pub token: u32,
+    /// Index of the first token in the batch's tokens.
+    pub first_token: u32,
     /// Position of the first token.
-    pub position: u32,
+    pub first_position: u32,
     pub queries: u32,
 }
 
-/// Number of positions `0..=position`, rounded down to whole spans.
+/// Number of the positions `0..=position`, rounded down to whole spans.
 fn whole_spans(position: u32) -> u32 {
     let span = SPAN_TOKENS as u32;
     (position + 1) / span * span
 }
 
-/// Maximum queries of a tile.
+/// Maximum number of queries in a tile.
 pub(super) fn queries_per_tile(heads: HeadShape) -> usize {
     (TASK_ROWS / (heads.heads / heads.kv_heads)).max(1)
 }
 
 impl Step {
-    pub(super) fn new(heads: HeadShape, ropes: Vec<RopeSpec>, round: bool) -> Step {
+    pub(super) fn new(heads: HeadShape, ropes: Vec<RopeSpec>, round_to_bf16: bool) -> Step {
         let fits = |rope: &RopeSpec| rope.inverse_frequencies.len() * 2 == heads.head_dim;
         assert!(ropes.iter().all(fits));
         let rotations = ropes.into_iter().map(|rope| RotationTable {
-            of_tokens: Vec::new(),
+            token_rotations: Vec::new(),
             rope,
-            table: Vec::new(),
-            round,
+            position_rotations: Vec::new(),
+            round_to_bf16,
         });
         Step {
             batch: StepBatch::default(),
@@ -93,7 +94,7 @@ impl Step {
     pub(super) fn upload(&mut self, batch: &StepBatch) {
         self.batch.clone_from(batch);
         for rotations in &mut self.rotations {
-            rotations.take(&self.batch.positions);
+            rotations.gather(&self.batch.positions);
         }
         self.plan();
     }
@@ -109,51 +110,55 @@ impl Step {
         &self.parts[tile.parts.start as usize..tile.parts.end as usize]
     }
 
-    /// Number of positions that `part` would share with the last tile: 0 if the tile has no room
-    /// for it.
-    fn shared_with_last(&self, part: &TilePart, room: u32) -> u32 {
-        let Some(last) = self.tiles.last().filter(|tile| tile.queries + part.queries <= room) else {
+    /// Length of the prefix that `part` would share with the last tile. 0 if the tile would have
+    /// more than `queries_max` queries.
+    fn prefix_shared_with_last_tile(&self, part: &TilePart, queries_max: u32) -> u32 {
+        let Some(last) = self
+            .tiles
+            .last()
+            .filter(|tile| tile.queries + part.queries <= queries_max)
+        else {
             return 0;
         };
         let first = &self.parts[last.parts.start as usize];
-        let most = last.shared.min(whole_spans(part.position));
-        let same = self
+        let prefix_len_max = last.prefix_len.min(whole_spans(part.first_position));
+        let equal_blocks = self
             .blocks(first.sequence)
             .iter()
             .zip(self.blocks(part.sequence))
-            .take(most as usize / BLOCK_TOKENS)
+            .take(prefix_len_max as usize / BLOCK_TOKENS)
             .take_while(|(a, b)| a == b)
             .count();
-        (same * BLOCK_TOKENS / SPAN_TOKENS * SPAN_TOKENS) as u32
+        (equal_blocks * BLOCK_TOKENS / SPAN_TOKENS * SPAN_TOKENS) as u32
     }
 
     fn plan(&mut self) {
-        let per_tile = queries_per_tile(self.heads) as u32;
+        let tile_queries_max = queries_per_tile(self.heads) as u32;
         self.tiles.clear();
         self.parts.clear();
         self.new_tail_blocks.clear();
         for (i, s) in self.batch.sequences.iter().enumerate() {
             let first = s.kv_len - s.q_len;
-            for done in (0..s.q_len).step_by(per_tile as usize) {
+            for done in (0..s.q_len).step_by(tile_queries_max as usize) {
                 let part = TilePart {
                     sequence: i as u32,
-                    token: s.first_token + done,
-                    position: first + done,
-                    queries: per_tile.min(s.q_len - done),
+                    first_token: s.first_token + done,
+                    first_position: first + done,
+                    queries: tile_queries_max.min(s.q_len - done),
                 };
-                let shared = self.shared_with_last(&part, per_tile);
-                let at = self.parts.len() as u32;
+                let prefix_len = self.prefix_shared_with_last_tile(&part, tile_queries_max);
+                let index = self.parts.len() as u32;
                 self.parts.push(part);
                 match self.tiles.last_mut() {
-                    Some(last) if shared > 0 => {
-                        last.parts.end = at + 1;
+                    Some(last) if prefix_len > 0 => {
+                        last.parts.end = index + 1;
                         last.queries += part.queries;
-                        last.shared = shared;
+                        last.prefix_len = prefix_len;
                     }
                     _ => self.tiles.push(QueryTile {
-                        parts: at..at + 1,
+                        parts: index..index + 1,
                         queries: part.queries,
-                        shared: whole_spans(part.position),
+                        prefix_len: whole_spans(part.first_position),
                     }),
                 }
             }
@@ -163,8 +168,8 @@ impl Step {
                 continue;
             }
             let last = self.batch.block_tables[(s.first_block + s.kv_len / block_tokens) as usize];
-            let copied = self.batch.block_copies.iter().any(|&(_, to)| to == last);
-            if first <= s.kv_len - used || copied {
+            let is_copied = self.batch.block_copies.iter().any(|copy| copy.to == last);
+            if first <= s.kv_len - used || is_copied {
                 self.new_tail_blocks.push((last, used));
             }
         }
@@ -172,29 +177,30 @@ impl Step {
 }
 
 impl RotationTable {
-    /// Sets `of_tokens` for tokens at `positions`. Extends the table if needed.
-    fn take(&mut self, positions: &[u32]) {
+    /// Sets `token_rotations` for tokens at `positions`, and extends `position_rotations` if
+    /// needed.
+    fn gather(&mut self, positions: &[u32]) {
         let width = self.rope.inverse_frequencies.len() * 2;
         let longest = positions.iter().max().map_or(0, |&p| p as usize + 1);
-        for position in self.table.len() / width..longest {
-            // The angle is rounded to F32, as in the reference. Its sine and cosine are computed in
-            // F64.
+        for position in self.position_rotations.len() / width..longest {
+            // The angle is rounded to F32, as in the reference implementation. Its sine and cosine
+            // are computed in F64.
             let angle = |f: &f32| (*f * position as f32) as f64;
             let scale = self.rope.scale;
-            let round = self.round;
+            let round_to_bf16 = self.round_to_bf16;
             let store = move |x: f64| {
                 let y = x as f32 * scale;
-                if round { round_bf16(y) } else { y }
+                if round_to_bf16 { round_bf16(y) } else { y }
             };
-            self.table
+            self.position_rotations
                 .extend(self.rope.inverse_frequencies.iter().map(|f| store(angle(f).cos())));
-            self.table
+            self.position_rotations
                 .extend(self.rope.inverse_frequencies.iter().map(|f| store(angle(f).sin())));
         }
-        self.of_tokens.clear();
+        self.token_rotations.clear();
         for &p in positions {
-            self.of_tokens
-                .extend_from_slice(&self.table[p as usize * width..][..width]);
+            self.token_rotations
+                .extend_from_slice(&self.position_rotations[p as usize * width..][..width]);
         }
     }
 }
@@ -202,10 +208,10 @@ impl RotationTable {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::batch::StepSequence;
+    use crate::device::batch::{BlockCopy, StepSequence};
 
     #[test]
-    fn tiles_cover_every_query_once_and_begun_blocks_are_named() {
+    fn tiles_cover_every_query_once_and_tail_blocks_are_listed() {
         let heads = HeadShape {
             heads: 4,
             kv_heads: 2,
@@ -233,15 +239,19 @@ mod tests {
         };
         step.upload(&batch);
         assert_eq!(step.new_tail_blocks, [(3, 12), (8, 1)]);
-        let covered: Vec<u32> = step.parts.iter().flat_map(|p| p.token..p.token + p.queries).collect();
+        let covered: Vec<u32> = step
+            .parts
+            .iter()
+            .flat_map(|p| p.first_token..p.first_token + p.queries)
+            .collect();
         assert_eq!(covered, (0..62).collect::<Vec<_>>());
         assert!(step.tiles.iter().all(|t| t.queries as usize <= queries_per_tile(heads)));
         assert_eq!(step.blocks(1), [4, 5]);
         let angle = 17.0f32 * 0.5;
-        assert!((step.rotations[0].of_tokens[60 * 2] - 2.0 * angle.cos()).abs() < 1e-6);
-        assert!((step.rotations[0].of_tokens[60 * 2 + 1] - 2.0 * angle.sin()).abs() < 1e-6);
+        assert!((step.rotations[0].token_rotations[60 * 2] - 2.0 * angle.cos()).abs() < 1e-6);
+        assert!((step.rotations[0].token_rotations[60 * 2 + 1] - 2.0 * angle.sin()).abs() < 1e-6);
         let copied = StepBatch {
-            block_copies: vec![(1, 5)],
+            block_copies: vec![BlockCopy { from: 1, to: 5 }],
             ..batch
         };
         step.upload(&copied);
@@ -249,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn sequences_that_begin_alike_share_a_tile() {
+    fn sequences_with_a_common_prefix_share_a_tile() {
         let heads = HeadShape {
             heads: 12,
             kv_heads: 2,
@@ -280,7 +290,7 @@ mod tests {
         let tiles: Vec<_> = step
             .tiles
             .iter()
-            .map(|t| (t.parts.clone(), t.queries, t.shared))
+            .map(|t| (t.parts.clone(), t.queries, t.prefix_len))
             .collect();
         // The fifth does not fit the first tile; the sixth shares nothing with it.
         assert_eq!(tiles, [(0..4, 5, 64), (4..5, 4, 128), (5..6, 1, 128)]);

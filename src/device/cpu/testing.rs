@@ -36,7 +36,7 @@ pub(super) fn bytes_of(values: &[f32], dtype: Dtype) -> Vec<u8> {
         .collect()
 }
 
-/// A buffer of these values.
+/// A buffer that contains `values`.
 pub(super) fn buffer(values: &[f32], rows: usize, width: usize) -> Buffer {
     assert_eq!(values.len(), rows * width);
     Buffer {
@@ -47,14 +47,14 @@ pub(super) fn buffer(values: &[f32], rows: usize, width: usize) -> Buffer {
     }
 }
 
-/// `count` threads (fewer than 10), which all tests share.
-pub(super) fn on_threads(isa: Isa, count: usize) -> ExecContext<'static> {
+/// A context with `count` threads (fewer than 10), which all tests share.
+pub(super) fn ctx_with_threads(isa: Isa, count: usize) -> ExecContext<'static> {
     static THREADS: [OnceLock<Threads>; 10] = [const { OnceLock::new() }; 10];
     let threads = THREADS[count].get_or_init(|| Threads::new(count).expect("the system gives threads"));
     ExecContext { isa, threads }
 }
 
-/// Two threads.
-pub(super) fn on(isa: Isa) -> ExecContext<'static> {
-    on_threads(isa, 2)
+/// A context with two threads.
+pub(super) fn ctx(isa: Isa) -> ExecContext<'static> {
+    ctx_with_threads(isa, 2)
 }

@@ -1,9 +1,10 @@
 //! The CPU device's thread pool, which divides the operations of a step among threads.
 //!
-//! A step consists of a hundred or more parallel regions, many of them about ten microseconds long.
-//! Threads of a general pool sleep as soon as they are idle, and waking one takes longer than such
-//! a region. These threads spin for a while, then yield their core, and sleep only after
-//! [`IDLE_TIMEOUT`] without a region. ("Threads" in `benches/README.md` compares both.)
+//! A step consists of a hundred or more parallel regions, many of which take about ten
+//! microseconds. The threads of a general-purpose pool sleep as soon as they are idle, and waking a
+//! thread takes longer than such a region. The threads of this pool spin for a while, then yield
+//! their core, and sleep only after [`IDLE_TIMEOUT`] without a region. (Section "Threads" of
+//! `benches/README.md` compares both.)
 //!
 //! See docs/decisions/068-cpu-steps-have-their-own-threads.md.
 
@@ -23,18 +24,19 @@ use std::{hint, io};
 const SPINS: u32 = 1000;
 /// Idle time after which a thread sleeps.
 const IDLE_TIMEOUT: Duration = Duration::from_millis(2);
-/// Minimum elements of an element-wise operation for more than one thread to be worthwhile.
-const SERIAL_ELEMENTS: usize = 1 << 13;
-/// Parts of an operation per thread: several, so that a slow thread takes fewer.
-const PARTS_A_THREAD: usize = 4;
+/// Element-wise operations over fewer elements run on the calling thread alone: more threads would
+/// not be faster.
+const PARALLEL_ELEMENTS_MIN: usize = 1 << 13;
+/// Parts of an operation per thread. With several parts, a slow thread runs fewer of them.
+const PARTS_PER_THREAD: usize = 4;
 
 /// Flag of [`PoolState::state`]: helpers may enter the region.
 const OPEN: u64 = 1;
-/// One helper in the region, in [`PoolState::state`].
-const HELPER_UNIT: u64 = 2;
-const HELPER_MASK: u64 = REGION_UNIT - HELPER_UNIT;
-/// Increment of the region's number, in the upper half of [`PoolState::state`].
-const REGION_UNIT: u64 = 1 << 32;
+/// What a helper adds to [`PoolState::state`] while it is in the region.
+const HELPER_INCREMENT: u64 = 2;
+const HELPER_MASK: u64 = REGION_INCREMENT - HELPER_INCREMENT;
+/// Increment of the region's number, which is the upper half of [`PoolState::state`].
+const REGION_INCREMENT: u64 = 1 << 32;
 
 thread_local! {
     /// Whether this thread is running tasks of a region.
@@ -48,17 +50,17 @@ pub struct Threads {
     region_lock: Mutex<()>,
 }
 
-/// The function that each thread runs in a region, given the thread's number and the tasks.
+/// The body of a region, which each thread runs; called with the thread's number and the tasks.
 type TaskFn<'a> = dyn Fn(usize, Tasks<'_>) + Sync + 'a;
 
-/// A value on cache lines of its own, to avoid false sharing.
+/// A value that shares no cache line with others, to avoid false sharing.
 #[repr(align(128))]
 struct CachePadded<T>(T);
 
 struct PoolState {
     /// The region's number, the number of helpers in the region, and [`OPEN`].
     state: CachePadded<AtomicU64>,
-    /// The next task of each thread's range.
+    /// The next task in the range of each thread.
     next: Vec<CachePadded<AtomicUsize>>,
     /// Written only while the region is closed and contains no helper. Read only by helpers in the
     /// region.
@@ -72,28 +74,29 @@ struct PoolState {
 #[derive(Clone, Copy)]
 struct Region {
     /// Valid as long as a helper is in the region.
-    job: *const TaskFn<'static>,
+    body: *const TaskFn<'static>,
     tasks: usize,
 }
 
-// SAFETY: `state` synchronises access to `region`, as documented there; the job and all other
-// fields are `Sync`.
+// SAFETY: `state` synchronises access to `region`, as documented there; the region's body and all
+// other fields are `Sync`.
 unsafe impl Sync for PoolState {}
 // SAFETY: as above.
 unsafe impl Send for PoolState {}
 
-/// Iterator over the tasks of a region, each of which is handed out once. A thread first takes the
-/// tasks of its own range, for locality, then the remaining tasks of other threads' ranges.
+/// Iterator over the tasks of a region. Each task is yielded to one thread only. A thread first
+/// gets the tasks of its own range, for locality, then the remaining tasks of other threads'
+/// ranges.
 pub struct Tasks<'a> {
     next: &'a [CachePadded<AtomicUsize>],
     tasks: usize,
     thread: usize,
-    /// Number of ranges found empty so far, starting with the thread's own.
-    empty: usize,
+    /// Number of ranges found empty so far, counted from the thread's own range on.
+    empty_ranges: usize,
 }
 
 /// First task of a thread's range.
-fn start(tasks: usize, thread: usize, threads: usize) -> usize {
+fn range_start(tasks: usize, thread: usize, threads: usize) -> usize {
     tasks * thread / threads
 }
 
@@ -102,24 +105,24 @@ impl Iterator for Tasks<'_> {
 
     fn next(&mut self) -> Option<usize> {
         let threads = self.next.len();
-        while self.empty < threads {
-            let whose = (self.thread + self.empty) % threads;
-            let end = start(self.tasks, whose + 1, threads);
-            let next = &self.next[whose].0;
-            // The load comes first so that an empty range's cache line stays shared.
+        while self.empty_ranges < threads {
+            let owner = (self.thread + self.empty_ranges) % threads;
+            let end = range_start(self.tasks, owner + 1, threads);
+            let next = &self.next[owner].0;
+            // Loading before adding lets the cache line of an empty range stay shared among cores.
             if next.load(Ordering::Relaxed) < end {
                 let task = next.fetch_add(1, Ordering::Relaxed);
                 if task < end {
                     return Some(task);
                 }
             }
-            self.empty += 1;
+            self.empty_ranges += 1;
         }
         None
     }
 }
 
-/// As [`Tasks`], over the items of a slice.
+/// As [`Tasks`], but yields the items of a slice.
 pub struct Items<'a, T> {
     tasks: Tasks<'a>,
     first: *mut T,
@@ -130,7 +133,7 @@ impl<'a, T> Iterator for Items<'a, T> {
     type Item = &'a mut T;
 
     fn next(&mut self) -> Option<&'a mut T> {
-        // SAFETY: the slice has an item for each task, and each task is handed out once.
+        // SAFETY: the slice has an item for each task, and each task is yielded once.
         self.tasks.next().map(|task| unsafe { &mut *self.first.add(task) })
     }
 }
@@ -159,7 +162,7 @@ impl Threads {
             let shared = Arc::clone(&threads.shared);
             let builder = std::thread::Builder::new().name(format!("cpu-{}", i + 1));
             // On an error, dropping `threads` ends the helpers started so far.
-            threads.helpers.push(builder.spawn(move || shared.help(i))?);
+            threads.helpers.push(builder.spawn(move || shared.run_helper(i))?);
         }
         Ok(threads)
     }
@@ -171,32 +174,39 @@ impl Threads {
 
     /// Number of parts into which to divide an operation over `elements` elements.
     pub fn parts(&self, elements: usize) -> usize {
-        if elements < SERIAL_ELEMENTS || self.helpers.is_empty() {
+        if elements < PARALLEL_ELEMENTS_MIN || self.helpers.is_empty() {
             1
         } else {
-            self.count() * PARTS_A_THREAD
+            self.count() * PARTS_PER_THREAD
         }
     }
 
-    /// Runs the tasks `0..tasks`: calls `job` on each thread that joins, with the thread's number
-    /// (below [`count`](Self::count)) and an iterator over tasks. Returns when all tasks are done.
+    /// Runs the tasks `0..tasks`: calls `body` on each thread that takes part, with the thread's
+    /// number (below [`count`](Self::count)) and an iterator over tasks. Returns when all tasks are
+    /// done.
     ///
     /// # Panics
-    /// If `job` panics on any thread, or if this is called from within a task.
-    pub fn share(&self, tasks: usize, job: impl Fn(usize, Tasks<'_>) + Sync) {
+    /// If `body` panics on any thread, or if this is called from within a task.
+    pub fn parallel_for(&self, tasks: usize, body: impl Fn(usize, Tasks<'_>) + Sync) {
         if tasks <= 1 || self.helpers.is_empty() {
-            run_serial(tasks, job);
+            run_serial(tasks, body);
         } else {
-            self.run(tasks, &job);
+            self.run_region(tasks, &body);
         }
     }
 
-    /// As [`share`](Self::share), with one task per item. The items hold `elements` elements in
-    /// total; if these are few, the calling thread runs all tasks alone.
+    /// As [`parallel_for`](Self::parallel_for), with one task per item. `elements` is the total
+    /// work in elements, as for [`parts`](Self::parts); if it is small, the calling thread runs all
+    /// tasks alone.
     ///
     /// # Panics
-    /// As [`share`](Self::share).
-    pub fn share_mut<T: Send>(&self, elements: usize, items: &mut [T], job: impl Fn(usize, Items<'_, T>) + Sync) {
+    /// As [`parallel_for`](Self::parallel_for).
+    pub fn parallel_for_each<T: Send>(
+        &self,
+        elements: usize,
+        items: &mut [T],
+        body: impl Fn(usize, Items<'_, T>) + Sync,
+    ) {
         /// A pointer that threads may share, because each accesses different items.
         struct FirstItem<T>(*mut T);
         // SAFETY: each item goes to one thread only, and `T` may be sent.
@@ -207,47 +217,58 @@ impl Threads {
             }
         }
         let first = FirstItem(items.as_mut_ptr());
-        let job = |thread, tasks: Tasks<'_>| {
+        let body = |thread, tasks: Tasks<'_>| {
             let items = Items {
                 tasks,
                 first: first.get(),
                 life: PhantomData,
             };
-            job(thread, items);
+            body(thread, items);
         };
         if self.parts(elements) == 1 {
-            run_serial(items.len(), job);
+            run_serial(items.len(), body);
         } else {
-            self.share(items.len(), job);
+            self.parallel_for(items.len(), body);
         }
     }
 
-    fn run(&self, tasks: usize, job: &TaskFn<'_>) {
-        assert!(!IN_TASK.get(), "a task of a region shares out work of its own");
+    fn run_region(&self, tasks: usize, body: &TaskFn<'_>) {
+        assert!(
+            !IN_TASK.get(),
+            "a parallel region must not be started from within a task"
+        );
         let _region = self.region_lock.lock().unwrap_or_else(PoisonError::into_inner);
         let shared = &*self.shared;
-        // SAFETY: only the lifetime changes; no helper is in the region once this function returns.
-        let job_always: *const TaskFn<'static> = unsafe { std::mem::transmute(std::ptr::from_ref(job)) };
+        // SAFETY: only the lifetime changes, and no helper is in the region after this function
+        // returns.
+        let static_body: *const TaskFn<'static> = unsafe { std::mem::transmute(std::ptr::from_ref(body)) };
         // SAFETY: the previous region is closed and contains no helper, and this thread holds
         // `region_lock`.
-        unsafe { *shared.region.get() = Some(Region { job: job_always, tasks }) };
+        unsafe {
+            *shared.region.get() = Some(Region {
+                body: static_body,
+                tasks,
+            })
+        };
         for (thread, next) in shared.next.iter().enumerate() {
-            next.0.store(start(tasks, thread, shared.next.len()), Ordering::Relaxed);
+            next.0
+                .store(range_start(tasks, thread, shared.next.len()), Ordering::Relaxed);
         }
-        let number = (shared.state.0.load(Ordering::Relaxed) & !(REGION_UNIT - 1)).wrapping_add(REGION_UNIT);
-        // Sequentially consistent with `asleep`: either the helper sees the region, or this thread
-        // sees that the helper is asleep.
-        shared.state.0.store(number | OPEN, Ordering::SeqCst);
+        let region_number =
+            (shared.state.0.load(Ordering::Relaxed) & !(REGION_INCREMENT - 1)).wrapping_add(REGION_INCREMENT);
+        // `SeqCst` here and for `asleep`: either the helper sees the region, or this thread sees
+        // that the helper is asleep.
+        shared.state.0.store(region_number | OPEN, Ordering::SeqCst);
         for (asleep, helper) in shared.asleep.iter().zip(&self.helpers).take(tasks - 1) {
             if asleep.load(Ordering::SeqCst) {
                 helper.thread().unpark();
             }
         }
-        let result = catch_unwind(AssertUnwindSafe(|| shared.work(0, job, tasks)));
+        let result = catch_unwind(AssertUnwindSafe(|| shared.run_tasks(0, body, tasks)));
         shared.state.0.fetch_and(!OPEN, Ordering::Relaxed);
         let mut spins = 0;
         while shared.state.0.load(Ordering::Acquire) & HELPER_MASK != 0 {
-            wait(&mut spins);
+            spin_or_yield(&mut spins);
         }
         let helper_panic = shared.panic.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(panic) = result.err().or(helper_panic) {
@@ -256,21 +277,21 @@ impl Threads {
     }
 }
 
-/// All tasks on the calling thread.
-fn run_serial(tasks: usize, job: impl Fn(usize, Tasks<'_>)) {
-    job(
+/// Runs all tasks on the calling thread.
+fn run_serial(tasks: usize, body: impl Fn(usize, Tasks<'_>)) {
+    body(
         0,
         Tasks {
             next: &[CachePadded(AtomicUsize::new(0))],
             tasks,
             thread: 0,
-            empty: 0,
+            empty_ranges: 0,
         },
     );
 }
 
-/// Waits for a moment: spins the first [`SPINS`] times, then yields the core.
-fn wait(spins: &mut u32) {
+/// Spins in the first [`SPINS`] calls, then yields the core.
+fn spin_or_yield(spins: &mut u32) {
     if *spins < SPINS {
         *spins += 1;
         hint::spin_loop();
@@ -280,8 +301,8 @@ fn wait(spins: &mut u32) {
 }
 
 impl PoolState {
-    fn work(&self, thread: usize, job: &TaskFn<'_>, tasks: usize) {
-        /// Resets the flag when dropped, also if the job panics.
+    fn run_tasks(&self, thread: usize, body: &TaskFn<'_>, tasks: usize) {
+        /// Resets the flag when dropped, also if the body panics.
         struct ResetInTask;
         impl Drop for ResetInTask {
             fn drop(&mut self) {
@@ -290,72 +311,73 @@ impl PoolState {
         }
         IN_TASK.set(true);
         let _reset = ResetInTask;
-        job(
+        body(
             thread,
             Tasks {
                 next: &self.next,
                 tasks,
                 thread,
-                empty: 0,
+                empty_ranges: 0,
             },
         );
     }
 
     /// The main loop of a helper.
-    fn help(&self, helper: usize) {
-        let mut seen = 0;
-        while let Some(number) = self.enter_region(helper, seen) {
-            seen = number;
-            // SAFETY: this helper is in the region, so nobody writes to `region` and the job is
+    fn run_helper(&self, helper: usize) {
+        let mut last_region = 0;
+        while let Some(region_number) = self.enter_region(helper, last_region) {
+            last_region = region_number;
+            // SAFETY: while this helper is in the region, `region` is not written and the body is
             // alive.
-            let (job, tasks) = unsafe {
+            let (body, tasks) = unsafe {
                 let region = (*self.region.get()).expect("an open region");
-                (&*region.job, region.tasks)
+                (&*region.body, region.tasks)
             };
-            if let Err(panic) = catch_unwind(AssertUnwindSafe(|| self.work(helper + 1, job, tasks))) {
+            if let Err(panic) = catch_unwind(AssertUnwindSafe(|| self.run_tasks(helper + 1, body, tasks))) {
                 *self.panic.lock().unwrap_or_else(PoisonError::into_inner) = Some(panic);
             }
-            self.state.0.fetch_sub(HELPER_UNIT, Ordering::Release);
+            self.state.0.fetch_sub(HELPER_INCREMENT, Ordering::Release);
         }
     }
 
     /// Waits for an open region other than the last one seen, and enters it. Returns its number, or
     /// `None` on shutdown.
-    fn enter_region(&self, helper: usize, seen: u64) -> Option<u64> {
+    fn enter_region(&self, helper: usize, last_region: u64) -> Option<u64> {
         let (mut spins, mut sleep_at) = (0, None);
         loop {
             let state = self.state.0.load(Ordering::SeqCst);
-            if is_new(state, seen) {
+            if is_new_region(state, last_region) {
                 let order = (Ordering::Acquire, Ordering::Relaxed);
                 if self
                     .state
                     .0
-                    .compare_exchange(state, state + HELPER_UNIT, order.0, order.1)
+                    .compare_exchange(state, state + HELPER_INCREMENT, order.0, order.1)
                     .is_ok()
                 {
-                    return Some(state & !(REGION_UNIT - 1));
+                    return Some(state & !(REGION_INCREMENT - 1));
                 }
                 continue;
             }
             if self.shutdown.load(Ordering::Relaxed) {
                 return None;
             }
-            wait(&mut spins);
+            spin_or_yield(&mut spins);
             if spins == SPINS && *sleep_at.get_or_insert_with(|| Instant::now() + IDLE_TIMEOUT) < Instant::now() {
-                self.sleep(helper, seen);
+                self.sleep(helper, last_region);
                 (spins, sleep_at) = (0, None);
             }
         }
     }
 
-    fn sleep(&self, helper: usize, seen: u64) {
+    fn sleep(&self, helper: usize, last_region: u64) {
         let asleep = &self.asleep[helper];
         asleep.store(true, Ordering::SeqCst);
-        while !is_new(self.state.0.load(Ordering::SeqCst), seen) && !self.shutdown.load(Ordering::SeqCst) {
+        while !is_new_region(self.state.0.load(Ordering::SeqCst), last_region) && !self.shutdown.load(Ordering::SeqCst)
+        {
             park();
-            // The region that woke this helper is already finished. More regions are likely to
+            // If the region that woke this helper is already finished, more regions are likely to
             // follow, so the helper stays awake.
-            if self.state.0.load(Ordering::Relaxed) & !(REGION_UNIT - 1) != seen {
+            if self.state.0.load(Ordering::Relaxed) & !(REGION_INCREMENT - 1) != last_region {
                 break;
             }
         }
@@ -363,14 +385,15 @@ impl PoolState {
     }
 }
 
-fn is_new(state: u64, seen: u64) -> bool {
-    state & OPEN != 0 && state & !(REGION_UNIT - 1) != seen
+/// Whether the region of `state` is open and is not `last_region`.
+fn is_new_region(state: u64, last_region: u64) -> bool {
+    state & OPEN != 0 && state & !(REGION_INCREMENT - 1) != last_region
 }
 
 /// The calling thread alone.
 impl Default for Threads {
     fn default() -> Threads {
-        Threads::new(1).expect("no thread is asked for")
+        Threads::new(1).expect("a pool without helper threads cannot fail to start")
     }
 }
 
@@ -395,16 +418,16 @@ impl Drop for Threads {
 mod tests {
     use super::*;
 
-    const MANY: usize = SERIAL_ELEMENTS;
+    const MANY: usize = PARALLEL_ELEMENTS_MIN;
 
     #[test]
-    fn each_task_is_done_once_by_any_number_of_threads() {
+    fn each_task_runs_once_with_any_number_of_threads() {
         for count in [1, 2, 3, 7] {
             let threads = Threads::new(count).unwrap();
             assert_eq!(threads.count(), count);
             for region in 0..2000usize {
                 let mut done = vec![0usize; region % 19];
-                threads.share_mut(MANY, &mut done, |thread, items| {
+                threads.parallel_for_each(MANY, &mut done, |thread, items| {
                     assert!(thread < count);
                     items.for_each(|item| *item += region);
                 });
@@ -417,13 +440,13 @@ mod tests {
     }
 
     #[test]
-    fn both_threads_work_and_wake_when_they_have_slept() {
+    fn both_threads_run_tasks_even_after_sleeping() {
         let threads = Threads::new(2).unwrap();
         for _ in 0..3 {
             std::thread::sleep(IDLE_TIMEOUT * 5);
             // Each task waits for the other: one thread alone would wait for ever.
             let met = AtomicUsize::new(0);
-            threads.share(2, |_, tasks| {
+            threads.parallel_for(2, |_, tasks| {
                 for _ in tasks {
                     met.fetch_add(1, Ordering::SeqCst);
                     while met.load(Ordering::SeqCst) < 2 {
@@ -443,7 +466,7 @@ mod tests {
                 scope.spawn(move || {
                     for _ in 0..500 {
                         let mut items = vec![0; 5];
-                        threads.share_mut(MANY, &mut items, |_, items| items.for_each(|item| *item = caller));
+                        threads.parallel_for_each(MANY, &mut items, |_, items| items.for_each(|item| *item = caller));
                         assert_eq!(items, [caller; 5]);
                     }
                 });
@@ -452,27 +475,27 @@ mod tests {
     }
 
     #[test]
-    fn a_panic_comes_out_and_the_threads_go_on() {
+    fn a_panic_reaches_the_caller_and_the_pool_stays_usable() {
         let threads = Threads::new(2).unwrap();
         for bad in 0..8 {
-            let share = || threads.share(8, |_, mut tasks| assert!(!tasks.any(|t| t == bad), "task {bad}"));
+            let share = || threads.parallel_for(8, |_, mut tasks| assert!(!tasks.any(|t| t == bad), "task {bad}"));
             let panic = catch_unwind(AssertUnwindSafe(share)).unwrap_err();
             assert_eq!(panic.downcast_ref::<String>(), Some(&format!("task {bad}")));
             let mut items = [0; 8];
-            threads.share_mut(MANY, &mut items, |_, items| items.for_each(|item| *item = 1));
+            threads.parallel_for_each(MANY, &mut items, |_, items| items.for_each(|item| *item = 1));
             assert_eq!(items, [1; 8]);
         }
     }
 
     #[test]
-    fn work_within_work_is_refused() {
+    fn nested_regions_are_refused() {
         let threads = Threads::new(2).unwrap();
         let share = || {
-            threads.share(2, |_, tasks| {
-                tasks.for_each(|_| threads.share(2, |_, tasks| tasks.for_each(drop)))
+            threads.parallel_for(2, |_, tasks| {
+                tasks.for_each(|_| threads.parallel_for(2, |_, tasks| tasks.for_each(drop)))
             })
         };
         assert!(catch_unwind(AssertUnwindSafe(share)).is_err());
-        threads.share(2, |_, tasks| tasks.for_each(drop));
+        threads.parallel_for(2, |_, tasks| tasks.for_each(drop));
     }
 }

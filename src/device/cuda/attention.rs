@@ -1,11 +1,11 @@
-//! Attention over paged keys and values: wide items, then narrow items, then the merge of partial
-//! results.
+//! Attention over paged keys and values: a launch of the plan's wide thread blocks, one of its
+//! narrow blocks, and one that merges partial results.
 //!
 //! See docs/decisions/076-hopper-attention-has-its-own-kernel.md and
 //! docs/decisions/077-attention-parts-take-only-their-rows.md.
 
 use super::driver::Argument;
-use super::memory::{Buffer, KvPool, Workspace, address, want};
+use super::memory::{Buffer, KvPool, Workspace, address, ensure_capacity};
 use super::plan::{self, KernelFormat};
 use super::{Cuda, Step};
 use crate::device::{Attention, DeviceError};
@@ -20,26 +20,26 @@ impl Cuda {
         out: &mut Buffer,
         workspace: &mut Workspace,
     ) -> Result<(), DeviceError> {
-        let heads = self.heads(step.shape);
+        let shape = self.attention_shape(step.shape);
         let width = step.shape.heads * step.shape.head_dim;
         out.reshape(&self.context, step.tokens, width, KernelFormat::Bf16)?;
         let Some(layer) = step.attention.iter().find(|layer| layer.spec == op.spec) else {
             return Err(DeviceError::Unsupported(format!(
-                "the step was made without {:?}",
+                "the step was created without attention of kind {:?}",
                 op.spec
             )));
         };
-        // Rounded up, because sequences grow from step to step and freeing the old memory waits for
-        // the card.
+        // Rounded up for fewer reallocations: sequences grow from step to step, and freeing the old
+        // memory waits for the card.
         let rows = layer.plans.iter().map(|plan| plan.part_rows).max().unwrap_or(0);
         let rows = (rows * step.shape.kv_heads).next_power_of_two();
-        want(
+        ensure_capacity(
             &self.context,
             &mut workspace.part_sums,
             rows * step.shape.head_dim * 4,
             "parts of attention",
         )?;
-        want(
+        ensure_capacity(
             &self.context,
             &mut workspace.part_states,
             rows * 8,
@@ -49,13 +49,13 @@ impl Cuda {
         let window = plan::window(op.spec);
         let [keys, values, key_scales, value_scales] = pool.arguments();
         for plan in &layer.plans {
-            let on_card = step.plan(plan);
+            let addresses = step.plan_addresses(plan);
             for (warps, items, count) in [
-                (heads.wide_warps(), on_card.wide, plan.wide),
-                (heads.narrow_warps(), on_card.narrow, plan.narrow),
+                (shape.wide_block_warps(), addresses.wide, plan.wide_items),
+                (shape.narrow_block_warps(), addresses.narrow, plan.narrow_items),
             ] {
                 self.launch(
-                    &heads.attention(warps, (window, op.soft_cap), count),
+                    &shape.attention(warps, (window, op.soft_cap), count),
                     &[
                         qkv.data(),
                         keys,
@@ -63,7 +63,7 @@ impl Cuda {
                         key_scales,
                         value_scales,
                         Argument::Address(items),
-                        Argument::Address(on_card.queries),
+                        Argument::Address(addresses.query_tokens),
                         Argument::Address(step.positions()),
                         Argument::Address(step.tables()),
                         Argument::Float(op.scale),
@@ -74,11 +74,11 @@ impl Cuda {
                 )?;
             }
             self.launch(
-                &heads.merge(plan.merged),
+                &shape.merge_partial_attention(plan.merged_tokens),
                 &[
-                    Argument::Address(on_card.merged),
-                    Argument::Address(on_card.first),
-                    Argument::Address(on_card.parts),
+                    Argument::Address(addresses.merged_tokens),
+                    Argument::Address(addresses.first_parts),
+                    Argument::Address(addresses.parts),
                     sums,
                     states,
                     out.data(),

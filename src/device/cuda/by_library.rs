@@ -1,6 +1,6 @@
-//! Matrix products by cuBLASLt: those that it computes faster than gristmill's kernels, or all of
-//! them, which `gristmill doctor` uses as a reference. The library chooses a kernel, and thereby
-//! the order of sums, by the number of rows, so deterministic steps use gristmill's kernels alone.
+//! Matmuls by cuBLASLt: those that it computes faster than gristmill's kernels, or all of them,
+//! which `gristmill doctor` uses as a reference. cuBLASLt chooses its kernel, and so the summation
+//! order, by the number of rows; so deterministic steps use only gristmill's kernels.
 //!
 //! See docs/decisions/080-cublaslt-serves-and-is-a-yardstick.md.
 
@@ -10,78 +10,82 @@ use std::sync::{Arc, Mutex, PoisonError};
 use super::Cuda;
 use super::cublaslt::{Algorithm, CublasLt, Matrices};
 use super::driver::{Argument, Context, Memory};
-use super::memory::want;
+use super::memory::ensure_capacity;
 use super::plan::{self, KernelFormat, LinearShape};
 use crate::device::DeviceError;
 
-/// Which implementation computes matrix products.
+/// Which implementation computes matmuls.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Products {
+pub enum MatmulBackend {
     /// gristmill's kernels.
     Kernels,
-    /// For each shape the one that was measured to be faster, gristmill's kernel or cuBLASLt; the
-    /// kernels where there is no such library.
+    /// For each shape the one that is measured to be faster, gristmill's kernel or cuBLASLt; only
+    /// kernels if cuBLASLt is not available.
     Fastest,
     /// cuBLASLt.
     Library,
 }
 
-/// The INT32 accumulators of INT8 products need memory that grows with rows and columns. With [`Products::Fastest`] this memory
-/// is allocated before the weights: at most `SUMS_BYTES`, and at most 1 / `SUMS_PART` of the card's
-/// memory. Larger products go to gristmill's kernels.
-const SUMS_BYTES: usize = 256 << 20;
-const SUMS_PART: u64 = 64;
+/// The INT32 accumulators of an INT8 matmul need rows x columns x 4 bytes. With
+/// [`MatmulBackend::Fastest`] this memory is allocated before the weights: at most this size, and
+/// at most 1 / `ACCUMULATOR_MEMORY_DIVISOR` of the card's memory. Matmuls that need more use
+/// gristmill's kernels.
+const ACCUMULATOR_BYTES_MAX: usize = 256 << 20;
+const ACCUMULATOR_MEMORY_DIVISOR: u64 = 64;
 
-/// The library, and the algorithms that were found.
-pub(super) struct ByLibrary {
+/// cuBLASLt, with the algorithms and the memory of its matmuls.
+pub(super) struct CublasLtMatmul {
     library: CublasLt,
-    /// Whether every matrix product goes to cuBLASLt.
-    pub all: bool,
-    /// With `all`: the fastest algorithm for each shape, with or without a bias; `None`:
+    /// Whether cuBLASLt computes every matmul.
+    pub library_only: bool,
+    /// With `library_only`: the fastest algorithm for each shape, with or without a bias; `None`:
     /// unsupported.
     fastest: Mutex<HashMap<(LinearShape, bool), Option<Algorithm>>>,
-    /// INT32 accumulators of an INT8 product before they are scaled.
-    sums: Mutex<Option<Memory>>,
+    /// INT32 accumulators of an INT8 matmul, before they are scaled.
+    accumulators: Mutex<Option<Memory>>,
 }
 
-impl ByLibrary {
+impl CublasLtMatmul {
+    /// `None`: only gristmill's kernels are used.
+    ///
     /// # Errors
-    /// The library is missing or unusable, and `products` is [`Products::Library`].
+    /// The library is missing or unusable, and `backend` is [`MatmulBackend::Library`].
     pub(super) fn open(
         context: &Arc<Context>,
         format: KernelFormat,
-        products: Products,
-    ) -> Result<Option<ByLibrary>, DeviceError> {
-        let mut sums = None;
-        let mut both = || {
+        backend: MatmulBackend,
+    ) -> Result<Option<CublasLtMatmul>, DeviceError> {
+        let mut accumulators = None;
+        let mut open_and_allocate = || {
             let library = CublasLt::open(context)?;
             if format == KernelFormat::Int8 {
-                let part = context.card().memory_bytes / SUMS_PART;
-                let bytes = SUMS_BYTES.min(usize::try_from(part).unwrap_or(SUMS_BYTES));
-                want(context, &mut sums, bytes, "sums of products")?;
+                let share = context.card().memory_bytes / ACCUMULATOR_MEMORY_DIVISOR;
+                let bytes = ACCUMULATOR_BYTES_MAX.min(usize::try_from(share).unwrap_or(ACCUMULATOR_BYTES_MAX));
+                ensure_capacity(context, &mut accumulators, bytes, "accumulators of INT8 matmuls")?;
             }
             Ok(library)
         };
-        let library = match products {
-            Products::Kernels => return Ok(None),
-            Products::Library => CublasLt::open(context)?,
-            Products::Fastest => match both() {
+        let library = match backend {
+            MatmulBackend::Kernels => return Ok(None),
+            MatmulBackend::Library => CublasLt::open(context)?,
+            MatmulBackend::Fastest => match open_and_allocate() {
                 Ok(library) => library,
                 Err(why) => {
                     match &why {
-                        // If the card's memory is full, loading the weights reports it.
-                        DeviceError::Missing(_) | DeviceError::OutOfMemory(_) => tracing::debug!("{why}"),
-                        _ => tracing::warn!("products by gristmill's own kernels alone: {why}"),
+                        // No warning if the card's memory is full: loading the weights will report
+                        // it.
+                        DeviceError::Unavailable(_) | DeviceError::OutOfMemory(_) => tracing::debug!("{why}"),
+                        _ => tracing::warn!("cuBLASLt is not used, gristmill's own kernels compute all matmuls: {why}"),
                     }
                     return Ok(None);
                 }
             },
         };
-        Ok(Some(ByLibrary {
+        Ok(Some(CublasLtMatmul {
             library,
-            all: products == Products::Library,
+            library_only: backend == MatmulBackend::Library,
             fastest: Mutex::default(),
-            sums: Mutex::new(sums),
+            accumulators: Mutex::new(accumulators),
         }))
     }
 
@@ -93,81 +97,100 @@ impl ByLibrary {
 impl Cuda {
     /// Path of cuBLASLt, if it is in use.
     pub fn library_path(&self) -> Option<String> {
-        let by = self.by_library.as_ref()?;
-        Some(by.library.path().display().to_string())
+        let cublaslt = self.cublaslt.as_ref()?;
+        Some(cublaslt.library.path().display().to_string())
     }
 
-    /// The library's algorithms for a product, the most promising first.
-    pub(super) fn ways(&self, by: &ByLibrary, of: &Matrices) -> Result<Vec<Algorithm>, DeviceError> {
-        by.library.algorithms(&by_itself(of, 0))
+    /// cuBLASLt's algorithms for a matmul, the most promising first.
+    pub(super) fn algorithms(
+        &self,
+        cublaslt: &CublasLtMatmul,
+        matrices: &Matrices,
+    ) -> Result<Vec<Algorithm>, DeviceError> {
+        cublaslt.library.algorithms(&without_epilogue(matrices, 0))
     }
 
-    /// Computes a product by one of these algorithms.
+    /// Computes a matmul with one of these algorithms.
     ///
     /// # Errors
-    /// `Unsupported`: the algorithm does not support these rows.
-    pub(super) fn multiply_in(&self, by: &ByLibrary, of: &Matrices, way: &Algorithm) -> Result<(), DeviceError> {
+    /// `Unsupported`: the algorithm does not support this number of rows, or the accumulators need
+    /// more memory than there is for them.
+    pub(super) fn multiply_with(
+        &self,
+        cublaslt: &CublasLtMatmul,
+        matrices: &Matrices,
+        algorithm: &Algorithm,
+    ) -> Result<(), DeviceError> {
         let LinearShape {
             format, rows, columns, ..
-        } = of.shape;
-        let (KernelFormat::Int8, Some((row_scales, column_scales))) = (format, of.scales) else {
-            return by.library.multiply(of, way);
+        } = matrices.shape;
+        let (KernelFormat::Int8, Some((row_scales, column_scales))) = (format, matrices.scales) else {
+            return cublaslt.library.multiply(matrices, algorithm);
         };
-        let mut sums = by.sums.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut accumulators = cublaslt.accumulators.lock().unwrap_or_else(PoisonError::into_inner);
         let bytes = rows * columns * 4;
-        if by.all {
-            want(&self.context, &mut sums, bytes, "sums of products")?;
+        if cublaslt.library_only {
+            ensure_capacity(&self.context, &mut accumulators, bytes, "accumulators of INT8 matmuls")?;
         }
-        let Some(sums) = sums.as_ref().filter(|sums| sums.bytes() >= bytes) else {
-            return Err(DeviceError::Unsupported("its sums are too large".into()));
+        let Some(accumulators) = accumulators.as_ref().filter(|memory| memory.bytes() >= bytes) else {
+            return Err(DeviceError::Unsupported(
+                "its INT32 accumulators need too much memory".into(),
+            ));
         };
-        by.library.multiply(&by_itself(of, sums.address()), way)?;
+        let unscaled = without_epilogue(matrices, accumulators.address());
+        cublaslt.library.multiply(&unscaled, algorithm)?;
         self.launch(
             &plan::scale_sums(rows, columns),
             &[
-                Argument::Address(sums.address()),
+                Argument::Address(accumulators.address()),
                 Argument::Address(row_scales),
                 Argument::Address(column_scales),
-                Argument::Address(of.bias),
-                Argument::Address(of.y),
+                Argument::Address(matrices.bias),
+                Argument::Address(matrices.y),
                 Argument::Int(columns as i32),
-                Argument::Int(of.stride as i32),
+                Argument::Int(matrices.stride as i32),
             ],
         )
     }
 
-    /// Computes a product by the library, where it computes all, with the fastest algorithm on this
+    /// For [`MatmulBackend::Library`]: computes a matmul with cuBLASLt's fastest algorithm on this
     /// card.
-    pub(super) fn multiply_by_library(&self, by: &ByLibrary, of: &Matrices) -> Result<(), DeviceError> {
-        let mut fastest = by.fastest.lock().unwrap_or_else(PoisonError::into_inner);
-        let key = (of.shape, of.bias != 0);
-        let way = match fastest.get(&key) {
-            Some(way) => *way,
+    pub(super) fn multiply_by_library(
+        &self,
+        cublaslt: &CublasLtMatmul,
+        matrices: &Matrices,
+    ) -> Result<(), DeviceError> {
+        let mut fastest = cublaslt.fastest.lock().unwrap_or_else(PoisonError::into_inner);
+        let key = (matrices.shape, matrices.bias != 0);
+        let algorithm = match fastest.get(&key) {
+            Some(algorithm) => *algorithm,
             None => {
-                let way = match self.ways(by, of)?.as_slice() {
+                let algorithm = match self.algorithms(cublaslt, matrices)?.as_slice() {
                     [one] => Some(*one),
-                    several => self.fastest_of(several, |way| self.multiply_in(by, of, way))?,
+                    several => {
+                        self.fastest_of(several, |algorithm| self.multiply_with(cublaslt, matrices, algorithm))?
+                    }
                 };
-                fastest.insert(key, way);
-                way
+                fastest.insert(key, algorithm);
+                algorithm
             }
         };
-        match way {
-            Some(way) => self.multiply_in(by, of, &way),
+        match algorithm {
+            Some(algorithm) => self.multiply_with(cublaslt, matrices, &algorithm),
             None => Err(DeviceError::Unsupported(
-                "cuBLASLt does not compute this product".into(),
+                "cuBLASLt does not support a matmul of this shape".into(),
             )),
         }
     }
 
-    /// The fastest algorithm; those that are unsupported are skipped.
+    /// The fastest algorithm; unsupported ones are skipped.
     fn fastest_of(
         &self,
-        ways: &[Algorithm],
+        algorithms: &[Algorithm],
         run: impl Fn(&Algorithm) -> Result<(), DeviceError>,
     ) -> Result<Option<Algorithm>, DeviceError> {
         let mut best: Option<(f64, Algorithm)> = None;
-        for algorithm in ways {
+        for algorithm in algorithms {
             let seconds = match self.seconds_uncached(|| run(algorithm)) {
                 Err(DeviceError::Unsupported(_)) => continue,
                 other => other?.unwrap_or(f64::INFINITY),
@@ -180,17 +203,17 @@ impl Cuda {
     }
 }
 
-/// The matrices of a product without its epilogue: for INT8, a later launch scales the accumulators
-/// and adds the bias.
-fn by_itself(of: &Matrices, sums: u64) -> Matrices {
-    match of.shape.format {
+/// The matmul without its epilogue: for INT8, its output is the accumulators, and a later launch
+/// scales them and adds the bias. Unchanged for other formats.
+fn without_epilogue(matrices: &Matrices, accumulators: u64) -> Matrices {
+    match matrices.shape.format {
         KernelFormat::Int8 => Matrices {
             scales: None,
             bias: 0,
-            y: sums,
-            stride: of.shape.columns,
-            ..*of
+            y: accumulators,
+            stride: matrices.shape.columns,
+            ..*matrices
         },
-        _ => *of,
+        _ => *matrices,
     }
 }

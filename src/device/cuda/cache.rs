@@ -1,9 +1,9 @@
-//! The folder of compiled kernels (machine code that later processes load) and of measurements.
+//! The folder that caches compiled kernels and measurements for later processes.
 //!
-//! Whoever can write to the folder controls the code that runs on the card in this process's
-//! context. So the folder is the user's alone (mode 0700), and a file is read only if this user or
-//! root owns it and nobody else may write to it. Each file begins with the hash of its content, so
-//! that a file that a failing disk or a killed machine left incomplete is never loaded.
+//! Whoever can write to the folder controls the code that this process runs on the card. So only
+//! the user may access the folder (mode 0700), and a file is read only if this user or root owns it
+//! and nobody else may write to it. Each file begins with a hash of its content, so that a file
+//! that was not written completely (disk error, power failure) is never loaded.
 
 use std::ffi::OsString;
 use std::io::{Error, ErrorKind, Read, Result, Write};
@@ -16,20 +16,21 @@ use sha2::{Digest, Sha256};
 
 use super::libraries;
 
-/// Maximum file size; kernels have some 100 kB.
+/// Maximum file size; a kernel has some 100 kB.
 const FILE_BYTES_MAX: u64 = 256 << 20;
 /// Mode bits that must be unset: write access of the group and of others.
 const WRITABLE_BY_OTHERS: u32 = 0o022;
-const HEAD: &str = "sha256:";
+/// Each file begins with this prefix, the hash of its content in hexadecimal, and a line break.
+const HASH_PREFIX: &str = "sha256:";
 
-/// `GRISTMILL_CACHE`, or `gristmill/` in the user's cache folder. `None`: there is no such folder,
-/// or the process has more rights than the user who set these variables, and would write where that
-/// user may not.
+/// `kernels/` in `GRISTMILL_CACHE`, or in `gristmill/` of the user's cache folder. `None`: there is
+/// no such folder, or these variables are ignored, because the process has more rights than the
+/// user who set them, and would write to folders that this user may not write to.
 pub(super) fn folder() -> Option<PathBuf> {
-    folder_by(libraries::variable)
+    folder_from(libraries::trusted_variable)
 }
 
-fn folder_by(variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
+fn folder_from(variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
     let variable = |name: &str| variable(name).filter(|value| !value.is_empty()).map(PathBuf::from);
     let folder = variable("GRISTMILL_CACHE")
         .or_else(|| variable("XDG_CACHE_HOME").map(|cache| cache.join("gristmill")))
@@ -37,52 +38,52 @@ fn folder_by(variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
     Some(folder.join("kernels"))
 }
 
-/// Content of the file at `path`; `None`: there is no file, or none that may be loaded.
+/// Content of the file at `path`; `None`: there is no file, or it must not be loaded.
 pub(super) fn read(path: &Path) -> Option<Vec<u8>> {
     match read_checked(path) {
         Ok(bytes) => Some(bytes),
         Err(error) if error.kind() == ErrorKind::NotFound => None,
         Err(error) => {
-            said(path, &error);
+            warn_once(path, &error);
             None
         }
     }
 }
 
-/// Writes a file of the cache atomically. A cache that cannot be written only costs time.
-pub(super) fn keep(path: &Path, bytes: &[u8]) {
+/// Writes a file of the cache atomically. Failures only cost time, so the first is logged.
+pub(super) fn store(path: &Path, bytes: &[u8]) {
     static COUNT: AtomicU64 = AtomicU64::new(0);
     let number = COUNT.fetch_add(1, Ordering::Relaxed);
-    let part = path.with_extension(format!("{}-{number}.part", std::process::id()));
+    let partial = path.with_extension(format!("{}-{number}.part", std::process::id()));
     let folder = path.parent().unwrap_or(Path::new("."));
-    let made = std::fs::DirBuilder::new().recursive(true).mode(0o700).create(folder);
-    let checked = made.and_then(|()| check_folder(folder));
-    let written = checked.and_then(|()| write(&part, bytes).and_then(|()| std::fs::rename(&part, path)));
+    let created = std::fs::DirBuilder::new().recursive(true).mode(0o700).create(folder);
+    let checked = created.and_then(|()| check_folder(folder));
+    let written = checked.and_then(|()| write(&partial, bytes).and_then(|()| std::fs::rename(&partial, path)));
     if let Err(error) = written {
-        said(path, &error);
-        let _ = std::fs::remove_file(&part);
+        warn_once(path, &error);
+        let _ = std::fs::remove_file(&partial);
     }
 }
 
-/// Warns once: the cause usually is the same for every file of the folder.
-fn said(path: &Path, error: &Error) {
-    static SAID: Once = Once::new();
+/// Warns only once: usually, the cause is the same for every file of the folder.
+fn warn_once(path: &Path, error: &Error) {
+    static WARNED: Once = Once::new();
     let folder = path.parent().unwrap_or(path);
-    SAID.call_once(|| {
+    WARNED.call_once(|| {
         tracing::warn!(
-            "compiled kernels are not kept in `{}`, and compiled anew each time: {error}",
+            "the kernel cache `{}` cannot be used, so kernels are compiled again in each process: {error}",
             folder.display()
         );
     });
 }
 
-fn write(part: &Path, bytes: &[u8]) -> Result<()> {
+fn write(path: &Path, bytes: &[u8]) -> Result<()> {
     let mut file = std::fs::OpenOptions::new()
         .write(true)
         .create_new(true)
         .mode(0o600)
-        .open(part)?;
-    file.write_all(format!("{HEAD}{}\n", sha256(bytes)).as_bytes())?;
+        .open(path)?;
+    file.write_all(format!("{HASH_PREFIX}{}\n", sha256(bytes)).as_bytes())?;
     file.write_all(bytes)
 }
 
@@ -98,14 +99,17 @@ fn read_checked(path: &Path) -> Result<Vec<u8>> {
         .open(path)?;
     let meta = file.metadata()?;
     if !meta.is_file() || meta.len() > FILE_BYTES_MAX {
-        return refuse(format!("`{}` is no file of ours", path.display()));
+        return refuse(format!(
+            "`{}` is not a file of gristmill's kernel cache",
+            path.display()
+        ));
     }
     check_owner(path, &meta)?;
     let mut bytes = Vec::new();
     file.take(FILE_BYTES_MAX).read_to_end(&mut bytes)?;
     match content(&bytes) {
         Some(content) => Ok(content.to_vec()),
-        // The file is made again, and overwritten.
+        // The caller makes the content anew and overwrites the file.
         None => Err(ErrorKind::NotFound.into()),
     }
 }
@@ -118,7 +122,7 @@ fn sha256(bytes: &[u8]) -> String {
 fn content(bytes: &[u8]) -> Option<&[u8]> {
     let end = bytes.iter().position(|byte| *byte == b'\n')?;
     let content = &bytes[end + 1..];
-    let hash = bytes[..end].strip_prefix(HEAD.as_bytes())?;
+    let hash = bytes[..end].strip_prefix(HASH_PREFIX.as_bytes())?;
     (hash == sha256(content).as_bytes()).then_some(content)
 }
 
@@ -172,11 +176,11 @@ mod tests {
     }
 
     #[test]
-    fn what_is_kept_is_its_owners_and_comes_back() {
+    fn stored_files_are_private_and_read_back() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("cache/kernels/embed-1.cubin");
         assert_eq!(read(&path), None);
-        keep(&path, b"image");
+        store(&path, b"image");
         assert_eq!(read(&path).as_deref(), Some(&b"image"[..]));
         let folder = path.parent().unwrap();
         assert_eq!((mode(folder), mode(&path)), (0o700, 0o600));
@@ -187,35 +191,35 @@ mod tests {
     }
 
     #[test]
-    fn the_folder_is_named_by_what_may_be_trusted_alone() {
-        let of = |set: &[(&str, &str)]| {
-            folder_by(|name| {
-                let found = set.iter().find(|(known, _)| *known == name);
+    fn the_folder_is_named_by_trusted_variables() {
+        let folder_with = |set: &[(&str, &str)]| {
+            folder_from(|name| {
+                let found = set.iter().find(|(variable, _)| *variable == name);
                 found.map(|(_, value)| OsString::from(value))
             })
         };
         let (own, cache, home) = (("GRISTMILL_CACHE", "/g"), ("XDG_CACHE_HOME", "/x"), ("HOME", "/h"));
-        assert_eq!(of(&[own, cache, home]), Some("/g/kernels".into()));
+        assert_eq!(folder_with(&[own, cache, home]), Some("/g/kernels".into()));
         assert_eq!(
-            of(&[("GRISTMILL_CACHE", ""), cache, home]),
+            folder_with(&[("GRISTMILL_CACHE", ""), cache, home]),
             Some("/x/gristmill/kernels".into())
         );
-        assert_eq!(of(&[home]), Some("/h/.cache/gristmill/kernels".into()));
-        // In a process with more rights than its starter, all of these variables are ignored.
-        assert_eq!(of(&[]), None);
+        assert_eq!(folder_with(&[home]), Some("/h/.cache/gristmill/kernels".into()));
+        // A process with more rights than the user who started it ignores all these variables.
+        assert_eq!(folder_with(&[]), None);
     }
 
     #[test]
-    fn what_was_changed_or_is_foreign_is_not_loaded() {
+    fn changed_or_untrusted_files_are_not_loaded() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("kernels/embed-1.cubin");
-        keep(&path, b"image");
-        let whole = std::fs::read(&path).unwrap();
-        for bytes in [&b""[..], b"image", b"sha256:\nimage", &whole[..whole.len() - 1]] {
+        store(&path, b"image");
+        let complete = std::fs::read(&path).unwrap();
+        for bytes in [&b""[..], b"image", b"sha256:\nimage", &complete[..complete.len() - 1]] {
             std::fs::write(&path, bytes).unwrap();
             assert_eq!(read(&path), None);
         }
-        keep(&path, b"image");
+        store(&path, b"image");
         assert!(read(&path).is_some());
         chmod(&path, 0o666);
         assert_eq!(read(&path), None, "others may write to it");
@@ -230,17 +234,17 @@ mod tests {
         assert_eq!(read(&path), None, "a pipe");
     }
 
-    /// Only the superuser can give a file away; other users have no such folder to refuse.
+    /// Only root can change the owner; for other users, the test checks nothing.
     #[test]
     fn a_folder_of_another_user_is_not_used() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("kernels/embed-1.cubin");
-        keep(&path, b"image");
+        store(&path, b"image");
         let folder = path.parent().unwrap();
         if std::os::unix::fs::chown(folder, Some(12_345), None).is_ok() {
             assert_eq!(read(&path), None);
             let other = folder.join("embed-2.cubin");
-            keep(&other, b"image");
+            store(&other, b"image");
             assert!(!other.exists());
         }
     }

@@ -1,4 +1,4 @@
-//! A card's measured ceilings, with which its kernels are compared, and how long kernels take.
+//! Measures a card's ceilings, with which kernels are compared, and how long kernels take.
 
 use std::time::Instant;
 
@@ -11,7 +11,7 @@ use crate::device::DeviceError;
 pub struct Ceilings {
     /// Copy bandwidth within the card's memory, counting reads and writes.
     pub bytes_per_second: f64,
-    /// Matrix products from registers and shared memory; a multiply-add counts as two operations.
+    /// Matmuls from registers and shared memory; a multiply-add counts as two operations.
     pub operations_per_second: f64,
 }
 
@@ -24,16 +24,18 @@ impl Cuda {
     pub fn ceilings(&self, brief: bool) -> Result<Ceilings, DeviceError> {
         let (bytes, rounds) = if brief { (1 << 20, 2) } else { (512 << 20, 20_000) };
         let card = self.context.card();
-        let (from, to) = (self.context.take(bytes, "a copy")?, self.context.take(bytes, "a copy")?);
+        let (from, to) = (
+            self.context.allocate(bytes, "a copy")?,
+            self.context.allocate(bytes, "a copy")?,
+        );
         let seconds = self.best_of_three(|| self.context.copy(&from, &to, 0, bytes))?;
-        let hopper = card.is_hopper();
-        let (launch, operations) = plan::peak(self.format, hopper, card.multiprocessors, rounds);
+        let (launch, operations) = plan::peak(self.format, card.is_hopper(), card.multiprocessors, rounds);
         let arguments = [Argument::Address(to.address()), Argument::Int(rounds as i32)];
-        let computing = self.best_of_three(|| self.launch(&launch, &arguments))?;
+        let peak_seconds = self.best_of_three(|| self.launch(&launch, &arguments))?;
         Ok(Ceilings {
             // Each byte is read and written.
             bytes_per_second: 2.0 * bytes as f64 / seconds,
-            operations_per_second: operations / computing,
+            operations_per_second: operations / peak_seconds,
         })
     }
 
@@ -46,23 +48,23 @@ impl Cuda {
         &self,
         run: impl Fn() -> Result<(), DeviceError>,
     ) -> Result<Option<f64>, DeviceError> {
-        const BYTES: usize = 64 << 20;
-        const RUNS: u32 = 8;
+        const EVICTION_BYTES: usize = 64 << 20;
+        const RUNS_MAX: u32 = 8;
         // Runs that together take this many seconds are measured precisely enough.
-        const LONG: f64 = 5e-3;
-        let Ok(memory) = self.context.take(2 * BYTES, "what fills caches") else {
+        const SECONDS_MIN: f64 = 5e-3;
+        let Ok(memory) = self.context.allocate(2 * EVICTION_BYTES, "memory that evicts caches") else {
             return Ok(None);
         };
-        let both = || {
-            self.context.copy_within(&memory, 0, BYTES, BYTES)?;
+        let evict_and_run = || {
+            self.context.copy_within(&memory, 0, EVICTION_BYTES, EVICTION_BYTES)?;
             run()
         };
-        let once = self.best_of_three(both)?;
-        let runs = ((LONG / once) as u32).min(RUNS);
+        let once = self.best_of_three(evict_and_run)?;
+        let runs = ((SECONDS_MIN / once) as u32).min(RUNS_MAX);
         if runs < 2 {
             return Ok(Some(once));
         }
-        let seconds = self.best_of_three(|| (0..runs).try_for_each(|_| both()))?;
+        let seconds = self.best_of_three(|| (0..runs).try_for_each(|_| evict_and_run()))?;
         Ok(Some(seconds / f64::from(runs)))
     }
 
@@ -71,11 +73,11 @@ impl Cuda {
         let mut best = f64::INFINITY;
         for round in 0..4 {
             self.context.wait()?;
-            let began = Instant::now();
+            let start = Instant::now();
             run()?;
             self.context.wait()?;
             if round > 0 {
-                best = best.min(began.elapsed().as_secs_f64());
+                best = best.min(start.elapsed().as_secs_f64());
             }
         }
         Ok(best)

@@ -44,13 +44,13 @@ pub fn names() -> impl Iterator<Item = &'static str> {
     SOURCES.iter().map(|(name, _)| *name)
 }
 
-/// Version of the cache's file format: files of another format get other names.
-const FORM: &str = "after a hash";
+/// Version of the cache's file format, part of the hash in file names.
+const FORMAT_TAG: &str = "after a hash";
 
-/// Maximum number of macros of a kernel.
+/// Maximum number of macros per kernel.
 const MACROS_MAX: usize = 9;
 
-/// A kernel, specialised.
+/// A kernel, specialised by macros.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Kernel {
     pub name: &'static str,
@@ -60,15 +60,15 @@ pub struct Kernel {
 impl Kernel {
     /// The kernel `name` with these macros.
     ///
+    /// # Panics
     /// `macros` has more than nine entries.
-    /// More than nine macros.
     pub fn new(name: &'static str, macros: &[(&'static str, u32)]) -> Kernel {
         let mut all = [("", 0); MACROS_MAX];
         all[..macros.len()].copy_from_slice(macros);
         Kernel { name, macros: all }
     }
 
-    /// Its macros, in order.
+    /// The macros, in order.
     pub fn macros(&self) -> impl Iterator<Item = (&'static str, u32)> {
         self.macros.into_iter().take_while(|(name, _)| !name.is_empty())
     }
@@ -84,10 +84,10 @@ impl Display for Kernel {
 /// Target of a compilation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CompileTarget {
-    /// Machine code of a compute capability, such as 80; for 90 with the features of Hopper alone
-    /// (sm_90a).
+    /// Machine code for a compute capability, such as 80; for 90, with the features that only
+    /// Hopper has (sm_90a).
     Card(u32),
-    /// PTX for cards that NVRTC does not know yet; the driver makes the machine code.
+    /// PTX, for cards that NVRTC does not know yet; the driver compiles it to machine code.
     Ptx(u32),
 }
 
@@ -120,7 +120,7 @@ impl CompileTarget {
     }
 }
 
-/// Compiles kernels for one card, or takes them from the cache.
+/// Compiles kernels for one card, and caches them.
 pub struct KernelCompiler {
     nvrtc: Nvrtc,
     target: CompileTarget,
@@ -129,7 +129,7 @@ pub struct KernelCompiler {
 }
 
 impl KernelCompiler {
-    /// A compiler that keeps machine code in `GRISTMILL_CACHE`, or in the user's cache folder.
+    /// A compiler that caches machine code in `GRISTMILL_CACHE`, or in the user's cache folder.
     pub fn new(nvrtc: Nvrtc, target: CompileTarget) -> KernelCompiler {
         KernelCompiler {
             nvrtc,
@@ -144,7 +144,7 @@ impl KernelCompiler {
     }
 
     /// A cached kernel, with the assembler's log.
-    pub fn kept(&self, kernel: &Kernel) -> Option<Compiled> {
+    pub fn cached(&self, kernel: &Kernel) -> Option<Compiled> {
         let path = self.cache_path(kernel)?;
         Some(Compiled {
             log: String::from_utf8(cache::read(&path.with_extension("log"))?).ok()?,
@@ -156,18 +156,18 @@ impl KernelCompiler {
     ///
     /// # Errors
     /// The kernel does not compile.
-    pub fn make(&self, kernel: &Kernel) -> Result<Compiled, DeviceError> {
+    pub fn compile_and_cache(&self, kernel: &Kernel) -> Result<Compiled, DeviceError> {
         let compiled = self.compile(kernel)?;
         if let Some(path) = self.cache_path(kernel) {
-            cache::keep(&path.with_extension("log"), compiled.log.as_bytes());
-            cache::keep(&path, &compiled.image);
+            cache::store(&path.with_extension("log"), compiled.log.as_bytes());
+            cache::store(&path, &compiled.image);
         }
         Ok(compiled)
     }
 
-    /// Warns in one line where this NVRTC made a kernel slower than intended.
-    pub fn warn_of(&self, kernel: &Kernel, log: &str) {
-        if let Some(why) = slowed(log) {
+    /// Warns in one line if this NVRTC made a kernel slower than intended.
+    pub fn warn_if_slow(&self, kernel: &Kernel, log: &str) {
+        if let Some(why) = slowdown_line(log) {
             let (major, minor) = self.nvrtc.version();
             tracing::warn!(
                 "kernel `{kernel}` is slower than it is meant to be: NVRTC {major}.{minor} says `{why}`: install another version of NVRTC"
@@ -179,15 +179,15 @@ impl KernelCompiler {
         self.cache_path_of(kernel.name, kernel.name, &self.options(kernel).join(" "), "cubin")
     }
 
-    /// Path of a cached file named `what`: by a hash of the kernel's source, the headers, NVRTC's
-    /// version and `key`.
+    /// Path of a cached file. Its name is `what` and a hash of the source of kernel `name`, the
+    /// headers, NVRTC's version and `key`.
     pub(super) fn cache_path_of(&self, name: &str, what: &str, key: &str, extension: &str) -> Option<PathBuf> {
         let folder = self.cache.as_ref()?;
         let (major, minor) = self.nvrtc.version();
         let version = format!("{major}.{minor}");
         let mut hash = Sha256::new();
-        let own = [source(name).ok()?, &version, key, FORM];
-        for part in own.into_iter().chain(HEADERS.iter().map(|(_, text)| *text)) {
+        let own_parts = [source(name).ok()?, &version, key, FORMAT_TAG];
+        for part in own_parts.into_iter().chain(HEADERS.iter().map(|(_, text)| *text)) {
             hash.update((part.len() as u64).to_le_bytes());
             hash.update(part);
         }
@@ -195,7 +195,7 @@ impl KernelCompiler {
         Some(folder.join(format!("{what}-{}.{extension}", &hash[..32])))
     }
 
-    /// Compiles a kernel, with the assembler's log.
+    /// Compiles a kernel; the result has the assembler's log.
     ///
     /// # Errors
     /// The kernel does not compile.
@@ -223,18 +223,18 @@ impl KernelCompiler {
     }
 }
 
-/// The first line of the assembler's log that reports a loss of speed: serialised warpgroup
-/// products (warnings C7500 to C7599), stack frames, or register spills.
-pub fn slowed(log: &str) -> Option<&str> {
-    let is_some = |line: &str, words: &str| {
+/// The first line of the assembler's log that reports a loss of speed: serialised `wgmma`
+/// instructions (warnings C7500 to C7599), stack frames, or register spills.
+pub fn slowdown_line(log: &str) -> Option<&str> {
+    let has_nonzero = |line: &str, unit: &str| {
         line.split(',').any(|part| {
-            let number = part.trim().strip_suffix(words).map(str::trim);
+            let number = part.trim().strip_suffix(unit).map(str::trim);
             number.is_some_and(|number| number != "0" && number.bytes().all(|digit| digit.is_ascii_digit()))
         })
     };
-    let kept_in_memory = ["bytes stack frame", "bytes spill stores", "bytes spill loads"];
+    let memory_units = ["bytes stack frame", "bytes spill stores", "bytes spill loads"];
     log.lines()
-        .find(|line| line.contains("(C75") || kept_in_memory.iter().any(|words| is_some(line, words)))
+        .find(|line| line.contains("(C75") || memory_units.iter().any(|unit| has_nonzero(line, unit)))
         .map(str::trim)
 }
 
@@ -247,22 +247,22 @@ fn source(name: &str) -> Result<&'static str, DeviceError> {
 
 #[cfg(test)]
 mod tests {
-    use super::slowed;
+    use super::slowdown_line;
 
     #[test]
-    fn what_costs_speed_is_found_in_what_the_assembler_says() {
-        let fine = "ptxas info    : 3 bytes gmem\nptxas info    : Function properties for linear\n    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\nptxas info    : Used 168 registers, used 1 barriers";
-        assert_eq!(slowed(fine), None);
-        assert_eq!(slowed(""), None);
+    fn slowdowns_are_found_in_the_assembler_log() {
+        let normal = "ptxas info    : 3 bytes gmem\nptxas info    : Function properties for linear\n    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\nptxas info    : Used 168 registers, used 1 barriers";
+        assert_eq!(slowdown_line(normal), None);
+        assert_eq!(slowdown_line(""), None);
         let serialized = "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to non wgmma instructions defining accumulator registers";
-        assert_eq!(slowed(&format!("{fine}\n{serialized}\n")), Some(serialized));
+        assert_eq!(slowdown_line(&format!("{normal}\n{serialized}\n")), Some(serialized));
         for spilled in [
             "16 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads",
             "0 bytes stack frame, 4 bytes spill stores, 0 bytes spill loads",
             "0 bytes stack frame, 0 bytes spill stores, 120 bytes spill loads",
         ] {
             assert_eq!(
-                slowed(&format!("ptxas info    : x\n    {spilled}\nrest")),
+                slowdown_line(&format!("ptxas info    : x\n    {spilled}\nrest")),
                 Some(spilled)
             );
         }

@@ -1,8 +1,8 @@
-//! Matrix products by cuBLASLt.
+//! Bindings of cuBLASLt's matmul.
 //!
-//! The library is column-major: `y = x W^T` over rows is `op(W) x` with W transposed in its terms,
-//! so all three matrices are used without a copy. Scales of E4M3 by row and column need Hopper and
-//! CUDA 12.9. INT8 products are unscaled: a kernel of their own scales the sums.
+//! The library is column-major. The row-major `y = x W^T` is its column-major `op(W) x` with `op`
+//! transposing W, so all three matrices are used without a copy. Scales of E4M3 by row and column
+//! need Hopper and CUDA 12.9. INT8 matmuls return INT32 accumulators, which another kernel scales.
 
 #![expect(unsafe_code, reason = "calls of a C library that is loaded at run time")]
 
@@ -25,17 +25,17 @@ pub(super) struct CublasLt {
     path: PathBuf,
     version: usize,
     handle: Handle,
-    /// Scratch memory of its products.
+    /// Scratch memory of matmuls.
     workspace: Memory,
 }
 
 type CublasStatus = c_int;
-/// Any of the library's objects.
+/// Pointer to any of the library's objects.
 type Object = *mut c_void;
 type Create = unsafe extern "C" fn(*mut Object) -> CublasStatus;
 type Destroy = unsafe extern "C" fn(Object) -> CublasStatus;
 type SetAttribute = unsafe extern "C" fn(Object, u32, *const c_void, usize) -> CublasStatus;
-type Choose = unsafe extern "C" fn(
+type GetHeuristic = unsafe extern "C" fn(
     Object,
     Object,
     Object,
@@ -47,7 +47,7 @@ type Choose = unsafe extern "C" fn(
     *mut HeuristicResult,
     *mut c_int,
 ) -> CublasStatus;
-type Multiply = unsafe extern "C" fn(
+type Matmul = unsafe extern "C" fn(
     Object,
     Object,
     *const c_void,
@@ -66,23 +66,23 @@ type Multiply = unsafe extern "C" fn(
     *mut c_void,
 ) -> CublasStatus;
 
-/// Functions of the library, with the signatures of cublasLt.h. They are looked up once, since a
-/// step computes some hundred products.
+/// Functions of the library, with the signatures of cublasLt.h. They are looked up once, because a
+/// step computes some hundred matmuls.
 struct Functions {
     version: unsafe extern "C" fn() -> usize,
     status: unsafe extern "C" fn(CublasStatus) -> *const c_char,
     create: Create,
     destroy: Destroy,
-    create_product: unsafe extern "C" fn(*mut Object, u32, u32) -> CublasStatus,
-    destroy_product: Destroy,
-    set_of_product: SetAttribute,
-    create_matrix: unsafe extern "C" fn(*mut Object, u32, u64, u64, i64) -> CublasStatus,
-    destroy_matrix: Destroy,
+    create_matmul: unsafe extern "C" fn(*mut Object, u32, u32) -> CublasStatus,
+    destroy_matmul: Destroy,
+    set_matmul_attribute: SetAttribute,
+    create_layout: unsafe extern "C" fn(*mut Object, u32, u64, u64, i64) -> CublasStatus,
+    destroy_layout: Destroy,
     create_preference: Create,
     destroy_preference: Destroy,
-    set_of_preference: SetAttribute,
-    choose: Choose,
-    multiply: Multiply,
+    set_preference_attribute: SetAttribute,
+    get_heuristic: GetHeuristic,
+    matmul: Matmul,
     /// Keeps the library open as long as its functions are used.
     _library: Library,
 }
@@ -90,23 +90,23 @@ struct Functions {
 impl Functions {
     /// Looks up all functions; `Err` is the name of a missing one.
     fn of(library: Library) -> Result<Functions, &'static str> {
-        // SAFETY: signatures are cublasLt.h's; the library stays open beside its functions.
+        // SAFETY: the signatures are cublasLt.h's; the library stays open as long as its functions.
         unsafe {
             Ok(Functions {
                 version: function(&library, "cublasLtGetVersion")?,
                 status: function(&library, "cublasLtGetStatusString")?,
                 create: function(&library, "cublasLtCreate")?,
                 destroy: function(&library, "cublasLtDestroy")?,
-                create_product: function(&library, "cublasLtMatmulDescCreate")?,
-                destroy_product: function(&library, "cublasLtMatmulDescDestroy")?,
-                set_of_product: function(&library, "cublasLtMatmulDescSetAttribute")?,
-                create_matrix: function(&library, "cublasLtMatrixLayoutCreate")?,
-                destroy_matrix: function(&library, "cublasLtMatrixLayoutDestroy")?,
+                create_matmul: function(&library, "cublasLtMatmulDescCreate")?,
+                destroy_matmul: function(&library, "cublasLtMatmulDescDestroy")?,
+                set_matmul_attribute: function(&library, "cublasLtMatmulDescSetAttribute")?,
+                create_layout: function(&library, "cublasLtMatrixLayoutCreate")?,
+                destroy_layout: function(&library, "cublasLtMatrixLayoutDestroy")?,
                 create_preference: function(&library, "cublasLtMatmulPreferenceCreate")?,
                 destroy_preference: function(&library, "cublasLtMatmulPreferenceDestroy")?,
-                set_of_preference: function(&library, "cublasLtMatmulPreferenceSetAttribute")?,
-                choose: function(&library, "cublasLtMatmulAlgoGetHeuristic")?,
-                multiply: function(&library, "cublasLtMatmul")?,
+                set_preference_attribute: function(&library, "cublasLtMatmulPreferenceSetAttribute")?,
+                get_heuristic: function(&library, "cublasLtMatmulAlgoGetHeuristic")?,
+                matmul: function(&library, "cublasLtMatmul")?,
                 _library: library,
             })
         }
@@ -128,10 +128,10 @@ unsafe impl Send for Handle {}
 // SAFETY: as above.
 unsafe impl Sync for Handle {}
 
-/// Minimum that NVIDIA advises for Hopper.
+/// Minimum that NVIDIA recommends for Hopper.
 const WORKSPACE_BYTES: usize = 32 << 20;
-/// Maximum number of algorithms per product.
-const ALGORITHMS: usize = 8;
+/// Maximum number of algorithms per matmul.
+const ALGORITHMS_MAX: usize = 8;
 
 // Constants of cublasLt.h, cublas_api.h and library_types.h.
 const F32: u32 = 0;
@@ -143,7 +143,7 @@ const COMPUTE_F32: u32 = 68;
 const COMPUTE_I32: u32 = 72;
 const TRANSPOSED: u32 = 1;
 const EPILOGUE_BIAS: u32 = 4;
-const SCALES_OF_OUTER_VECTORS: u32 = 3;
+const SCALE_MODE_OUTER_VECTOR: u32 = 3;
 const ALLOC_FAILED: CublasStatus = 3;
 const INVALID_VALUE: CublasStatus = 7;
 const ARCH_MISMATCH: CublasStatus = 8;
@@ -162,37 +162,38 @@ enum Attribute {
 }
 
 /// An attribute's value.
-enum Value {
+enum AttributeValue {
     Word(u32),
     Long(u64),
 }
 
-impl Value {
-    /// Sets an attribute of `object` by `set`.
+impl AttributeValue {
+    /// Sets an attribute of `object` with the function `set`.
     ///
     /// # Safety
-    /// `set` accepts objects of this kind, the object is alive, and the attribute's value has this
-    /// size.
+    /// `set` accepts objects of this kind, the object has not been destroyed, and this is the size
+    /// of the attribute's value.
     unsafe fn set(&self, set: SetAttribute, object: Object, attribute: u32) -> CublasStatus {
-        let (at, size): (*const c_void, usize) = match self {
-            Value::Word(word) => (std::ptr::from_ref(word).cast(), size_of_val(word)),
-            Value::Long(long) => (std::ptr::from_ref(long).cast(), size_of_val(long)),
+        let (value, size): (*const c_void, usize) = match self {
+            AttributeValue::Word(word) => (std::ptr::from_ref(word).cast(), size_of_val(word)),
+            AttributeValue::Long(long) => (std::ptr::from_ref(long).cast(), size_of_val(long)),
         };
         // SAFETY: by the caller's contract. The library copies the value before it returns.
-        unsafe { set(object, attribute, at, size) }
+        unsafe { set(object, attribute, value, size) }
     }
 }
 
-/// Attributes of an algorithm preference: maximum workspace, and allowed types of partial sums.
+/// Attributes of an algorithm preference: maximum workspace, and how split-K partial sums may be
+/// reduced.
 const PREFERENCE_WORKSPACE: u32 = 1;
 const PREFERENCE_REDUCTION: u32 = 3;
-/// Partial sums in F32 (or INT32), never in the type that the result is rounded to.
-const IN_COMPUTE_TYPE: u32 = 2;
+/// Partial sums are F32 (or INT32), never the type of the result.
+const REDUCTION_COMPUTE_TYPE: u32 = 2;
 /// First version that scales E4M3 by row and column.
-const SCALES_ROWS_FROM: usize = 120_900;
+const ROW_SCALES_VERSION_MIN: usize = 120_900;
 
-/// An algorithm of a product. The content is opaque; the same version of the library accepts it
-/// again from a file.
+/// An algorithm for a matmul. The content is opaque; it may be kept in a file for the same version
+/// of the library.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(super) struct Algorithm([u64; 8]);
@@ -208,15 +209,15 @@ struct HeuristicResult {
     reserved: [c_int; 4],
 }
 
-/// Operands of `y = x W^T`, as addresses on the card. Sums of INT8 are 32-bit integers.
+/// Operands of `y = x W^T`, as addresses on the card. With INT8, y is INT32.
 #[derive(Clone, Copy)]
 pub(super) struct Matrices {
     pub shape: LinearShape,
     pub x: u64,
     pub weight: u64,
-    /// Scales of x's rows and of W's rows; E4M3 only.
+    /// Scales of x's rows and of W's rows; none for BF16. cuBLASLt takes them only for E4M3.
     pub scales: Option<(u64, u64)>,
-    /// BF16, or 0 for none; must be 0 with INT8.
+    /// In BF16; 0: no bias. cuBLASLt takes none with INT8.
     pub bias: u64,
     pub y: u64,
     /// Stride between rows of y, in values.
@@ -224,37 +225,37 @@ pub(super) struct Matrices {
 }
 
 /// An object of the library, destroyed on drop.
-struct Owned<'a> {
+struct LibraryObject<'a> {
     /// The library outlives its objects.
-    of: PhantomData<&'a CublasLt>,
+    library: PhantomData<&'a CublasLt>,
     object: Object,
     destroy: Destroy,
 }
 
-impl Drop for Owned<'_> {
+impl Drop for LibraryObject<'_> {
     fn drop(&mut self) {
-        // SAFETY: the object was made and is destroyed once.
+        // SAFETY: the object was created, and is destroyed once.
         unsafe { (self.destroy)(self.object) };
     }
 }
 
-/// Descriptors of a product and of its matrices.
-struct Description<'a> {
-    product: Owned<'a>,
-    weight: Owned<'a>,
-    x: Owned<'a>,
-    y: Owned<'a>,
+/// Descriptors of a matmul and of its matrices.
+struct MatmulDescriptors<'a> {
+    matmul: LibraryObject<'a>,
+    weight: LibraryObject<'a>,
+    x: LibraryObject<'a>,
+    y: LibraryObject<'a>,
 }
 
 impl CublasLt {
     /// Opens the newest copy of the library that the card's driver supports.
     ///
     /// # Errors
-    /// No such copy was found, or memory for its workspace is lacking.
+    /// No such copy was found, or there is no memory for its workspace.
     pub(super) fn open(context: &Arc<Context>) -> Result<CublasLt, DeviceError> {
-        let major_max = context.card().driver as usize / 1000;
-        let mut lacking = String::new();
-        let mut found: Option<(Functions, usize, PathBuf)> = None;
+        let major_max = context.card().driver_version as usize / 1000;
+        let mut missing_function = String::new();
+        let mut best: Option<(Functions, usize, PathBuf)> = None;
         for path in libraries::cublaslt_candidates() {
             let Some(library) = libraries::open(&path) else {
                 continue;
@@ -263,35 +264,35 @@ impl CublasLt {
                 Ok(functions) => {
                     // SAFETY: the call has no preconditions.
                     let version = unsafe { (functions.version)() };
-                    let newest = found.as_ref().map_or(0, |(_, version, _)| *version);
+                    let newest = best.as_ref().map_or(0, |(_, version, _)| *version);
                     if version / 10_000 <= major_max && version > newest {
-                        found = Some((functions, version, path));
+                        best = Some((functions, version, path));
                     }
                 }
-                Err(name) => lacking = format!("; `{}` has no `{name}`", path.display()),
+                Err(name) => missing_function = format!("; `{}` has no `{name}`", path.display()),
             }
         }
-        let Some((functions, version, path)) = found else {
-            return Err(DeviceError::Missing(format!(
-                "cuBLASLt is missing: install it with `pip install 'nvidia-cublas{}=={major_max}.*'` and set `{}` to its `lib` folder{lacking}",
+        let Some((functions, version, path)) = best else {
+            return Err(DeviceError::Unavailable(format!(
+                "cuBLASLt is missing: install it with `pip install 'nvidia-cublas{}=={major_max}.*'` and set `{}` to its `lib` folder{missing_function}",
                 if major_max < 13 { "-cu12" } else { "" },
                 libraries::FOLDERS_VARIABLE
             )));
         };
-        let mut found = CublasLt {
-            workspace: context.take(WORKSPACE_BYTES, "cuBLASLt's workspace")?,
+        let mut opened = CublasLt {
+            workspace: context.allocate(WORKSPACE_BYTES, "cuBLASLt's workspace")?,
             context: Arc::clone(context),
             functions,
             path,
             version,
             handle: Handle(std::ptr::null_mut()),
         };
-        context.enter()?;
+        context.make_current()?;
         let mut handle: Object = std::ptr::null_mut();
-        // SAFETY: the handle is written before it returns.
-        found.check(unsafe { (found.functions.create)(&mut handle) }, "cublasLtCreate")?;
-        found.handle = Handle(handle);
-        Ok(found)
+        // SAFETY: the call writes the handle.
+        opened.check(unsafe { (opened.functions.create)(&mut handle) }, "cublasLtCreate")?;
+        opened.handle = Handle(handle);
+        Ok(opened)
     }
 
     /// The library's version: 120901 is 12.9.1.
@@ -304,45 +305,44 @@ impl CublasLt {
         &self.path
     }
 
-    /// Algorithms for a product, the most promising first; empty where the library does not support
-    /// it.
+    /// Algorithms for a matmul, the most promising first; empty if the library does not support it.
     ///
     /// # Errors
     /// The library failed.
-    pub(super) fn algorithms(&self, of: &Matrices) -> Result<Vec<Algorithm>, DeviceError> {
-        self.context.enter()?;
-        let Some(description) = self.describe(of)? else {
+    pub(super) fn algorithms(&self, matrices: &Matrices) -> Result<Vec<Algorithm>, DeviceError> {
+        self.context.make_current()?;
+        let Some(descriptors) = self.describe(matrices)? else {
             return Ok(vec![]);
         };
-        let mut found = [HeuristicResult::default(); ALGORITHMS];
+        let mut found = [HeuristicResult::default(); ALGORITHMS_MAX];
         let mut count: c_int = 0;
         let Functions {
             create_preference,
-            set_of_preference,
-            choose,
+            set_preference_attribute,
+            get_heuristic,
             ..
         } = self.functions;
         let mut object: Object = std::ptr::null_mut();
-        // SAFETY: all objects are alive, and the array has the given length.
+        // SAFETY: no object has been destroyed, and the array has the given length.
         let status = unsafe {
             self.check(create_preference(&mut object), "cublasLtMatmulPreferenceCreate")?;
             let preference = self.own(object, self.functions.destroy_preference);
             for (attribute, value) in [
-                (PREFERENCE_WORKSPACE, Value::Long(WORKSPACE_BYTES as u64)),
-                (PREFERENCE_REDUCTION, Value::Word(IN_COMPUTE_TYPE)),
+                (PREFERENCE_WORKSPACE, AttributeValue::Long(WORKSPACE_BYTES as u64)),
+                (PREFERENCE_REDUCTION, AttributeValue::Word(REDUCTION_COMPUTE_TYPE)),
             ] {
-                let said = value.set(set_of_preference, object, attribute);
-                self.check(said, "cublasLtMatmulPreferenceSetAttribute")?;
+                let status = value.set(set_preference_attribute, object, attribute);
+                self.check(status, "cublasLtMatmulPreferenceSetAttribute")?;
             }
-            choose(
+            get_heuristic(
                 self.handle.0,
-                description.product.object,
-                description.weight.object,
-                description.x.object,
-                description.y.object,
-                description.y.object,
+                descriptors.matmul.object,
+                descriptors.weight.object,
+                descriptors.x.object,
+                descriptors.y.object,
+                descriptors.y.object,
                 preference.object,
-                ALGORITHMS as c_int,
+                ALGORITHMS_MAX as c_int,
                 found.as_mut_ptr(),
                 &mut count,
             )
@@ -358,39 +358,39 @@ impl CublasLt {
         Ok(found.map(|found| found.algorithm).collect())
     }
 
-    /// Begins to compute a product by one of its [algorithms](Self::algorithms). Memory must be as
-    /// large as the shapes say.
+    /// Begins to compute a matmul with one of its [algorithms](Self::algorithms). The matrices'
+    /// memory must be as large as their shapes.
     ///
     /// # Errors
     /// The library failed.
-    pub(super) fn multiply(&self, of: &Matrices, algorithm: &Algorithm) -> Result<(), DeviceError> {
-        self.context.enter()?;
-        let Some(description) = self.describe(of)? else {
+    pub(super) fn multiply(&self, matrices: &Matrices, algorithm: &Algorithm) -> Result<(), DeviceError> {
+        self.context.make_current()?;
+        let Some(descriptors) = self.describe(matrices)? else {
             return Err(DeviceError::Unsupported(
-                "cuBLASLt does not compute this product".into(),
+                "cuBLASLt does not support a matmul of this shape".into(),
             ));
         };
-        // Alpha is one and beta is zero, in the type of the sums.
-        let (one, zero) = match of.shape.format {
+        // Alpha is one and beta is zero, in the type of the accumulators.
+        let (one, zero) = match matrices.shape.format {
             KernelFormat::Int8 => (1u32, 0u32),
             _ => (1f32.to_bits(), 0),
         };
-        // SAFETY: addresses of the card are words; the library reads the factors before it returns;
-        // the caller vouches for the sizes.
+        // SAFETY: addresses on the card are integers; the library reads `one` and `zero` before it
+        // returns; the caller vouches for the sizes.
         let status = unsafe {
-            (self.functions.multiply)(
+            (self.functions.matmul)(
                 self.handle.0,
-                description.product.object,
+                descriptors.matmul.object,
                 std::ptr::from_ref(&one).cast(),
-                of.weight,
-                description.weight.object,
-                of.x,
-                description.x.object,
+                matrices.weight,
+                descriptors.weight.object,
+                matrices.x,
+                descriptors.x.object,
                 std::ptr::from_ref(&zero).cast(),
-                of.y,
-                description.y.object,
-                of.y,
-                description.y.object,
+                matrices.y,
+                descriptors.y.object,
+                matrices.y,
+                descriptors.y.object,
                 algorithm,
                 self.workspace.address(),
                 WORKSPACE_BYTES,
@@ -400,71 +400,77 @@ impl CublasLt {
         self.check(status, "cublasLtMatmul")
     }
 
-    /// `None`: the library does not support such products, for instance an older one without row
+    /// `None`: the library does not support such matmuls; for instance, an older version has no row
     /// scales.
-    fn describe(&self, of: &Matrices) -> Result<Option<Description<'_>>, DeviceError> {
+    fn describe(&self, matrices: &Matrices) -> Result<Option<MatmulDescriptors<'_>>, DeviceError> {
         let LinearShape {
             format,
             rows,
             columns,
-            bytes,
-            wide,
-        } = of.shape;
-        let (from, to, compute, scale) = match format {
+            row_bytes,
+            f32_output,
+        } = matrices.shape;
+        let (input_type, output_type, compute_type, scale_type) = match format {
             KernelFormat::Int8 => (I8, I32, COMPUTE_I32, I32),
             KernelFormat::E4m3 => (E4M3, BF16, COMPUTE_F32, F32),
             KernelFormat::Bf16 => (BF16, BF16, COMPUTE_F32, F32),
         };
-        let to = if wide { F32 } else { to };
-        let scales_rows = self.version >= SCALES_ROWS_FROM && self.context.card().is_hopper();
-        if of.scales.is_some() && !scales_rows {
+        let output_type = if f32_output { F32 } else { output_type };
+        let supports_row_scales = self.version >= ROW_SCALES_VERSION_MIN && self.context.card().is_hopper();
+        if matrices.scales.is_some() && !supports_row_scales {
             return Ok(None);
         }
         // Values per row of x and of W.
-        let width = bytes / format.bytes();
+        let width = row_bytes / format.bytes();
         let mut object: Object = std::ptr::null_mut();
-        // SAFETY: the object is written before it returns.
-        let status = unsafe { (self.functions.create_product)(&mut object, compute, scale) };
+        // SAFETY: the call writes the object.
+        let status = unsafe { (self.functions.create_matmul)(&mut object, compute_type, scale_type) };
         self.check(status, "cublasLtMatmulDescCreate")?;
-        let product = self.own(object, self.functions.destroy_product);
-        let mut attributes = vec![(Attribute::TransposeA, Value::Word(TRANSPOSED))];
-        if of.bias != 0 {
-            attributes.push((Attribute::Epilogue, Value::Word(EPILOGUE_BIAS)));
-            attributes.push((Attribute::Bias, Value::Long(of.bias)));
+        let matmul = self.own(object, self.functions.destroy_matmul);
+        let mut attributes = vec![(Attribute::TransposeA, AttributeValue::Word(TRANSPOSED))];
+        if matrices.bias != 0 {
+            attributes.push((Attribute::Epilogue, AttributeValue::Word(EPILOGUE_BIAS)));
+            attributes.push((Attribute::Bias, AttributeValue::Long(matrices.bias)));
         }
-        if let Some((of_rows, of_columns)) = of.scales {
-            attributes.push((Attribute::ScaleModeA, Value::Word(SCALES_OF_OUTER_VECTORS)));
-            attributes.push((Attribute::ScaleModeB, Value::Word(SCALES_OF_OUTER_VECTORS)));
-            attributes.push((Attribute::ScalesA, Value::Long(of_columns)));
-            attributes.push((Attribute::ScalesB, Value::Long(of_rows)));
+        if let Some((x_scales, weight_scales)) = matrices.scales {
+            attributes.push((Attribute::ScaleModeA, AttributeValue::Word(SCALE_MODE_OUTER_VECTOR)));
+            attributes.push((Attribute::ScaleModeB, AttributeValue::Word(SCALE_MODE_OUTER_VECTOR)));
+            attributes.push((Attribute::ScalesA, AttributeValue::Long(weight_scales)));
+            attributes.push((Attribute::ScalesB, AttributeValue::Long(x_scales)));
         }
         for (attribute, value) in &attributes {
-            // SAFETY: the value has the size that its attribute has in cublasLt.h.
-            if unsafe { value.set(self.functions.set_of_product, product.object, *attribute as u32) } != 0 {
+            // SAFETY: the value has the attribute's size in cublasLt.h.
+            if unsafe { value.set(self.functions.set_matmul_attribute, matmul.object, *attribute as u32) } != 0 {
                 return Ok(None);
             }
         }
-        Ok(Some(Description {
-            weight: self.matrix(from, width, columns, width)?,
-            x: self.matrix(from, width, rows, width)?,
-            y: self.matrix(to, columns, rows, of.stride)?,
-            product,
+        Ok(Some(MatmulDescriptors {
+            weight: self.layout(input_type, width, columns, width)?,
+            x: self.layout(input_type, width, rows, width)?,
+            y: self.layout(output_type, columns, rows, matrices.stride)?,
+            matmul,
         }))
     }
 
-    /// Layout of a column-major matrix with `stride` values between columns.
-    fn matrix(&self, kind: u32, rows: usize, columns: usize, stride: usize) -> Result<Owned<'_>, DeviceError> {
+    /// Layout of a column-major matrix whose columns begin `stride` values apart.
+    fn layout(
+        &self,
+        value_type: u32,
+        rows: usize,
+        columns: usize,
+        stride: usize,
+    ) -> Result<LibraryObject<'_>, DeviceError> {
         let mut object: Object = std::ptr::null_mut();
-        // SAFETY: the object is written before it returns.
-        let status =
-            unsafe { (self.functions.create_matrix)(&mut object, kind, rows as u64, columns as u64, stride as i64) };
+        let (rows, columns, stride) = (rows as u64, columns as u64, stride as i64);
+        // SAFETY: the call writes the object.
+        let status = unsafe { (self.functions.create_layout)(&mut object, value_type, rows, columns, stride) };
         self.check(status, "cublasLtMatrixLayoutCreate")?;
-        Ok(self.own(object, self.functions.destroy_matrix))
+        Ok(self.own(object, self.functions.destroy_layout))
     }
 
-    fn own(&self, object: Object, destroy: Destroy) -> Owned<'_> {
-        Owned {
-            of: PhantomData,
+    fn own(&self, object: Object, destroy: Destroy) -> LibraryObject<'_> {
+        LibraryObject {
+            library: PhantomData,
             object,
             destroy,
         }
@@ -480,8 +486,8 @@ impl CublasLt {
         Err(match status {
             ALLOC_FAILED => DeviceError::OutOfMemory(why),
             INVALID_VALUE | ARCH_MISMATCH | NOT_SUPPORTED => DeviceError::Unsupported(why),
-            // For an algorithm that does not fit, the library has been seen to report an internal
-            // error. A card that still answers is therefore not lost.
+            // The library has been seen to report an internal error for an unsuitable algorithm. So
+            // the card is lost only if waiting for it fails, too.
             _ => match self.context.wait() {
                 Ok(()) => DeviceError::Unsupported(why),
                 Err(_) => DeviceError::Lost(why),
@@ -492,10 +498,10 @@ impl CublasLt {
 
 impl Drop for CublasLt {
     fn drop(&mut self) {
-        // Products may still run; after a failed wait none does.
+        // Matmuls may still run. If waiting fails, none does.
         let _ = self.context.wait();
         if !self.handle.0.is_null() {
-            // SAFETY: the handle was made and is destroyed once.
+            // SAFETY: the handle was created, and is destroyed once.
             unsafe { (self.functions.destroy)(self.handle.0) };
         }
     }

@@ -1,7 +1,7 @@
-//! Safe wrappers of the driver's calls: a card's context with one stream, memory that frees itself,
-//! functions and launches.
+//! Safe wrappers of the driver's calls: a card's context with one stream, memory that is freed on
+//! drop, functions and launches.
 //!
-//! All work is issued in order to the one stream. A context may be used from any thread: each call
+//! All work is issued in order to this stream. A context may be used from any thread: each call
 //! makes it current first.
 
 #![expect(unsafe_code, reason = "calls of NVIDIA's driver, a C library")]
@@ -23,16 +23,16 @@ use crate::device::DeviceError;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Card {
     pub name: String,
-    /// Compute capability, as 89.
+    /// Compute capability: 89 is 8.9.
     pub capability: u32,
     pub multiprocessors: u32,
     pub memory_bytes: u64,
-    /// CUDA version of the driver, as 12080.
-    pub driver: u32,
+    /// CUDA version of the driver: 12080 is 12.8.
+    pub driver_version: u32,
 }
 
 impl Card {
-    /// Whether the card has the features of Hopper alone (sm_90a).
+    /// Whether the card has the features that only Hopper has (sm_90a).
     pub fn is_hopper(&self) -> bool {
         self.capability == 90
     }
@@ -42,8 +42,8 @@ impl Card {
 ///
 /// # Errors
 /// There is no driver, or it is too old or broken.
-pub fn cards() -> Result<u32, DeviceError> {
-    libraries::driver()?;
+pub fn card_count() -> Result<u32, DeviceError> {
+    libraries::check_driver()?;
     match result::init() {
         Err(DriverError(CUresult::CUDA_ERROR_NO_DEVICE)) => return Ok(0),
         other => check(other, "starting the driver")?,
@@ -58,7 +58,8 @@ pub struct Context {
     card: Card,
 }
 
-// SAFETY: the driver's handles may be used from any thread; each call here makes the context current first.
+// SAFETY: the driver's handles may be used from any thread; each call here makes the context
+// current first.
 unsafe impl Send for Context {}
 // SAFETY: as above.
 unsafe impl Sync for Context {}
@@ -70,35 +71,37 @@ impl Context {
     /// There is no card with this number, the driver is older than CUDA 12.0, or the card is
     /// unusable.
     pub fn open(ordinal: u32) -> Result<Context, DeviceError> {
-        let count = cards()?;
+        let count = card_count()?;
         if count == 0 {
-            return Err(DeviceError::Absent(format!(
+            return Err(DeviceError::NoDevice(format!(
                 "there is no `cuda:{ordinal}`: the driver finds no card; compute with `--device cpu`"
             )));
         }
         if ordinal >= count {
-            let there = match count {
+            let available = match count {
                 1 => "there is `cuda:0` alone".to_string(),
                 count => format!("there are `cuda:0` to `cuda:{}`", count - 1),
             };
-            return Err(DeviceError::Missing(format!("there is no `cuda:{ordinal}`: {there}")));
+            return Err(DeviceError::Unavailable(format!(
+                "there is no `cuda:{ordinal}`: {available}"
+            )));
         }
         let mut version = 0;
         // SAFETY: the driver writes one number to `version`, which outlives the call.
-        let asked = unsafe { sys::cuDriverGetVersion(&mut version) }.result();
-        check(asked, "asking for the driver's version")?;
+        let result = unsafe { sys::cuDriverGetVersion(&mut version) }.result();
+        check(result, "asking for the driver's version")?;
         if version < 12_000 {
-            return Err(DeviceError::Missing(format!(
-                "the NVIDIA driver is of CUDA {}.{}, and 12.0 is the least (driver 525): install a newer one, or compute with `--device cpu`",
+            return Err(DeviceError::Unavailable(format!(
+                "the NVIDIA driver is of CUDA {}.{}, and 12.0 or later is needed (driver 525): install a newer one, or compute with `--device cpu`",
                 version / 1000,
                 version % 1000 / 10
             )));
         }
         let device = check(result::device::get(ordinal as i32), "opening the card")?;
         let attribute = |attribute: Attribute| {
-            // SAFETY: the device is one that the driver gave.
+            // SAFETY: the driver returned this device.
             let value = unsafe { result::device::get_attribute(device, attribute) };
-            Ok::<u32, DeviceError>(check(value, "asking what the card is")? as u32)
+            Ok::<u32, DeviceError>(check(value, "reading the card's attributes")? as u32)
         };
         let major = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
         let minor = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
@@ -112,7 +115,7 @@ impl Context {
             capability: major * 10 + minor,
             multiprocessors: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
             memory_bytes: memory as u64,
-            driver: version as u32,
+            driver_version: version as u32,
         };
         // SAFETY: the primary context is retained until the process ends; the stream is made in it.
         let (context, stream) = unsafe {
@@ -128,26 +131,26 @@ impl Context {
         &self.card
     }
 
-    /// Makes the context current on this thread; every call here does so.
-    pub(super) fn enter(&self) -> Result<(), DeviceError> {
+    /// Makes the context current on this thread; every method here does so.
+    pub(super) fn make_current(&self) -> Result<(), DeviceError> {
         // SAFETY: the context lives as long as the process.
         check(unsafe { result::ctx::set_current(self.context) }, "using the card")
     }
 
-    /// The stream, for libraries that issue work to it.
+    /// The stream, for libraries that issue work to it themselves.
     pub(super) fn stream(&self) -> *mut c_void {
         self.stream.cast()
     }
 
     /// Free memory of the card, in bytes.
     pub fn free_bytes(&self) -> Result<u64, DeviceError> {
-        self.enter()?;
+        self.make_current()?;
         Ok(check(result::mem_get_info(), "asking for free memory")?.0 as u64)
     }
 
     /// Allocates memory with undefined content; `what` names it in messages.
-    pub fn take(self: &Arc<Self>, bytes: usize, what: &str) -> Result<Memory, DeviceError> {
-        self.enter()?;
+    pub fn allocate(self: &Arc<Self>, bytes: usize, what: &str) -> Result<Memory, DeviceError> {
+        self.make_current()?;
         // SAFETY: a size of at least 1; the content is written before it is read.
         match unsafe { result::malloc_sync(bytes.max(1)) } {
             Ok(address) => Ok(Memory {
@@ -169,82 +172,83 @@ impl Context {
         }
     }
 
-    /// Memory with a copy of `data`.
-    pub fn take_copy(self: &Arc<Self>, data: &[u8], what: &str) -> Result<Memory, DeviceError> {
-        let memory = self.take(data.len(), what)?;
+    /// Allocates memory with a copy of `data`.
+    pub fn allocate_copy(self: &Arc<Self>, data: &[u8], what: &str) -> Result<Memory, DeviceError> {
+        let memory = self.allocate(data.len(), what)?;
         self.upload(data, &memory, 0)?;
         self.wait()?;
         Ok(memory)
     }
 
-    /// Begins to copy `from` to `to`, starting at byte `at`. A pinned source must stay unchanged
-    /// until the stream has been waited for.
-    pub fn upload(&self, from: &[u8], to: &Memory, at: usize) -> Result<(), DeviceError> {
+    /// Begins to copy `from` to `to`, starting at byte `offset`. A pinned source must stay
+    /// unchanged until the stream has been waited for.
+    pub fn upload(&self, from: &[u8], to: &Memory, offset: usize) -> Result<(), DeviceError> {
         assert!(
-            at + from.len() <= to.bytes,
-            "{} bytes at {at} of {}",
+            offset + from.len() <= to.bytes,
+            "{} bytes at {offset} of {}",
             from.len(),
             to.bytes
         );
         if from.is_empty() {
             return Ok(());
         }
-        self.enter()?;
+        self.make_current()?;
         // SAFETY: within the memory, as asserted. The driver copies pageable memory before it
         // returns.
-        let copied = unsafe { result::memcpy_htod_async(to.address + at as u64, from, self.stream) };
+        let copied = unsafe { result::memcpy_htod_async(to.address + offset as u64, from, self.stream) };
         check(copied, "copying to the card")
     }
 
-    /// Copies bytes of `from`, starting at byte `at`, to the host after all issued work.
-    pub fn download(&self, from: &Memory, at: usize, to: &mut [u8]) -> Result<(), DeviceError> {
+    /// Copies bytes of `from`, starting at byte `offset`, to the host after all issued work.
+    pub fn download(&self, from: &Memory, offset: usize, to: &mut [u8]) -> Result<(), DeviceError> {
         assert!(
-            at + to.len() <= from.bytes,
-            "{} bytes at {at} of {}",
+            offset + to.len() <= from.bytes,
+            "{} bytes at {offset} of {}",
             to.len(),
             from.bytes
         );
         if !to.is_empty() {
-            self.enter()?;
-            // SAFETY: within the memory, as asserted; `to` is not touched before the stream has been waited for.
-            let copied = unsafe { result::memcpy_dtoh_async(to, from.address + at as u64, self.stream) };
+            self.make_current()?;
+            // SAFETY: within the memory, as asserted; `to` is not touched before the stream has
+            // been waited for.
+            let copied = unsafe { result::memcpy_dtoh_async(to, from.address + offset as u64, self.stream) };
             check(copied, "copying from the card")?;
         }
         self.wait()
     }
 
-    /// Begins to copy the first `bytes` of `from` into `to`, starting at byte `at` of `to`.
-    pub fn copy(&self, from: &Memory, to: &Memory, at: usize, bytes: usize) -> Result<(), DeviceError> {
-        assert!(bytes <= from.bytes && at + bytes <= to.bytes);
-        self.enter()?;
+    /// Begins to copy the first `bytes` of `from` into `to`, starting at byte `offset` of `to`.
+    pub fn copy(&self, from: &Memory, to: &Memory, offset: usize, bytes: usize) -> Result<(), DeviceError> {
+        assert!(bytes <= from.bytes && offset + bytes <= to.bytes);
+        self.make_current()?;
         // SAFETY: within the memories, as asserted.
-        let copied = unsafe { result::memcpy_dtod_async(to.address + at as u64, from.address, bytes, self.stream) };
+        let copied = unsafe { result::memcpy_dtod_async(to.address + offset as u64, from.address, bytes, self.stream) };
         check(copied, "copying on the card")
     }
 
-    /// Begins to copy `bytes` bytes within one allocation.
+    /// Begins to copy `bytes` bytes within one allocation, from offset `from` to offset `to`.
     pub fn copy_within(&self, memory: &Memory, from: usize, to: usize, bytes: usize) -> Result<(), DeviceError> {
         assert!(from + bytes <= memory.bytes && to + bytes <= memory.bytes);
-        self.enter()?;
-        let at = |place: usize| memory.address + place as u64;
+        self.make_current()?;
+        let address = |offset: usize| memory.address + offset as u64;
         // SAFETY: within the memory, as asserted.
-        let copied = unsafe { result::memcpy_dtod_async(at(to), at(from), bytes, self.stream) };
+        let copied = unsafe { result::memcpy_dtod_async(address(to), address(from), bytes, self.stream) };
         check(copied, "copying on the card")
     }
 
     /// Waits until all issued work is done.
     pub fn wait(&self) -> Result<(), DeviceError> {
-        self.enter()?;
+        self.make_current()?;
         // SAFETY: the stream lives as long as the context.
         check(unsafe { result::stream::synchronize(self.stream) }, "computing")
     }
 
-    /// Pinned host memory, which the card reads by itself.
-    pub fn pin(self: &Arc<Self>, bytes: usize) -> Result<Pinned, DeviceError> {
-        self.enter()?;
+    /// Allocates pinned host memory, which the card reads and writes without the CPU.
+    pub fn allocate_pinned(self: &Arc<Self>, bytes: usize) -> Result<Pinned, DeviceError> {
+        self.make_current()?;
         // SAFETY: a size of at least 1; the content is set below.
         let start = check(unsafe { result::malloc_host(bytes.max(1), 0) }, "pinning host memory")?;
-        // SAFETY: the memory is that large and ours alone.
+        // SAFETY: the memory has this size, and nothing else refers to it.
         unsafe { std::ptr::write_bytes(start.cast::<u8>(), 0, bytes) };
         Ok(Pinned {
             context: Arc::clone(self),
@@ -254,36 +258,36 @@ impl Context {
     }
 
     /// Begins to copy the first `bytes` of pinned memory to the beginning of `to`.
-    pub fn send(self: &Arc<Self>, from: Pinned, bytes: usize, to: &Memory) -> Result<Busy, DeviceError> {
+    pub fn send(self: &Arc<Self>, from: Pinned, bytes: usize, to: &Memory) -> Result<PinnedTransfer, DeviceError> {
         self.upload(&from[..bytes], to, 0)?;
-        let mark = self.mark()?;
-        Ok(Busy { pinned: from, mark })
+        let done = self.record_event()?;
+        Ok(PinnedTransfer { pinned: from, done })
     }
 
     /// Begins to copy the first `bytes` of `from` to pinned memory, after all issued work.
-    pub fn fetch(self: &Arc<Self>, from: &Memory, bytes: usize, mut to: Pinned) -> Result<Busy, DeviceError> {
+    pub fn fetch(self: &Arc<Self>, from: &Memory, bytes: usize, mut to: Pinned) -> Result<PinnedTransfer, DeviceError> {
         assert!(bytes <= from.bytes);
         if bytes > 0 {
-            self.enter()?;
-            // SAFETY: within both memories; `to` is not read before the mark has been waited for.
+            self.make_current()?;
+            // SAFETY: within both memories; `to` is not read before the event has been waited for.
             let copied = unsafe { result::memcpy_dtoh_async(&mut to[..bytes], from.address, self.stream) };
             check(copied, "copying from the card")?;
         }
-        let mark = self.mark()?;
-        Ok(Busy { pinned: to, mark })
+        let done = self.record_event()?;
+        Ok(PinnedTransfer { pinned: to, done })
     }
 
-    /// Records an event in the stream that can be waited for.
-    pub fn mark(self: &Arc<Self>) -> Result<StreamEvent, DeviceError> {
-        self.enter()?;
+    /// Records an event in the stream, which can be waited for.
+    pub fn record_event(self: &Arc<Self>) -> Result<StreamEvent, DeviceError> {
+        self.make_current()?;
         let event = result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING);
-        let mark = StreamEvent {
+        let recorded = StreamEvent {
             context: Arc::clone(self),
             event: check(event, "making a mark")?,
         };
         // SAFETY: event and stream are of this context.
-        check(unsafe { result::event::record(mark.event, self.stream) }, "marking")?;
-        Ok(mark)
+        check(unsafe { result::event::record(recorded.event, self.stream) }, "marking")?;
+        Ok(recorded)
     }
 
     /// Tensor map of a matrix on the card.
@@ -291,7 +295,7 @@ impl Context {
     /// # Errors
     /// The driver rejects the shape.
     pub fn tensor_map(&self, shape: &MapShape) -> Result<TensorMap, DeviceError> {
-        self.enter()?;
+        self.make_current()?;
         TensorMap::new(shape)
     }
 
@@ -301,35 +305,36 @@ impl Context {
     /// # Errors
     /// The driver rejects the image.
     pub fn function(&self, image: &[u8], name: &str, shared_bytes: u32) -> Result<Function, DeviceError> {
-        self.enter()?;
-        let refused = |error: DriverError| match error.0 {
+        self.make_current()?;
+        let load_error = |error: DriverError| match error.0 {
             CUresult::CUDA_ERROR_NO_BINARY_FOR_GPU | CUresult::CUDA_ERROR_INVALID_IMAGE => {
-                DeviceError::Unsupported(format!("kernel `{name}` is not for this card: {}", words(error)))
+                DeviceError::Unsupported(format!("kernel `{name}` is not for this card: {}", describe(error)))
             }
-            _ => failed(error, &format!("loading kernel `{name}`")),
+            _ => device_error(error, &format!("loading kernel `{name}`")),
         };
-        let named = std::ffi::CString::new(name)
+        let c_name = std::ffi::CString::new(name)
             .map_err(|_| DeviceError::Unsupported(format!("kernel `{name}` has a zero in its name")))?;
         // The driver reads PTX up to a zero byte.
         let mut image = image.to_vec();
         image.push(0);
         // SAFETY: the image is an ELF file or ends with a zero; the module is never unloaded.
         let function = unsafe {
-            let module = result::module::load_data(image.as_ptr().cast()).map_err(refused)?;
-            result::module::get_function(module, named).map_err(refused)?
+            let module = result::module::load_data(image.as_ptr().cast()).map_err(load_error)?;
+            result::module::get_function(module, c_name).map_err(load_error)?
         };
         let set = |attribute, value| {
             // SAFETY: the function is of a loaded module.
             let set = unsafe { result::function::set_function_attribute(function, attribute, value) };
             check(set, "allowing shared memory")
         };
-        // 48 KiB is the default maximum per block.
+        // Without this attribute, a thread block has at most 48 KiB.
         if shared_bytes > 48 << 10 {
             set(
                 FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
                 shared_bytes as i32,
             )?;
-            // In percent: as many blocks as fit in shared memory are to share a multiprocessor.
+            // In percent: maximum shared memory, so that as many blocks as fit share a
+            // multiprocessor.
             set(
                 FunctionAttribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT,
                 100,
@@ -341,15 +346,14 @@ impl Context {
     /// Begins to run a function.
     ///
     /// # Safety
-    /// The arguments match the function, and the memory that they point to is as large as it
-    /// accesses.
+    /// The arguments match the function, and point to memory as large as the function accesses.
     pub unsafe fn launch(
         &self,
         function: &Function,
         launch: &Launch,
         arguments: &[Argument],
     ) -> Result<(), DeviceError> {
-        self.enter()?;
+        self.make_current()?;
         let mut pointers: Vec<*mut c_void> = arguments.iter().map(Argument::pointer).collect();
         // SAFETY: by the caller's contract. The driver copies the arguments before it returns.
         let launched = unsafe {
@@ -357,7 +361,7 @@ impl Context {
             let (grid, block) = ((x, y, 1), (launch.threads, 1, 1));
             result::launch_kernel(function.0, grid, block, launch.shared_bytes, self.stream, &mut pointers)
         };
-        launched.map_err(|error| failed(error, &format!("running `{}`", launch.kernel)))
+        launched.map_err(|error| device_error(error, &format!("running `{}`", launch.kernel)))
     }
 }
 
@@ -375,21 +379,21 @@ pub enum Argument {
 
 impl Argument {
     fn pointer(&self) -> *mut c_void {
-        fn at<T>(value: &T) -> *mut c_void {
+        fn pointer_to<T>(value: &T) -> *mut c_void {
             std::ptr::from_ref(value).cast_mut().cast()
         }
         match self {
-            Argument::Address(value) => at(value),
-            Argument::Int(value) => at(value),
-            Argument::Word(value) => at(value),
-            Argument::Long(value) => at(value),
-            Argument::Float(value) => at(value),
-            Argument::Map(value) => at(&value.0),
+            Argument::Address(value) => pointer_to(value),
+            Argument::Int(value) => pointer_to(value),
+            Argument::Word(value) => pointer_to(value),
+            Argument::Long(value) => pointer_to(value),
+            Argument::Float(value) => pointer_to(value),
+            Argument::Map(value) => pointer_to(&value.0),
         }
     }
 }
 
-/// Tensor map: how the tensor memory accelerator addresses a row-major matrix.
+/// Tensor map: tells the tensor memory accelerator (TMA) how to address a row-major matrix.
 ///
 /// Aligned to 128 bytes, as CUDA 13 requires; the headers of CUDA 12 say 64.
 #[derive(Debug, Clone, Copy)]
@@ -420,7 +424,7 @@ impl TensorMap {
         let strides = [(shape.columns * shape.element_bytes) as u64];
         let boxes = [(128 / shape.element_bytes) as u32, shape.box_rows];
         let steps = [1u32, 1];
-        // SAFETY: the arrays have the lengths that two dimensions ask for.
+        // SAFETY: the arrays have the lengths that two dimensions require.
         let made = unsafe {
             sys::cuTensorMapEncodeTiled(
                 &mut map,
@@ -446,12 +450,12 @@ impl TensorMap {
 #[derive(Clone, Copy)]
 pub struct Function(sys::CUfunction);
 
-// SAFETY: a handle that the driver accepts from any thread.
+// SAFETY: the driver accepts this handle from any thread.
 unsafe impl Send for Function {}
 // SAFETY: as above.
 unsafe impl Sync for Function {}
 
-/// Memory of the card.
+/// Memory of the card, freed on drop.
 pub struct Memory {
     context: Arc<Context>,
     address: u64,
@@ -473,20 +477,20 @@ impl Drop for Memory {
         // Issued work may still use the memory. After a failure of the card there is nothing to
         // free.
         if self.context.wait().is_ok() {
-            // SAFETY: taken from this context, and freed once.
+            // SAFETY: allocated in this context, and freed once.
             let _ = unsafe { result::free_sync(self.address) };
         }
     }
 }
 
-/// Pinned host memory.
+/// Pinned host memory, freed on drop.
 pub struct Pinned {
     context: Arc<Context>,
     start: *mut u8,
     bytes: usize,
 }
 
-// SAFETY: plain memory that this value alone owns.
+// SAFETY: plain memory, which only this value refers to.
 unsafe impl Send for Pinned {}
 // SAFETY: as above.
 unsafe impl Sync for Pinned {}
@@ -495,14 +499,14 @@ impl std::ops::Deref for Pinned {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        // SAFETY: the memory is that large and set.
+        // SAFETY: the memory has this size and is initialised.
         unsafe { std::slice::from_raw_parts(self.start, self.bytes) }
     }
 }
 
 impl std::ops::DerefMut for Pinned {
     fn deref_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as above, and nobody else's.
+        // SAFETY: as above, and `self` is borrowed mutably.
         unsafe { std::slice::from_raw_parts_mut(self.start, self.bytes) }
     }
 }
@@ -510,7 +514,8 @@ impl std::ops::DerefMut for Pinned {
 impl Pinned {
     /// The contents as whole F32 words.
     pub fn as_floats_mut(&mut self) -> &mut [f32] {
-        // SAFETY: the driver gives whole pages, all bits make a number, and nobody else has them.
+        // SAFETY: the driver allocates whole pages, so the start is aligned; any bits are a valid
+        // F32; `self` is borrowed mutably.
         unsafe { std::slice::from_raw_parts_mut(self.start.cast(), self.bytes / 4) }
     }
 }
@@ -518,26 +523,27 @@ impl Pinned {
 impl Drop for Pinned {
     fn drop(&mut self) {
         if self.context.wait().is_ok() {
-            // SAFETY: taken from this context, and freed once.
+            // SAFETY: allocated in this context, and freed once.
             let _ = unsafe { result::free_host(self.start.cast()) };
         }
     }
 }
 
-/// Pinned memory that the card reads or writes.
-pub struct Busy {
-    // Dropped before the mark: `Pinned` waits for the stream before it frees the memory.
+/// A copy from or to pinned memory that may still run.
+pub struct PinnedTransfer {
+    // Dropped before the event: `Pinned` waits for the stream before it frees the memory.
     pinned: Pinned,
-    mark: StreamEvent,
+    /// Recorded after the copy.
+    done: StreamEvent,
 }
 
-impl Busy {
-    /// Waits until the card has finished with the memory.
+impl PinnedTransfer {
+    /// Waits until the copy is done, and returns the memory.
     ///
     /// # Errors
-    /// Earlier issued work failed.
+    /// Work that was issued earlier failed.
     pub fn wait(self) -> Result<Pinned, DeviceError> {
-        self.mark.wait()?;
+        self.done.wait()?;
         Ok(self.pinned)
     }
 }
@@ -548,7 +554,7 @@ pub struct StreamEvent {
     event: sys::CUevent,
 }
 
-// SAFETY: a handle that the driver accepts from any thread.
+// SAFETY: the driver accepts this handle from any thread.
 unsafe impl Send for StreamEvent {}
 // SAFETY: as above.
 unsafe impl Sync for StreamEvent {}
@@ -556,7 +562,7 @@ unsafe impl Sync for StreamEvent {}
 impl StreamEvent {
     /// Waits until all work issued before the event is done.
     pub fn wait(&self) -> Result<(), DeviceError> {
-        self.context.enter()?;
+        self.context.make_current()?;
         // SAFETY: the event lives as long as this value.
         check(unsafe { result::event::synchronize(self.event) }, "computing")
     }
@@ -570,23 +576,23 @@ impl Drop for StreamEvent {
 }
 
 fn check<T>(result: Result<T, DriverError>, doing: &str) -> Result<T, DeviceError> {
-    result.map_err(|error| failed(error, doing))
+    result.map_err(|error| device_error(error, doing))
 }
 
-fn failed(error: DriverError, doing: &str) -> DeviceError {
-    let why = format!("{doing}: {}", words(error));
+fn device_error(error: DriverError, doing: &str) -> DeviceError {
+    let why = format!("{doing}: {}", describe(error));
     match error.0 {
         CUresult::CUDA_ERROR_OUT_OF_MEMORY => DeviceError::OutOfMemory(why),
         CUresult::CUDA_ERROR_NO_DEVICE
         | CUresult::CUDA_ERROR_SYSTEM_DRIVER_MISMATCH
         | CUresult::CUDA_ERROR_SYSTEM_NOT_READY
-        | CUresult::CUDA_ERROR_DEVICE_UNAVAILABLE => DeviceError::Missing(why),
+        | CUresult::CUDA_ERROR_DEVICE_UNAVAILABLE => DeviceError::Unavailable(why),
         _ => DeviceError::Lost(why),
     }
 }
 
 /// Name and description of an error, from the driver.
-fn words(error: DriverError) -> String {
+fn describe(error: DriverError) -> String {
     let text = |text: Result<&std::ffi::CStr, DriverError>| {
         text.map_or_else(|_| "unknown".into(), |t| t.to_string_lossy().into_owned())
     };

@@ -1,4 +1,4 @@
-//! Finds NVIDIA's libraries. They are loaded at run time: without them gristmill prints one clear
+//! Finds NVIDIA's libraries, which are loaded at run time. Without them, gristmill prints one clear
 //! message, or computes on the CPU.
 
 #![expect(unsafe_code, reason = "loads C libraries at run time")]
@@ -10,12 +10,12 @@ use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
 
 use crate::device::DeviceError;
 
-/// Folders that are searched first, separated by colons. Like all variables that name folders of
-/// libraries, it is ignored in a process that has more rights than the user who started it
-/// (set-user-ID, file capabilities), as the system's own loader does.
+/// Environment variable: folders that are searched first, separated by colons. As the system's own
+/// loader does, a process with more rights than the user who started it (set-user-ID, file
+/// capabilities) ignores all variables that name folders of libraries.
 pub const FOLDERS_VARIABLE: &str = "GRISTMILL_CUDA_LIBRARIES";
 
-/// Functions of the driver that this device calls. A driver that lacks one is too old.
+/// Functions of the driver that this device calls. A driver without one of them is too old.
 const DRIVER_FUNCTIONS: [&str; 26] = [
     "cuInit",
     "cuDriverGetVersion",
@@ -45,41 +45,41 @@ const DRIVER_FUNCTIONS: [&str; 26] = [
     "cuTensorMapEncodeTiled",
 ];
 
-/// Checks the driver first, because cudarc, which loads it by name, panics where the driver or a
-/// function is missing.
+/// Checks that the driver is there and has all functions. This must come first: cudarc, which loads
+/// the driver by name, panics if the driver or a function is missing.
 ///
 /// # Errors
 /// There is no driver, or it is too old.
-pub fn driver() -> Result<(), DeviceError> {
-    let mut tried = asked_folders();
-    tried.push(PathBuf::from("/usr/lib/wsl/lib"));
-    let named = ["libcuda.so", "libcuda.so.1"];
-    let library = tried
+pub fn check_driver() -> Result<(), DeviceError> {
+    let mut folders = configured_folders();
+    folders.push(PathBuf::from("/usr/lib/wsl/lib"));
+    let file_names = ["libcuda.so", "libcuda.so.1"];
+    let library = folders
         .iter()
-        .flat_map(|folder| named.iter().map(move |name| folder.join(name)))
+        .flat_map(|folder| file_names.iter().map(move |name| folder.join(name)))
         .filter(|path| path.exists())
         .find_map(|path| open(&path))
-        .or_else(|| named.iter().find_map(|name| open(Path::new(name))));
+        .or_else(|| file_names.iter().find_map(|name| open(Path::new(name))));
     let Some(library) = library else {
-        return Err(DeviceError::Absent(
+        return Err(DeviceError::NoDevice(
             "there is no NVIDIA driver here (`libcuda.so.1`): install it, or compute with `--device cpu`".into(),
         ));
     };
-    let found = DRIVER_FUNCTIONS.into_iter().find(|name| {
-        // SAFETY: the symbol is looked up and not used.
+    let missing = DRIVER_FUNCTIONS.into_iter().find(|name| {
+        // SAFETY: the symbol is only looked up, not used.
         unsafe { library.get::<*const ()>(name.as_bytes()) }.is_err()
     });
-    // The library stays open, so that cudarc, which knows only its name, gets this copy.
+    // The library stays open, so that cudarc, which opens it by name, gets this copy.
     std::mem::forget(library);
-    if let Some(name) = found {
-        return Err(DeviceError::Missing(format!(
+    if let Some(name) = missing {
+        return Err(DeviceError::Unavailable(format!(
             "the NVIDIA driver is too old: it has no `{name}`; install one for CUDA 12.0 or later (525 or later)"
         )));
     }
     Ok(())
 }
 
-/// Paths of all copies of NVRTC that were found, by folder; none has been opened yet.
+/// Paths at which there may be a copy of NVRTC, in search order; none has been opened yet.
 pub fn nvrtc_candidates() -> Vec<PathBuf> {
     candidates("libnvrtc.so")
 }
@@ -91,19 +91,19 @@ pub fn cublaslt_candidates() -> Vec<PathBuf> {
 
 fn candidates(name: &str) -> Vec<PathBuf> {
     let mut found = Vec::new();
-    for folder in asked_folders().into_iter().chain(toolkit_folders()) {
-        found.extend(named_in(&folder, name));
+    for folder in configured_folders().into_iter().chain(toolkit_folders()) {
+        found.extend(files_with_prefix(&folder, name));
     }
-    // The loader's own search path.
+    // Without a folder: the loader's own search path.
     found.extend([".13", ".12", ""].map(|version| PathBuf::from(format!("{name}{version}"))));
     found
 }
 
-/// Opens NVRTC at `path`. The copy of its wheel looks for its builtins by name alone, so they are
-/// opened first.
+/// Opens NVRTC at `path`. A copy from pip's package looks for its builtins library by file name
+/// only, so the builtins beside it are opened first.
 pub fn open_nvrtc(path: &Path) -> Option<Library> {
     if let Some(folder) = path.parent().filter(|folder| folder.is_absolute()) {
-        for builtins in named_in(folder, "libnvrtc-builtins.so") {
+        for builtins in files_with_prefix(folder, "libnvrtc-builtins.so") {
             // The builtins stay open until the process ends.
             std::mem::forget(open(&builtins));
         }
@@ -113,15 +113,15 @@ pub fn open_nvrtc(path: &Path) -> Option<Library> {
 
 /// Opens a library; `None` on any error.
 pub fn open(path: &Path) -> Option<Library> {
-    // SAFETY: NVIDIA's libraries run no code on loading that relies on us.
+    // SAFETY: the code that NVIDIA's libraries run when they are loaded has no preconditions.
     unsafe { Library::open(Some(path), RTLD_NOW | RTLD_GLOBAL) }.ok()
 }
 
-/// Value of a variable that names a folder of libraries or of compiled kernels, if the environment
-/// can be trusted.
-pub(super) fn variable(name: &str) -> Option<OsString> {
+/// Value of an environment variable that names a folder of libraries or of compiled kernels.
+/// `None`: the variable is not set, or this process must not trust it.
+pub(super) fn trusted_variable(name: &str) -> Option<OsString> {
     let value = std::env::var_os(name)?;
-    let trusted = Rights::own().trusted(value);
+    let trusted = ProcessRights::own().trusted(value);
     if trusted.is_none() {
         tracing::warn!(
             "`{name}` is ignored: this process has more rights than who started it (set-user-ID or capabilities)"
@@ -130,9 +130,9 @@ pub(super) fn variable(name: &str) -> Option<OsString> {
     trusted
 }
 
-/// Tells whether a process has rights that the user who started it lacks.
+/// Rights of a process, compared with those of the user who started it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Rights {
+struct ProcessRights {
     /// The kernel's `AT_SECURE` flag, which also covers file capabilities.
     is_secure: bool,
     /// Real user and group.
@@ -141,16 +141,16 @@ struct Rights {
     acts_as: (u32, u32),
 }
 
-impl Rights {
+impl ProcessRights {
     /// Rights of this process.
-    fn own() -> Rights {
+    fn own() -> ProcessRights {
         // SAFETY: the call reads a number that the kernel set at the start of the process.
         #[cfg(target_os = "linux")]
         let is_secure = unsafe { libc::getauxval(libc::AT_SECURE) } != 0;
         #[cfg(not(target_os = "linux"))]
         let is_secure = false;
         use rustix::process::{getegid, geteuid, getgid, getuid};
-        Rights {
+        ProcessRights {
             is_secure,
             started_by: (getuid().as_raw(), getgid().as_raw()),
             acts_as: (geteuid().as_raw(), getegid().as_raw()),
@@ -164,9 +164,9 @@ impl Rights {
     }
 }
 
-fn asked_folders() -> Vec<PathBuf> {
-    let asked = variable(FOLDERS_VARIABLE).unwrap_or_default();
-    std::env::split_paths(&asked)
+fn configured_folders() -> Vec<PathBuf> {
+    let folders = trusted_variable(FOLDERS_VARIABLE).unwrap_or_default();
+    std::env::split_paths(&folders)
         .filter(|path| path.is_absolute())
         .collect()
 }
@@ -175,17 +175,17 @@ fn asked_folders() -> Vec<PathBuf> {
 fn toolkit_folders() -> Vec<PathBuf> {
     let mut folders = Vec::new();
     for variable in ["CUDA_HOME", "CUDA_PATH"] {
-        folders.extend(self::variable(variable).map(|home| Path::new(&home).join("lib64")));
+        folders.extend(trusted_variable(variable).map(|home| Path::new(&home).join("lib64")));
     }
     folders.push("/usr/local/cuda/lib64".into());
-    let versions = entries(Path::new("/usr/local"));
-    let versions = versions.into_iter().filter(|path| {
+    let installed = entries(Path::new("/usr/local"));
+    let versions = installed.into_iter().filter(|path| {
         let name = path.file_name().and_then(OsStr::to_str);
         name.is_some_and(|name| name.starts_with("cuda-"))
     });
     folders.extend(versions.map(|path| path.join("lib64")));
-    folders.extend(variable("CONDA_PREFIX").map(|prefix| Path::new(&prefix).join("lib")));
-    if let Some(environment) = variable("VIRTUAL_ENV") {
+    folders.extend(trusted_variable("CONDA_PREFIX").map(|prefix| Path::new(&prefix).join("lib")));
+    if let Some(environment) = trusted_variable("VIRTUAL_ENV") {
         for python in entries(&Path::new(&environment).join("lib")) {
             for package in entries(&python.join("site-packages/nvidia")) {
                 folders.push(package.join("lib"));
@@ -195,12 +195,12 @@ fn toolkit_folders() -> Vec<PathBuf> {
     folders
 }
 
-/// Files of a folder whose names start with `begin`.
-fn named_in(folder: &Path, begin: &str) -> Vec<PathBuf> {
+/// Files of a folder whose names start with `prefix`.
+fn files_with_prefix(folder: &Path, prefix: &str) -> Vec<PathBuf> {
     let mut found = entries(folder);
     found.retain(|path| {
         let name = path.file_name().and_then(OsStr::to_str);
-        name.is_some_and(|name| name.starts_with(begin))
+        name.is_some_and(|name| name.starts_with(prefix))
     });
     found
 }
@@ -218,8 +218,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_environment_counts_for_nothing_with_more_rights_than_who_set_it() {
-        let plain = Rights {
+    fn the_environment_is_ignored_with_more_rights_than_the_user() {
+        let plain = ProcessRights {
             is_secure: false,
             started_by: (1000, 100),
             acts_as: (1000, 100),
@@ -227,15 +227,15 @@ mod tests {
         let folder = || OsString::from("/home/me/libraries");
         assert_eq!(plain.trusted(folder()), Some(folder()));
         for more in [
-            Rights {
+            ProcessRights {
                 is_secure: true,
                 ..plain
             },
-            Rights {
+            ProcessRights {
                 acts_as: (0, 100),
                 ..plain
             },
-            Rights {
+            ProcessRights {
                 acts_as: (1000, 0),
                 ..plain
             },
@@ -243,6 +243,6 @@ mod tests {
             assert_eq!(more.trusted(folder()), None, "{more:?}");
         }
         // Tests run with the rights of the user who started them.
-        assert_eq!(Rights::own().trusted(folder()), Some(folder()));
+        assert_eq!(ProcessRights::own().trusted(folder()), Some(folder()));
     }
 }

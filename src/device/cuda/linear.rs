@@ -1,5 +1,5 @@
-//! Linear operations: by `mma.sync`, on Hopper by warpgroup products, or by cuBLASLt where it is
-//! faster. Also the logits.
+//! Linear layers and logits, by gristmill's matmul kernels (with `mma.sync`; on Hopper, `wgmma`),
+//! or by cuBLASLt where it is faster.
 //!
 //! See docs/decisions/081-embedding-and-head-stay-bf16.md.
 
@@ -7,13 +7,13 @@ use std::sync::Arc;
 
 use super::cublaslt::Matrices;
 use super::driver::{Argument, Context, MapShape, Memory};
-use super::memory::{Buffer, Logits, Workspace, address, pinned, want};
+use super::memory::{Buffer, Logits, Workspace, address, ensure_capacity, reuse_pinned};
 use super::plan::{self, KernelFormat, LinearShape, Tile};
 use super::tuning::GemmChoice;
 use super::{Cuda, Matrix, Vector};
-use crate::device::{DeviceError, Head, Linear};
+use crate::device::{DeviceError, Linear, OutputHead};
 
-/// A matrix product to compute.
+/// Arguments of [`Cuda::multiply`].
 #[derive(Clone, Copy)]
 pub(super) struct LinearCall<'a> {
     x: &'a Buffer,
@@ -23,12 +23,12 @@ pub(super) struct LinearCall<'a> {
     bias: Option<&'a Vector>,
     y: u64,
     stride: usize,
-    wide: bool,
+    f32_output: bool,
     deterministic: bool,
 }
 
 impl Cuda {
-    /// `x` in `format`: `x` itself, or its copy quantized into `quantized`.
+    /// `x` in `format`: `x` itself, or a copy that is quantized into `quantized`.
     fn in_format<'a>(
         &self,
         x: &'a Buffer,
@@ -46,89 +46,89 @@ impl Cuda {
         Ok(quantized)
     }
 
-    /// `y = x W^T + b` over the first `rows` rows of `x` and the first `columns` rows of W. Rows of
-    /// `y` are `stride` values apart.
+    /// Computes `y = x W^T + b` with the first `rows` rows of `x` and the first `columns` rows of
+    /// W. Rows of `y` begin `stride` values apart.
     #[expect(clippy::too_many_lines, reason = "closures share its arguments")]
-    fn multiply(&self, product: &LinearCall<'_>) -> Result<(), DeviceError> {
-        let LinearCall { x, weight, .. } = *product;
+    fn multiply(&self, call: &LinearCall<'_>) -> Result<(), DeviceError> {
+        let LinearCall { x, weight, .. } = *call;
         let shape = LinearShape {
             format: weight.format,
-            rows: product.rows,
-            columns: product.columns,
-            bytes: weight.columns * weight.format.bytes(),
-            wide: product.wide,
+            rows: call.rows,
+            columns: call.columns,
+            row_bytes: weight.columns * weight.format.bytes(),
+            f32_output: call.f32_output,
         };
-        let data = x.data.as_ref().map_or(0, Memory::address);
-        let bias = product.bias.map_or(0, |bias| bias.0.address());
+        let x_address = x.data.as_ref().map_or(0, Memory::address);
+        let bias = call.bias.map_or(0, |bias| bias.0.address());
         if shape.rows == 0 {
             return Ok(());
         }
         let scales = (x.scales.as_ref()).zip(weight.scales.as_ref());
         let matrices = Matrices {
             shape,
-            x: data,
+            x: x_address,
             weight: weight.data.address(),
             scales: scales.map(|(rows, columns)| (rows.address(), columns.address())),
             bias,
-            y: product.y,
-            stride: product.stride,
+            y: call.y,
+            stride: call.stride,
         };
-        let library = self.by_library.as_ref();
-        if let Some(library) = library.filter(|library| library.all) {
-            return self.multiply_by_library(library, &matrices);
+        let cublaslt = self.cublaslt.as_ref();
+        if let Some(cublaslt) = cublaslt.filter(|cublaslt| cublaslt.library_only) {
+            return self.multiply_by_library(cublaslt, &matrices);
         }
         let card = self.context.card();
-        let rest = [
+        let other_arguments = [
             x.scales(),
             address(&weight.scales),
             Argument::Address(bias),
-            Argument::Address(product.y),
+            Argument::Address(call.y),
             Argument::Int(shape.rows as i32),
             Argument::Int(shape.columns as i32),
-            Argument::Int(shape.bytes as i32),
-            Argument::Int(product.stride as i32),
+            Argument::Int(shape.row_bytes as i32),
+            Argument::Int(call.stride as i32),
         ];
-        let map = |address, rows, box_rows| {
-            let of = MapShape {
+        let tensor_map = |address, rows, box_rows| {
+            let map_shape = MapShape {
                 address,
                 rows,
                 columns: weight.columns,
                 element_bytes: weight.format.bytes(),
                 box_rows,
             };
-            Ok::<_, DeviceError>(Argument::Map(self.context.tensor_map(&of)?))
+            Ok::<_, DeviceError>(Argument::Map(self.context.tensor_map(&map_shape)?))
         };
         let by_kernel = |tile: Tile| {
             let (launch, operands) = if card.is_hopper() {
                 (
                     plan::linear_sm90(&shape, tile, card.multiprocessors),
                     [
-                        map(data, shape.rows, tile.rows())?,
-                        map(weight.data.address(), weight.rows, tile.columns)?,
+                        tensor_map(x_address, shape.rows, tile.rows())?,
+                        tensor_map(weight.data.address(), weight.rows, tile.columns)?,
                     ],
                 )
             } else {
                 (
                     plan::linear(&shape),
-                    [data, weight.data.address()].map(Argument::Address),
+                    [x_address, weight.data.address()].map(Argument::Address),
                 )
             };
-            self.launch(&launch, &[operands.as_slice(), &rest].concat())
+            self.launch(&launch, &[operands.as_slice(), &other_arguments].concat())
         };
-        if let Some(tile) = self.tile {
+        if let Some(tile) = self.fixed_tile {
             return by_kernel(tile);
         }
-        // Errors of the library are only logged: the kernel can compute every product.
-        let offered = || {
-            let ways = library.map_or(Ok(vec![]), |library| self.ways(library, &matrices));
-            ways.unwrap_or_else(|why| {
+        // Errors of the library are only logged: the kernel supports every shape.
+        let algorithms = || {
+            let found = cublaslt.map_or(Ok(vec![]), |cublaslt| self.algorithms(cublaslt, &matrices));
+            found.unwrap_or_else(|why| {
                 tracing::debug!("{why}");
                 vec![]
             })
         };
-        let measure = |way| match (way, library) {
-            (GemmChoice::Library(algorithm), Some(library)) => {
-                match self.seconds_uncached(|| self.multiply_in(library, &matrices, &algorithm)) {
+        let measure = |choice| match (choice, cublaslt) {
+            (GemmChoice::Library(algorithm), Some(cublaslt)) => {
+                match self.seconds_uncached(|| self.multiply_with(cublaslt, &matrices, &algorithm)) {
                     Err(DeviceError::Unsupported(_)) => Ok(Some(f64::INFINITY)),
                     Err(DeviceError::OutOfMemory(_)) => Ok(None),
                     other => other,
@@ -137,13 +137,13 @@ impl Cuda {
             (GemmChoice::Library(_), None) => Ok(Some(f64::INFINITY)),
             (GemmChoice::Tile(tile), _) => self.seconds_uncached(|| by_kernel(tile)),
         };
-        let best = self.tuning.best(&shape, bias != 0, offered, measure)?;
-        if let (Some(library), Some(algorithm), false) = (library, &best.library, product.deterministic) {
-            match self.multiply_in(library, &matrices, algorithm) {
-                // The algorithm was measured with other rows, or more memory was free then.
+        let best = self.tuning.best(&shape, bias != 0, algorithms, measure)?;
+        if let (Some(cublaslt), Some(algorithm), false) = (cublaslt, &best.library, call.deterministic) {
+            match self.multiply_with(cublaslt, &matrices, algorithm) {
+                // The algorithm was measured with another number of rows, or with more free memory.
                 Err(why @ (DeviceError::Unsupported(_) | DeviceError::OutOfMemory(_))) => {
                     tracing::debug!("{why}");
-                    self.tuning.without_library(&shape, bias != 0);
+                    self.tuning.exclude_library(&shape, bias != 0);
                 }
                 other => return other,
             }
@@ -151,6 +151,7 @@ impl Cuda {
         by_kernel(best.tile)
     }
 
+    /// Computes a linear layer over all rows of `x`, which is quantized first if the weights are.
     pub(super) fn linear_into(
         &self,
         linear: &Linear<Matrix, Vector>,
@@ -169,7 +170,7 @@ impl Cuda {
             bias: linear.bias.as_ref(),
             y: out.data.as_ref().map_or(0, Memory::address),
             stride: weight.rows,
-            wide: false,
+            f32_output: false,
             deterministic,
         })
     }
@@ -177,37 +178,37 @@ impl Cuda {
     /// Computes the logits of all rows of `x`.
     pub(super) fn logits_into(
         &self,
-        head: &Head<'_, Matrix>,
+        head: &OutputHead<'_, Matrix>,
         x: &Buffer,
         workspace: &mut Workspace,
     ) -> Result<(), DeviceError> {
         let Workspace {
             logits, deterministic, ..
         } = workspace;
-        let ids = head.ids;
-        let stride = ids.next_multiple_of(16);
-        (logits.rows, logits.ids, logits.stride) = (x.rows, ids, stride);
-        want(&self.context, &mut logits.memory, x.rows * stride * 4, "logits")?;
+        let vocab_size = head.vocab_size;
+        let stride = vocab_size.next_multiple_of(16);
+        (logits.rows, logits.vocab_size, logits.stride) = (x.rows, vocab_size, stride);
+        ensure_capacity(&self.context, &mut logits.memory, x.rows * stride * 4, "logits")?;
         self.multiply(&LinearCall {
             x,
             rows: x.rows,
             weight: head.weight,
-            columns: ids,
+            columns: vocab_size,
             bias: None,
             y: logits.memory.as_ref().map_or(0, Memory::address),
             stride,
-            wide: true,
+            f32_output: true,
             deterministic: *deterministic,
         })?;
         let Some(cap) = head.soft_cap else {
             return Ok(());
         };
         self.launch(
-            &plan::soft_cap(x.rows, ids),
+            &plan::soft_cap(x.rows, vocab_size),
             &[
                 address(&logits.memory),
                 Argument::Float(cap),
-                Argument::Int(ids as i32),
+                Argument::Int(vocab_size as i32),
                 Argument::Int(stride as i32),
             ],
         )
@@ -215,22 +216,27 @@ impl Cuda {
 }
 
 impl Logits {
-    /// The logits on the host, without the padding of rows.
-    pub(super) fn read(&mut self, on: &Arc<Context>) -> Result<&[f32], DeviceError> {
-        let Logits { rows, ids, stride, .. } = *self;
+    /// Copies the logits to the host, without the padding of rows.
+    pub(super) fn read(&mut self, context: &Arc<Context>) -> Result<&[f32], DeviceError> {
+        let Logits {
+            rows,
+            vocab_size,
+            stride,
+            ..
+        } = *self;
         let bytes = rows * stride * 4;
         let Some(memory) = &self.memory else {
             return Ok(&[]);
         };
-        let host = pinned(on, self.host.take(), bytes)?;
+        let host = reuse_pinned(context, self.host.take(), bytes)?;
         let host = self.host.insert(host);
-        on.download(memory, 0, &mut host[..bytes])?;
-        let numbers = host.as_floats_mut();
-        if stride != ids {
+        context.download(memory, 0, &mut host[..bytes])?;
+        let values = host.as_floats_mut();
+        if stride != vocab_size {
             for row in 1..rows {
-                numbers.copy_within(row * stride..row * stride + ids, row * ids);
+                values.copy_within(row * stride..row * stride + vocab_size, row * vocab_size);
             }
         }
-        Ok(&numbers[..rows * ids])
+        Ok(&values[..rows * vocab_size])
     }
 }

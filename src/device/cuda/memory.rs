@@ -7,7 +7,7 @@ use std::sync::Arc;
 use half::bf16;
 
 use super::draw::Drawing;
-use super::driver::{Argument, Busy, Context, Memory, Pinned};
+use super::driver::{Argument, Context, Memory, Pinned, PinnedTransfer};
 use super::plan::{BLOCK_TOKENS, KernelFormat};
 use crate::device::{DeviceError, HeadShape};
 
@@ -32,19 +32,19 @@ impl Buffer {
         }
     }
 
-    /// Sets the shape. Contents become undefined; the allocation is reused where it is large
+    /// Sets the shape. The contents become undefined; the allocation is reused if it is large
     /// enough.
     pub(super) fn reshape(
         &mut self,
-        on: &Arc<Context>,
+        context: &Arc<Context>,
         rows: usize,
         width: usize,
         format: KernelFormat,
     ) -> Result<(), DeviceError> {
         (self.rows, self.width, self.format) = (rows, width, format);
-        want(on, &mut self.data, rows * width * format.bytes(), "activations")?;
+        ensure_capacity(context, &mut self.data, rows * width * format.bytes(), "activations")?;
         if format.is_scaled() {
-            want(on, &mut self.scales, rows * 4, "scales of activations")
+            ensure_capacity(context, &mut self.scales, rows * 4, "scales of activations")
         } else {
             Ok(())
         }
@@ -63,48 +63,60 @@ impl Buffer {
     }
 }
 
-/// Grows `memory` to at least `bytes`. Growing loses the contents.
-pub(super) fn want(
-    on: &Arc<Context>,
+/// Grows `memory` to at least `bytes`. Growing loses the contents. `what` names it in messages.
+pub(super) fn ensure_capacity(
+    context: &Arc<Context>,
     memory: &mut Option<Memory>,
     bytes: usize,
     what: &str,
 ) -> Result<(), DeviceError> {
     if memory.as_ref().is_none_or(|memory| memory.bytes() < bytes) {
         *memory = None;
-        *memory = Some(on.take(bytes, what)?);
+        *memory = Some(context.allocate(bytes, what)?);
     }
     Ok(())
 }
 
-/// Pinned memory of at least `bytes` bytes: `before` where it is large enough, or a new allocation.
-pub(super) fn pinned(on: &Arc<Context>, before: Option<Pinned>, bytes: usize) -> Result<Pinned, DeviceError> {
-    match before {
+/// Pinned memory of at least `bytes` bytes: `previous` if it is large enough, else a new
+/// allocation.
+pub(super) fn reuse_pinned(
+    context: &Arc<Context>,
+    previous: Option<Pinned>,
+    bytes: usize,
+) -> Result<Pinned, DeviceError> {
+    match previous {
         Some(pinned) if pinned.len() >= bytes => Ok(pinned),
-        _ => on.pin(bytes.next_power_of_two()),
+        _ => context.allocate_pinned(bytes.next_power_of_two()),
     }
 }
 
-/// As [`pinned`], after the card has finished with `before`.
-pub(super) fn staged(on: &Arc<Context>, before: Option<Busy>, bytes: usize) -> Result<Pinned, DeviceError> {
-    pinned(on, before.map(Busy::wait).transpose()?, bytes)
+/// Waits for the `previous` transfer, and then does the same as [`reuse_pinned`] with its memory.
+pub(super) fn reuse_staging(
+    context: &Arc<Context>,
+    previous: Option<PinnedTransfer>,
+    bytes: usize,
+) -> Result<Pinned, DeviceError> {
+    reuse_pinned(context, previous.map(PinnedTransfer::wait).transpose()?, bytes)
 }
 
+/// The memory's address as a kernel argument; null for `None`.
 pub(super) fn address(memory: &Option<Memory>) -> Argument {
     Argument::Address(memory.as_ref().map_or(0, Memory::address))
 }
 
 /// Scratch memory of operations.
 pub struct Workspace {
-    /// Input of a linear layer, where it has to be quantized first.
+    /// Quantized input of a linear layer.
     pub(super) quantized: Buffer,
+    /// Gate and up projections, side by side in each row.
     pub(super) gate_up: Buffer,
-    /// Parts of attention's results: unnormalised sums, then (maximum, total) pairs.
+    /// Partial attention results: unnormalised sums, and (maximum score, sum of weights) pairs.
     pub(super) part_sums: Option<Memory>,
     pub(super) part_states: Option<Memory>,
     pub(super) logits: Logits,
     pub(super) drawing: Drawing,
-    /// Whether the step's products are summed in an order that its other rows do not change.
+    /// Whether a row's results must not depend on the other rows of the step, so that matmuls
+    /// keep one summation order.
     pub(super) deterministic: bool,
 }
 
@@ -112,10 +124,12 @@ pub struct Workspace {
 #[derive(Default)]
 pub(super) struct Logits {
     pub(super) rows: usize,
-    /// Logits per row, and the stride between rows.
-    pub(super) ids: usize,
+    /// Logits per row, without padding.
+    pub(super) vocab_size: usize,
+    /// Distance between the beginnings of rows, in values.
     pub(super) stride: usize,
     pub(super) memory: Option<Memory>,
+    /// For the copy on the host.
     pub(super) host: Option<Pinned>,
 }
 
@@ -123,7 +137,7 @@ pub(super) struct Logits {
 pub struct KvPool {
     pub(super) keys: Memory,
     pub(super) values: Memory,
-    /// 8-bit formats only.
+    /// Scales of keys and of values; 8-bit formats only.
     pub(super) scales: Option<(Memory, Memory)>,
     /// Bytes per KV block of keys (values have the same size), and of their scales.
     pub(super) block_bytes: (usize, usize),
@@ -132,29 +146,29 @@ pub struct KvPool {
 impl KvPool {
     /// Keys, values, key scales and value scales, in the kernels' argument order.
     pub(super) fn arguments(&self) -> [Argument; 4] {
-        let (keys, values) = match &self.scales {
+        let (key_scales, value_scales) = match &self.scales {
             Some((keys, values)) => (keys.address(), values.address()),
             None => (0, 0),
         };
-        [self.keys.address(), self.values.address(), keys, values].map(Argument::Address)
+        [self.keys.address(), self.values.address(), key_scales, value_scales].map(Argument::Address)
     }
 }
 
 /// Bytes per KV block of keys (values have the same size), and of their scales.
 pub(super) fn block_bytes(heads: HeadShape, format: KernelFormat) -> (usize, usize) {
-    let tokens = heads.kv_heads * BLOCK_TOKENS as usize;
-    let scales = if format.is_scaled() { tokens * 4 } else { 0 };
-    (tokens * heads.head_dim * format.bytes(), scales)
+    let vectors = heads.kv_heads * BLOCK_TOKENS as usize;
+    let scales = if format.is_scaled() { vectors * 4 } else { 0 };
+    (vectors * heads.head_dim * format.bytes(), scales)
 }
 
-/// A buffer's rows on the host; quantized values are multiplied by their scales.
-pub(super) fn widened(on: &Context, buffer: &Buffer) -> Result<Vec<f32>, DeviceError> {
+/// Copies a buffer's rows to the host as F32; quantized values are multiplied by their scales.
+pub(super) fn download_f32(context: &Context, buffer: &Buffer) -> Result<Vec<f32>, DeviceError> {
     let count = buffer.rows * buffer.width;
     let mut bytes = vec![0u8; count * buffer.format.bytes()];
     let mut scales = vec![0u8; if buffer.format.is_scaled() { buffer.rows * 4 } else { 0 }];
     for (memory, bytes) in [(&buffer.data, &mut bytes), (&buffer.scales, &mut scales)] {
         if let Some(memory) = memory {
-            on.download(memory, 0, bytes)?;
+            context.download(memory, 0, bytes)?;
         }
     }
     if !buffer.format.is_scaled() {
@@ -167,23 +181,23 @@ pub(super) fn widened(on: &Context, buffer: &Buffer) -> Result<Vec<f32>, DeviceE
     }
     let scales = scales.as_chunks::<4>().0.iter().map(|b| f32::from_ne_bytes(*b));
     let rows = bytes.chunks_exact(buffer.width).zip(scales);
-    let number = |byte: u8| match buffer.format {
+    let decode = |byte: u8| match buffer.format {
         KernelFormat::Int8 => f32::from(byte as i8),
-        _ => e4m3(byte),
+        _ => e4m3_to_f32(byte),
     };
     Ok(rows
-        .flat_map(|(row, scale)| row.iter().map(move |byte| number(*byte) * scale))
+        .flat_map(|(row, scale)| row.iter().map(move |byte| decode(*byte) * scale))
         .collect())
 }
 
 /// Decodes an E4M3 number (OCP 8-bit floating point specification, revision 1.0). The format has no
 /// infinities; NaN has all bits but the sign set.
-fn e4m3(byte: u8) -> f32 {
+fn e4m3_to_f32(byte: u8) -> f32 {
     let (exponent, mantissa) = (i32::from(byte >> 3 & 15), f32::from(byte & 7));
-    let size = match (exponent, byte & 0x7f) {
+    let magnitude = match (exponent, byte & 0x7f) {
         (_, 0x7f) => f32::NAN,
         (0, _) => mantissa * 2f32.powi(-9),
         _ => (8.0 + mantissa) * 2f32.powi(exponent - 10),
     };
-    if byte >> 7 == 1 { -size } else { size }
+    if byte >> 7 == 1 { -magnitude } else { magnitude }
 }

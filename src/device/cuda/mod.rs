@@ -1,7 +1,7 @@
 //! The CUDA device: the operations of [`Device`] as kernels on one card.
 //!
 //! Activations are stored in BF16. Linear layers multiply in BF16, INT8 or E4M3, with one scale per
-//! row for the 8-bit formats. Sums are exact (INT8) or in F32.
+//! row for the 8-bit formats. Accumulators are INT32 (INT8 matmuls, exact) or F32.
 //!
 //! [`driver`] is the only file that calls NVIDIA's driver, [`nvrtc`] the only one that calls the
 //! run-time compiler, `cublaslt` the only one that calls cuBLASLt. [`plan`] and [`items`] describe
@@ -12,11 +12,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use half::bf16;
 
-use crate::device::batch::StepBatch;
-use crate::device::draw::{Draw, DrawError, Drawn};
+use crate::device::batch::{BlockCopy, StepBatch};
+use crate::device::draw::{Draw, DrawError, DrawnToken};
 use crate::device::random::RandomMatrix;
 use crate::device::{
-    Activation, AddNorm, Attention, Device, DeviceError, Head, HeadShape, KvFormat, KvSpec, Linear, Precision,
+    Activation, AddNorm, Attention, Device, DeviceError, HeadShape, KvFormat, KvSpec, Linear, OutputHead, Precision,
     RopeSpec, RopeStore, Tensor, TensorError,
 };
 
@@ -38,8 +38,8 @@ mod step;
 mod tuning;
 mod weights;
 
-use by_library::ByLibrary;
-pub use by_library::Products;
+use by_library::CublasLtMatmul;
+pub use by_library::MatmulBackend;
 pub use ceilings::Ceilings;
 use compile::{CompileTarget, Kernel, KernelCompiler};
 use draw::Drawing;
@@ -47,29 +47,29 @@ use driver::{Argument, Card, Context, Function, Memory};
 pub use memory::{Buffer, KvPool, Workspace};
 use memory::{Logits, block_bytes};
 use nvrtc::Nvrtc;
-use plan::{BLOCK_TOKENS, Heads, KernelFormat, Launch, Tile};
+use plan::{AttentionShape, BLOCK_TOKENS, KernelFormat, Launch, Tile};
 pub use step::Step;
 use tuning::Tuning;
 pub use weights::Matrix;
-use weights::{Loader, Staged};
+use weights::{Loader, StagedPiece};
 
-/// The first NVRTC that multiplies E4M3 by `mma.sync` (PTX ISA 8.4).
-const FP8_NVRTC: (u32, u32) = (12, 4);
+/// First version of NVRTC with E4M3 in `mma.sync` (PTX ISA 8.4).
+const FP8_NVRTC_MIN: (u32, u32) = (12, 4);
 
-/// A card, computing in one precision.
+/// A card that computes in one precision.
 pub struct Cuda {
     context: Arc<Context>,
     compiler: KernelCompiler,
     functions: Mutex<HashMap<Kernel, Function>>,
     loader: Mutex<Option<Loader>>,
     tuning: Tuning,
-    /// Tile of all products, where it is fixed instead of measured.
-    tile: Option<Tile>,
-    /// cuBLASLt, which computes all products or those that it is faster at.
-    by_library: Option<ByLibrary>,
+    /// Tile of all matmuls, if it is fixed and not chosen by measuring.
+    fixed_tile: Option<Tile>,
+    /// cuBLASLt, which computes all matmuls or those that it is faster at.
+    cublaslt: Option<CublasLtMatmul>,
     /// Format of linear layers.
     format: KernelFormat,
-    kv: KernelFormat,
+    kv_format: KernelFormat,
 }
 
 /// Biases, in BF16.
@@ -84,28 +84,28 @@ impl Cuda {
     /// # Errors
     /// Something is missing, or the card is too old.
     pub fn probe(ordinal: u32) -> Result<Card, DeviceError> {
-        let cuda = Cuda::open(ordinal, Precision::Bf16, KvFormat::Bf16, Products::Kernels)?;
+        let cuda = Cuda::open(ordinal, Precision::Bf16, KvFormat::Bf16, MatmulBackend::Kernels)?;
         Ok(cuda.card().clone())
     }
 
-    /// Opens card `ordinal`: linear layers in `precision`, keys and values in `kv`, matrix products
-    /// by `products`. FP8 needs compute capability 8.9 (Ada).
+    /// Opens card `ordinal`: linear layers in `precision`, keys and values in `kv`, matmuls by
+    /// `backend`. FP8 needs compute capability 8.9 (Ada).
     ///
     /// # Errors
     /// There is no such card, a library that it needs is missing, or it does not support these
     /// formats.
-    pub fn open(ordinal: u32, precision: Precision, kv: KvFormat, products: Products) -> Result<Cuda, DeviceError> {
+    pub fn open(ordinal: u32, precision: Precision, kv: KvFormat, backend: MatmulBackend) -> Result<Cuda, DeviceError> {
         let unsupported = |what: &str, name: &str| {
             DeviceError::Unsupported(format!(
                 "a GPU does not {what} {name}: ask for `bf16`, `int8` or `fp8`, or compute with `--device cpu`"
             ))
         };
         let format = KernelFormat::of(precision).ok_or_else(|| unsupported("compute in", "f32"))?;
-        let kv = KernelFormat::of_kv(kv).ok_or_else(|| unsupported("keep keys and values in", "f32"))?;
-        let fp8 = format == KernelFormat::E4m3 || kv == KernelFormat::E4m3;
+        let kv_format = KernelFormat::of_kv(kv).ok_or_else(|| unsupported("keep keys and values in", "f32"))?;
+        let needs_fp8 = format == KernelFormat::E4m3 || kv_format == KernelFormat::E4m3;
         let context = Context::open(ordinal)?;
         let card = context.card();
-        if card.capability < 89 && fp8 {
+        if card.capability < 89 && needs_fp8 {
             return Err(DeviceError::Unsupported(format!(
                 "`{}` has compute capability {}.{}, and FP8 needs 8.9 or later (Ada, Hopper): ask for `int8`",
                 card.name,
@@ -113,40 +113,38 @@ impl Cuda {
                 card.capability % 10
             )));
         }
-        let nvrtc = Nvrtc::find((card.driver / 1000, card.driver % 1000 / 10))?;
-        if nvrtc.version() < FP8_NVRTC && fp8 {
+        let nvrtc = Nvrtc::find((card.driver_version / 1000, card.driver_version % 1000 / 10))?;
+        if nvrtc.version() < FP8_NVRTC_MIN && needs_fp8 {
             let (major, minor) = nvrtc.version();
-            return Err(DeviceError::Missing(format!(
+            return Err(DeviceError::Unavailable(format!(
                 "NVRTC here is of CUDA {major}.{minor}, and FP8 needs 12.4 or later: install a newer one, or ask for `int8`"
             )));
         }
         let target = CompileTarget::of(card.capability, &nvrtc.architectures()?)?;
         let compiler = KernelCompiler::new(nvrtc, target);
         let context = Arc::new(context);
-        let by_library = ByLibrary::open(&context, format, products)?;
-        let version = by_library.as_ref().map(ByLibrary::version);
+        let cublaslt = CublasLtMatmul::open(&context, format, backend)?;
+        let version = cublaslt.as_ref().map(CublasLtMatmul::version);
         Ok(Cuda {
             tuning: Tuning::open(&compiler, context.card(), version),
             context,
             compiler,
             functions: Mutex::default(),
             loader: Mutex::default(),
-            tile: None,
-            by_library,
+            fixed_tile: None,
+            cublaslt,
             format,
-            kv,
+            kv_format,
         })
     }
 
-    /// The card's description.
     pub fn card(&self) -> &Card {
         self.context.card()
     }
 
-    /// Computes all products in this tile from now on, on Hopper. Results are bit-identical in
-    /// every tile.
-    pub fn compute_in(&mut self, tile: Tile) {
-        self.tile = Some(tile);
+    /// On Hopper: computes all matmuls with this tile from now on; results stay bit-identical.
+    pub fn fix_tile(&mut self, tile: Tile) {
+        self.fixed_tile = Some(tile);
     }
 
     /// NVRTC's version.
@@ -154,7 +152,7 @@ impl Cuda {
         self.compiler.version()
     }
 
-    /// All weights are loaded: frees the staging memory.
+    /// Frees the staging memory, after all weights have been loaded.
     fn end_loading(&self) {
         *self.loader.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }
@@ -165,17 +163,17 @@ impl Cuda {
             return Ok(*function);
         }
         let load = |image: &[u8]| self.context.function(image, launch.kernel.name, launch.shared_bytes);
-        // A kept image that cannot be loaded, such as a damaged file, is compiled again.
-        let kept = self.compiler.kept(&launch.kernel);
-        let kept = kept.and_then(|kept| Some((load(&kept.image).ok()?, kept.log)));
-        let (function, log) = match kept {
-            Some(kept) => kept,
+        // A cached image that cannot be loaded, such as a damaged file, is compiled again.
+        let cached = self.compiler.cached(&launch.kernel);
+        let cached = cached.and_then(|cached| Some((load(&cached.image).ok()?, cached.log)));
+        let (function, log) = match cached {
+            Some(loaded) => loaded,
             None => {
-                let made = self.compiler.make(&launch.kernel)?;
-                (load(&made.image)?, made.log)
+                let compiled = self.compiler.compile_and_cache(&launch.kernel)?;
+                (load(&compiled.image)?, compiled.log)
             }
         };
-        self.compiler.warn_of(&launch.kernel, &log);
+        self.compiler.warn_if_slow(&launch.kernel, &log);
         functions.insert(launch.kernel, function);
         Ok(function)
     }
@@ -187,27 +185,27 @@ impl Cuda {
             return Ok(());
         }
         let function = self.function(launch)?;
-        // SAFETY: each operation below passes its kernel's arguments, over memory of the planned shapes.
+        // SAFETY: each caller passes its kernel's arguments, with memory of the planned shapes.
         unsafe { self.context.launch(&function, launch, arguments) }
     }
 
-    fn heads(&self, shape: HeadShape) -> Heads {
-        Heads {
+    fn attention_shape(&self, shape: HeadShape) -> AttentionShape {
+        AttentionShape {
             heads: shape.heads as u32,
             kv_heads: shape.kv_heads as u32,
-            dim: shape.head_dim as u32,
-            store: self.kv,
-            hopper: self.card().is_hopper(),
+            head_dim: shape.head_dim as u32,
+            kv_format: self.kv_format,
+            is_hopper: self.card().is_hopper(),
         }
     }
 
-    /// A matrix of `rows` rows in `format`. `bring` has a loader copy the stacked parts to the card
-    /// in BF16, piece by piece.
-    fn load<E: From<DeviceError>>(
+    /// Loads a matrix in `format`. `stage` has the loader bring the stacked parts to the card in
+    /// BF16, and calls its second argument with each piece.
+    fn load_matrix<E: From<DeviceError>>(
         &self,
         (rows, columns): (usize, usize),
         format: KernelFormat,
-        bring: impl FnOnce(&mut Loader, &mut dyn FnMut(Staged<'_>) -> Result<(), DeviceError>) -> Result<(), E>,
+        stage: impl FnOnce(&mut Loader, &mut dyn FnMut(StagedPiece<'_>) -> Result<(), DeviceError>) -> Result<(), E>,
     ) -> Result<Matrix, E> {
         if !columns.is_multiple_of(16) || columns == 0 || columns > 65536 {
             return Err(DeviceError::Unsupported(format!(
@@ -215,28 +213,28 @@ impl Cuda {
             ))
             .into());
         }
-        let data = self.context.take(rows * columns * format.bytes(), "weights")?;
+        let data = self.context.allocate(rows * columns * format.bytes(), "weights")?;
         let scales = format
             .is_scaled()
-            .then(|| self.context.take(rows * 4, "scales of weights"));
+            .then(|| self.context.allocate(rows * 4, "scales of weights"));
         let scales = scales.transpose()?;
         let mut loader = self.loader.lock().unwrap_or_else(PoisonError::into_inner);
         let loader = match &mut *loader {
             Some(loader) => loader,
             none => none.insert(Loader::new(&self.context)?),
         };
-        bring(loader, &mut |staged| {
-            let at = (staged.first_row * columns * format.bytes()) as u64;
+        stage(loader, &mut |piece| {
+            let offset = (piece.first_row * columns * format.bytes()) as u64;
             match &scales {
                 None => self
                     .context
-                    .copy(staged.card, &data, at as usize, staged.rows * columns * 2),
+                    .copy(piece.card, &data, offset as usize, piece.rows * columns * 2),
                 Some(scales) => self.launch(
-                    &plan::quantize(columns, format, staged.rows),
+                    &plan::quantize(columns, format, piece.rows),
                     &[
-                        Argument::Address(staged.card.address()),
-                        Argument::Address(data.address() + at),
-                        Argument::Address(scales.address() + staged.first_row as u64 * 4),
+                        Argument::Address(piece.card.address()),
+                        Argument::Address(data.address() + offset),
+                        Argument::Address(scales.address() + piece.first_row as u64 * 4),
                     ],
                 ),
             }
@@ -250,16 +248,16 @@ impl Cuda {
         })
     }
 
-    fn take(&self, parts: &[Tensor<'_>], format: KernelFormat) -> Result<Matrix, TensorError> {
+    fn load_tensors(&self, parts: &[Tensor<'_>], format: KernelFormat) -> Result<Matrix, TensorError> {
         let columns = parts.first().map_or(0, |part| part.columns);
         let rows = parts.iter().map(|part| part.rows).sum();
-        self.load((rows, columns), format, |loader, take| loader.load(parts, take))
+        self.load_matrix((rows, columns), format, |loader, consume| loader.load(parts, consume))
     }
 
-    fn make(&self, parts: &[RandomMatrix], format: KernelFormat) -> Result<Matrix, DeviceError> {
+    fn load_random(&self, parts: &[RandomMatrix], format: KernelFormat) -> Result<Matrix, DeviceError> {
         let columns = parts.first().map_or(0, |part| part.columns);
-        let rows = parts.iter().map(|part| part.rows).sum();
-        let make = |to: &Memory, matrix: &RandomMatrix, first: usize, count: usize| {
+        let shape = (parts.iter().map(|part| part.rows).sum(), columns);
+        let fill = |to: &Memory, matrix: &RandomMatrix, first: usize, count: usize| {
             self.launch(
                 &plan::random_weights(count),
                 &[
@@ -271,15 +269,15 @@ impl Cuda {
                 ],
             )
         };
-        self.load((rows, columns), format, |loader, take| loader.make(parts, make, take))
+        self.load_matrix(shape, format, |loader, consume| loader.generate(parts, fill, consume))
     }
 
-    /// Norm of all rows, or of the picked rows.
-    fn norm(
+    /// Adds the delta, then normalises all rows, or those listed at address `row_indices` (0: all).
+    fn launch_add_norm(
         &self,
         op: &AddNorm<'_, Buffer, Norm>,
         residual: &Buffer,
-        (picked, rows): (u64, usize),
+        (row_indices, rows): (u64, usize),
         format: KernelFormat,
         out: &mut Buffer,
     ) -> Result<(), DeviceError> {
@@ -294,7 +292,7 @@ impl Cuda {
                     .map_or(Argument::Address(0), |delta| delta.rows.data()),
                 Argument::Address(delta_norm.map_or(0, |norm| norm.0.address())),
                 Argument::Address(op.weight.0.address()),
-                Argument::Address(picked),
+                Argument::Address(row_indices),
                 Argument::Float(op.eps),
                 out.data(),
                 out.scales(),
@@ -313,37 +311,37 @@ impl Device for Cuda {
     type Workspace = Workspace;
 
     fn matrix(&self, parts: &[Tensor<'_>]) -> Result<Matrix, TensorError> {
-        self.take(parts, self.format)
+        self.load_tensors(parts, self.format)
     }
 
     fn gated_matrix(&self, parts: &[Tensor<'_>]) -> Result<Matrix, TensorError> {
-        self.take(parts, self.format)
+        self.load_tensors(parts, self.format)
     }
 
     /// BF16 at every precision: rounding the logits' weights costs the most accuracy, and embedding
     /// reads the table by rows.
-    fn table(&self, part: Tensor<'_>) -> Result<Matrix, TensorError> {
-        self.take(&[part], KernelFormat::Bf16)
+    fn embedding_table(&self, part: Tensor<'_>) -> Result<Matrix, TensorError> {
+        self.load_tensors(&[part], KernelFormat::Bf16)
     }
 
-    fn makes_random(&self) -> bool {
+    fn makes_random_weights(&self) -> bool {
         true
     }
 
     fn random_matrix(&self, parts: &[RandomMatrix], is_table: bool) -> Result<Matrix, DeviceError> {
-        self.make(parts, if is_table { KernelFormat::Bf16 } else { self.format })
+        self.load_random(parts, if is_table { KernelFormat::Bf16 } else { self.format })
     }
 
     fn vector(&self, parts: &[Tensor<'_>]) -> Result<Vector, TensorError> {
         let mut bytes = Vec::new();
         for (part, tensor) in parts.iter().enumerate() {
-            let from = bytes.len();
-            bytes.resize(from + tensor.rows * tensor.columns * 2, 0);
-            if let Some(row) = weights::to_bf16(tensor, 0, &mut bytes[from..]) {
+            let start = bytes.len();
+            bytes.resize(start + tensor.rows * tensor.columns * 2, 0);
+            if let Some(row) = weights::to_bf16(tensor, 0, &mut bytes[start..]) {
                 return Err(TensorError::NotFinite { part, row });
             }
         }
-        Ok(Vector(self.context.take_copy(&bytes, "a vector of weights")?))
+        Ok(Vector(self.context.allocate_copy(&bytes, "a vector of weights")?))
     }
 
     fn norm(&self, part: Tensor<'_>) -> Result<Norm, TensorError> {
@@ -353,7 +351,7 @@ impl Device for Cuda {
             return Err(TensorError::NotFinite { part: 0, row: 0 });
         }
         let bytes: Vec<u8> = values.iter().flat_map(|x| x.to_ne_bytes()).collect();
-        Ok(Norm(self.context.take_copy(&bytes, "a norm's weights")?))
+        Ok(Norm(self.context.allocate_copy(&bytes, "a norm's weights")?))
     }
 
     fn buffer(&self) -> Buffer {
@@ -373,8 +371,8 @@ impl Device for Cuda {
     }
 
     fn step(&self, heads: HeadShape, ropes: Vec<RopeSpec>, specs: &[KvSpec]) -> Result<Step, DeviceError> {
-        let step = if heads.head_dim <= 128 { 16 } else { 32 };
-        if !heads.head_dim.is_multiple_of(step) || heads.head_dim > 256 || heads.heads / heads.kv_heads > 64 {
+        let multiple = if heads.head_dim <= 128 { 16 } else { 32 };
+        if !heads.head_dim.is_multiple_of(multiple) || heads.head_dim > 256 || heads.heads / heads.kv_heads > 64 {
             return Err(DeviceError::Unsupported(format!(
                 "the model has {} heads of {} numbers over {} key and value heads; the GPU's kernels take heads of multiples of 16 up to 128 and of 32 up to 256, up to 64 of them to a key and value head: compute with `--device cpu`",
                 heads.heads, heads.head_dim, heads.kv_heads
@@ -388,21 +386,21 @@ impl Device for Cuda {
     }
 
     fn kv_pool(&self, heads: HeadShape, blocks: usize) -> Result<KvPool, DeviceError> {
-        let (data, scales) = block_bytes(heads, self.kv);
-        let take = |bytes: usize| self.context.take(bytes * blocks, "a layer's keys and values");
+        let (data, scales) = block_bytes(heads, self.kv_format);
+        let allocate = |bytes: usize| self.context.allocate(bytes * blocks, "a layer's keys and values");
         Ok(KvPool {
-            keys: take(data)?,
-            values: take(data)?,
+            keys: allocate(data)?,
+            values: allocate(data)?,
             scales: match scales {
                 0 => None,
-                bytes => Some((take(bytes)?, take(bytes)?)),
+                bytes => Some((allocate(bytes)?, allocate(bytes)?)),
             },
             block_bytes: (data, scales),
         })
     }
 
     fn kv_block_bytes(&self, heads: HeadShape) -> usize {
-        let (data, scales) = block_bytes(heads, self.kv);
+        let (data, scales) = block_bytes(heads, self.kv_format);
         2 * (data + scales)
     }
 
@@ -417,8 +415,8 @@ impl Device for Cuda {
 
     fn upload(&self, batch: &StepBatch, step: &mut Step, workspace: &mut Workspace) -> Result<(), DeviceError> {
         workspace.deterministic = batch.deterministic;
-        let heads = self.heads(step.shape);
-        step.upload(&self.context, &heads, batch)
+        let shape = self.attention_shape(step.shape);
+        step.upload(&self.context, &shape, batch)
     }
 
     fn copy_blocks(&self, step: &Step, pool: &mut KvPool) -> Result<(), DeviceError> {
@@ -429,7 +427,7 @@ impl Device for Cuda {
                 .iter()
                 .flat_map(|(keys, values)| [(keys, scales), (values, scales)]),
         );
-        for &(from, to) in &step.block_copies {
+        for &BlockCopy { from, to } in &step.block_copies {
             for (memory, bytes) in &memories {
                 self.context
                     .copy_within(memory, from as usize * bytes, to as usize * bytes, *bytes)?;
@@ -452,7 +450,7 @@ impl Device for Cuda {
             &[
                 Argument::Address(table.data.address()),
                 Argument::Address(step.token_ids()),
-                workspace.drawing.drawn(),
+                workspace.drawing.drawn_address(),
                 out.data(),
                 Argument::Int(step.tokens as i32),
                 // Rounded to BF16, as in the reference.
@@ -467,7 +465,7 @@ impl Device for Cuda {
         residual: &mut Buffer,
         out: &mut Buffer,
     ) -> Result<(), DeviceError> {
-        self.norm(&op, residual, (0, residual.rows), self.format, out)
+        self.launch_add_norm(&op, residual, (0, residual.rows), self.format, out)
     }
 
     fn add_norm_logits_rows(
@@ -477,7 +475,8 @@ impl Device for Cuda {
         residual: &mut Buffer,
         out: &mut Buffer,
     ) -> Result<(), DeviceError> {
-        self.norm(&op, residual, (step.logits_at(), step.logits), KernelFormat::Bf16, out)
+        let logits_rows = (step.logits_at(), step.logits_rows);
+        self.launch_add_norm(&op, residual, logits_rows, KernelFormat::Bf16, out)
     }
 
     fn linear(
@@ -505,7 +504,7 @@ impl Device for Cuda {
         let norm = |norm: Option<&Norm>| Argument::Address(norm.map_or(0, |norm| norm.0.address()));
         let [keys, values, key_scales, value_scales] = pool.arguments();
         self.launch(
-            &self.heads(op.heads).rope_store(step.tokens),
+            &self.attention_shape(op.heads).rope_store(step.tokens),
             &[
                 qkv.data(),
                 Argument::Address(step.rotations(op.rope)),
@@ -557,7 +556,7 @@ impl Device for Cuda {
         )
     }
 
-    fn logits(&self, head: Head<'_, Matrix>, x: &Buffer, workspace: &mut Workspace) -> Result<(), DeviceError> {
+    fn logits(&self, head: OutputHead<'_, Matrix>, x: &Buffer, workspace: &mut Workspace) -> Result<(), DeviceError> {
         self.logits_into(&head, x, workspace)
     }
 
@@ -565,20 +564,20 @@ impl Device for Cuda {
         workspace.logits.read(&self.context)
     }
 
-    fn draw(&self, ids: usize, draws: &[Draw<'_>], workspace: &mut Workspace) -> Result<(), DeviceError> {
+    fn draw(&self, vocab_size: usize, draws: &[Draw<'_>], workspace: &mut Workspace) -> Result<(), DeviceError> {
         let Workspace { logits, drawing, .. } = workspace;
-        self.draw_from(ids, draws, logits, drawing)
+        self.draw_from(vocab_size, draws, logits, drawing)
     }
 
-    fn drawn(&self, workspace: &mut Workspace) -> Result<Vec<Result<Drawn, DrawError>>, DeviceError> {
-        workspace.drawing.take()
+    fn take_drawn(&self, workspace: &mut Workspace) -> Result<Vec<Result<DrawnToken, DrawError>>, DeviceError> {
+        workspace.drawing.wait_for_results()
     }
 
     fn runs_ahead(&self) -> bool {
         true
     }
 
-    fn measures(&self) -> bool {
+    fn autotunes_matmuls(&self) -> bool {
         true
     }
 
@@ -595,6 +594,6 @@ impl Device for Cuda {
     }
 
     fn read(&self, buffer: &Buffer) -> Result<Vec<f32>, DeviceError> {
-        memory::widened(&self.context, buffer)
+        memory::download_f32(&self.context, buffer)
     }
 }

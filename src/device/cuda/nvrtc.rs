@@ -1,4 +1,5 @@
-//! NVIDIA's run-time compiler: compiles kernels' sources to machine code for the card in use.
+//! NVRTC, NVIDIA's run-time compiler: compiles the kernels' sources to machine code for the card in
+//! use.
 
 #![expect(unsafe_code, reason = "calls of a C library that is loaded at run time")]
 
@@ -23,30 +24,30 @@ type ProgramHandle = *mut c_void;
 
 /// Result of a compilation.
 pub struct Compiled {
-    /// A cubin, or PTX where NVRTC knows no machine code for the card.
+    /// A cubin, or PTX if NVRTC has no machine code for the card.
     pub image: Vec<u8>,
     /// The assembler's messages: registers, stack, spills.
     pub log: String,
 }
 
 impl Nvrtc {
-    /// The newest copy that is no newer than the driver. Where there is none, a copy of the
-    /// driver's major version, whose machine code the driver accepts, too.
+    /// Opens the newest copy that is no newer than the driver. If there is none, opens a copy of
+    /// the driver's major version, whose machine code the driver accepts, too.
     ///
     /// # Errors
     /// There is no such copy.
     pub fn find(driver: (u32, u32)) -> Result<Nvrtc, DeviceError> {
         let major_max = driver.0;
         let mut best: Option<Nvrtc> = None;
-        // A copy that is newer than the driver ranks below every other.
+        // Copies that are newer than the driver rank below all others.
         let rank = |version: (u32, u32)| (version <= driver, version);
-        let mut newer = None;
+        let mut newer_major = None;
         for path in libraries::nvrtc_candidates() {
             let Some(found) = Nvrtc::open(path) else {
                 continue;
             };
             if found.version.0 > major_max {
-                newer = Some(found.version.0);
+                newer_major = Some(found.version.0);
             } else if best
                 .as_ref()
                 .is_none_or(|best| rank(best.version) < rank(found.version))
@@ -60,14 +61,14 @@ impl Nvrtc {
                 if major_max < 13 { "-cu12" } else { "" },
                 libraries::FOLDERS_VARIABLE
             );
-            DeviceError::Missing(match newer {
+            DeviceError::Unavailable(match newer_major {
                 Some(major) => format!("NVRTC here is of CUDA {major}, and the driver of {major_max}: {advice}"),
                 None => format!("NVRTC, which compiles the kernels, is missing: {advice}"),
             })
         })
     }
 
-    /// Opens the copy at `path`; `None`: the file is no NVRTC.
+    /// Opens the copy at `path`; `None`: the file is not a copy of NVRTC.
     pub fn open(path: PathBuf) -> Option<Nvrtc> {
         let library = libraries::open_nvrtc(&path)?;
         let (mut major, mut minor) = (0, 0);
@@ -89,26 +90,27 @@ impl Nvrtc {
         self.version
     }
 
-    /// Compute capabilities that this NVRTC has machine code for, ascending, such as 80 or 90.
+    /// Compute capabilities, such as 80 or 90, that this NVRTC can compile machine code for,
+    /// ascending.
     ///
     /// # Errors
-    /// NVRTC does not answer.
+    /// A call of NVRTC failed.
     pub fn architectures(&self) -> Result<Vec<u32>, DeviceError> {
         let mut count: c_int = 0;
         // SAFETY: the signatures are NVRTC's; the array has the length that NVRTC returned.
         unsafe {
-            let number: Symbol<unsafe extern "C" fn(*mut c_int) -> NvrtcStatus> =
+            let get_count: Symbol<unsafe extern "C" fn(*mut c_int) -> NvrtcStatus> =
                 self.function("nvrtcGetNumSupportedArchs")?;
-            self.check(number(&mut count), "nvrtcGetNumSupportedArchs")?;
-            let mut all = vec![0 as c_int; count.max(0) as usize];
-            let list: Symbol<unsafe extern "C" fn(*mut c_int) -> NvrtcStatus> =
+            self.check(get_count(&mut count), "nvrtcGetNumSupportedArchs")?;
+            let mut architectures = vec![0 as c_int; count.max(0) as usize];
+            let get_all: Symbol<unsafe extern "C" fn(*mut c_int) -> NvrtcStatus> =
                 self.function("nvrtcGetSupportedArchs")?;
-            self.check(list(all.as_mut_ptr()), "nvrtcGetSupportedArchs")?;
-            Ok(all.into_iter().map(|arch| arch as u32).collect())
+            self.check(get_all(architectures.as_mut_ptr()), "nvrtcGetSupportedArchs")?;
+            Ok(architectures.into_iter().map(|arch| arch as u32).collect())
         }
     }
 
-    /// Compiles `source`, called `name` in messages, with `headers` (name, text) and `options`.
+    /// Compiles `source` with `headers` (name, text) and `options`; messages call it `name`.
     ///
     /// # Errors
     /// The compiler's messages, which name file and line.
@@ -119,15 +121,21 @@ impl Nvrtc {
         headers: &[(&str, &str)],
         options: &[String],
     ) -> Result<Compiled, DeviceError> {
-        let text = |text: &str| {
+        let c_string = |text: &str| {
             CString::new(text).map_err(|_| DeviceError::Unsupported(format!("kernel `{name}` holds a zero byte")))
         };
-        let (source, title) = (text(source)?, text(name)?);
-        let texts = headers.iter().map(|(_, t)| text(t)).collect::<Result<Vec<_>, _>>()?;
-        let names = headers.iter().map(|(n, _)| text(n)).collect::<Result<Vec<_>, _>>()?;
-        let options = options.iter().map(|o| text(o)).collect::<Result<Vec<_>, _>>()?;
+        let (source, source_name) = (c_string(source)?, c_string(name)?);
+        let texts = headers
+            .iter()
+            .map(|(_, t)| c_string(t))
+            .collect::<Result<Vec<_>, _>>()?;
+        let names = headers
+            .iter()
+            .map(|(n, _)| c_string(n))
+            .collect::<Result<Vec<_>, _>>()?;
+        let options = options.iter().map(|o| c_string(o)).collect::<Result<Vec<_>, _>>()?;
         let pointers = |texts: &[CString]| -> Vec<*const c_char> { texts.iter().map(|t| t.as_ptr()).collect() };
-        let (texts_at, names_at, options_at) = (pointers(&texts), pointers(&names), pointers(&options));
+        let (text_pointers, name_pointers, option_pointers) = (pointers(&texts), pointers(&names), pointers(&options));
         type Create = unsafe extern "C" fn(
             *mut ProgramHandle,
             *const c_char,
@@ -137,19 +145,19 @@ impl Nvrtc {
             *const *const c_char,
         ) -> NvrtcStatus;
         let mut program: ProgramHandle = std::ptr::null_mut();
-        // SAFETY: signatures are NVRTC's; all texts end with a zero and outlive the program.
+        // SAFETY: the signatures are NVRTC's; all texts end with a zero and outlive the program.
         unsafe {
             let create: Symbol<Create> = self.function("nvrtcCreateProgram")?;
-            let made = create(
+            let created = create(
                 &mut program,
                 source.as_ptr(),
-                title.as_ptr(),
+                source_name.as_ptr(),
                 headers.len() as c_int,
-                texts_at.as_ptr(),
-                names_at.as_ptr(),
+                text_pointers.as_ptr(),
+                name_pointers.as_ptr(),
             );
-            self.check(made, "nvrtcCreateProgram")?;
-            let compiled = self.run(program, name, &options_at);
+            self.check(created, "nvrtcCreateProgram")?;
+            let compiled = self.run(program, name, &option_pointers);
             let destroy: Symbol<unsafe extern "C" fn(*mut ProgramHandle) -> NvrtcStatus> =
                 self.function("nvrtcDestroyProgram")?;
             destroy(&mut program);
@@ -158,14 +166,14 @@ impl Nvrtc {
     }
 
     /// # Safety
-    /// `program` has been created and not yet destroyed; `options` point to texts.
+    /// `program` has been created and not yet destroyed; `options` point to zero-terminated texts.
     unsafe fn run(
         &self,
         program: ProgramHandle,
         name: &str,
         options: &[*const c_char],
     ) -> Result<Compiled, DeviceError> {
-        // SAFETY: signatures are NVRTC's; the caller vouches for the program.
+        // SAFETY: the signatures are NVRTC's; the caller vouches for the program.
         unsafe {
             let compile: Symbol<unsafe extern "C" fn(ProgramHandle, c_int, *const *const c_char) -> NvrtcStatus> =
                 self.function("nvrtcCompileProgram")?;
@@ -188,19 +196,24 @@ impl Nvrtc {
     }
 
     /// # Safety
-    /// As [`run`](Self::run); `size` and `bytes` name a matching pair of functions.
-    unsafe fn output(&self, program: ProgramHandle, size: &str, bytes: &str) -> Result<Vec<u8>, DeviceError> {
-        // SAFETY: signatures are NVRTC's; the buffer has the size that NVRTC returned.
+    /// As [`run`](Self::run); the two names are a matching pair of functions.
+    unsafe fn output(
+        &self,
+        program: ProgramHandle,
+        size_function: &str,
+        read_function: &str,
+    ) -> Result<Vec<u8>, DeviceError> {
+        // SAFETY: the signatures are NVRTC's; the buffer has the size that NVRTC returned.
         unsafe {
-            let size_of: Symbol<unsafe extern "C" fn(ProgramHandle, *mut usize) -> NvrtcStatus> =
-                self.function(size)?;
+            let get_size: Symbol<unsafe extern "C" fn(ProgramHandle, *mut usize) -> NvrtcStatus> =
+                self.function(size_function)?;
             let mut length = 0usize;
-            self.check(size_of(program, &mut length), size)?;
+            self.check(get_size(program, &mut length), size_function)?;
             let mut out = vec![0u8; length];
             if length > 0 {
                 let read: Symbol<unsafe extern "C" fn(ProgramHandle, *mut c_char) -> NvrtcStatus> =
-                    self.function(bytes)?;
-                self.check(read(program, out.as_mut_ptr().cast()), bytes)?;
+                    self.function(read_function)?;
+                self.check(read(program, out.as_mut_ptr().cast()), read_function)?;
             }
             Ok(out)
         }
@@ -211,7 +224,7 @@ impl Nvrtc {
     unsafe fn function<T>(&self, name: &str) -> Result<Symbol<T>, DeviceError> {
         // SAFETY: by the caller's contract.
         unsafe { self.library.get(name.as_bytes()) }.map_err(|_| {
-            DeviceError::Missing(format!(
+            DeviceError::Unavailable(format!(
                 "`{}` has no `{name}`: install NVRTC of CUDA 12.0 or later",
                 self.path.display()
             ))

@@ -10,7 +10,7 @@ use crate::device::{Activation, KvFormat, KvSpec, Precision};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Launch {
     pub kernel: Kernel,
-    /// Blocks: x, y.
+    /// Thread blocks: x, y.
     pub grid: [u32; 2],
     /// Threads per block.
     pub threads: u32,
@@ -38,7 +38,7 @@ pub enum KernelFormat {
 }
 
 impl KernelFormat {
-    /// Format of linear layers' weights and activations; `None` where the card does not support it.
+    /// Format of linear layers' weights and activations; `None`: the card does not support it.
     pub fn of(precision: Precision) -> Option<KernelFormat> {
         match precision {
             Precision::F32 => None,
@@ -48,7 +48,7 @@ impl KernelFormat {
         }
     }
 
-    /// Format of keys and values; `None` where the card does not support it.
+    /// Format of keys and values; `None`: the card does not support it.
     pub fn of_kv(format: KvFormat) -> Option<KernelFormat> {
         match format {
             KvFormat::F32 => None,
@@ -86,12 +86,12 @@ fn row_kernel(
     name: &'static str,
     width: usize,
     output: KernelFormat,
-    more: Option<(&'static str, u32)>,
+    extra_macro: Option<(&'static str, u32)>,
     rows: usize,
 ) -> Launch {
     let threads = row_threads(width);
     let mut macros = vec![("WIDTH", width as u32), ("OUTPUT", output as u32), ("THREADS", threads)];
-    macros.extend(more);
+    macros.extend(extra_macro);
     Launch {
         kernel: Kernel::new(name, &macros),
         grid: [rows as u32, 1],
@@ -100,7 +100,7 @@ fn row_kernel(
     }
 }
 
-/// Launch over `rows` rows; `delta_norm`: whether the delta is normalised before it is added.
+/// Launch over `rows` rows. `delta_norm`: whether the delta is normalised before it is added.
 pub fn add_norm(width: usize, output: KernelFormat, delta_norm: bool, rows: usize) -> Launch {
     row_kernel("add_norm", width, output, Some(("DELTA_NORM", delta_norm.into())), rows)
 }
@@ -116,11 +116,11 @@ pub fn quantize(width: usize, output: KernelFormat, rows: usize) -> Launch {
     row_kernel("quantize", width, output, None, rows)
 }
 
-/// Launch over `rows` rows of `ids` logits, 1024 logits per block.
-pub fn soft_cap(rows: usize, ids: usize) -> Launch {
+/// Launch over `rows` rows of logits, 1024 logits per block.
+pub fn soft_cap(rows: usize, vocab_size: usize) -> Launch {
     Launch {
         kernel: Kernel::new("soft_cap", &[]),
-        grid: [rows as u32, ids.div_ceil(1024) as u32],
+        grid: [rows as u32, vocab_size.div_ceil(1024) as u32],
         threads: 256,
         shared_bytes: 0,
     }
@@ -154,13 +154,12 @@ pub struct LinearShape {
     /// Output features.
     pub columns: usize,
     /// Bytes per row of activations, and per row of weights.
-    pub bytes: usize,
-    /// Whether the result is F32.
-    pub wide: bool,
+    pub row_bytes: usize,
+    /// Whether the result is F32, not BF16.
+    pub f32_output: bool,
 }
 
-/// Launch that scales the INT32 accumulators of an INT8 product, `rows` rows of `columns`: 512 per
-/// block.
+/// Launch that scales the INT32 accumulators of an INT8 matmul, `rows` x `columns`: 512 per block.
 pub fn scale_sums(rows: usize, columns: usize) -> Launch {
     Launch {
         kernel: Kernel::new("scale_sums", &[]),
@@ -170,16 +169,17 @@ pub fn scale_sums(rows: usize, columns: usize) -> Launch {
     }
 }
 
-/// Bytes per row in one pipeline stage.
-const STAGE: u32 = 128;
+/// Bytes per row of an operand in one pipeline stage.
+const STAGE_ROW_BYTES: u32 = 128;
 
-/// Product by `mma.sync`: one [tile](Tile::SYNC) per block, three stages in shared memory.
+/// Matmul with `mma.sync`: one [tile](Tile::MMA_SYNC) per thread block, three stages in shared
+/// memory.
 pub fn linear(shape: &LinearShape) -> Launch {
-    let tile = Tile::SYNC;
+    let tile = Tile::MMA_SYNC;
     Launch {
         kernel: Kernel::new(
             "linear",
-            &[("FORMAT", shape.format as u32), ("WIDE", shape.wide.into())],
+            &[("FORMAT", shape.format as u32), ("WIDE", shape.f32_output.into())],
         ),
         grid: [
             (shape.rows as u32).div_ceil(tile.rows()),
@@ -190,11 +190,11 @@ pub fn linear(shape: &LinearShape) -> Launch {
     }
 }
 
-/// Output tile of one thread block of a matrix product; on Hopper there are several sizes.
+/// Output tile of one thread block of the matmul kernel; on Hopper, several sizes are available.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Tile {
     pub columns: u32,
-    /// Warpgroups that multiply, 64 rows each.
+    /// Warpgroups that multiply, each 64 rows of the tile.
     pub consumers: u32,
 }
 
@@ -211,19 +211,19 @@ impl Tile {
             columns: 0,
             consumers: 0,
         }; 8];
-        let mut at = 0;
-        while at < 8 {
-            all[at] = Tile {
-                columns: 256 >> (at / 2),
-                consumers: 2 - at as u32 % 2,
+        let mut i = 0;
+        while i < 8 {
+            all[i] = Tile {
+                columns: 256 >> (i / 2),
+                consumers: 2 - i as u32 % 2,
             };
-            at += 1;
+            i += 1;
         }
         all
     };
 
-    /// Tile of a block of `linear`.
-    pub const SYNC: Tile = Tile {
+    /// The tile of kernel `linear`.
+    pub const MMA_SYNC: Tile = Tile {
         columns: 128,
         consumers: 2,
     };
@@ -239,22 +239,22 @@ impl Tile {
         best.unwrap_or(Self::ALL[0])
     }
 
-    /// Tiles whose estimated time is at most `times` the best tile's.
-    pub fn within(shape: &LinearShape, multiprocessors: u32, times: f64) -> impl Iterator<Item = Tile> {
+    /// Tiles whose estimated time is at most `factor` times the best tile's.
+    pub fn within_factor(shape: &LinearShape, multiprocessors: u32, factor: f64) -> impl Iterator<Item = Tile> {
         let cost = move |tile: &Tile| tile.cycles(shape, multiprocessors);
-        let most = times * cost(&Tile::of(shape, multiprocessors));
-        Self::ALL.into_iter().filter(move |tile| cost(tile) <= most)
+        let cost_max = factor * cost(&Tile::of(shape, multiprocessors));
+        Self::ALL.into_iter().filter(move |tile| cost(tile) <= cost_max)
     }
 
-    /// Estimated cycles of a product; see `kernels/linear_sm90.cu`.
+    /// Estimated cycles of a matmul; see `kernels/linear_sm90.cu`.
     fn cycles(self, shape: &LinearShape, multiprocessors: u32) -> f64 {
-        // Bytes per cycle into one multiprocessor, and out of the L2 cache to all of them:
-        // estimates that no card has confirmed yet.
-        const BYTES_IN: f64 = 56.0;
-        const BYTES_IN_ALL: f64 = 4400.0;
+        // Bandwidth of one multiprocessor, and of the L2 cache to all multiprocessors: estimates,
+        // not yet calibrated on a GPU.
+        const SM_BYTES_PER_CYCLE: f64 = 56.0;
+        const L2_BYTES_PER_CYCLE: f64 = 4400.0;
         // Cycles to start a tile and to write its results.
-        const AROUND: f64 = 1500.0;
-        let (rows, columns, groups) = (
+        const TILE_OVERHEAD_CYCLES: f64 = 1500.0;
+        let (rows, columns, warpgroups) = (
             f64::from(self.rows()),
             f64::from(self.columns),
             f64::from(self.consumers),
@@ -262,22 +262,25 @@ impl Tile {
         let tiles = (shape.rows as f64 / rows).ceil() * (shape.columns as f64 / columns).ceil();
         let multiprocessors = f64::from(multiprocessors);
         // Tensor core cycles per stage.
-        let products = rows * columns / 32.0;
-        // E4M3 reads its rows again for every 128 columns.
-        let again = if shape.format == KernelFormat::E4m3 && self.columns > 128 {
+        let mma_cycles = rows * columns / 32.0;
+        // With E4M3, a warpgroup reads its 64 rows again for every 128 columns.
+        let reread_rows = if shape.format == KernelFormat::E4m3 && self.columns > 128 {
             64.0
         } else {
             0.0
         };
-        let shared = rows + columns + groups * (64.0 + again + columns);
-        let bytes = f64::from(STAGE) * (rows.min(shape.rows as f64) + columns);
-        let brought = bytes * (tiles.min(multiprocessors) / BYTES_IN_ALL).max(1.0 / BYTES_IN);
-        let stages = (shape.bytes as f64 / f64::from(STAGE)).ceil();
-        (tiles / multiprocessors).ceil() * (stages * products.max(shared).max(brought) + AROUND)
+        // Shared memory moves 128 bytes, one row of a stage, per cycle: rows are written once, then
+        // read by each warpgroup.
+        let shared_memory_cycles = rows + columns + warpgroups * (64.0 + reread_rows + columns);
+        let bytes = f64::from(STAGE_ROW_BYTES) * (rows.min(shape.rows as f64) + columns);
+        let load_cycles = bytes * (tiles.min(multiprocessors) / L2_BYTES_PER_CYCLE).max(1.0 / SM_BYTES_PER_CYCLE);
+        let stage_cycles = mma_cycles.max(shared_memory_cycles).max(load_cycles);
+        let stages = (shape.row_bytes as f64 / f64::from(STAGE_ROW_BYTES)).ceil();
+        (tiles / multiprocessors).ceil() * (stages * stage_cycles + TILE_OVERHEAD_CYCLES)
     }
 
     fn stage_bytes(self) -> u32 {
-        (self.rows() + self.columns) * STAGE
+        (self.rows() + self.columns) * STAGE_ROW_BYTES
     }
 
     /// Pipeline stages, by the same formula as the kernel.
@@ -286,7 +289,7 @@ impl Tile {
     }
 }
 
-/// Product on Hopper, with persistent blocks: at most one per multiprocessor.
+/// Matmul on Hopper, with persistent thread blocks: at most one per multiprocessor.
 pub fn linear_sm90(shape: &LinearShape, tile: Tile, multiprocessors: u32) -> Launch {
     let tiles = (shape.rows as u32).div_ceil(tile.rows()) * (shape.columns as u32).div_ceil(tile.columns);
     Launch {
@@ -296,7 +299,7 @@ pub fn linear_sm90(shape: &LinearShape, tile: Tile, multiprocessors: u32) -> Lau
                 ("FORMAT", shape.format as u32),
                 ("COLUMNS", tile.columns),
                 ("CONSUMERS", tile.consumers),
-                ("WIDE", shape.wide.into()),
+                ("WIDE", shape.f32_output.into()),
             ],
         ),
         grid: [tiles.min(multiprocessors), 1],
@@ -308,20 +311,20 @@ pub fn linear_sm90(shape: &LinearShape, tile: Tile, multiprocessors: u32) -> Lau
 
 /// Launch that keeps the tensor cores of all `multiprocessors` busy for `rounds` rounds, and its
 /// number of operations.
-pub fn peak(format: KernelFormat, hopper: bool, multiprocessors: u32, rounds: u32) -> (Launch, f64) {
-    let macros = [("FORMAT", format as u32), ("WARPGROUPS", hopper.into())];
-    // Rows and columns of one instruction's product; products in flight per block.
-    let (rows, columns, at_once) = if hopper { (64, 128, 2 * 8) } else { (16, 8, 8 * 8) };
+pub fn peak(format: KernelFormat, is_hopper: bool, multiprocessors: u32, rounds: u32) -> (Launch, f64) {
+    let macros = [("FORMAT", format as u32), ("WARPGROUPS", is_hopper.into())];
+    // Output rows and columns of one matmul instruction; instructions per thread block and round.
+    let (rows, columns, per_round) = if is_hopper { (64, 128, 2 * 8) } else { (16, 8, 8 * 8) };
     let depth = 32 / format.bytes() as u32;
     let launch = Launch {
         kernel: Kernel::new("peak", &macros),
-        // Two blocks of `mma.sync` share a multiprocessor.
-        grid: [multiprocessors * if hopper { 1 } else { 2 }, 1],
+        // With `mma.sync`, two thread blocks share a multiprocessor.
+        grid: [multiprocessors * if is_hopper { 1 } else { 2 }, 1],
         threads: 256,
-        shared_bytes: if hopper { 192 * STAGE + 1024 } else { 0 },
+        shared_bytes: if is_hopper { 192 * STAGE_ROW_BYTES + 1024 } else { 0 },
     };
-    let products = f64::from(launch.grid[0]) * f64::from(rounds) * f64::from(at_once);
-    (launch, products * f64::from(2 * rows * columns * depth))
+    let instructions = f64::from(launch.grid[0]) * f64::from(rounds) * f64::from(per_round);
+    (launch, instructions * f64::from(2 * rows * columns * depth))
 }
 
 /// Launch that draws one token from each of `rows` rows of logits.
@@ -334,7 +337,7 @@ pub fn sample(rows: usize) -> Launch {
     }
 }
 
-/// `WINDOW` of attention's kernels: the number of positions that a query sees, or 0 for all.
+/// `WINDOW` of attention's kernels: the number of positions that a query attends to, or 0 for all.
 pub fn window(spec: KvSpec) -> u32 {
     match spec {
         KvSpec::Full => 0,
@@ -344,13 +347,13 @@ pub fn window(spec: KvSpec) -> u32 {
 
 /// Shape of attention and format of keys and values, as the kernels' macros take them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Heads {
+pub struct AttentionShape {
     pub heads: u32,
     pub kv_heads: u32,
-    pub dim: u32,
-    pub store: KernelFormat,
+    pub head_dim: u32,
+    pub kv_format: KernelFormat,
     /// Whether attention runs on Hopper.
-    pub hopper: bool,
+    pub is_hopper: bool,
 }
 
 /// Shared memory per block that every supported card has.
@@ -359,35 +362,36 @@ const SHARED_BYTES: u32 = 99 << 10;
 /// Tokens per KV block.
 pub const BLOCK_TOKENS: u32 = 64;
 
-impl Heads {
+impl AttentionShape {
     /// Query heads that share a key and value head.
-    pub fn group(&self) -> u32 {
+    pub fn group_size(&self) -> u32 {
         self.heads / self.kv_heads
     }
 
     /// Whether attention uses warpgroup instructions (wgmma).
-    fn by_warpgroups(&self) -> bool {
-        self.hopper && self.dim <= 128
+    fn uses_wgmma(&self) -> bool {
+        self.is_hopper && self.head_dim <= 128
     }
 
-    /// Warps per thread block for many queries (prefill), 16 rows each.
-    pub fn wide_warps(&self) -> u32 {
-        match self.by_warpgroups() {
+    /// Warps per wide thread block, for work items with many queries (prefill, shared prefixes);
+    /// each warp computes 16 rows, a row being one head of one query.
+    pub fn wide_block_warps(&self) -> u32 {
+        match self.uses_wgmma() {
             false => 4,
-            // With BF16 and such heads, registers suffice for eight warps only.
-            true if self.store == KernelFormat::Bf16 && self.dim > 112 => 8,
+            // With BF16 and heads this large, the registers suffice for eight warps only.
+            true if self.kv_format == KernelFormat::Bf16 && self.head_dim > 112 => 8,
             true => 12,
         }
     }
 
-    /// Warps per narrow block.
-    pub fn narrow_warps(&self) -> u32 {
-        if self.by_warpgroups() { 4 } else { 1 }
+    /// Warps per narrow thread block, for work items with few queries (decode).
+    pub fn narrow_block_warps(&self) -> u32 {
+        if self.uses_wgmma() { 4 } else { 1 }
     }
 
-    /// Maximum queries per work item (one thread block's share) with `warps` warps.
-    pub fn queries(&self, warps: u32) -> u32 {
-        warps * 16 / self.group()
+    /// Maximum queries per work item of a thread block with `warps` warps.
+    pub fn queries_max(&self, warps: u32) -> u32 {
+        warps * 16 / self.group_size()
     }
 
     /// Launch over `tokens` tokens, one warp per head.
@@ -398,9 +402,9 @@ impl Heads {
                 &[
                     ("HEADS", self.heads),
                     ("KV_HEADS", self.kv_heads),
-                    ("HEAD_DIM", self.dim),
+                    ("HEAD_DIM", self.head_dim),
                     ("BLOCK", BLOCK_TOKENS),
-                    ("STORE", self.store as u32),
+                    ("STORE", self.kv_format as u32),
                 ],
             ),
             grid: [tokens as u32, (self.heads + 2 * self.kv_heads).div_ceil(4)],
@@ -409,21 +413,21 @@ impl Heads {
         }
     }
 
-    /// Launch over `items` items with `warps` warps each. `window`: positions that a query sees, or
-    /// 0 for all. `soft_cap`: bound of the scores.
+    /// Launch over `items` work items, with `warps` warps per thread block. `window`: the number of
+    /// positions that a query attends to, or 0 for all. `soft_cap`: bound of the scores.
     pub fn attention(&self, warps: u32, (window, soft_cap): (u32, Option<f32>), items: usize) -> Launch {
         let mut macros = vec![
             ("HEADS", self.heads),
             ("KV_HEADS", self.kv_heads),
-            ("HEAD_DIM", self.dim),
+            ("HEAD_DIM", self.head_dim),
             ("BLOCK", BLOCK_TOKENS),
-            ("STORE", self.store as u32),
+            ("STORE", self.kv_format as u32),
             ("ROW_WARPS", warps),
             ("WINDOW", window),
         ];
         macros.extend(soft_cap.map(|cap| ("SOFT_CAP", cap.to_bits())));
-        let (name, shared_bytes) = if self.by_warpgroups() {
-            ("attention_sm90", self.shared_by_warpgroups(warps))
+        let (name, shared_bytes) = if self.uses_wgmma() {
+            ("attention_sm90", self.wgmma_shared_bytes(warps))
         } else {
             let stages = self.stages(warps);
             macros.push(("STAGES", stages));
@@ -439,12 +443,12 @@ impl Heads {
 
     /// Bytes of a KV block's keys for one head; its values have the same size.
     fn tile_bytes(&self) -> u32 {
-        BLOCK_TOKENS * self.dim * self.store.bytes() as u32
+        BLOCK_TOKENS * self.head_dim * self.kv_format.bytes() as u32
     }
 
-    /// Bytes of the scales of keys and values.
+    /// Bytes of the scales of a KV block's keys and values, for one head.
     fn scale_bytes(&self) -> u32 {
-        if self.store.is_scaled() {
+        if self.kv_format.is_scaled() {
             2 * BLOCK_TOKENS * 4
         } else {
             0
@@ -455,16 +459,16 @@ impl Heads {
         2 * self.tile_bytes() + self.scale_bytes()
     }
 
-    /// With heads of more than 128 dimensions, queries are kept in shared memory, too.
+    /// With `head_dim` > 128, queries are kept in shared memory, too.
     fn query_bytes(&self, warps: u32) -> u32 {
-        if self.dim > 128 {
-            warps * 16 * self.dim * self.store.bytes() as u32
+        if self.head_dim > 128 {
+            warps * 16 * self.head_dim * self.kv_format.bytes() as u32
         } else {
             0
         }
     }
 
-    /// Pipeline stages: two, or one where two do not fit in [`SHARED_BYTES`].
+    /// Pipeline stages: two, or one if two do not fit in [`SHARED_BYTES`].
     fn stages(&self, warps: u32) -> u32 {
         if 2 * self.stage_bytes() + self.query_bytes(warps) <= SHARED_BYTES {
             2
@@ -474,29 +478,29 @@ impl Heads {
     }
 
     /// Shared memory per block on Hopper, by the same formula as the kernel.
-    fn shared_by_warpgroups(&self, warps: u32) -> u32 {
-        let key_row = (self.dim * self.store.bytes() as u32).next_multiple_of(32);
-        let stage = BLOCK_TOKENS * key_row + self.tile_bytes() + self.scale_bytes();
-        // Blocks per multiprocessor.
-        let sharing = match warps {
-            4 if self.store == KernelFormat::Bf16 && self.dim > 112 => 2,
+    fn wgmma_shared_bytes(&self, warps: u32) -> u32 {
+        let key_row_bytes = (self.head_dim * self.kv_format.bytes() as u32).next_multiple_of(32);
+        let stage_bytes = BLOCK_TOKENS * key_row_bytes + self.tile_bytes() + self.scale_bytes();
+        // Thread blocks that share a multiprocessor.
+        let blocks_per_sm = match warps {
+            4 if self.kv_format == KernelFormat::Bf16 && self.head_dim > 112 => 2,
             4 => 3,
             _ => 1,
         };
-        let stages = (((228 / sharing - 2) << 10) / stage).min(6);
+        let stages = (((228 / blocks_per_sm - 2) << 10) / stage_bytes).min(6);
         // Tiles are aligned to 1024 bytes.
-        stages * stage + 1024
+        stages * stage_bytes + 1024
     }
 
-    /// Launch over `tokens` tokens.
-    pub fn merge(&self, tokens: usize) -> Launch {
+    /// Launch that merges the partial attention results of `tokens` tokens (split KV).
+    pub fn merge_partial_attention(&self, tokens: usize) -> Launch {
         Launch {
             kernel: Kernel::new(
                 "merge",
                 &[
                     ("HEADS", self.heads),
                     ("KV_HEADS", self.kv_heads),
-                    ("HEAD_DIM", self.dim),
+                    ("HEAD_DIM", self.head_dim),
                 ],
             ),
             grid: [tokens as u32, 1],
@@ -511,14 +515,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tiles_follow_rows_and_columns() {
-        let tile = |rows, columns, bytes| {
+    fn chosen_tiles_grow_with_rows_and_columns() {
+        let tile = |rows, columns, row_bytes| {
             let shape = LinearShape {
                 format: KernelFormat::Int8,
                 rows,
                 columns,
-                bytes,
-                wide: false,
+                row_bytes,
+                f32_output: false,
             };
             let tile = Tile::of(&shape, 132);
             (tile.columns, tile.consumers)
@@ -531,9 +535,9 @@ mod tests {
         assert_eq!(tile(512, 28672, 4096), (256, 2));
     }
 
-    /// A thread of the kernel scales two sums.
+    /// A thread of the kernel scales two accumulators.
     #[test]
-    fn every_sum_is_scaled_once() {
+    fn every_accumulator_is_scaled_once() {
         for columns in [1, 511, 512, 513, 4096, 28_672] {
             let launch = scale_sums(3, columns);
             let scaled = 2 * launch.threads as usize;
@@ -543,7 +547,7 @@ mod tests {
     }
 
     #[test]
-    fn every_tile_fits() {
+    fn every_tile_fits_in_shared_memory() {
         for tile in Tile::ALL {
             assert!(
                 tile.stages() >= 4 && tile.stages() * tile.stage_bytes() + 1024 <= 227 << 10,

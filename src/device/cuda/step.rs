@@ -1,35 +1,37 @@
-//! A step on the card: the arrays that its operations share lie in one allocation, uploaded in one
-//! copy.
+//! A step on the card: all arrays that its operations share are in one allocation, which one copy
+//! uploads.
 
 use std::sync::Arc;
 
-use super::driver::{Busy, Context, Memory};
-use super::items::{AttentionItem, Plan};
-use super::memory::{staged, want};
-use super::plan::{BLOCK_TOKENS, Heads};
-use crate::device::batch::StepBatch;
+use super::driver::{Context, Memory, PinnedTransfer};
+use super::items::{AttentionItem, AttentionPlan};
+use super::memory::{ensure_capacity, reuse_staging};
+use super::plan::{AttentionShape, BLOCK_TOKENS};
+use crate::device::batch::{BlockCopy, StepBatch};
 use crate::device::{DeviceError, HeadShape, KvSpec, RopeSpec};
 
 /// Alignment of each array, in bytes.
 const ALIGN: usize = 16;
 
-/// A [`StepBatch`] with the arrays that its operations share.
+/// A [`StepBatch`] on the card.
 pub struct Step {
     pub(super) shape: HeadShape,
     pub(super) tokens: usize,
-    pub(super) logits: usize,
-    pub(super) block_copies: Vec<(u32, u32)>,
-    /// One per kind of layer.
+    /// Tokens whose logits are computed.
+    pub(super) logits_rows: usize,
+    pub(super) block_copies: Vec<BlockCopy>,
+    /// One entry per kind of layer.
     pub(super) attention: Vec<AttentionStep>,
     offsets: ArrayOffsets,
     memory: Option<Memory>,
-    /// Pinned memory of the last upload.
-    staging: Option<Busy>,
+    /// The last upload.
+    staging: Option<PinnedTransfer>,
+    /// All arrays, before they are copied to pinned memory.
     bytes: Vec<u8>,
     rotations: Vec<Rotations>,
 }
 
-/// Offsets of a step's arrays, in bytes from the start of its memory.
+/// Offsets of a step's arrays in its memory, in bytes.
 #[derive(Debug, Clone, Copy, Default)]
 struct ArrayOffsets {
     tokens: usize,
@@ -39,28 +41,29 @@ struct ArrayOffsets {
     tables: usize,
 }
 
-/// Attention of layers of one kind: its plans, run one after the other.
+/// Attention in layers of one kind: its plans, run one after the other.
 pub(super) struct AttentionStep {
     pub spec: KvSpec,
-    pub plans: Vec<PlanStep>,
+    pub plans: Vec<UploadedPlan>,
 }
 
-/// A plan on the card.
-pub(super) struct PlanStep {
-    pub wide: usize,
-    pub narrow: usize,
-    pub merged: usize,
+/// Sizes of an [`AttentionPlan`] whose arrays are on the card.
+pub(super) struct UploadedPlan {
+    pub wide_items: usize,
+    pub narrow_items: usize,
+    pub merged_tokens: usize,
     pub part_rows: usize,
-    offsets: PlanPlaces,
+    offsets: PlanOffsets,
 }
 
+/// Offsets of a plan's arrays in the step's memory, in bytes.
 #[derive(Debug, Clone, Copy, Default)]
-struct PlanPlaces {
+struct PlanOffsets {
     wide: usize,
     narrow: usize,
-    queries: usize,
-    merged: usize,
-    first: usize,
+    query_tokens: usize,
+    merged_tokens: usize,
+    first_parts: usize,
     parts: usize,
 }
 
@@ -68,13 +71,13 @@ struct PlanPlaces {
 pub(super) struct PlanAddresses {
     pub wide: u64,
     pub narrow: u64,
-    pub queries: u64,
-    pub merged: u64,
-    pub first: u64,
+    pub query_tokens: u64,
+    pub merged_tokens: u64,
+    pub first_parts: u64,
     pub parts: u64,
 }
 
-/// Cosines and sines of all positions up to the longest seen so far.
+/// RoPE's cosines and sines at positions `0..positions`; the table grows as needed.
 struct Rotations {
     rope: RopeSpec,
     positions: usize,
@@ -101,7 +104,7 @@ impl Step {
         Step {
             shape,
             tokens: 0,
-            logits: 0,
+            logits_rows: 0,
             block_copies: Vec::new(),
             attention,
             offsets: ArrayOffsets::default(),
@@ -115,48 +118,49 @@ impl Step {
     pub(super) fn upload(
         &mut self,
         context: &Arc<Context>,
-        heads: &Heads,
+        shape: &AttentionShape,
         batch: &StepBatch,
     ) -> Result<(), DeviceError> {
-        // The step before may still run. The copy follows it in the stream's order.
+        // The previous step may still run. The stream starts this copy only after it.
         self.tokens = batch.tokens.len();
-        self.logits = batch.logits_at.len();
+        self.logits_rows = batch.logits_at.len();
         self.block_copies.clone_from(&batch.block_copies);
         self.bytes.clear();
         self.offsets = ArrayOffsets {
-            tokens: put(&mut self.bytes, &tokens(batch)),
-            positions: put(&mut self.bytes, &batch.positions),
-            slots: put(&mut self.bytes, &slots(batch)),
-            logits_at: put(&mut self.bytes, &batch.logits_at),
-            tables: put(&mut self.bytes, &batch.block_tables),
+            tokens: append_array(&mut self.bytes, &tokens(batch)),
+            positions: append_array(&mut self.bytes, &batch.positions),
+            slots: append_array(&mut self.bytes, &slots(batch)),
+            logits_at: append_array(&mut self.bytes, &batch.logits_at),
+            tables: append_array(&mut self.bytes, &batch.block_tables),
         };
         for layer in &mut self.attention {
-            let item = |i: &AttentionItem| [i.first_query, i.queries, i.table, i.from, i.to, i.part];
+            let item_words = |i: &AttentionItem| [i.first_query, i.queries, i.first_block, i.from, i.to, i.part];
             layer.plans.clear();
-            for plan in Plan::of(batch, heads, layer.spec) {
-                layer.plans.push(PlanStep {
-                    wide: plan.wide.len(),
-                    narrow: plan.narrow.len(),
-                    merged: plan.merged.len(),
+            for plan in AttentionPlan::of(batch, shape, layer.spec) {
+                let parts = flatten(&plan.parts, |p| [p.part, p.query, p.rows]);
+                layer.plans.push(UploadedPlan {
+                    wide_items: plan.wide.len(),
+                    narrow_items: plan.narrow.len(),
+                    merged_tokens: plan.merged_tokens.len(),
                     part_rows: plan.part_rows as usize,
-                    offsets: PlanPlaces {
-                        wide: put(&mut self.bytes, &words(&plan.wide, item)),
-                        narrow: put(&mut self.bytes, &words(&plan.narrow, item)),
-                        queries: put(&mut self.bytes, &plan.queries),
-                        merged: put(&mut self.bytes, &plan.merged),
-                        first: put(&mut self.bytes, &plan.first),
-                        parts: put(&mut self.bytes, &words(&plan.parts, |p| [p.part, p.query, p.rows])),
+                    offsets: PlanOffsets {
+                        wide: append_array(&mut self.bytes, &flatten(&plan.wide, item_words)),
+                        narrow: append_array(&mut self.bytes, &flatten(&plan.narrow, item_words)),
+                        query_tokens: append_array(&mut self.bytes, &plan.query_tokens),
+                        merged_tokens: append_array(&mut self.bytes, &plan.merged_tokens),
+                        first_parts: append_array(&mut self.bytes, &plan.first_parts),
+                        parts: append_array(&mut self.bytes, &parts),
                     },
                 });
             }
         }
-        let longest = batch.positions.iter().max().map_or(0, |last| *last as usize + 1);
+        let positions = batch.positions.iter().max().map_or(0, |last| *last as usize + 1);
         for rotations in &mut self.rotations {
-            rotations.cover(context, longest)?;
+            rotations.grow_to(context, positions)?;
         }
         let bytes = self.bytes.len();
-        want(context, &mut self.memory, bytes.next_power_of_two(), "a step's plan")?;
-        let mut staging = staged(context, self.staging.take(), bytes)?;
+        ensure_capacity(context, &mut self.memory, bytes.next_power_of_two(), "a step's plan")?;
+        let mut staging = reuse_staging(context, self.staging.take(), bytes)?;
         staging[..bytes].copy_from_slice(&self.bytes);
         if let Some(memory) = &self.memory {
             self.staging = Some(context.send(staging, bytes, memory)?);
@@ -164,68 +168,70 @@ impl Step {
         Ok(())
     }
 
-    fn at(&self, place: usize) -> u64 {
-        self.memory.as_ref().map_or(0, |memory| memory.address() + place as u64)
+    fn address_of(&self, offset: usize) -> u64 {
+        self.memory
+            .as_ref()
+            .map_or(0, |memory| memory.address() + offset as u64)
     }
 
     pub(super) fn token_ids(&self) -> u64 {
-        self.at(self.offsets.tokens)
+        self.address_of(self.offsets.tokens)
     }
 
     pub(super) fn positions(&self) -> u64 {
-        self.at(self.offsets.positions)
+        self.address_of(self.offsets.positions)
     }
 
     pub(super) fn slots(&self) -> u64 {
-        self.at(self.offsets.slots)
+        self.address_of(self.offsets.slots)
     }
 
     pub(super) fn logits_at(&self) -> u64 {
-        self.at(self.offsets.logits_at)
+        self.address_of(self.offsets.logits_at)
     }
 
     pub(super) fn tables(&self) -> u64 {
-        self.at(self.offsets.tables)
+        self.address_of(self.offsets.tables)
     }
 
     pub(super) fn rotations(&self, rope: usize) -> u64 {
         self.rotations[rope].memory.as_ref().map_or(0, Memory::address)
     }
 
-    pub(super) fn plan(&self, plan: &PlanStep) -> PlanAddresses {
+    pub(super) fn plan_addresses(&self, plan: &UploadedPlan) -> PlanAddresses {
         let offsets = plan.offsets;
         PlanAddresses {
-            wide: self.at(offsets.wide),
-            narrow: self.at(offsets.narrow),
-            queries: self.at(offsets.queries),
-            merged: self.at(offsets.merged),
-            first: self.at(offsets.first),
-            parts: self.at(offsets.parts),
+            wide: self.address_of(offsets.wide),
+            narrow: self.address_of(offsets.narrow),
+            query_tokens: self.address_of(offsets.query_tokens),
+            merged_tokens: self.address_of(offsets.merged_tokens),
+            first_parts: self.address_of(offsets.first_parts),
+            parts: self.address_of(offsets.parts),
         }
     }
 }
 
-/// Appends an aligned array and returns its offset.
-fn put(bytes: &mut Vec<u8>, array: &[u32]) -> usize {
+/// Appends an aligned array and returns its offset in bytes.
+fn append_array(bytes: &mut Vec<u8>, array: &[u32]) -> usize {
     bytes.resize(bytes.len().next_multiple_of(ALIGN), 0);
-    let at = bytes.len();
+    let offset = bytes.len();
     bytes.extend(array.iter().flat_map(|word| word.to_ne_bytes()));
-    at
+    offset
 }
 
-/// Records as the words of their layout on the card.
-fn words<T, const N: usize>(records: &[T], of: impl Fn(&T) -> [u32; N]) -> Vec<u32> {
-    records.iter().flat_map(of).collect()
+/// The records' fields in the order of their layout on the card.
+fn flatten<T, const N: usize>(records: &[T], fields: impl Fn(&T) -> [u32; N]) -> Vec<u32> {
+    records.iter().flat_map(fields).collect()
 }
 
-/// Marks a token that the step before draws: the other bits are its row. `IS_DRAWN` in
-/// `kernels/common/drawn.cuh`.
+/// Marks a token that the previous step draws; the other bits are the row of logits that it is
+/// drawn from. `IS_DRAWN` in `kernels/common/drawn.cuh`.
 const IS_DRAWN: u32 = 1 << 31;
 
-/// Token ids, or [`IS_DRAWN`] with the row that draws the token.
+/// Token ids; for tokens that the previous step draws, [`IS_DRAWN`] and their row.
 fn tokens(batch: &StepBatch) -> Vec<u32> {
     let mut tokens = batch.tokens.clone();
-    for &(token, row) in &batch.drawn {
+    for &(token, row) in &batch.pending_tokens {
         tokens[token as usize] = IS_DRAWN | row;
     }
     tokens
@@ -246,7 +252,7 @@ fn slots(batch: &StepBatch) -> Vec<u32> {
 
 impl Rotations {
     /// Grows the table to at least the first `positions` positions.
-    fn cover(&mut self, context: &Arc<Context>, positions: usize) -> Result<(), DeviceError> {
+    fn grow_to(&mut self, context: &Arc<Context>, positions: usize) -> Result<(), DeviceError> {
         if positions <= self.positions {
             return Ok(());
         }
@@ -254,17 +260,17 @@ impl Rotations {
         let mut table: Vec<u8> = Vec::with_capacity(positions * self.rope.inverse_frequencies.len() * 8);
         for position in 0..positions {
             // The angle is rounded to F32, as in the reference. Its sine and cosine are computed in
-            // F64, so they are exact to F32.
+            // F64, so that they are exact to F32.
             let angle = |f: &f32| f64::from(*f * position as f32);
-            for part in [f64::cos, f64::sin] {
+            for function in [f64::cos, f64::sin] {
                 for frequency in &self.rope.inverse_frequencies {
-                    let value = part(angle(frequency)) as f32 * self.rope.scale;
+                    let value = function(angle(frequency)) as f32 * self.rope.scale;
                     table.extend(value.to_ne_bytes());
                 }
             }
         }
         self.memory = None;
-        self.memory = Some(context.take_copy(&table, "the rotations of all positions")?);
+        self.memory = Some(context.allocate_copy(&table, "the rotations of all positions")?);
         self.positions = positions;
         Ok(())
     }
@@ -301,11 +307,11 @@ mod tests {
     }
 
     #[test]
-    fn arrays_begin_where_the_card_can_read_them() {
+    fn arrays_are_aligned() {
         let mut bytes = Vec::new();
-        assert_eq!(put(&mut bytes, &[1, 2, 3]), 0);
-        assert_eq!(put(&mut bytes, &[4]), 16);
-        assert_eq!(put(&mut bytes, &[]), 32);
+        assert_eq!(append_array(&mut bytes, &[1, 2, 3]), 0);
+        assert_eq!(append_array(&mut bytes, &[4]), 16);
+        assert_eq!(append_array(&mut bytes, &[]), 32);
         assert_eq!(bytes.len(), 32);
     }
 }

@@ -1,5 +1,5 @@
-//! Loading of weights: the host's threads read, round to BF16 and check one piece while the piece
-//! before it is copied. The card then quantizes.
+//! Loading of weights: the host's threads read, round to BF16 and check one piece while the
+//! previous piece is copied to the card, which then quantizes it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -12,7 +12,7 @@ use super::plan::KernelFormat;
 use crate::device::random::RandomMatrix;
 use crate::device::{DeviceError, Dtype, Tensor, TensorError};
 
-/// Bytes per staging buffer; there are two.
+/// Bytes of each of the two staging buffers.
 const STAGING_BYTES: usize = 32 << 20;
 
 /// A matrix on the card.
@@ -26,26 +26,26 @@ pub struct Matrix {
     pub(super) scales: Option<Memory>,
 }
 
-/// Copies rows to the card.
+/// Copies weights to the card through two staging buffers in turn.
 pub(super) struct Loader {
     context: Arc<Context>,
     stages: [Stage; 2],
-    turn: usize,
+    next_stage: usize,
 }
 
 struct Stage {
     host: Pinned,
-    /// The same rows in BF16 on the card, the source of quantization.
+    /// The same rows in BF16 on the card, from which the card quantizes.
     card: Memory,
-    /// Event after which the stage may be filled again.
-    free: Option<StreamEvent>,
+    /// After this event the stage may be filled again.
+    consumed: Option<StreamEvent>,
 }
 
-/// Rows in BF16 in the card's staging memory.
-pub(super) struct Staged<'a> {
+/// Some rows in BF16, in the card's staging memory.
+pub(super) struct StagedPiece<'a> {
     pub card: &'a Memory,
     pub rows: usize,
-    /// First row, counted over the stacked matrix.
+    /// First row, counted over all stacked matrices.
     pub first_row: usize,
 }
 
@@ -53,77 +53,84 @@ impl Loader {
     pub(super) fn new(context: &Arc<Context>) -> Result<Loader, DeviceError> {
         let stage = || {
             Ok::<_, DeviceError>(Stage {
-                host: context.pin(STAGING_BYTES)?,
-                card: context.take(STAGING_BYTES, "the staging of weights")?,
-                free: None,
+                host: context.allocate_pinned(STAGING_BYTES)?,
+                card: context.allocate(STAGING_BYTES, "the staging of weights")?,
+                consumed: None,
             })
         };
         Ok(Loader {
             context: Arc::clone(context),
             stages: [stage()?, stage()?],
-            turn: 0,
+            next_stage: 0,
         })
     }
 
-    /// Copies matrices of equal width to the card in BF16, piece by piece; `take` issues the work
-    /// on each piece.
+    /// Copies matrices of equal width to the card in BF16, piece by piece; `consume` issues the
+    /// work on each piece.
     ///
     /// # Errors
-    /// A value that is not finite in BF16; an error of `take`; a row that is wider than a stage.
+    /// A value is not finite in BF16; `consume` failed; a row is wider than a stage.
     pub(super) fn load(
         &mut self,
         parts: &[Tensor<'_>],
-        mut take: impl FnMut(Staged<'_>) -> Result<(), DeviceError>,
+        mut consume: impl FnMut(StagedPiece<'_>) -> Result<(), DeviceError>,
     ) -> Result<(), TensorError> {
         for piece in pieces(parts.iter().map(|tensor| (tensor.rows, tensor.columns)))? {
             let tensor = &parts[piece.part];
-            let stage = &mut self.stages[self.turn % 2];
-            self.turn += 1;
-            if let Some(free) = stage.free.take() {
-                free.wait()?;
+            let stage = &mut self.stages[self.next_stage];
+            self.next_stage = 1 - self.next_stage;
+            if let Some(consumed) = stage.consumed.take() {
+                consumed.wait()?;
             }
             let bytes = &mut stage.host[..piece.rows * tensor.columns * 2];
-            if let Some(row) = to_bf16(tensor, piece.from, bytes) {
+            if let Some(row) = to_bf16(tensor, piece.part_row, bytes) {
                 return Err(TensorError::NotFinite { part: piece.part, row });
             }
             self.context.upload(bytes, &stage.card, 0)?;
-            take(piece.staged(&stage.card))?;
-            stage.free = Some(self.context.mark()?);
+            consume(piece.staged(&stage.card))?;
+            stage.consumed = Some(self.context.record_event()?);
         }
         Ok(())
     }
 
-    /// As [`load`](Self::load), with values that `make` makes on the card. Its arguments are the
-    /// destination, the matrix, the first value and the number of values.
-    pub(super) fn make(
+    /// As [`load`](Self::load), with values that `generate` writes on the card. Its arguments are
+    /// the destination, the matrix, the index of the first value and the number of values.
+    pub(super) fn generate(
         &mut self,
         parts: &[RandomMatrix],
-        make: impl Fn(&Memory, &RandomMatrix, usize, usize) -> Result<(), DeviceError>,
-        mut take: impl FnMut(Staged<'_>) -> Result<(), DeviceError>,
+        generate: impl Fn(&Memory, &RandomMatrix, usize, usize) -> Result<(), DeviceError>,
+        mut consume: impl FnMut(StagedPiece<'_>) -> Result<(), DeviceError>,
     ) -> Result<(), DeviceError> {
-        // All work follows the stream's order, so one stage is enough.
+        // One stage suffices, because the stream runs all work in order.
         let card = &self.stages[0].card;
         for piece in pieces(parts.iter().map(|matrix| (matrix.rows, matrix.columns)))? {
             let matrix = &parts[piece.part];
-            make(card, matrix, piece.from * matrix.columns, piece.rows * matrix.columns)?;
-            take(piece.staged(card))?;
+            generate(
+                card,
+                matrix,
+                piece.part_row * matrix.columns,
+                piece.rows * matrix.columns,
+            )?;
+            consume(piece.staged(card))?;
         }
         Ok(())
     }
 }
 
-/// Rows of one of several matrices, as many as a stage holds.
-struct StagedRows {
+/// Rows of one of several stacked matrices, at most as many as fit in a stage.
+struct PieceRows {
+    /// Index of the matrix.
     part: usize,
-    from: usize,
+    /// First row, counted in this matrix.
+    part_row: usize,
     rows: usize,
-    /// First row, counted over all matrices, stacked.
+    /// First row, counted over all stacked matrices.
     first_row: usize,
 }
 
-impl StagedRows {
-    fn staged(self, card: &Memory) -> Staged<'_> {
-        Staged {
+impl PieceRows {
+    fn staged(self, card: &Memory) -> StagedPiece<'_> {
+        StagedPiece {
             card,
             rows: self.rows,
             first_row: self.first_row,
@@ -132,20 +139,20 @@ impl StagedRows {
 }
 
 /// Cuts matrices of these shapes into pieces, in order.
-fn pieces(shapes: impl Iterator<Item = (usize, usize)>) -> Result<Vec<StagedRows>, DeviceError> {
-    let (mut pieces, mut before) = (Vec::new(), 0);
+fn pieces(shapes: impl Iterator<Item = (usize, usize)>) -> Result<Vec<PieceRows>, DeviceError> {
+    let (mut pieces, mut preceding_rows) = (Vec::new(), 0);
     for (part, (rows, columns)) in shapes.enumerate() {
-        let most = STAGING_BYTES / (columns * 2).max(1);
-        if most == 0 {
+        let rows_max = STAGING_BYTES / (columns * 2).max(1);
+        if rows_max == 0 {
             return Err(too_wide(columns));
         }
-        pieces.extend((0..rows).step_by(most).map(|from| StagedRows {
+        pieces.extend((0..rows).step_by(rows_max).map(|part_row| PieceRows {
             part,
-            from,
-            rows: most.min(rows - from),
-            first_row: before + from,
+            part_row,
+            rows: rows_max.min(rows - part_row),
+            first_row: preceding_rows + part_row,
         }));
-        before += rows;
+        preceding_rows += rows;
     }
     Ok(pieces)
 }
@@ -154,22 +161,22 @@ fn too_wide(columns: usize) -> DeviceError {
     DeviceError::Unsupported(format!("a matrix has {columns} columns, more than the kernels take"))
 }
 
-/// Rounds a tensor's rows from `first` on to BF16. Returns the first row that is not finite in
+/// Rounds a tensor's rows from `first_row` on to BF16. Returns the first row that is not finite in
 /// BF16.
-pub(super) fn to_bf16(tensor: &Tensor<'_>, first: usize, out: &mut [u8]) -> Option<usize> {
+pub(super) fn to_bf16(tensor: &Tensor<'_>, first_row: usize, out: &mut [u8]) -> Option<usize> {
     let columns = tensor.columns;
-    let bad = AtomicUsize::new(usize::MAX);
-    let size = tensor.dtype.bytes();
+    let first_bad_row = AtomicUsize::new(usize::MAX);
+    let value_bytes = tensor.dtype.bytes();
     // Tasks of some 64 KiB.
-    let rows = (32768 / columns.max(1)).max(1);
-    out.par_chunks_mut(rows * columns * 2)
+    let task_rows = (32768 / columns.max(1)).max(1);
+    out.par_chunks_mut(task_rows * columns * 2)
         .enumerate()
         .for_each(|(task, out)| {
             for (i, out) in out.chunks_exact_mut(columns * 2).enumerate() {
-                let row = first + task * rows + i;
-                let data = &tensor.data[row * columns * size..][..columns * size];
+                let row = first_row + task * task_rows + i;
+                let data = &tensor.data[row * columns * value_bytes..][..columns * value_bytes];
                 let out = out.as_chunks_mut::<2>().0;
-                let finite = match tensor.dtype {
+                let is_finite = match tensor.dtype {
                     Dtype::Bf16 => {
                         out.as_flattened_mut().copy_from_slice(data);
                         // All exponent bits set: infinite or NaN.
@@ -187,24 +194,24 @@ pub(super) fn to_bf16(tensor: &Tensor<'_>, first: usize, out: &mut [u8]) -> Opti
                         round_row(values, out)
                     }
                 };
-                if !finite {
-                    bad.fetch_min(row, Ordering::Relaxed);
+                if !is_finite {
+                    first_bad_row.fetch_min(row, Ordering::Relaxed);
                 }
             }
         });
-    let bad = bad.into_inner();
-    (bad != usize::MAX).then_some(bad)
+    let row = first_bad_row.into_inner();
+    (row != usize::MAX).then_some(row)
 }
 
-/// Rounds a row; returns whether all of it is finite.
+/// Rounds a row to BF16; returns whether all its values are finite.
 fn round_row(values: impl Iterator<Item = f32>, out: &mut [[u8; 2]]) -> bool {
-    let mut finite = true;
+    let mut is_finite = true;
     for (out, value) in out.iter_mut().zip(values) {
         let rounded = bf16::from_f32(value);
-        finite &= rounded.is_finite();
+        is_finite &= rounded.is_finite();
         *out = rounded.to_le_bytes();
     }
-    finite
+    is_finite
 }
 
 #[cfg(test)]

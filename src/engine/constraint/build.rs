@@ -12,20 +12,20 @@ use toktrie::TokEnv;
 use crate::engine::choice::ChoiceTrie;
 use crate::engine::constraint::grammar::Grammar;
 use crate::engine::constraint::memory::ShapeMemory;
-use crate::engine::constraint::refusal::placed;
+use crate::engine::constraint::refusal::located_refusal;
 use crate::engine::constraint::text::one_line;
 use crate::engine::constraint::{Constraint, ConstraintError, MemoryCharge, formats, pattern, schema};
 use crate::engine::params::OutputConstraint;
 use crate::engine::vocabulary::Vocabulary;
 use crate::tokenizer::Tokenizer;
 
-/// llguidance's message where no token may follow.
+/// llguidance's message if no token may follow.
 const NOTHING_FOLLOWS: &str = "NoExtensionBias";
 /// Part of llguidance's panic message for a grammar with too many symbols.
 const TOO_MANY_SYMBOLS: &str = "grammar.symbols.len()";
 
 /// Limits on the compilation of a grammar and on each mask. All of them are set, so that an update
-/// of llguidance changes none.
+/// of llguidance cannot change them.
 const LIMITS: ParserLimits = ParserLimits {
     // Grammar items at one position: about 500 optional properties, or 2,000 objects in an `anyOf`.
     max_items_in_row: 2_000,
@@ -40,11 +40,11 @@ const LIMITS: ParserLimits = ParserLimits {
     verbose_errors: false,
 };
 
-/// Maximum bytes of the trie per byte of a choice's text.
-const CHOICE_WEIGHT: u64 = 100;
+/// Maximum bytes of a trie of choices per byte of the choices' texts.
+const TRIE_BYTES_PER_TEXT_BYTE: u64 = 100;
 
 /// The job's field that a shape comes from.
-pub(super) fn field(shape: &OutputConstraint) -> &'static str {
+pub(super) fn job_field(shape: &OutputConstraint) -> &'static str {
     match shape {
         OutputConstraint::Free => "generate",
         OutputConstraint::Choice { .. } => "choice",
@@ -54,7 +54,7 @@ pub(super) fn field(shape: &OutputConstraint) -> &'static str {
 }
 
 /// llguidance's compiler for this vocabulary.
-pub(super) fn factory(tokenizer: &Arc<Tokenizer>, eos: &[u32]) -> Result<ParserFactory, ConstraintError> {
+pub(super) fn parser_factory(tokenizer: &Arc<Tokenizer>, eos: &[u32]) -> Result<ParserFactory, ConstraintError> {
     let env: TokEnv = Arc::new(Vocabulary::new(tokenizer, eos));
     let mut factory = ParserFactory::new_simple(&env).map_err(|e| ConstraintError::Vocabulary {
         why: one_line(&format!("{e:#}")),
@@ -65,7 +65,7 @@ pub(super) fn factory(tokenizer: &Arc<Tokenizer>, eos: &[u32]) -> Result<ParserF
 }
 
 /// Compiles a shape. `factory` is called only for shapes that need a grammar.
-pub(super) fn constraint<'a>(
+pub(super) fn compile<'a>(
     shape: &OutputConstraint,
     tokenizer: &Arc<Tokenizer>,
     eos: &[u32],
@@ -77,7 +77,7 @@ pub(super) fn constraint<'a>(
         OutputConstraint::Choice { choices, probabilities } => {
             let bytes: usize = choices.iter().map(String::len).sum();
             let mut choices = ChoiceTrie::new(choices, tokenizer, eos)?;
-            choices.charge = MemoryCharge::new(CHOICE_WEIGHT * bytes as u64, &memory.live);
+            choices.charge = MemoryCharge::new(TRIE_BYTES_PER_TEXT_BYTE * bytes as u64, &memory.live_bytes);
             return Ok(Constraint::Choice {
                 choices: Arc::new(choices),
                 probabilities: *probabilities,
@@ -85,24 +85,24 @@ pub(super) fn constraint<'a>(
         }
         OutputConstraint::JsonSchema(value) => {
             let weight = schema::check_work(value)?;
-            (TopLevelGrammar::from_json_schema(compact(value)?), weight)
+            (TopLevelGrammar::from_json_schema(prepare_schema(value)?), weight)
         }
         OutputConstraint::Regex(regex) => {
-            let weight = pattern::cost("regex", regex)?;
+            let weight = pattern::compile_cost("regex", regex)?;
             (TopLevelGrammar::from_regex(without_anchors(regex)), weight)
         }
     };
-    let compiled = self::grammar(grammar, field(shape), factory()?, weight, memory);
+    let compiled = compile_grammar(grammar, job_field(shape), factory()?, weight, memory);
     compiled.map_err(|error| match (error, shape) {
         (ConstraintError::Invalid { field, why }, OutputConstraint::JsonSchema(schema)) => ConstraintError::Invalid {
             field,
-            why: placed(&why, schema).unwrap_or(why),
+            why: located_refusal(&why, schema).unwrap_or(why),
         },
         (error, _) => error,
     })
 }
 
-fn grammar(
+fn compile_grammar(
     grammar: TopLevelGrammar,
     field: &'static str,
     factory: &ParserFactory,
@@ -111,7 +111,7 @@ fn grammar(
 ) -> Result<Constraint, ConstraintError> {
     let parser = factory.create_parser(grammar).map_err(|e| ConstraintError::Invalid {
         field,
-        why: reason(&format!("{e:#}")),
+        why: refusal_reason(&format!("{e:#}")),
     })?;
     let mut matcher = Matcher::new(Ok(parser.clone()));
     let forced = matcher.consume_ff_tokens();
@@ -126,20 +126,20 @@ fn grammar(
     if mask.is_zero() {
         return Err(ConstraintError::Unsatisfiable { field });
     }
-    let charge = MemoryCharge::new(weight, &memory.live);
+    let charge = MemoryCharge::new(weight, &memory.live_bytes);
     let grammar = Grammar::new(parser, &matcher, forced, mask, memory.lexer_memory.clone(), charge);
     Ok(Constraint::Grammar(Arc::new(grammar)))
 }
 
-/// How llguidance begins its reason why no answer fits a schema.
+/// Beginning of llguidance's message if no answer fits a schema.
 const UNSATISFIABLE: &str = "Unsatisfiable schema: ";
 
 /// The reason why a grammar cannot be compiled, in one line.
-fn reason(message: &str) -> String {
+fn refusal_reason(message: &str) -> String {
     match one_line(message) {
         line if line.contains(TOO_MANY_SYMBOLS) => "its grammar has more than 65,000 symbols".into(),
         line => match line.split_once("regex parse error: ") {
-            Some((_, error)) => of_regex(error).unwrap_or(line),
+            Some((_, error)) => regex_reason(error).unwrap_or(line),
             None => line
                 .replacen(UNSATISFIABLE, "no answer fits it: ", 1)
                 .replace(UNSATISFIABLE, ""),
@@ -147,16 +147,16 @@ fn reason(message: &str) -> String {
     }
 }
 
-/// The reason in an error of regex-syntax: `(a error: unclosed group 1 | start: …`.
-fn of_regex(error: &str) -> Option<String> {
+/// The reason in an error of the crate regex-syntax: `(a error: unclosed group 1 | start: …`.
+fn regex_reason(error: &str) -> Option<String> {
     let (_, why) = error.split_once("error: ")?;
     let why = why.split(" 1 | start: ").next()?;
     Some(format!("in a regular expression, {why}"))
 }
 
-/// The schema with bounded digits of times, and with llguidance's options for white space set where
-/// the schema leaves them open.
-fn compact(schema: &Value) -> Result<Value, ConstraintError> {
+/// The schema as llguidance gets it: with bounded digits of times, and with defaults of
+/// llguidance's options for white space.
+fn prepare_schema(schema: &Value) -> Result<Value, ConstraintError> {
     let invalid = |why: &str| ConstraintError::Invalid {
         field: "json_schema",
         why: why.into(),

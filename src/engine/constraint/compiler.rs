@@ -1,11 +1,11 @@
 //! Compiles shapes, each on a thread of its own, and caches the results.
 //!
-//! Callers do not wait: [`Compiler::find`] says that a shape is being compiled, and
-//! [`Compiler::collect`] returns what has been compiled since. A thread cannot be killed, so bounds
-//! that are checked beforehand keep a compilation to seconds. A compilation that still takes longer
-//! than `TIME_MAX` is given up. Its thread runs to its end and counts as one of the compiler's
-//! threads until then. A panic fails its shape alone. The stack is larger than any shape within the
-//! bounds needs.
+//! Callers do not wait: [`Compiler::find`] starts the compilation of a shape, and
+//! [`Compiler::collect`] returns the results since the last call. A thread cannot be killed, so
+//! bounds that are checked beforehand keep a compilation to seconds. A compilation that still takes
+//! longer than `TIME_MAX` is given up. Its thread runs to its end and counts as one of the
+//! compiler's threads until then. A panic fails only its own shape. The stack is large enough for
+//! any shape within the bounds.
 //!
 //! See docs/decisions/051-shapes-are-compiled-on-their-own-threads.md.
 
@@ -25,23 +25,23 @@ use crate::engine::constraint::{Constraint, ConstraintError, build, schema};
 use crate::engine::params::OutputConstraint;
 use crate::tokenizer::Tokenizer;
 
-/// Maximum number of cached results, and maximum bytes of their shapes' texts; each row of a batch
+/// Maximum number of cached results, and maximum bytes of their shapes' texts. Each row of a batch
 /// file may bring its own shape.
 pub(super) const CACHED_MAX: usize = 256;
 pub(super) const CACHED_BYTES_MAX: usize = 8 << 20;
-/// Stack of a thread. The largest schemas within the bounds were measured to use a quarter of it.
-/// Only the used part is ever resident.
+/// Stack size of a thread. The largest schemas within the bounds were measured to use a quarter of
+/// it. Only the used part becomes resident.
 pub(super) const STACK_BYTES: usize = 64 << 20;
-/// Maximum threads at once.
+/// Maximum number of threads at once.
 const THREADS_MAX: usize = 4;
-/// Total weight of the shapes, cached or in use, above which no further shape is compiled.
-const LIVE_MAX: u64 = 512 << 20;
+/// Approximate bytes of all shapes, cached or in use, above which no further shape is compiled.
+const LIVE_BYTES_MAX: u64 = 512 << 20;
 /// Maximum time of a compilation; the worst shape within the bounds takes a tenth of it.
 const TIME_MAX: Duration = Duration::from_secs(30);
-/// How often [`Compiler::compile`] checks for compilations that take too long.
+/// Interval at which [`Compiler::compile`] checks for compilations that take too long.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Identifies a shape with its end-of-sequence ids: a hash of both.
+/// Identifies a shape together with its end-of-sequence ids: a hash of both.
 pub type ShapeKey = [u8; 32];
 
 type CompileResult = Result<Constraint, ConstraintError>;
@@ -51,7 +51,7 @@ type CompileResult = Result<Constraint, ConstraintError>;
 pub enum ShapeState {
     Ready(CompileResult),
     /// The shape is being compiled; [`Compiler::collect`] will return it under this key.
-    Underway(ShapeKey),
+    Compiling(ShapeKey),
 }
 
 /// A shape to compile.
@@ -66,7 +66,8 @@ struct CompileTask {
     memory: ShapeMemory,
 }
 
-/// Built when the first grammar is compiled: the trie of a large vocabulary takes a while.
+/// llguidance's compiler, built when the first grammar is compiled, because the trie of a large
+/// vocabulary takes time.
 type Factory = OnceLock<Result<ParserFactory, ConstraintError>>;
 
 /// A thread that compiles.
@@ -76,7 +77,7 @@ struct RunningCompile {
     field: &'static str,
     /// Time at which the thread began to compile its shape.
     began: Arc<OnceLock<Instant>>,
-    given_up: bool,
+    is_given_up: bool,
 }
 
 /// See the module's description.
@@ -89,13 +90,13 @@ pub struct Compiler {
     compiled: HashMap<ShapeKey, CompileResult>,
     /// Bytes of the texts of all shapes in `compiled`.
     pub(super) compiled_bytes: usize,
-    underway: HashSet<ShapeKey>,
+    compiling: HashSet<ShapeKey>,
     waiting: VecDeque<CompileTask>,
     running: Vec<RunningCompile>,
-    /// Shapes that could not be started.
+    /// Shapes whose compilation could not be started.
     refused: Vec<(ShapeKey, ConstraintError)>,
     pub(super) memory: ShapeMemory,
-    pub(super) live_max: u64,
+    pub(super) live_bytes_max: u64,
     threads: usize,
     time_max: Duration,
     sender: Sender<(ShapeKey, CompileResult)>,
@@ -111,23 +112,23 @@ impl Default for Compiler {
 impl Compiler {
     pub fn new() -> Compiler {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        Compiler::with(cores.min(THREADS_MAX), TIME_MAX)
+        Compiler::with_limits(cores.min(THREADS_MAX), TIME_MAX)
     }
 
     /// A compiler with this number of threads and this time limit per shape.
-    pub(super) fn with(threads: usize, time_max: Duration) -> Compiler {
+    pub(super) fn with_limits(threads: usize, time_max: Duration) -> Compiler {
         let (sender, receiver) = channel();
         Compiler {
             factories: HashMap::new(),
             last: None,
             compiled: HashMap::new(),
             compiled_bytes: 0,
-            underway: HashSet::new(),
+            compiling: HashSet::new(),
             waiting: VecDeque::new(),
             running: Vec::new(),
             refused: Vec::new(),
             memory: ShapeMemory::default(),
-            live_max: LIVE_MAX,
+            live_bytes_max: LIVE_BYTES_MAX,
             threads,
             time_max,
             sender,
@@ -140,7 +141,7 @@ impl Compiler {
     pub fn compile(&mut self, shape: &OutputConstraint, tokenizer: &Arc<Tokenizer>, eos: &Arc<[u32]>) -> CompileResult {
         let key = match self.find(shape, tokenizer, eos) {
             ShapeState::Ready(compiled) => return compiled,
-            ShapeState::Underway(key) => key,
+            ShapeState::Compiling(key) => key,
         };
         loop {
             let mut done = self.collect(POLL_INTERVAL);
@@ -156,18 +157,18 @@ impl Compiler {
         if matches!(shape, OutputConstraint::Free) {
             return ShapeState::Ready(Ok(Constraint::Free));
         }
-        if let Some((last, of, key)) = &self.last
-            && of == eos
+        if let Some((last, last_eos, key)) = &self.last
+            && last_eos == eos
             && same_shape(last, shape)
         {
-            if self.underway.contains(key) {
-                return ShapeState::Underway(*key);
+            if self.compiling.contains(key) {
+                return ShapeState::Compiling(*key);
             }
             if let Some(known) = self.compiled.get(key) {
                 return ShapeState::Ready(known.clone());
             }
         }
-        let (key, bytes) = match key(shape, eos) {
+        let (key, bytes) = match shape_key(shape, eos) {
             Ok(found) => found,
             Err(refused) => return ShapeState::Ready(Err(refused)),
         };
@@ -175,7 +176,7 @@ impl Compiler {
         if let Some(known) = self.compiled.get(&key) {
             return ShapeState::Ready(known.clone());
         }
-        if self.underway.insert(key) {
+        if self.compiling.insert(key) {
             self.waiting.push_back(CompileTask {
                 key,
                 bytes,
@@ -187,7 +188,7 @@ impl Compiler {
             });
             self.start();
         }
-        ShapeState::Underway(key)
+        ShapeState::Compiling(key)
     }
 
     /// The results since the last call: shapes compiled, given up or refused. Waits at most `wait`
@@ -203,29 +204,29 @@ impl Compiler {
         while let Some((key, compiled)) = next {
             if let Some(at) = self.running.iter().position(|running| running.key == key) {
                 let ended = self.running.swap_remove(at);
-                if !ended.given_up {
-                    self.remember(key, ended.bytes, compiled.clone());
+                if !ended.is_given_up {
+                    self.cache_result(key, ended.bytes, compiled.clone());
                     done.insert(key, compiled);
                 }
             }
             next = self.receiver.try_recv().ok();
         }
-        done.extend(self.give_up());
+        done.extend(self.give_up_overdue());
         self.start();
         done.extend(self.refused.drain(..).map(|(key, refused)| (key, Err(refused))));
         for key in done.keys() {
-            self.underway.remove(key);
+            self.compiling.remove(key);
         }
         done
     }
 
     /// Gives up compilations that take too long.
-    fn give_up(&mut self) -> Vec<(ShapeKey, CompileResult)> {
+    fn give_up_overdue(&mut self) -> Vec<(ShapeKey, CompileResult)> {
         let seconds = self.time_max.as_secs();
         let mut done = Vec::new();
-        for running in self.running.iter_mut().filter(|running| !running.given_up) {
+        for running in self.running.iter_mut().filter(|running| !running.is_given_up) {
             if running.began.get().is_some_and(|began| began.elapsed() > self.time_max) {
-                running.given_up = true;
+                running.is_given_up = true;
                 let field = running.field;
                 done.push((
                     running.key,
@@ -235,43 +236,43 @@ impl Compiler {
             }
         }
         for (key, bytes, compiled) in &done {
-            self.remember(*key, *bytes, compiled.clone());
+            self.cache_result(*key, *bytes, compiled.clone());
         }
         done.into_iter().map(|(key, _, compiled)| (key, compiled)).collect()
     }
 
-    /// Whether there is memory for more shapes. Shapes in use are freed as their rows end.
-    fn has_room(&mut self) -> bool {
-        let is_full = |live: &LiveBytes| live.load(Ordering::Relaxed) > self.live_max;
-        if is_full(&self.memory.live) {
-            // Shapes that are only cached are dropped first.
+    /// Drops cached shapes if memory is short. Returns whether there is memory for more shapes.
+    /// Shapes in use are freed as their rows end.
+    fn make_room(&mut self) -> bool {
+        let is_full = |live: &LiveBytes| live.load(Ordering::Relaxed) > self.live_bytes_max;
+        if is_full(&self.memory.live_bytes) {
             self.compiled.clear();
             self.compiled_bytes = 0;
         }
-        !is_full(&self.memory.live)
+        !is_full(&self.memory.live_bytes)
     }
 
     /// Starts waiting compilations, as far as threads and memory allow.
     fn start(&mut self) {
         while self.running.len() < self.threads
             && !self.waiting.is_empty()
-            && self.has_room()
+            && self.make_room()
             && let Some(task) = self.waiting.pop_front()
         {
             let began = Arc::new(OnceLock::new());
             let running = RunningCompile {
                 key: task.key,
                 bytes: task.bytes,
-                field: build::field(&task.shape),
+                field: build::job_field(&task.shape),
                 began: began.clone(),
-                given_up: false,
+                is_given_up: false,
             };
             let (key, field, sender) = (task.key, running.field, self.sender.clone());
             let thread = std::thread::Builder::new()
                 .name("grammar".into())
                 .stack_size(STACK_BYTES)
                 .spawn(move || {
-                    let compiled = compiled(&task, &began);
+                    let compiled = compile_task(&task, &began);
                     // The send fails only after the compiler, and so every caller, is gone.
                     let _ = sender.send((key, compiled));
                 });
@@ -284,15 +285,15 @@ impl Compiler {
             }
         }
         let threads = self.running.len();
-        if threads > 0 && self.running.iter().all(|running| running.given_up) && threads == self.threads {
+        if threads > 0 && self.running.iter().all(|running| running.is_given_up) && threads == self.threads {
             self.refused.extend(self.waiting.drain(..).map(|task| {
-                let field = build::field(&task.shape);
-                (task.key, ConstraintError::Held { field, threads })
+                let field = build::job_field(&task.shape);
+                (task.key, ConstraintError::ThreadsBusy { field, threads })
             }));
         }
     }
 
-    fn remember(&mut self, key: ShapeKey, bytes: usize, compiled: CompileResult) {
+    fn cache_result(&mut self, key: ShapeKey, bytes: usize, compiled: CompileResult) {
         self.compiled_bytes += bytes;
         if self.compiled.len() >= CACHED_MAX || self.compiled_bytes > CACHED_BYTES_MAX {
             self.compiled.clear();
@@ -303,17 +304,17 @@ impl Compiler {
 
     /// Number of cached results.
     #[cfg(test)]
-    pub(super) fn remembered(&self) -> usize {
+    pub(super) fn cached_results(&self) -> usize {
         self.compiled.len()
     }
 }
 
 /// A shape's key, and the bytes of the shape's text.
-fn key(shape: &OutputConstraint, eos: &[u32]) -> Result<(ShapeKey, usize), ConstraintError> {
+fn shape_key(shape: &OutputConstraint, eos: &[u32]) -> Result<(ShapeKey, usize), ConstraintError> {
     let name = match shape {
         OutputConstraint::Free => String::new(),
         OutputConstraint::Choice { choices, probabilities } => format!("choice {probabilities} {choices:?}"),
-        OutputConstraint::JsonSchema(schema) => format!("json {}", schema::checked(schema)?),
+        OutputConstraint::JsonSchema(schema) => format!("json {}", schema::check_text(schema)?),
         OutputConstraint::Regex(regex) => format!("regex {regex}"),
     };
     let mut hash = Sha256::new();
@@ -323,11 +324,14 @@ fn key(shape: &OutputConstraint, eos: &[u32]) -> Result<(ShapeKey, usize), Const
 }
 
 /// Compiles a shape on this thread.
-fn compiled(task: &CompileTask, began: &OnceLock<Instant>) -> CompileResult {
-    guarded(build::field(&task.shape), || {
+fn compile_task(task: &CompileTask, began: &OnceLock<Instant>) -> CompileResult {
+    catch_panic(build::job_field(&task.shape), || {
         let is_grammar = matches!(task.shape, OutputConstraint::JsonSchema(_) | OutputConstraint::Regex(_));
         // Building the vocabulary's trie must not count against the shape's time.
-        let factory = is_grammar.then(|| task.factory.get_or_init(|| build::factory(&task.tokenizer, &task.eos)));
+        let factory = is_grammar.then(|| {
+            task.factory
+                .get_or_init(|| build::parser_factory(&task.tokenizer, &task.eos))
+        });
         began.get_or_init(Instant::now);
         let factory = || match factory {
             Some(Ok(factory)) => Ok(factory),
@@ -336,12 +340,12 @@ fn compiled(task: &CompileTask, began: &OnceLock<Instant>) -> CompileResult {
                 why: "none was made for this shape".into(),
             }),
         };
-        build::constraint(&task.shape, &task.tokenizer, &task.eos, &task.memory, factory)
+        build::compile(&task.shape, &task.tokenizer, &task.eos, &task.memory, factory)
     })
 }
 
 /// Compiles a shape, and turns a panic into its error.
-pub(super) fn guarded(field: &'static str, compile: impl FnOnce() -> CompileResult) -> CompileResult {
+pub(super) fn catch_panic(field: &'static str, compile: impl FnOnce() -> CompileResult) -> CompileResult {
     let result = panic_utils::catch_unwind(AssertUnwindSafe(|| Ok(compile())));
     result.unwrap_or_else(|panic| {
         Err(ConstraintError::Invalid {

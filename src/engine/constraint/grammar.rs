@@ -12,16 +12,16 @@ use crate::engine::constraint::MemoryCharge;
 use crate::engine::constraint::lexer_memory::{Lexer, LexerMemory};
 use crate::engine::constraint::text::one_line;
 
-/// Number of sequences after which a lane starts with a new lexer: this bounds the states that it
+/// Number of sequences after which a lane gets a new lexer. This bounds the states that a lexer
 /// keeps.
-pub(super) const LANE_SEQUENCES: usize = 256;
+pub(super) const LANE_SEQUENCES_MAX: usize = 256;
 
 /// A compiled grammar.
 pub struct Grammar {
     /// Tokens that every text begins with.
     forced: Vec<u32>,
     /// Whether nothing can follow the forced tokens.
-    ended: bool,
+    ends_after_forced: bool,
     /// Parser at the start of the text; only cloned.
     prototype: Mutex<TokenParser>,
     /// Mask of the tokens that may follow the forced tokens.
@@ -33,8 +33,8 @@ pub struct Grammar {
     _charge: MemoryCharge,
 }
 
-/// Number of lanes: several per thread, so that their load balances.
-pub(super) static LANES: LazyLock<usize> =
+/// Number of lanes: several per thread, to balance the load.
+pub(super) static LANE_COUNT: LazyLock<usize> =
     LazyLock::new(|| 4 * std::thread::available_parallelism().map_or(1, usize::from));
 
 /// Matchers that share the states of their lexer.
@@ -54,14 +54,14 @@ pub(super) struct MatcherHandle {
 }
 
 impl MatcherHandle {
-    fn ask<T>(&mut self, what: impl Fn(&mut Matcher) -> anyhow::Result<T>) -> Result<T, String> {
-        let answer = what(&mut self.matcher).map_err(|e| one_line(&e.to_string()))?;
+    fn query<T>(&mut self, call: impl Fn(&mut Matcher) -> anyhow::Result<T>) -> Result<T, String> {
+        let answer = call(&mut self.matcher).map_err(|e| one_line(&e.to_string()))?;
         self.lexer.check().map(|()| answer)
     }
 }
 
-/// Locks a mutex, poisoned or not: a broken matcher reports its own error.
-pub(super) fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+/// Locks a mutex even if it is poisoned: a broken matcher reports its own error.
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -74,7 +74,7 @@ impl std::fmt::Debug for Grammar {
 }
 
 impl Grammar {
-    /// `parser` is at the start of the text. `matcher`, which shares its lexer, is after the tokens
+    /// `parser` is at the start of the text. `matcher` shares its lexer and has consumed the tokens
     /// `forced`. `mask` is the mask of the tokens that may follow.
     pub(super) fn new(
         parser: TokenParser,
@@ -85,8 +85,8 @@ impl Grammar {
         charge: MemoryCharge,
     ) -> Grammar {
         Grammar {
-            ended: matcher.is_stopped(),
-            lanes: (0..*LANES).map(|_| Mutex::default()).collect(),
+            ends_after_forced: matcher.is_stopped(),
+            lanes: (0..*LANE_COUNT).map(|_| Mutex::default()).collect(),
             next_lane: AtomicUsize::new(0),
             env: parser.token_env.clone(),
             prototype: Mutex::new(parser),
@@ -105,20 +105,20 @@ impl Grammar {
         };
         let mut matcher = self.fresh_matcher().matcher;
         let tokens = trie.greedy_tokenize(rest);
-        // The vocabulary may lack bytes of the text; the tokens then leave these bytes out.
+        // If the vocabulary lacks bytes of the text, the tokens leave these bytes out.
         if trie.decode(&tokens) != rest {
             return false;
         }
-        (tokens.is_empty() || matcher.consume_tokens(&tokens).is_ok()) && accepting(&mut matcher)
+        (tokens.is_empty() || matcher.consume_tokens(&tokens).is_ok()) && is_accepting(&mut matcher)
     }
 
     /// A matcher with a lexer of its own, after the forced tokens.
     fn fresh_matcher(&self) -> MatcherHandle {
-        let parser = locked(&self.prototype).deep_clone();
+        let parser = lock(&self.prototype).deep_clone();
         let lexer = Arc::new(Lexer::new(&parser, self.lexer_memory.clone()));
         let mut matcher = Matcher::new(Ok(parser));
         if !self.forced.is_empty() {
-            // A matcher that cannot take the tokens reports the error at its next use.
+            // A matcher that cannot consume the tokens reports the error at its next use.
             let _ = matcher.consume_tokens(&self.forced);
         }
         MatcherHandle { matcher, lexer }
@@ -126,8 +126,8 @@ impl Grammar {
 
     /// A matcher that shares the lexer of this lane.
     fn lane_matcher(&self, lane: usize) -> MatcherHandle {
-        let mut lane = locked(&self.lanes[lane]);
-        if lane.sequences == LANE_SEQUENCES {
+        let mut lane = lock(&self.lanes[lane]);
+        if lane.sequences == LANE_SEQUENCES_MAX {
             *lane = Lane::default();
         }
         lane.sequences += 1;
@@ -141,15 +141,15 @@ impl Grammar {
 /// may wait cheaply.
 pub struct GrammarState {
     grammar: Arc<Grammar>,
-    /// Number of tokens of [`Grammar::forced`] that the sequence has taken.
-    forced_taken: usize,
+    /// Number of tokens of [`Grammar::forced`] that the sequence has consumed.
+    forced_consumed: usize,
     lane: usize,
     /// `None` until a token was sampled.
     pub(super) handle: Option<MatcherHandle>,
     /// Whether `handle` shares its lane's lexer.
-    shares: bool,
-    /// Tokens that `handle` has taken after the forced tokens.
-    taken: Vec<u32>,
+    shares_lexer: bool,
+    /// Tokens that `handle` has consumed after the forced tokens.
+    consumed: Vec<u32>,
     mask: Mask,
 }
 
@@ -166,10 +166,10 @@ impl GrammarState {
     pub fn new(grammar: Arc<Grammar>) -> GrammarState {
         GrammarState {
             lane: grammar.next_lane.fetch_add(1, Ordering::Relaxed) % grammar.lanes.len(),
-            forced_taken: 0,
+            forced_consumed: 0,
             handle: None,
-            shares: true,
-            taken: Vec::new(),
+            shares_lexer: true,
+            consumed: Vec::new(),
             grammar,
             mask: Mask::First,
         }
@@ -179,37 +179,37 @@ impl GrammarState {
         &self.grammar
     }
 
-    /// The sequence's lane, below [`GrammarState::lanes`]. Sequences of different lanes do not wait
-    /// for each other.
+    /// The sequence's lane, below [`GrammarState::lane_count`]. Sequences of different lanes do not
+    /// wait for each other.
     pub fn lane(&self) -> usize {
         self.lane
     }
 
-    pub fn lanes() -> usize {
-        *LANES
+    pub fn lane_count() -> usize {
+        *LANE_COUNT
     }
 
-    /// Computes the mask of the next token, unless it is known already. Takes from microseconds to
+    /// Computes the mask of the next token, unless it is known already. This takes microseconds to
     /// milliseconds.
     pub fn prepare(&mut self) {
         if matches!(self.mask, Mask::Unknown) {
-            let mask = self.ask(Matcher::compute_mask_or_eos);
+            let mask = self.query(Matcher::compute_mask_or_eos);
             self.mask = Mask::Computed(mask.map_err(|e| format!("no token can follow under the constraint: {e}")));
         }
     }
 
-    /// Queries the sequence's matcher. If it fails and shares its lane's lexer, a matcher with a
-    /// lexer of its own replaces it.
-    fn ask<T>(&mut self, what: impl Fn(&mut Matcher) -> anyhow::Result<T>) -> Result<T, String> {
+    /// Calls the sequence's matcher. If the call fails and the matcher shares its lane's lexer, a
+    /// matcher with a lexer of its own replaces it and repeats the call.
+    fn query<T>(&mut self, call: impl Fn(&mut Matcher) -> anyhow::Result<T>) -> Result<T, String> {
         let handle = self.handle.get_or_insert_with(|| self.grammar.lane_matcher(self.lane));
-        match handle.ask(&what) {
-            Err(_) if std::mem::take(&mut self.shares) => {
-                // Later sequences of the lane start with new, sound states.
-                *locked(&self.grammar.lanes[self.lane]) = Lane::default();
+        match handle.query(&call) {
+            Err(_) if std::mem::take(&mut self.shares_lexer) => {
+                // Later sequences of the lane start with a new lexer.
+                *lock(&self.grammar.lanes[self.lane]) = Lane::default();
                 let fresh_matcher = self.handle.insert(self.grammar.fresh_matcher());
-                fresh_matcher.ask(|matcher| {
-                    matcher.consume_tokens(&self.taken)?;
-                    what(matcher)
+                fresh_matcher.query(|matcher| {
+                    matcher.consume_tokens(&self.consumed)?;
+                    call(matcher)
                 })
             }
             result => result,
@@ -228,7 +228,7 @@ impl GrammarState {
 
     /// Writes the tokens that a text may begin with, one bit per id: the first forced token, or the
     /// grammar's first mask.
-    pub fn first_mask(&self, mask: &mut Vec<u32>) {
+    pub fn write_first_mask(&self, mask: &mut Vec<u32>) {
         match self.grammar.forced.first() {
             Some(first) => {
                 mask.resize(*first as usize / 32 + 1, 0);
@@ -238,36 +238,35 @@ impl GrammarState {
         }
     }
 
-    /// Tokens that are certain to come next, to be taken one by one. Empty where the model has a
-    /// choice.
-    pub fn forced(&mut self) -> Vec<u32> {
+    /// Tokens that must come next, to be consumed one by one. Empty where the model has a choice.
+    pub fn forced_tokens(&mut self) -> Vec<u32> {
         match &mut self.handle {
             Some(handle) => handle.matcher.compute_ff_tokens(),
-            None => self.grammar.forced[self.forced_taken..].to_vec(),
+            None => self.grammar.forced[self.forced_consumed..].to_vec(),
         }
     }
 
-    /// Advances by a token that the mask allowed, or by the next forced token. `true`: the text is
-    /// complete and nothing can follow.
-    pub fn take(&mut self, token: u32) -> Result<bool, String> {
-        if self.forced_taken < self.grammar.forced.len() {
-            self.forced_taken += 1;
-            return Ok(self.forced_taken == self.grammar.forced.len() && self.grammar.ended);
+    /// Advances by a token that the mask allowed, or by the next forced token. Returns whether the
+    /// text is complete and nothing can follow.
+    pub fn consume(&mut self, token: u32) -> Result<bool, String> {
+        if self.forced_consumed < self.grammar.forced.len() {
+            self.forced_consumed += 1;
+            return Ok(self.forced_consumed == self.grammar.forced.len() && self.grammar.ends_after_forced);
         }
         self.mask = Mask::Unknown;
-        let ended = self.ask(|matcher| {
+        let ended = self.query(|matcher| {
             matcher.consume_token(token)?;
             Ok(matcher.is_stopped())
         })?;
-        self.taken.push(token);
+        self.consumed.push(token);
         Ok(ended)
     }
 
-    /// Whether the text is complete, though more may be allowed to follow.
+    /// Whether the text is complete. More text may still be allowed to follow.
     pub fn is_complete(&mut self) -> bool {
         // A text that lacks forced tokens is incomplete.
-        self.forced_taken == self.grammar.forced.len()
-            && accepting(
+        self.forced_consumed == self.grammar.forced.len()
+            && is_accepting(
                 &mut self
                     .handle
                     .get_or_insert_with(|| self.grammar.lane_matcher(self.lane))
@@ -282,19 +281,19 @@ impl Drop for GrammarState {
         let Some(handle) = self.handle.take().filter(|handle| handle.lexer.under_pressure()) else {
             return;
         };
-        let mut lane = locked(&self.grammar.lanes[self.lane]);
+        let mut lane = lock(&self.grammar.lanes[self.lane]);
         drop(handle);
         if lane
             .handle
             .as_ref()
-            .is_some_and(|kept| Arc::strong_count(&kept.lexer) == 1)
+            .is_some_and(|handle| Arc::strong_count(&handle.lexer) == 1)
         {
             *lane = Lane::default();
         }
     }
 }
 
-fn accepting(matcher: &mut Matcher) -> bool {
+fn is_accepting(matcher: &mut Matcher) -> bool {
     if matcher.is_stopped() {
         matcher.stop_reason().is_ok()
     } else {

@@ -1,12 +1,12 @@
 //! Bounds the memory that lexers take beyond their compiled grammars, over all lanes of all
 //! grammars of a worker.
 //!
-//! A lexer keeps each state that a text leads to, one or two kilobytes per state, and nobody can
-//! foresee which states a model's texts reach. While the sum is above the bound, a lexer with more
-//! than its share (the bound divided by the number of lexers) gives way. A sequence that shares
-//! this lexer gets a new lexer of its own, and a sequence that already has its own fails. Sequences
-//! whose lexer is within its share go on. So the sum stays below about twice the bound, plus the
-//! growth of one step.
+//! A lexer keeps each state that a text leads to, one or two kilobytes per state, and the states
+//! that a model's texts reach cannot be foreseen. While the sum is above the bound, a lexer with
+//! more than its share (the bound divided by the number of lexers) is given up. A sequence that
+//! shares this lexer gets a new lexer of its own, and a sequence that already has its own fails.
+//! Sequences whose lexer is within its share go on. So the sum stays below about twice the bound,
+//! plus the growth of one step.
 
 use std::panic::AssertUnwindSafe;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -15,12 +15,13 @@ use std::sync::{Arc, LazyLock, Mutex};
 use llguidance::earley::Parser;
 use llguidance::{TokenParser, panic_utils};
 
-use crate::engine::constraint::grammar::{LANES, locked};
+use crate::engine::constraint::grammar::{LANE_COUNT, lock};
 use crate::engine::constraint::text::one_line;
 
-/// The bound in bytes is `LANE_BYTES` for each lane of one grammar, and at least `MIN_BYTES`.
-const LANE_BYTES: u64 = 32 << 20;
-const MIN_BYTES: u64 = 512 << 20;
+/// The default bound is `BYTES_PER_LANE` for each lane of one grammar, and at least
+/// `LIMIT_MIN_BYTES`.
+const BYTES_PER_LANE: u64 = 32 << 20;
+const LIMIT_MIN_BYTES: u64 = 512 << 20;
 
 /// The bound, and the sum over all lexers; clones share both.
 #[derive(Debug, Clone)]
@@ -35,8 +36,9 @@ struct LexerTotals {
 
 impl Default for LexerMemory {
     fn default() -> LexerMemory {
-        static MOST: LazyLock<u64> = LazyLock::new(|| MIN_BYTES.max(LANE_BYTES * *LANES as u64));
-        LexerMemory::with_limit(*MOST)
+        static DEFAULT_LIMIT: LazyLock<u64> =
+            LazyLock::new(|| LIMIT_MIN_BYTES.max(BYTES_PER_LANE * *LANE_COUNT as u64));
+        LexerMemory::with_limit(*DEFAULT_LIMIT)
     }
 }
 
@@ -55,7 +57,8 @@ impl LexerMemory {
         self.0.bytes.load(Ordering::Relaxed)
     }
 
-    /// Whether more than half of the bound is used. Then a lexer is dropped with its last sequence.
+    /// Whether more than half of the bound is used. If so, a lexer is dropped with its last
+    /// sequence.
     pub(super) fn under_pressure(&self) -> bool {
         self.bytes() > self.0.limit / 2
     }
@@ -63,11 +66,12 @@ impl LexerMemory {
 
 /// A lexer that matchers share, counted in the sum until the last of them is dropped.
 pub(super) struct Lexer {
-    /// A parser that shares the lexer; used only to read the lexer's size.
+    /// A parser that shares the lexer, used only to read the lexer's size.
     parser: Mutex<Parser>,
-    /// Bytes of the lexer at its start.
-    first: u64,
-    grown: AtomicU64,
+    /// Bytes of the lexer when it was created.
+    initial_bytes: u64,
+    /// Growth in bytes since then, as far as it is counted in the sum.
+    grown_bytes: AtomicU64,
     lexer_memory: LexerMemory,
 }
 
@@ -77,8 +81,8 @@ impl Lexer {
         lexer_memory.0.lexers.fetch_add(1, Ordering::Relaxed);
         Lexer {
             parser: Mutex::new(parser.parser.clone()),
-            first: bytes(&parser.parser),
-            grown: AtomicU64::new(0),
+            initial_bytes: lexer_bytes(&parser.parser),
+            grown_bytes: AtomicU64::new(0),
             lexer_memory,
         }
     }
@@ -86,22 +90,26 @@ impl Lexer {
     /// Adds the lexer's growth to the sum.
     ///
     /// # Errors
-    /// The lexer must give way: the sum is above the bound, and this lexer above its share.
+    /// The lexer must be given up: the sum is above the bound, and this lexer above its share.
     pub(super) fn check(&self) -> Result<(), String> {
         // A lexer that has panicked panics again when its size is read.
-        let size = panic_utils::catch_unwind(AssertUnwindSafe(|| Ok(bytes(&locked(&self.parser)))));
-        let grown = size.map_err(|e| one_line(&e.to_string()))?.saturating_sub(self.first);
-        let before = self.grown.fetch_max(grown, Ordering::Relaxed);
+        let size = panic_utils::catch_unwind(AssertUnwindSafe(|| Ok(lexer_bytes(&lock(&self.parser)))));
+        let grown_bytes = size
+            .map_err(|e| one_line(&e.to_string()))?
+            .saturating_sub(self.initial_bytes);
+        let before = self.grown_bytes.fetch_max(grown_bytes, Ordering::Relaxed);
         let totals = &self.lexer_memory.0;
-        totals.bytes.fetch_add(grown.saturating_sub(before), Ordering::Relaxed);
+        totals
+            .bytes
+            .fetch_add(grown_bytes.saturating_sub(before), Ordering::Relaxed);
         let share = totals.limit / totals.lexers.load(Ordering::Relaxed).max(1);
-        if self.lexer_memory.bytes() <= totals.limit || grown <= share {
+        if self.lexer_memory.bytes() <= totals.limit || grown_bytes <= share {
             return Ok(());
         }
         Err(format!(
             "the grammars of the running rows take more than {} MiB of memory, {} KiB of it this row's; use a simpler schema or expression",
             totals.limit >> 20,
-            grown >> 10
+            grown_bytes >> 10
         ))
     }
 
@@ -113,12 +121,12 @@ impl Lexer {
 impl Drop for Lexer {
     fn drop(&mut self) {
         let totals = &self.lexer_memory.0;
-        totals.bytes.fetch_sub(*self.grown.get_mut(), Ordering::Relaxed);
+        totals.bytes.fetch_sub(*self.grown_bytes.get_mut(), Ordering::Relaxed);
         totals.lexers.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
 /// Approximate bytes of a parser's lexer.
-fn bytes(parser: &Parser) -> u64 {
+fn lexer_bytes(parser: &Parser) -> u64 {
     parser.lexer_stats().num_bytes as u64
 }

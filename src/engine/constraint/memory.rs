@@ -1,21 +1,22 @@
-//! Approximate memory of all compiled shapes together: each row may bring a large shape.
+//! Counts the approximate memory of all compiled shapes together, since each row may bring a large
+//! shape.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::engine::constraint::lexer_memory::LexerMemory;
 
-/// The sum of the weights of all shapes of a compiler that still exist, in bytes.
+/// Approximate bytes of all shapes of a compiler that still exist.
 pub(super) type LiveBytes = Arc<AtomicU64>;
 
 /// Memory counters of a compiler's shapes; clones share them.
 #[derive(Debug, Clone, Default)]
 pub(super) struct ShapeMemory {
-    pub live: LiveBytes,
+    pub live_bytes: LiveBytes,
     pub lexer_memory: LexerMemory,
 }
 
-/// A shape's share of the sum; dropping it subtracts the share.
+/// A shape's bytes in the sum. Dropping the charge subtracts them.
 #[derive(Debug, Default)]
 pub struct MemoryCharge {
     bytes: u64,

@@ -1,7 +1,7 @@
 //! Misspelt keywords of a JSON Schema.
 //!
-//! JSON Schema ignores unknown keywords, so that `minlength` would bound nothing, without an error.
-//! Unknown keywords that resemble no known keyword are notes of other tools, and are ignored.
+//! JSON Schema ignores unknown keywords, so `minlength` would have no effect and cause no error.
+//! Unknown keywords that resemble no known keyword are annotations of other tools, and are ignored.
 
 use serde_json::Value;
 
@@ -81,14 +81,15 @@ const KEYWORDS: [&str; 71] = [
     "x-guidance",
     "xml",
 ];
-/// Shorter names are a letter away from many words.
-const CHARS_MIN: usize = 5;
+/// Minimum length of a name that is compared: shorter names are one letter away from many words.
+const CHECKED_CHARS_MIN: usize = 5;
 
-/// The first keyword that is nearly a known one, for a message behind the field's name.
-pub fn misspelt(schema: &Value) -> Option<String> {
+/// Describes the first keyword that is nearly a known keyword, if there is one. The text continues
+/// a message that begins with the field's name.
+pub fn misspelt_keyword(schema: &Value) -> Option<String> {
     let subschemas = SubSchemas::of(schema);
     subschemas.iter().find_map(|(number, members)| {
-        let (name, meant) = members.keys().find_map(|name| Some((name, meant(name)?)))?;
+        let (name, meant) = members.keys().find_map(|name| Some((name, intended_keyword(name)?)))?;
         Some(format!(
             "has `{name}` at {}, which is no keyword of JSON Schema; did you mean `{meant}`?",
             subschemas.json_pointer(number)
@@ -96,19 +97,19 @@ pub fn misspelt(schema: &Value) -> Option<String> {
     })
 }
 
-/// The known keyword that `name` is nearly; `None` if it is one, or resembles none.
-fn meant(name: &str) -> Option<&'static str> {
+/// The known keyword that `name` resembles. `None` if `name` is itself known, or resembles none.
+fn intended_keyword(name: &str) -> Option<&'static str> {
     if KEYWORDS.contains(&name) {
         return None;
     }
-    let plain = |name: &str| name.to_ascii_lowercase().replace(['_', '-'], "");
-    let written = plain(name);
+    let normalize = |name: &str| name.to_ascii_lowercase().replace(['_', '-'], "");
+    let normalized = normalize(name);
     KEYWORDS.into_iter().find(|known| {
-        let known = plain(known);
-        known == written
-            || (written.len() >= CHARS_MIN
-                && known.len().abs_diff(written.len()) <= 1
-                && strsim::damerau_levenshtein(&known, &written) == 1)
+        let known = normalize(known);
+        known == normalized
+            || (normalized.len() >= CHECKED_CHARS_MIN
+                && known.len().abs_diff(normalized.len()) <= 1
+                && strsim::damerau_levenshtein(&known, &normalized) == 1)
     })
 }
 
@@ -118,7 +119,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn a_keyword_that_is_nearly_right_is_told_with_its_place() {
+    fn misspelt_keywords_are_reported_with_their_location() {
         for (schema, words) in [
             (
                 json!({"type": "object", "properties": {"a": {"type": "string", "minlength": 3}}}),
@@ -128,19 +129,19 @@ mod tests {
             (json!({"type": "object", "requried": ["a"]}), "did you mean `required`?"),
             (json!({"items": {"anyof": []}}), "did you mean `anyOf`?"),
         ] {
-            let line = misspelt(&schema).unwrap_or_else(|| panic!("{schema}"));
+            let line = misspelt_keyword(&schema).unwrap_or_else(|| panic!("{schema}"));
             assert!(line.contains(words), "{line}");
         }
     }
 
     #[test]
-    fn notes_of_other_tools_and_names_of_properties_are_none() {
+    fn unknown_keywords_and_property_names_are_accepted() {
         for schema in [
             json!({"type": "object", "properties": {"minlength": {"type": "string"}}, "x-order": 1}),
             json!({"$defs": {"requierd": {"type": "string"}}, "examples": [{"tpye": 1}], "nullable": true}),
             json!({"type": "string", "enum": [{"tittle": 1}], "label": "x", "order": 3, "tags": []}),
         ] {
-            assert_eq!(misspelt(&schema), None, "{schema}");
+            assert_eq!(misspelt_keyword(&schema), None, "{schema}");
         }
     }
 }

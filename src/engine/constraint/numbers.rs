@@ -9,10 +9,10 @@ use serde_json::{Map, Number, Value};
 /// 2^63: the first number above int64.
 const ABOVE_INT64: f64 = 9_223_372_036_854_775_808.0;
 
-/// Checks the numbers of one schema's own keywords.
+/// Checks the numbers in one schema's own keywords.
 ///
 /// # Errors
-/// A number would come out changed in the answers. The error names the number and says what to do.
+/// A number would be changed in the answers. The error names the number and a remedy.
 pub(super) fn check_numbers(members: &Map<String, Value>) -> Result<(), String> {
     let values = [members.get("const"), members.get("enum")];
     let mut stack: Vec<&Value> = values.into_iter().flatten().collect();
@@ -28,45 +28,46 @@ pub(super) fn check_numbers(members: &Map<String, Value>) -> Result<(), String> 
             _ => {}
         }
     }
-    check_bounds(members, ["minimum", "exclusiveMinimum"], 1.0, |least| {
-        least >= ABOVE_INT64
+    check_bounds(members, ["minimum", "exclusiveMinimum"], 1.0, |minimum| {
+        minimum >= ABOVE_INT64
     })?;
-    check_bounds(members, ["maximum", "exclusiveMaximum"], -1.0, |most| {
-        most <= -ABOVE_INT64
+    check_bounds(members, ["maximum", "exclusiveMaximum"], -1.0, |maximum| {
+        maximum <= -ABOVE_INT64
     })
 }
 
-/// Checks an inclusive and an exclusive bound. `step` is the distance from the exclusive bound to
-/// the nearest whole number that it allows: 1 or −1.
+/// Checks an inclusive and an exclusive bound. `step` is the distance from an exclusive bound that
+/// is a whole number to the nearest whole number that it allows: 1 or −1.
 ///
-/// Only the compiler knows which schemas are combined, and which of them asks for integers. So
-/// every bound is checked as a bound of integers.
+/// Only the compiler knows which schemas are combined, and whether one of them requires integers.
+/// So every bound is checked as a bound of integers.
 fn check_bounds(
     members: &Map<String, Value>,
     names: [&str; 2],
     step: f64,
-    leaves_none: fn(f64) -> bool,
+    is_out_of_range: fn(f64) -> bool,
 ) -> Result<(), String> {
-    let [bound, beyond] = names.map(|name| members.get(name));
+    let [bound, exclusive] = names.map(|name| members.get(name));
     // In draft 4, `"exclusiveMinimum": true` makes `minimum` exclusive; likewise for the maximum.
-    let (bound, beyond) = match beyond {
+    let (bound, exclusive) = match exclusive {
         Some(Value::Bool(true)) => (None, bound),
-        _ => (bound, beyond),
+        _ => (bound, exclusive),
     };
-    for (bound, step) in [(bound, 0.0), (beyond, step)] {
+    for (bound, step) in [(bound, 0.0), (exclusive, step)] {
         let (Some(bound), Some(float)) = (bound, bound.and_then(Value::as_f64)) else {
             continue;
         };
         // For integers, the compiler would clamp these bounds to int64. If only the smallest int64
         // is left, the compiler overflows its stack.
-        if leaves_none(float) {
+        if is_out_of_range(float) {
             return Err("its bounds allow only numbers that have no 64-bit floating-point form".into());
         }
-        // Repeats the compiler's computation bit for bit. Bounds with a fraction need no check.
-        let reckoned = (float + step) as i64;
+        // This repeats the compiler's computation bit for bit. Bounds with a fraction need no
+        // check.
+        let computed = (float + step) as i64;
         if bound
             .as_i64()
-            .is_some_and(|whole| i128::from(reckoned) != i128::from(whole) + step as i128)
+            .is_some_and(|whole| i128::from(computed) != i128::from(whole) + step as i128)
         {
             return Err(format!(
                 "its bound {bound} has no exact 64-bit floating-point form, so another bound would apply: choose one below \

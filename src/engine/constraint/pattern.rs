@@ -1,16 +1,16 @@
-//! Estimates what a regular expression costs to compile, without parsing it.
+//! Estimates the cost of compiling a regular expression, without parsing it.
 //!
 //! The derivative of a sequence of parts that may be empty (`a?a?a?…`) contains every suffix of the
 //! sequence, and is built before any limit applies: 32,000 such parts took 19 s and 4 GB. Counted
-//! repetitions (`{1,60000}`) and the branches of an alternation cost nothing. So two numbers are
-//! counted: the operators that can make a part empty, and the character classes, each of which is a
-//! tree over UTF-8.
+//! repetitions (`{1,60000}`) and the branches of an alternation cost next to nothing. So the
+//! estimate counts the operators that can make a part empty, and the character classes, each of
+//! which is a tree over UTF-8.
 
 use crate::engine::constraint::ConstraintError;
 
-/// Longest regular expression, in bytes.
+/// Maximum length of a regular expression, in bytes.
 pub(super) const BYTES_MAX: usize = 64 << 10;
-/// Maximum operators, and maximum character classes.
+/// Maximum number of operators, and of character classes.
 pub(super) const OPERATORS_MAX: usize = 1_000;
 pub(super) const CLASSES_MAX: usize = 1_000;
 
@@ -49,7 +49,7 @@ impl RegexCounts {
 ///
 /// # Errors
 /// The expression exceeds a bound.
-pub(super) fn cost(field: &'static str, pattern: &str) -> Result<u64, ConstraintError> {
+pub(super) fn compile_cost(field: &'static str, pattern: &str) -> Result<u64, ConstraintError> {
     let counts = RegexCounts::of(pattern);
     for (size, limit, unit) in [
         (counts.bytes, BYTES_MAX, "bytes of one regular expression"),
@@ -82,25 +82,27 @@ mod tests {
     use super::*;
 
     #[test]
-    fn parts_are_counted_without_what_is_escaped() {
+    fn escaped_characters_are_not_counted() {
         let counts = RegexCounts::of(r"^[a-z]+\.(?:\d\d|\w\+)\\{2}$");
         assert_eq!((counts.operators, counts.classes), (4, 4));
         assert_eq!(RegexCounts::of(r"\").classes, 0);
     }
 
     #[test]
-    fn each_bound_is_said_with_what_was_found() {
-        let said = |pattern: String| cost("regex", &pattern).unwrap_err().to_string();
+    fn errors_name_the_size_and_the_limit() {
+        let error = |pattern: String| compile_cost("regex", &pattern).unwrap_err().to_string();
         assert_eq!(
-            said("a?".repeat(1001)),
+            error("a?".repeat(1001)),
             "`regex` is too large: 1001 operators (`?`, `*`, `+`, `{`, `(`) of one regular expression, at most 1000 are allowed"
         );
-        assert!(said(r"\w".repeat(1001)).contains("1001 classes of characters"));
-        assert!(said("a".repeat(BYTES_MAX + 1)).contains("65537 bytes of one regular expression, at most 65536"));
-        assert!(cost("regex", &"a?".repeat(1000)).is_ok() && cost("regex", &"a".repeat(BYTES_MAX)).is_ok());
+        assert!(error(r"\w".repeat(1001)).contains("1001 classes of characters"));
+        assert!(error("a".repeat(BYTES_MAX + 1)).contains("65537 bytes of one regular expression, at most 65536"));
+        assert!(
+            compile_cost("regex", &"a?".repeat(1000)).is_ok() && compile_cost("regex", &"a".repeat(BYTES_MAX)).is_ok()
+        );
         let labels: Vec<String> = (0..5000).map(|i| format!(r"New\ York\ {i}")).collect();
         assert!(
-            cost("regex", &labels.join("|")[..BYTES_MAX]).is_ok(),
+            compile_cost("regex", &labels.join("|")[..BYTES_MAX]).is_ok(),
             "labels cost next to nothing"
         );
     }

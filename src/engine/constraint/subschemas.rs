@@ -1,16 +1,16 @@
-//! Finds the schemas within a JSON Schema, each with its location. Defines which keywords hold
-//! schemas by name, and which hold data.
+//! Finds the schemas within a JSON Schema, each with its location. Lists the keywords that hold
+//! schemas by name, and those that hold data.
 
 use std::collections::HashSet;
 
 use serde_json::{Map, Value};
 
-use crate::engine::constraint::schema::target;
+use crate::engine::constraint::schema::resolve_ref;
 
 /// Keywords whose values are data.
-pub(super) const DATA: [&str; 4] = ["const", "enum", "default", "examples"];
+pub(super) const DATA_KEYWORDS: [&str; 4] = ["const", "enum", "default", "examples"];
 /// Keywords whose values map names to schemas; such a name may equal a keyword.
-pub(super) const BY_NAME: [&str; 4] = ["properties", "patternProperties", "$defs", "definitions"];
+pub(super) const SCHEMA_MAP_KEYWORDS: [&str; 4] = ["properties", "patternProperties", "$defs", "definitions"];
 
 /// Maximum characters of a pointer in a message.
 const POINTER_CHARS_MAX: usize = 120;
@@ -27,10 +27,10 @@ struct SubSchema<'a> {
 /// How a schema is reached.
 enum SchemaPath<'a> {
     Root,
-    /// By a `$ref` with this target, which may be anywhere in the schema.
-    Named(&'a str),
-    /// In the value of a keyword of the schema with number `parent`.
-    Below {
+    /// As the target of this `$ref`, which may be anywhere in the root schema.
+    Reference(&'a str),
+    /// In the value of `keyword` of the schema with index `parent`.
+    Child {
         parent: usize,
         keyword: &'a str,
         segment: PathSegment<'a>,
@@ -38,18 +38,21 @@ enum SchemaPath<'a> {
 }
 
 enum PathSegment<'a> {
-    Itself,
+    /// The schema is the keyword's value.
+    KeywordValue,
+    /// The schema has this name in the keyword's value.
     Name(&'a str),
+    /// The schema has this index in the keyword's value.
     Item(usize),
 }
 
 impl<'a> SubSchemas<'a> {
-    /// Finds each schema once, however many `$ref`s name it.
+    /// Finds each schema once, even if several `$ref`s name it.
     pub(super) fn of(root: &'a Value) -> SubSchemas<'a> {
         let mut found: Vec<SubSchema> = Vec::new();
         let mut seen: HashSet<*const Map<String, Value>> = HashSet::new();
-        let mut open = vec![(root, SchemaPath::Root)];
-        while let Some((schema, path)) = open.pop() {
+        let mut to_visit = vec![(root, SchemaPath::Root)];
+        while let Some((schema, path)) = to_visit.pop() {
             let Value::Object(members) = schema else {
                 continue;
             };
@@ -57,26 +60,29 @@ impl<'a> SubSchemas<'a> {
                 continue;
             }
             let parent = found.len();
-            let below = |keyword: &'a str, segment| SchemaPath::Below {
+            let child_path = |keyword: &'a str, segment| SchemaPath::Child {
                 parent,
                 keyword,
                 segment,
             };
             for (keyword, value) in members {
                 match value {
-                    _ if DATA.contains(&keyword.as_str()) => {}
-                    Value::Object(named) if BY_NAME.contains(&keyword.as_str()) => {
+                    _ if DATA_KEYWORDS.contains(&keyword.as_str()) => {}
+                    Value::Object(named) if SCHEMA_MAP_KEYWORDS.contains(&keyword.as_str()) => {
                         let named = named.iter();
-                        open.extend(named.map(|(name, schema)| (schema, below(keyword, PathSegment::Name(name)))));
+                        to_visit
+                            .extend(named.map(|(name, schema)| (schema, child_path(keyword, PathSegment::Name(name)))));
                     }
                     Value::Array(items) => {
                         let items = items.iter().enumerate();
-                        open.extend(items.map(|(at, schema)| (schema, below(keyword, PathSegment::Item(at)))));
+                        to_visit.extend(
+                            items.map(|(index, schema)| (schema, child_path(keyword, PathSegment::Item(index)))),
+                        );
                     }
                     Value::String(name) if keyword == "$ref" => {
-                        open.extend(target(root, name).map(|schema| (schema, SchemaPath::Named(name))));
+                        to_visit.extend(resolve_ref(root, name).map(|schema| (schema, SchemaPath::Reference(name))));
                     }
-                    value => open.push((value, below(keyword, PathSegment::Itself))),
+                    value => to_visit.push((value, child_path(keyword, PathSegment::KeywordValue))),
                 }
             }
             found.push(SubSchema { members, path });
@@ -84,34 +90,34 @@ impl<'a> SubSchemas<'a> {
         SubSchemas(found)
     }
 
-    /// The keywords of each schema, with the schema's number.
+    /// The keywords of each schema, with the schema's index.
     pub(super) fn iter(&self) -> impl Iterator<Item = (usize, &'a Map<String, Value>)> {
         self.0.iter().map(|subschema| subschema.members).enumerate()
     }
 
-    /// Location of the schema with this number, for a message: a JSON pointer, shortened.
-    pub(super) fn json_pointer(&self, number: usize) -> String {
+    /// Location of the schema with this index, for a message: a JSON pointer, shortened.
+    pub(super) fn json_pointer(&self, index: usize) -> String {
         let mut parts = Vec::new();
-        let mut at = &self.0[number].path;
+        let mut path = &self.0[index].path;
         loop {
-            match at {
+            match path {
                 SchemaPath::Root => break,
-                SchemaPath::Named(name) => {
+                SchemaPath::Reference(name) => {
                     parts.push(name.trim_start_matches("#/").to_string());
                     break;
                 }
-                SchemaPath::Below {
+                SchemaPath::Child {
                     parent,
                     keyword,
                     segment,
                 } => {
                     match segment {
-                        PathSegment::Itself => {}
+                        PathSegment::KeywordValue => {}
                         PathSegment::Name(name) => parts.push(name.replace('~', "~0").replace('/', "~1")),
-                        PathSegment::Item(at) => parts.push(at.to_string()),
+                        PathSegment::Item(index) => parts.push(index.to_string()),
                     }
                     parts.push(keyword.replace('~', "~0").replace('/', "~1"));
-                    at = &self.0[*parent].path;
+                    path = &self.0[*parent].path;
                 }
             }
         }

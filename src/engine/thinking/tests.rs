@@ -8,8 +8,8 @@ use crate::device::cpu::sample::{Scratch, sample};
 use crate::device::draw::{Allowed, Sampling};
 use crate::engine::constraint::{Constraint, GrammarState};
 use crate::engine::params::{GenerationParams, OutputConstraint};
-use crate::engine::request::{Completion, FinishReason, Request, UnitId};
-use crate::engine::sequence::{Next, SampleState};
+use crate::engine::request::{Completion, FinishReason, Request, SampleId};
+use crate::engine::sequence::{SampleState, TokenOutcome};
 
 const SPECIALS: [&str; 9] = [
     "<pad>",
@@ -22,6 +22,13 @@ const SPECIALS: [&str; 9] = [
     "<|turn|>",
     "<eos>",
 ];
+
+const ID: SampleId = SampleId {
+    job: 0,
+    row: 0,
+    sample: 0,
+    attempt: 0,
+};
 
 fn tokenizer() -> Arc<Tokenizer> {
     let words = [
@@ -46,17 +53,17 @@ fn id(token: &str) -> u32 {
 }
 
 fn thinking() -> Thinking {
-    let mut control = SPECIALS.map(id).to_vec();
-    control.sort_unstable();
+    let mut control_ids = SPECIALS.map(id).to_vec();
+    control_ids.sort_unstable();
     Thinking {
         open: ids("<think>"),
         close: ids("</think>"),
         header: Vec::new(),
         gap: ids("\n\n"),
         max_tokens: None,
-        end: ids("\n</think>"),
-        end_gap: ids("\n\n"),
-        control,
+        forced_close: ids("\n</think>"),
+        forced_gap: ids("\n\n"),
+        control_ids,
     }
 }
 
@@ -66,8 +73,8 @@ fn harmony() -> Thinking {
         close: ids("<|end|><|start|>assistant<|channel|>final<|message|>"),
         header: ids("<|channel|>final<|message|>"),
         gap: Vec::new(),
-        end: ids("<|end|><|start|>assistant<|channel|>final<|message|>"),
-        end_gap: Vec::new(),
+        forced_close: ids("<|end|><|start|>assistant<|channel|>final<|message|>"),
+        forced_gap: Vec::new(),
         ..thinking()
     }
 }
@@ -95,45 +102,41 @@ fn labels(probabilities: bool) -> OutputConstraint {
 
 /// The completion of a prompt by a model that prefers these tokens, one per draw, and the number of
 /// draws.
-fn complete(prompt: &str, params: &GenerationParams, wants: &[u32]) -> (Completion, usize) {
+fn complete(prompt: &str, params: &GenerationParams, preferred: &[u32]) -> (Completion, usize) {
     let (tokenizer, eos) = (tokenizer(), id("<eos>"));
     let constraint = Constraint::compile(&params.shape, &tokenizer, &[eos]).unwrap();
-    let id = UnitId {
-        job: 0,
-        row: 0,
-        sample: 0,
-        attempt: 0,
-    };
     let request = Request {
-        id,
+        id: ID,
         prompt: ids(prompt).into(),
         params: Arc::new(params.clone()),
         eos: [eos].into(),
         cache_salt: Arc::default(),
     };
-    let (mut unit, mut next) = SampleState::new(request, constraint, params.max_tokens as usize, &tokenizer);
+    let (mut state, mut outcome) = SampleState::new(request, constraint, params.max_tokens as usize, &tokenizer);
     let mut nodes = std::collections::VecDeque::new();
-    for asked in 0.. {
-        match next {
-            Next::Finished(result) => return (result.unwrap(), asked),
-            Next::Go(at) => nodes.extend(at.into_iter().map(|at| at.node)),
+    for draws in 0.. {
+        match outcome {
+            TokenOutcome::Finished(result) => return (result.unwrap(), draws),
+            TokenOutcome::Continue(continuations) => nodes.extend(continuations.into_iter().map(|c| c.node)),
         }
-        let node = nodes.pop_front().expect("somebody goes on");
+        let node = nodes.pop_front().expect("a sequence goes on");
         let mut logits = vec![0.0; tokenizer.vocab_size()];
-        let wanted = *wants.get(asked).unwrap_or_else(|| panic!("it goes on after {wants:?}"));
-        logits[wanted as usize] = 5.0;
-        unit.grammar().into_iter().for_each(GrammarState::prepare);
-        unit.prepare(&tokenizer);
-        let drawn = sample(&logits, unit.draw(node, &tokenizer), &mut Scratch::default());
-        next = unit.take(node, drawn, &tokenizer);
+        let token = *preferred
+            .get(draws)
+            .unwrap_or_else(|| panic!("it goes on after {preferred:?}"));
+        logits[token as usize] = 5.0;
+        state.grammar().into_iter().for_each(GrammarState::prepare);
+        state.prepare(&tokenizer);
+        let drawn = sample(&logits, state.draw(node, &tokenizer), &mut Scratch::default());
+        outcome = state.consume(node, drawn, &tokenizer);
     }
     unreachable!()
 }
 
-/// Like `complete`, and asserts that every token of `wants` was taken.
-fn completes(prompt: &str, params: &GenerationParams, wants: &str) -> Completion {
-    let (completion, asked) = complete(prompt, params, &ids(wants));
-    assert_eq!(asked, ids(wants).len(), "{wants}: {completion:?}");
+/// Like `complete`, and asserts that every token of `preferred` was drawn.
+fn completes(prompt: &str, params: &GenerationParams, preferred: &str) -> Completion {
+    let (completion, draws) = complete(prompt, params, &ids(preferred));
+    assert_eq!(draws, ids(preferred).len(), "{preferred}: {completion:?}");
     completion
 }
 
@@ -141,45 +144,48 @@ fn thought(completion: &Completion) -> Option<(&str, u32, bool)> {
     completion
         .thought
         .as_ref()
-        .map(|t| (t.text.as_str(), t.tokens, t.closed))
+        .map(|t| (t.text.as_str(), t.tokens, t.is_closed))
 }
 
 const OPENED: &str = "<|turn|>a<|turn|><think>\n";
 const PLAIN: &str = "<|turn|>a<|turn|>";
 
 #[test]
-fn a_prompt_says_how_its_completion_begins() {
+fn the_prompt_determines_how_its_completion_begins() {
     for (prompt, begin) in [
-        (OPENED, Begin::Thought),
-        ("<think>", Begin::Thought),
-        ("<think>so far", Begin::Thought),
-        ("<think>\n\n</think>\n\n", Begin::Answer),
-        ("<think>x</think>begun", Begin::Answer),
-        (PLAIN, Begin::Either),
-        ("", Begin::Either),
-        ("a", Begin::Either),
+        (OPENED, CompletionStart::Thought),
+        ("<think>", CompletionStart::Thought),
+        ("<think>so far", CompletionStart::Thought),
+        ("<think>\n\n</think>\n\n", CompletionStart::Answer),
+        ("<think>x</think>begun", CompletionStart::Answer),
+        (PLAIN, CompletionStart::Either),
+        ("", CompletionStart::Either),
+        ("a", CompletionStart::Either),
         // Thoughts of earlier turns, and delimiters that are mentioned in a text.
-        ("<|turn|><think>x</think>y<|turn|>z<|turn|>", Begin::Either),
-        ("write <think> first<|turn|>", Begin::Either),
-        ("</think><think>", Begin::Thought),
+        ("<|turn|><think>x</think>y<|turn|>z<|turn|>", CompletionStart::Either),
+        ("write <think> first<|turn|>", CompletionStart::Either),
+        ("</think><think>", CompletionStart::Thought),
     ] {
-        assert_eq!(thinking().begin(&ids(prompt)), begin, "{prompt}");
+        assert_eq!(thinking().completion_start(&ids(prompt)), begin, "{prompt}");
     }
     for (prompt, begin) in [
-        ("<|start|>assistant", Begin::Either),
-        ("<|start|>assistant<|channel|>analysis<|message|>", Begin::Thought),
+        ("<|start|>assistant", CompletionStart::Either),
+        (
+            "<|start|>assistant<|channel|>analysis<|message|>",
+            CompletionStart::Thought,
+        ),
         (
             "<|channel|>analysis<|message|>x<|end|><|start|>assistant",
-            Begin::Either,
+            CompletionStart::Either,
         ),
-        ("<|start|>assistant<|channel|>final<|message|>", Begin::Answer),
+        ("<|start|>assistant<|channel|>final<|message|>", CompletionStart::Answer),
     ] {
-        assert_eq!(harmony().begin(&ids(prompt)), begin, "{prompt}");
+        assert_eq!(harmony().completion_start(&ids(prompt)), begin, "{prompt}");
     }
 }
 
 #[test]
-fn a_shape_begins_behind_the_thought() {
+fn a_shape_applies_after_the_thought() {
     for shape in [
         labels(false),
         labels(true),
@@ -210,12 +216,12 @@ fn a_shape_begins_behind_the_thought() {
 
 /// Where the model may open a thought, its first token is the delimiter's or the shape's.
 #[test]
-fn a_thought_may_begin_or_the_shape() {
+fn a_completion_begins_with_a_thought_or_the_shape() {
     let choice = |texts: &[&str]| OutputConstraint::Choice {
         choices: texts.iter().map(|text| text.to_string()).collect(),
         probabilities: false,
     };
-    for (shape, behind, direct) in [
+    for (shape, after_thought, direct) in [
         (labels(false), "billing", "billing"),
         (labels(true), "billing", "billing"),
         (OutputConstraint::Regex("shipping|billing".into()), "billing", "billing"),
@@ -225,7 +231,7 @@ fn a_thought_may_begin_or_the_shape() {
         (choice(&["billing ab", "billing", "billing x"]), "<eos>", "billing<eos>"),
     ] {
         let params = params(thinking(), shape.clone());
-        let with = completes(PLAIN, &params, &format!("<think>hm</think>{behind}"));
+        let with = completes(PLAIN, &params, &format!("<think>hm</think>{after_thought}"));
         assert_eq!(
             (with.text.as_str(), thought(&with)),
             ("billing", Some(("hm", 2, true))),
@@ -257,23 +263,17 @@ fn the_first_draw_allows_the_shape_and_the_delimiter() {
     let allowed = |shape: &OutputConstraint| {
         let params = params(thinking(), shape.clone());
         let constraint = Constraint::compile(shape, &tokenizer, &[id("<eos>")]).unwrap();
-        let id = UnitId {
-            job: 0,
-            row: 0,
-            sample: 0,
-            attempt: 0,
-        };
         let request = Request {
-            id,
+            id: ID,
             prompt: ids(PLAIN).into(),
             params: Arc::new(params),
             eos: Arc::from([]),
             cache_salt: Arc::default(),
         };
-        let (mut unit, _) = SampleState::new(request, constraint, 60, &tokenizer);
-        unit.grammar().into_iter().for_each(GrammarState::prepare);
-        unit.prepare(&tokenizer);
-        let mut ids = match unit.draw(0, &tokenizer).allowed {
+        let (mut state, _) = SampleState::new(request, constraint, 60, &tokenizer);
+        state.grammar().into_iter().for_each(GrammarState::prepare);
+        state.prepare(&tokenizer);
+        let mut ids = match state.draw(0, &tokenizer).allowed {
             Allowed::Ids(ids) => ids.to_vec(),
             Allowed::Mask(mask) => (0..32 * mask.len() as u32)
                 .filter(|id| mask[*id as usize / 32] >> (id % 32) & 1 == 1)
@@ -301,17 +301,17 @@ fn the_first_draw_allows_the_shape_and_the_delimiter() {
 
 /// Whatever the maximum, a thought is ended after exactly that many tokens, and an answer follows.
 #[test]
-fn a_thought_that_runs_over_is_ended() {
+fn a_thought_at_its_maximum_is_ended() {
     let text = "abcdef";
     for prompt in [OPENED, PLAIN] {
-        for most in 0..=8 {
+        for max in 0..=8 {
             for (end, end_gap) in [("\n</think>", "\n\n"), ("! Enough.</think>", "")] {
                 let mut thinking = thinking();
-                (thinking.max_tokens, thinking.end, thinking.end_gap) = (Some(most), ids(end), ids(end_gap));
+                (thinking.max_tokens, thinking.forced_close, thinking.forced_gap) = (Some(max), ids(end), ids(end_gap));
                 let opens = if prompt == PLAIN { "<think>" } else { "" };
-                let said: String = text.chars().take(most as usize).collect();
-                let own = said.len() == text.len() && most as usize > text.len();
-                let (close, gap) = if own { ("</think>", "\n\n") } else { (end, end_gap) };
+                let written: String = text.chars().take(max as usize).collect();
+                let closes = written.len() == text.len() && max as usize > text.len();
+                let (close, gap) = if closes { ("</think>", "\n\n") } else { (end, end_gap) };
                 for shape in [
                     labels(false),
                     labels(true),
@@ -319,24 +319,25 @@ fn a_thought_that_runs_over_is_ended() {
                     OutputConstraint::Free,
                 ] {
                     let free = shape == OutputConstraint::Free;
-                    let gap = if own && free { "" } else { gap };
-                    let wants = format!(
-                        "{opens}{said}{}billing{}",
-                        if own { close } else { "" },
+                    let gap = if closes && free { "" } else { gap };
+                    let preferred = format!(
+                        "{opens}{written}{}billing{}",
+                        if closes { close } else { "" },
                         if free { "<eos>" } else { "" }
                     );
-                    let completion = completes(prompt, &params(thinking.clone(), shape), &wants);
-                    let whole = format!("{opens}{said}{close}{gap}billing");
-                    assert_eq!(completion.token_ids, ids(&whole), "{most} {end}");
+                    let completion = completes(prompt, &params(thinking.clone(), shape), &preferred);
+                    let whole = format!("{opens}{written}{close}{gap}billing");
+                    assert_eq!(completion.token_ids, ids(&whole), "{max} {end}");
                     assert_eq!(
                         (completion.text.as_str(), completion.fits_shape),
                         ("billing", true),
-                        "{most} {end}"
+                        "{max} {end}"
                     );
                     let logprobs = completion.logprobs.unwrap();
-                    let forced = ids(&format!("{opens}{said}")).len()..ids(&format!("{opens}{said}{close}{gap}")).len();
-                    assert_eq!(logprobs[forced].iter().all(|p| *p == 0.0), !own, "{most} {end}");
-                    let tokens = ids(&format!("{said}{}", close.trim_end_matches("</think>"))).len() as u32;
+                    let forced =
+                        ids(&format!("{opens}{written}")).len()..ids(&format!("{opens}{written}{close}{gap}")).len();
+                    assert_eq!(logprobs[forced].iter().all(|p| *p == 0.0), !closes, "{max} {end}");
+                    let tokens = ids(&format!("{written}{}", close.trim_end_matches("</think>"))).len() as u32;
                     assert_eq!(completion.thought.unwrap().tokens, tokens);
                 }
             }
@@ -361,18 +362,18 @@ fn a_thought_that_does_not_end_leaves_no_answer() {
         );
         assert_eq!(ended.choice_probabilities, None);
         // Truncated inside the thought, at its end, after the closing delimiter, after the gap.
-        for (wants, tokens) in [("hmhm", 4), ("hm</think>", 3), ("h</think>x", 3)] {
+        for (preferred, tokens) in [("hmhm", 4), ("hm</think>", 3), ("h</think>x", 3)] {
             let cut = GenerationParams {
                 max_tokens: tokens,
                 ..whole.clone()
             };
-            let (completion, _) = complete(OPENED, &cut, &ids(wants));
-            assert_eq!(completion.finish_reason, FinishReason::Length, "{shape:?} {wants}");
-            let answers = shape == OutputConstraint::Free && wants.ends_with('x');
+            let (completion, _) = complete(OPENED, &cut, &ids(preferred));
+            assert_eq!(completion.finish_reason, FinishReason::Length, "{shape:?} {preferred}");
+            let answers = shape == OutputConstraint::Free && preferred.ends_with('x');
             assert_eq!(
                 (completion.text.is_empty(), completion.fits_shape),
                 (!answers, answers),
-                "{shape:?} {wants}"
+                "{shape:?} {preferred}"
             );
             assert_eq!(completion.token_ids.len(), tokens as usize);
         }
@@ -419,27 +420,27 @@ fn a_thought_that_does_not_end_leaves_no_answer() {
 }
 
 #[test]
-fn ends_are_looked_for_in_the_answer_alone() {
+fn stops_apply_only_to_the_answer() {
     let stops = GenerationParams {
         stop: vec!["\n".into(), "shipping".into()],
         stop_token_ids: ids("z"),
         ..params(thinking(), OutputConstraint::Free)
     };
-    for (wants, text) in [
+    for (preferred, text) in [
         ("shipping\nz</think>\n\nab\n", "ab"),
         ("z</think>\n\nabz", "ab"),
         ("\n</think> shipping", ""),
         ("x</think>\n \n  a b\n", "a b"),
         ("x</think><eos>", ""),
     ] {
-        let completion = completes(OPENED, &stops, wants);
+        let completion = completes(OPENED, &stops, preferred);
         assert_eq!(
             (completion.text.as_str(), completion.fits_shape),
             (text, true),
-            "{wants}"
+            "{preferred}"
         );
         assert_eq!(completion.finish_reason, FinishReason::Stop);
-        assert!(completion.thought.unwrap().closed);
+        assert!(completion.thought.unwrap().is_closed);
     }
     // A stop token of white space is ignored before the answer has begun.
     let newline = GenerationParams {
@@ -463,9 +464,9 @@ fn ends_are_looked_for_in_the_answer_alone() {
 }
 
 #[test]
-fn free_text_without_a_thought_is_as_it_was() {
-    for (wants, text) in [("ab<eos>", "ab"), ("\n\nab<eos>", "\n\nab"), ("<eos>", "")] {
-        let completion = completes(PLAIN, &params(thinking(), OutputConstraint::Free), wants);
+fn free_text_without_a_thought_is_unchanged() {
+    for (preferred, text) in [("ab<eos>", "ab"), ("\n\nab<eos>", "\n\nab"), ("<eos>", "")] {
+        let completion = completes(PLAIN, &params(thinking(), OutputConstraint::Free), preferred);
         assert_eq!(
             (completion.text.as_str(), thought(&completion), completion.fits_shape),
             (text, None, true)
@@ -498,7 +499,7 @@ fn free_text_without_a_thought_is_as_it_was() {
 
 /// Delimiters of several tokens; a thought may contain parts of them.
 #[test]
-fn delimiters_may_be_several_tokens() {
+fn delimiters_may_have_several_tokens() {
     const START: &str = "<|turn|><|start|>assistant";
     let again = "<|end|><|start|>assistant<|channel|>analysis<|message|>";
     let close = "<|end|><|start|>assistant<|channel|>final<|message|>";
@@ -508,9 +509,9 @@ fn delimiters_may_be_several_tokens() {
         OutputConstraint::Regex("shipping|billing".into()),
     ] {
         // Certain tokens of the delimiters cost no forward pass.
-        let wants = [ids("analysis"), ids(&format!("hm{close}billing"))].concat();
-        let (completion, asked) = complete(START, &params(harmony(), shape.clone()), &wants);
-        assert_eq!(asked, wants.len());
+        let preferred = [ids("analysis"), ids(&format!("hm{close}billing"))].concat();
+        let (completion, draws) = complete(START, &params(harmony(), shape.clone()), &preferred);
+        assert_eq!(draws, preferred.len());
         let opened = "<|channel|>analysis<|message|>";
         assert_eq!(completion.token_ids, ids(&format!("{opened}hm{close}billing")));
         assert_eq!(
@@ -538,27 +539,27 @@ fn delimiters_may_be_several_tokens() {
     assert_eq!((other.text.as_str(), thought(&other)), ("commentaryok", None));
     // A closing delimiter that has begun is completed, rather than begun again.
     let closing = ids(close);
-    for most in 1..=8 {
+    for max in 1..=8 {
         let budget = Thinking {
-            max_tokens: Some(most),
+            max_tokens: Some(max),
             ..harmony()
         };
-        let said: Vec<u32> = ids("abc")
+        let written: Vec<u32> = ids("abc")
             .into_iter()
             .chain(closing.iter().copied())
-            .take(most as usize)
+            .take(max as usize)
             .collect();
-        let wants: Vec<u32> = ids("analysis")
+        let preferred: Vec<u32> = ids("analysis")
             .into_iter()
-            .chain(said.iter().copied())
+            .chain(written.iter().copied())
             .chain(ids("billing"))
             .collect();
-        let (completion, _) = complete(START, &params(budget, labels(false)), &wants);
-        let thought = &"abc"[..3usize.min(most as usize)];
+        let (completion, _) = complete(START, &params(budget, labels(false)), &preferred);
+        let thought = &"abc"[..3usize.min(max as usize)];
         assert_eq!(
             completion.token_ids,
             ids(&format!("<|channel|>analysis<|message|>{thought}{close}billing")),
-            "{most}"
+            "{max}"
         );
         assert_eq!(completion.thought.unwrap().tokens, thought.len() as u32);
     }

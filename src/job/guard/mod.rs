@@ -1,17 +1,19 @@
-//! Prevents a control token's text in a row's data from becoming a control token.
+//! Keeps row data from becoming control tokens if it contains their texts.
 //!
-//! The common case costs one scan: if no data could be part of a control token's text, the rendered
-//! prompt is encoded as a whole, exactly as in transformers. Otherwise each position where data
-//! could begin such a text, in any case, is marked: a noncharacter is inserted after the first
-//! character, inside the text. (Two kinds of tokens are marked in front by another noncharacter
-//! instead: tokens of one character, and non-special tokens like `</think>` that the chat template
-//! knows and may search for in the data.) The prompt is rendered with the marked data and split at
-//! its added tokens, which marked texts do not match. Then the marks are removed, and the text
-//! between the tokens is encoded without recognising added tokens.
+//! In the common case, no data could be part of a control token's text. One scan shows this, and the
+//! rendered prompt is encoded as a whole, exactly as in transformers.
 //!
-//! A job's templates that split texts or remove parts of them (`replace`, slices, `split`, …) can
-//! make a special token's text out of data that does not contain it. For those templates, every
-//! first character of a special token is marked.
+//! Otherwise, every position is marked where data could begin such a text, whether in upper or lower
+//! case: a noncharacter is inserted after the text's first character. (Two kinds of tokens are
+//! marked by another noncharacter in front instead: tokens of one character, and non-special tokens
+//! like `</think>`, which the chat template may search for in the data.) The prompt is rendered with
+//! the marked data and split at its added tokens; texts with marks do not match control tokens. Then
+//! the marks are removed, and the text between the tokens is encoded without recognising added
+//! tokens.
+//!
+//! A job's templates may split texts or remove parts of them (`replace`, slices, `split`, …), and so
+//! make a special token's text out of data that does not contain it. With such templates, every
+//! character that begins some special token is marked, whatever follows it.
 //!
 //! Two cases are not covered: templates that pick single characters and thereby drop a mark, and
 //! templates that write the beginning of a control token themselves and take its end from the data.
@@ -21,9 +23,9 @@ use std::borrow::Cow;
 use serde_json::{Map, Value};
 
 use crate::tokenizer::trie::{ROOT, Trie};
-use crate::tokenizer::{Added, Tokenizer};
+use crate::tokenizer::{AddedToken, Tokenizer};
 
-/// Noncharacters used as marks: Unicode reserves them for internal use.
+/// Noncharacters that serve as marks: Unicode reserves them for internal use.
 const MARKS: std::ops::RangeInclusive<char> = '\u{FDD0}'..='\u{FDEF}';
 
 /// Whether `c` may be a mark.
@@ -34,15 +36,15 @@ pub(super) fn is_mark(c: char) -> bool {
 /// The marks of one row.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Marks {
-    /// Inserted behind the first character of a token's text.
+    /// Inserted after the first character of a token's text.
     inside: char,
     /// Inserted in front of a token's text.
     front: char,
 }
 
 impl Marks {
-    /// Two marks that do not occur in the row.
-    pub(super) fn free(fields: &Map<String, Value>) -> Option<Marks> {
+    /// Two marks that do not occur in the row; `None` if there are no two.
+    pub(super) fn unused(fields: &Map<String, Value>) -> Option<Marks> {
         fn holds(value: &Value, mark: char) -> bool {
             match value {
                 Value::String(text) => text.contains(mark),
@@ -51,10 +53,10 @@ impl Marks {
                 _ => false,
             }
         }
-        let used = |mark: char| fields.iter().any(|(key, item)| key.contains(mark) || holds(item, mark));
-        let mut free = MARKS.clone().filter(|mark| !used(*mark));
-        let inside = free.next()?;
-        let front = free.next()?;
+        let is_used = |mark: char| fields.iter().any(|(key, item)| key.contains(mark) || holds(item, mark));
+        let mut unused = MARKS.clone().filter(|mark| !is_used(*mark));
+        let inside = unused.next()?;
+        let front = unused.next()?;
         Some(Marks { inside, front })
     }
 
@@ -64,45 +66,47 @@ impl Marks {
     }
 }
 
-/// Control tokens at a trie node: those that end at the node, and those that pass through it.
+/// The marks for control tokens at a trie node: for those whose texts end at the node, and for all
+/// whose texts pass through it or end there.
 #[derive(Default)]
-struct Met {
-    ends: Place,
-    passes: Place,
+struct NodeMarks {
+    ends: CharMarks,
+    passes: CharMarks,
 }
 
-/// Whether this token's text can be marked inside.
-fn marked_inside(token: &Added) -> bool {
+/// Whether this control token's text is marked inside; otherwise it is marked in front.
+fn is_marked_inside(token: &AddedToken) -> bool {
     token.special && token.content.chars().nth(1).is_some()
 }
 
-/// Finds control tokens' texts in data.
+/// Finds and marks control tokens' texts in data.
 pub(super) struct Guard {
-    /// The control tokens' texts (see [`fold`]).
-    control: Trie<Met>,
-    /// Whether a control token begins with this ASCII character after folding; the second field:
-    /// with any other character.
-    begins: [bool; 128],
-    begins_beyond_ascii: bool,
-    /// Templates split texts, so the first character alone is marked.
-    eager: bool,
-    /// Whether some control tokens match the normalized text, which may differ from the data.
+    /// The control tokens' texts in the form of [`fold`].
+    control_texts: Trie<NodeMarks>,
+    /// For each ASCII character, whether the folded text of a control token begins with it.
+    first_ascii: [bool; 128],
+    /// Whether the folded text of a control token begins with a character beyond ASCII.
+    first_beyond_ascii: bool,
+    /// Whether every character that begins a special token is marked, whatever follows it.
+    marks_first_chars: bool,
+    /// Whether a control token is matched in the normalized text, which may differ from the data.
     normalized: bool,
     /// All added tokens, and whether each is a control token.
-    added: Vec<(Added, bool)>,
+    added: Vec<(AddedToken, bool)>,
     /// Indices into `added`, by the tokens' texts.
-    texts: Trie<Vec<u32>>,
+    added_texts: Trie<Vec<u32>>,
 }
 
-/// Which marks a character gets.
+/// The marks at a character: whether one follows it inside a token's text, and whether one precedes
+/// it.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
-struct Place {
+struct CharMarks {
     inside: bool,
     front: bool,
 }
 
-impl Place {
-    fn add(&mut self, other: Place) {
+impl CharMarks {
+    fn add(&mut self, other: CharMarks) {
         self.inside |= other.inside;
         self.front |= other.front;
     }
@@ -111,75 +115,82 @@ impl Place {
 /// A piece of a prompt.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Piece {
+    /// The id of an added token.
     Token(u32),
-    /// Text, and whether it is at the very beginning of the prompt.
+    /// Text between added tokens, and whether it begins the prompt.
     Text(String, bool),
 }
 
 impl Guard {
     /// Control tokens are the special tokens, and added tokens that `template` (the chat template's
-    /// source) mentions, such as `<tool_call>` or `</think>`. `eager`: templates split texts (see
-    /// [`takes_apart`]).
-    pub(super) fn new(tokenizer: &Tokenizer, template: &str, eager: bool) -> Guard {
+    /// source) mentions, such as `<tool_call>` or `</think>`. `marks_first_chars` is needed if the
+    /// job's templates split texts (see [`splits_texts`]).
+    pub(super) fn new(tokenizer: &Tokenizer, template: &str, marks_first_chars: bool) -> Guard {
         let mut guard = Guard {
-            control: Trie::new(),
-            begins: [false; 128],
-            begins_beyond_ascii: false,
-            eager,
+            control_texts: Trie::new(),
+            first_ascii: [false; 128],
+            first_beyond_ascii: false,
+            marks_first_chars,
             normalized: false,
             added: Vec::new(),
-            texts: Trie::new(),
+            added_texts: Trie::new(),
         };
-        for (number, token) in (0..).zip(tokenizer.added_tokens()) {
-            let mentioned = token.content.trim().len() >= 3 && template.contains(&token.content);
-            let control = token.special || mentioned;
+        for (index, token) in (0..).zip(tokenizer.added_tokens()) {
+            let is_mentioned = token.content.trim().len() >= 3 && template.contains(&token.content);
+            let is_control = token.special || is_mentioned;
             let first = token.content.chars().flat_map(fold).next();
-            if let (true, Some(first)) = (control, first) {
-                match guard.begins.get_mut(first as usize) {
+            if let (true, Some(first)) = (is_control, first) {
+                match guard.first_ascii.get_mut(first as usize) {
                     Some(begins) => *begins = true,
-                    None => guard.begins_beyond_ascii = true,
+                    None => guard.first_beyond_ascii = true,
                 }
                 guard.normalized |= token.normalized;
-                let inside = marked_inside(token);
-                let place = Place { inside, front: !inside };
-                guard.control.insert(token.content.chars().flat_map(fold), |met, ends| {
-                    met.passes.add(place);
-                    if ends {
-                        met.ends.add(place);
-                    }
-                });
+                let inside = is_marked_inside(token);
+                let char_marks = CharMarks { inside, front: !inside };
+                guard
+                    .control_texts
+                    .insert(token.content.chars().flat_map(fold), |node_marks, ends| {
+                        node_marks.passes.add(char_marks);
+                        if ends {
+                            node_marks.ends.add(char_marks);
+                        }
+                    });
             }
-            guard.texts.insert(token.content.chars(), |numbers, ends| {
+            guard.added_texts.insert(token.content.chars(), |indices, ends| {
                 if ends {
-                    numbers.push(number);
+                    indices.push(index);
                 }
             });
-            guard.added.push((token.clone(), control));
+            guard.added.push((token.clone(), is_control));
         }
         guard
     }
 
-    /// Whether `value`, put into a prompt, could become part of a control token.
-    pub(super) fn suspects(&self, value: &Value, tokenizer: &Tokenizer) -> bool {
+    /// Whether `value` in a prompt could become part of a control token's text.
+    pub(super) fn may_form_token(&self, value: &Value, tokenizer: &Tokenizer) -> bool {
         match value {
             Value::String(text) => {
-                let normalized = || tokenizer.normalize(text).map_or(true, |text| self.suspects_text(&text));
-                self.suspects_text(text) || (self.normalized && normalized())
+                let normalized = || {
+                    tokenizer
+                        .normalize(text)
+                        .map_or(true, |text| self.text_may_form_token(&text))
+                };
+                self.text_may_form_token(text) || (self.normalized && normalized())
             }
-            Value::Array(items) => items.iter().any(|item| self.suspects(item, tokenizer)),
+            Value::Array(items) => items.iter().any(|item| self.may_form_token(item, tokenizer)),
             Value::Object(map) => map
                 .iter()
-                .any(|(key, item)| self.suspects_text(key) || self.suspects(item, tokenizer)),
+                .any(|(key, item)| self.text_may_form_token(key) || self.may_form_token(item, tokenizer)),
             _ => false,
         }
     }
 
-    /// Like `suspects`, for a text without normalization.
-    pub(super) fn suspects_text(&self, text: &str) -> bool {
-        self.places(text).next().is_some()
+    /// Like `may_form_token`, for a text and without its normalized form.
+    pub(super) fn text_may_form_token(&self, text: &str) -> bool {
+        self.marked_chars(text).next().is_some()
     }
 
-    /// A copy of `value` with marks, also in nested object keys.
+    /// A copy of `value` with marks, also in the keys of nested objects.
     pub(super) fn mark(&self, value: &Value, marks: Marks) -> Value {
         match value {
             Value::String(text) => Value::String(self.mark_text(text, marks).into_owned()),
@@ -199,17 +210,17 @@ impl Guard {
     fn mark_text<'a>(&self, text: &'a str, marks: Marks) -> Cow<'a, str> {
         let mut out = String::new();
         let mut from = 0;
-        for (at, c, place) in self.places(text) {
-            if place.front {
+        for (at, c, char_marks) in self.marked_chars(text) {
+            if char_marks.front {
                 out.push_str(&text[from..at]);
                 out.push(marks.front);
                 from = at;
             }
-            if place.inside {
-                let behind = at + c.len_utf8();
-                out.push_str(&text[from..behind]);
+            if char_marks.inside {
+                let after = at + c.len_utf8();
+                out.push_str(&text[from..after]);
                 out.push(marks.inside);
-                from = behind;
+                from = after;
             }
         }
         if from == 0 && out.is_empty() {
@@ -219,59 +230,59 @@ impl Guard {
         Cow::Owned(out)
     }
 
-    /// The characters to mark: the first of each text that equals a control token in some case, or
-    /// would after more text (a template may trim white space at the end).
-    fn places<'a>(&'a self, text: &'a str) -> impl Iterator<Item = (usize, char, Place)> + 'a {
-        let trimmed = text.trim_end().len();
+    /// The characters to mark, with their byte offsets: the first of each text that equals a control
+    /// token in upper or lower case, or that could if more text followed. (A template may trim white
+    /// space at the end before it appends text.)
+    fn marked_chars<'a>(&'a self, text: &'a str) -> impl Iterator<Item = (usize, char, CharMarks)> + 'a {
+        let trimmed_len = text.trim_end().len();
         text.char_indices().filter_map(move |(at, c)| {
-            let may_begin = match self.begins.get(c.to_ascii_lowercase() as usize) {
+            let may_begin = match self.first_ascii.get(c.to_ascii_lowercase() as usize) {
                 Some(begins) => *begins,
-                // Folding may produce an ASCII character from another character, or several
-                // characters.
+                // The folded form of this character may have ASCII characters in it.
                 None => {
-                    self.begins_beyond_ascii
-                        || fold(c).any(|c| self.begins.get(c as usize).is_some_and(|begins| *begins))
+                    self.first_beyond_ascii
+                        || fold(c).any(|c| self.first_ascii.get(c as usize).is_some_and(|begins| *begins))
                 }
             };
             if !may_begin {
                 return None;
             }
-            let mut place = Place::default();
-            // A token may begin inside a character's folded form.
+            let mut char_marks = CharMarks::default();
+            // A token may begin within the folded form of a character.
             for skip in 0..fold(c).count() {
-                place.add(self.begin_at(&text[at..], trimmed.checked_sub(at), skip));
+                char_marks.add(self.marks_at(&text[at..], trimmed_len.checked_sub(at), skip));
             }
-            (place.inside || place.front).then_some((at, c, place))
+            (char_marks.inside || char_marks.front).then_some((at, c, char_marks))
         })
     }
 
-    /// The marks for control tokens at the start of `text`, which is folded and loses its first
-    /// `skip` characters. Also covers tokens that begin with the whole text, or with the text up to
-    /// `trimmed`, where its trailing white space begins.
-    fn begin_at(&self, text: &str, trimmed: Option<usize>, skip: usize) -> Place {
-        let mut place = Place::default();
+    /// The marks for control tokens at the start of `text` after folding and without the first
+    /// `skip` folded characters. This includes tokens of which the whole text is a prefix, or the
+    /// text without its trailing white space (`trimmed_len` bytes).
+    fn marks_at(&self, text: &str, trimmed_len: Option<usize>, skip: usize) -> CharMarks {
+        let mut char_marks = CharMarks::default();
         let mut node = ROOT;
         for (at, c) in text.char_indices() {
-            if at > 0 && trimmed == Some(at) {
-                place.add(self.control.value(node).passes);
+            if at > 0 && trimmed_len == Some(at) {
+                char_marks.add(self.control_texts.value(node).passes);
             }
             for c in fold(c).skip(if at == 0 { skip } else { 0 }) {
-                let Some(next) = self.control.step(node, c) else {
-                    return place;
+                let Some(next) = self.control_texts.step(node, c) else {
+                    return char_marks;
                 };
-                let met = self.control.value(next);
-                place.add(met.ends);
-                if self.eager && node == ROOT {
-                    place.inside |= met.passes.inside;
+                let node_marks = self.control_texts.value(next);
+                char_marks.add(node_marks.ends);
+                if self.marks_first_chars && node == ROOT {
+                    char_marks.inside |= node_marks.passes.inside;
                 }
                 node = next;
             }
         }
-        place.add(self.control.value(node).passes);
-        place
+        char_marks.add(self.control_texts.value(node).passes);
+        char_marks
     }
 
-    /// Splits a prompt rendered with marked data at its added tokens, and removes the marks.
+    /// Splits a prompt with marked data at its added tokens, and removes the marks.
     pub(super) fn split(&self, text: &str, marks: Marks) -> Vec<Piece> {
         let mut pieces = Vec::new();
         let mut from = 0;
@@ -290,11 +301,11 @@ impl Guard {
         pieces
     }
 
-    /// The longest added token at `at`, and its byte range, including white space that the token
-    /// absorbs.
+    /// The id of the longest added token at byte `at`, and its byte range, which includes white
+    /// space that the token absorbs. `from` is the end of the token before it.
     fn token_at(&self, text: &str, from: usize, at: usize, marks: Marks) -> Option<(u32, usize, usize)> {
-        let (number, end) = self.longest_at(text, at, marks)?;
-        let (token, _) = &self.added[number as usize];
+        let (index, end) = self.longest_at(text, at, marks)?;
+        let (token, _) = &self.added[index as usize];
         let mut start = at;
         let mut end = end;
         if token.lstrip {
@@ -306,15 +317,15 @@ impl Guard {
         Some((token.id, start, end))
     }
 
-    /// The number of the longest added token at `at`, and its end. For non-control tokens, marks
-    /// between the characters are ignored.
+    /// The index of the longest added token at byte `at`, and the token's end. Marks within a token
+    /// are ignored, except for control tokens.
     fn longest_at(&self, text: &str, at: usize, marks: Marks) -> Option<(u32, usize)> {
-        let marked = text[..at].ends_with(marks.front);
+        let is_marked_in_front = text[..at].ends_with(marks.front);
         let mut longest = None;
         let mut node = ROOT;
         let mut holds_mark = false;
         for (i, c) in text[at..].char_indices() {
-            let Some(next) = self.texts.step(node, c) else {
+            let Some(next) = self.added_texts.step(node, c) else {
                 if i > 0 && (c == marks.inside || c == marks.front) {
                     holds_mark = true;
                     continue;
@@ -323,27 +334,27 @@ impl Guard {
             };
             node = next;
             let end = at + i + c.len_utf8();
-            let ending = self.texts.value(node).iter().find(|number| {
-                let (token, control) = &self.added[**number as usize];
-                let hidden = *control && (holds_mark || (marked && !marked_inside(token)));
-                !hidden && (!token.single_word || stands_alone(text, at, end))
+            let ending = self.added_texts.value(node).iter().find(|index| {
+                let (token, is_control) = &self.added[**index as usize];
+                let is_hidden = *is_control && (holds_mark || (is_marked_in_front && !is_marked_inside(token)));
+                !is_hidden && (!token.single_word || is_single_word(text, at, end))
             });
-            longest = ending.map(|number| (*number, end)).or(longest);
+            longest = ending.map(|index| (*index, end)).or(longest);
         }
         longest
     }
 }
 
-/// A character in a form that is equal for all its cases.
+/// Folds a character to a form that is the same for its upper and lower case.
 fn fold(c: char) -> impl Iterator<Item = char> {
     c.to_lowercase()
         .flat_map(char::to_uppercase)
         .flat_map(char::to_lowercase)
 }
 
-/// Whether a template splits texts, so that characters that were not adjacent in the data may
-/// become adjacent in the prompt.
-pub(super) fn takes_apart(source: &str) -> bool {
+/// Whether a template's source has filters, methods or slices that split texts. Characters that are
+/// not adjacent in the data may then be adjacent in the prompt.
+pub(super) fn splits_texts(source: &str) -> bool {
     const WORDS: [&str; 17] = [
         "replace",
         "striptags",
@@ -364,16 +375,18 @@ pub(super) fn takes_apart(source: &str) -> bool {
         "sort",
     ];
     // A `:` in brackets is a slice.
-    let sliced = source.match_indices('[').any(|(at, _)| {
+    let has_slice = source.match_indices('[').any(|(at, _)| {
         let inner = source[at + 1..].split([']', '\n']).next().unwrap_or_default();
         inner.contains(':')
     });
-    sliced || WORDS.iter().any(|word| source.contains(word))
+    has_slice || WORDS.iter().any(|word| source.contains(word))
 }
 
-fn stands_alone(text: &str, start: usize, end: usize) -> bool {
-    let word = |c: char| c.is_alphanumeric() || c == '_';
-    !text[..start].chars().next_back().is_some_and(word) && !text[end..].chars().next().is_some_and(word)
+/// Whether no character of a word adjoins the range: a token may require this (`single_word`).
+fn is_single_word(text: &str, start: usize, end: usize) -> bool {
+    let is_word_char = |c: char| c.is_alphanumeric() || c == '_';
+    !text[..start].chars().next_back().is_some_and(is_word_char)
+        && !text[end..].chars().next().is_some_and(is_word_char)
 }
 
 fn push_text(pieces: &mut Vec<Piece>, text: &str, marks: Marks) {
@@ -422,11 +435,11 @@ mod tests {
             "x</S>y",
             "</\u{17F}>",
         ] {
-            assert!(guard.suspects(&json!({"a": ["", text]}), &tokenizer), "{text}");
+            assert!(guard.may_form_token(&json!({"a": ["", text]}), &tokenizer), "{text}");
         }
-        assert!(guard.suspects(&json!({"<|im_end|>": 1}), &tokenizer));
+        assert!(guard.may_form_token(&json!({"<|im_end|>": 1}), &tokenizer));
         for text in ["", "a < b", "im_end|>", "<|im_ends>", "<s>", "x<<y"] {
-            assert!(!guard.suspects(&json!(text), &tokenizer), "{text}");
+            assert!(!guard.may_form_token(&json!(text), &tokenizer), "{text}");
         }
     }
 
@@ -443,7 +456,7 @@ mod tests {
         assert_eq!(guard.mark_text("a<b", MARKS), "a<b");
         let eager = Guard::new(&tokenizer(), "", true);
         assert_eq!(eager.mark_text("a<b", MARKS), format!("a<{MARK}b"));
-        // Two columns form a control token only together.
+        // Two columns form a control token's text only together.
         let (left, right) = (guard.mark_text("<|im_", MARKS), guard.mark_text("end|>", MARKS));
         assert_eq!(
             guard.split(&format!("{left}{right}"), MARKS),
@@ -466,7 +479,7 @@ mod tests {
     }
 
     #[test]
-    fn marks_leave_other_added_tokens_whole() {
+    fn marks_do_not_split_other_added_tokens() {
         let json = tokenizer_json_with_plain_token();
         let tokenizer = Tokenizer::from_json(&json, None).unwrap();
         let guard = Guard::new(&tokenizer, "", true);
@@ -509,7 +522,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_data_reaches_a_control_token(
+        fn marked_data_never_becomes_a_control_token(
             parts in proptest::collection::vec("[<|/>a-z_ s]{0,6}|<\\|im_end\\|>|<\\|im_|end\\|>|</s>", 0..8)
         ) {
             let guard = guard();

@@ -1,9 +1,9 @@
-//! The guard's reference implementation, which compares each position of a text with each token.
+//! Reference implementation of the guard, which compares every token at every position of a text.
 
 use proptest::prelude::*;
 use serde_json::json;
 
-use super::{Added, Guard, Marks, Piece, Place, fold, marked_inside, push_text, stands_alone};
+use super::{AddedToken, CharMarks, Guard, Marks, Piece, fold, is_marked_inside, is_single_word, push_text};
 use crate::tokenizer::{Tokenizer, byte_char};
 
 const MARKS: Marks = Marks {
@@ -11,9 +11,9 @@ const MARKS: Marks = Marks {
     front: '\u{FDD1}',
 };
 
-/// Whether `text` (folded, without its first `skip` characters) begins with `token`, or is a prefix
-/// of it.
-fn begins(text: &str, skip: usize, token: &[char]) -> bool {
+/// Whether `text` after folding, without its first `skip` characters, begins with `token`, or is a
+/// prefix of `token`.
+fn begins_with_or_within(text: &str, skip: usize, token: &[char]) -> bool {
     let mut folded = text.chars().flat_map(fold).skip(skip);
     let mut token = token.iter();
     loop {
@@ -25,31 +25,31 @@ fn begins(text: &str, skip: usize, token: &[char]) -> bool {
     }
 }
 
-fn places(guard: &Guard, text: &str) -> Vec<(usize, char, Place)> {
+fn marked_chars(guard: &Guard, text: &str) -> Vec<(usize, char, CharMarks)> {
     let trimmed = text.trim_end().len();
-    let control = guard.added.iter().filter(|(_, control)| *control);
+    let control = guard.added.iter().filter(|(_, is_control)| *is_control);
     let control: Vec<(Vec<char>, bool)> = control
-        .map(|(token, _)| (token.content.chars().flat_map(fold).collect(), marked_inside(token)))
+        .map(|(token, _)| (token.content.chars().flat_map(fold).collect(), is_marked_inside(token)))
         .collect();
-    let place = |(at, c): (usize, char)| {
-        let short = text.get(at..trimmed).filter(|short| !short.is_empty());
-        let mut place = Place::default();
+    let char_marks = |(at, c): (usize, char)| {
+        let trimmed_text = text.get(at..trimmed).filter(|trimmed_text| !trimmed_text.is_empty());
+        let mut char_marks = CharMarks::default();
         for skip in 0..fold(c).count() {
             let first = fold(c).nth(skip);
             for (folded, inside) in control.iter().filter(|(folded, _)| folded.first().copied() == first) {
-                let found = (guard.eager && *inside)
-                    || begins(&text[at..], skip, folded)
-                    || short.is_some_and(|short| begins(short, skip, folded));
-                place.inside |= found && *inside;
-                place.front |= found && !inside;
+                let found = (guard.marks_first_chars && *inside)
+                    || begins_with_or_within(&text[at..], skip, folded)
+                    || trimmed_text.is_some_and(|trimmed_text| begins_with_or_within(trimmed_text, skip, folded));
+                char_marks.inside |= found && *inside;
+                char_marks.front |= found && !inside;
             }
         }
-        (place != Place::default()).then_some((at, c, place))
+        (char_marks != CharMarks::default()).then_some((at, c, char_marks))
     };
-    text.char_indices().filter_map(place).collect()
+    text.char_indices().filter_map(char_marks).collect()
 }
 
-/// The length of `token` at the beginning of `text`; marks, if given, are allowed between its
+/// The length of `token` at the beginning of `text`; `marks`, if given, may stand between its
 /// characters.
 fn length_at(text: &str, token: &str, marks: Option<Marks>) -> Option<usize> {
     let Some(marks) = marks else {
@@ -68,18 +68,18 @@ fn length_at(text: &str, token: &str, marks: Option<Marks>) -> Option<usize> {
 }
 
 fn split(guard: &Guard, text: &str, marks: Marks) -> Vec<Piece> {
-    let mut added: Vec<&(Added, bool)> = guard.added.iter().collect();
+    let mut added: Vec<&(AddedToken, bool)> = guard.added.iter().collect();
     added.sort_by_key(|(token, _)| std::cmp::Reverse(token.content.len()));
     let mut pieces = Vec::new();
     let (mut from, mut at) = (0, 0);
     while at < text.len() {
-        let marked = text[..at].ends_with(marks.front);
-        let found = added.iter().find_map(|(token, control)| {
-            if marked && *control && !marked_inside(token) {
+        let is_marked_in_front = text[..at].ends_with(marks.front);
+        let found = added.iter().find_map(|(token, is_control)| {
+            if is_marked_in_front && *is_control && !is_marked_inside(token) {
                 return None;
             }
-            let end = at + length_at(&text[at..], &token.content, (!control).then_some(marks))?;
-            (!token.single_word || stands_alone(text, at, end)).then_some((token, end))
+            let end = at + length_at(&text[at..], &token.content, (!is_control).then_some(marks))?;
+            (!token.single_word || is_single_word(text, at, end)).then_some((token, end))
         });
         let Some((token, mut end)) = found else {
             at += text[at..].chars().next().map_or(1, char::len_utf8);
@@ -100,8 +100,8 @@ fn split(guard: &Guard, text: &str, marks: Marks) -> Vec<Piece> {
     pieces
 }
 
-/// A tokenizer of bytes and these tokens; the flags of each token are special, single word, lstrip
-/// and rstrip.
+/// A tokenizer of bytes and these added tokens. The flags of a token are, in this order: special,
+/// single word, lstrip, rstrip.
 fn tokenizer(tokens: &[(String, [bool; 4])]) -> Tokenizer {
     let vocab: serde_json::Map<_, _> = (0..=255u8)
         .map(|byte| (byte_char(byte).to_string(), json!(byte)))
@@ -127,20 +127,20 @@ fn tokenizer(tokens: &[(String, [bool; 4])]) -> Tokenizer {
 
 proptest! {
     #[test]
-    fn a_walk_finds_what_holding_each_place_against_each_token_does(
+    fn trie_and_pairwise_comparison_agree(
         tokens in proptest::collection::vec(("[<|/>aSs\u{DF}\u{17F}\u{130}\u{20AC} ]{1,4}", any::<[bool; 4]>()), 1..9),
         texts in proptest::collection::vec("[<|/>aSs\u{DF}\u{17F}\u{130}\u{20AC}i \n]{0,9}", 1..5),
-        eager in any::<bool>(),
+        marks_first_chars in any::<bool>(),
     ) {
         let tokenizer = tokenizer(&tokens);
         let template: String = tokens.iter().step_by(2).map(|(token, _)| token.as_str()).collect();
-        let guard = Guard::new(&tokenizer, &template, eager);
+        let guard = Guard::new(&tokenizer, &template, marks_first_chars);
         let mut marked = String::new();
         // The tokens' own texts are tested too, whole and without their ends.
         let cut = |text: &str| text.chars().take(2).collect::<String>();
         let own = tokens.iter().flat_map(|(token, _)| [token.clone(), cut(token), format!("{} ", cut(token))]);
         for text in texts.into_iter().chain(own) {
-            prop_assert_eq!(guard.places(&text).collect::<Vec<_>>(), places(&guard, &text), "{:?}", &text);
+            prop_assert_eq!(guard.marked_chars(&text).collect::<Vec<_>>(), marked_chars(&guard, &text), "{:?}", &text);
             prop_assert_eq!(split(&guard, &text, MARKS), guard.split(&text, MARKS), "{:?}", &text);
             marked.push_str(&guard.mark_text(&text, MARKS));
         }

@@ -1,4 +1,5 @@
-//! Rows to prompts: the job's templates, the checkpoint's chat template, and the tokenizer, in that order.
+//! Converts rows to prompts with the job's templates, the checkpoint's chat template, and the
+//! tokenizer, in that order.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -10,77 +11,78 @@ use super::chat::{ChatTemplate, Turn};
 use super::file::Truncate;
 use super::generate::Generate;
 use super::guard::{Guard, Marks, Piece};
-use super::openai::{self, Ask};
+use super::openai::{self, LinePrompt};
 use super::spec::Job;
 use super::template::column_context;
-use super::thinking::Thinks;
-use super::{JobError, one_line, sha256, suggest};
+use super::thinking::ModelThinking;
+use super::{JobError, one_line, sha256_hex};
 use crate::dataset::row::InputRow;
 use crate::engine::params::GenerationParams;
 use crate::report::summary::number;
 use crate::tokenizer::{Encoded, Tokenizer};
-use source::{CompiledMessage, Content, OfRow, Source, compile, named_columns, takes_apart};
+use source::{CompiledMessage, Content, PromptText, RowFields, Source, compile, named_columns, splits_texts};
 
-/// Maximum nesting of a row's values, which is also the JSON reader's limit.
+/// Maximum nesting of a row's values; the JSON reader has the same limit.
 const ROW_DEPTH_MAX: usize = 128;
 
-/// Inputs of rendering besides the job.
+/// What [`Renderer::new`] needs besides the job.
 #[derive(Debug, Clone)]
 pub struct RenderSetup {
     pub tokenizer: Arc<Tokenizer>,
-    /// Number of token ids that the model knows, which may be fewer than the tokenizer's.
+    /// Number of token ids in the model's vocabulary; the tokenizer's may be larger.
     pub model_vocabulary: usize,
-    /// Longest sequence (prompt + completion) in tokens.
+    /// Maximum sequence length (prompt and completion) in tokens.
     pub context_tokens: u32,
-    /// Default key of the random stream, if neither job nor row gives a seed; see [`Job::seed`].
+    /// Key of the random stream of rows without a seed of their own; see [`Job::seed`].
     pub seed: u64,
-    /// The time that chat templates see: the same for the whole job, so that a retried row gets the
-    /// same prompt.
+    /// The time that chat templates see. It is the same for the whole job, so that a retried row
+    /// gets the same prompt.
     pub now: NaiveDateTime,
-    /// Minimum `max_tokens` of a row, if a retry raised it.
-    pub max_tokens: Option<u32>,
+    /// Minimum of the rows' `max_tokens`, if a retry raised it.
+    pub retry_max_tokens: Option<u32>,
 }
 
-/// A row, ready for the engine.
+/// A row's prompt and parameters, ready for the engine.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RenderedRow {
-    /// The prompt as text, for previews. For given or truncated token ids, the text that they
-    /// decode to.
+    /// The prompt as text, for previews. If the row gives token ids, or if the prompt was truncated,
+    /// the text that the ids decode to.
     pub text: String,
-    /// At least one token, and at most the context less one.
+    /// At least one token, and fewer than the context.
     pub tokens: Vec<u32>,
     pub params: Arc<GenerationParams>,
 }
 
-/// Turns rows into prompts; created once per job, shared by threads.
+/// Converts rows to prompts. Created once per job and shared by threads.
 pub struct Renderer {
     source: Source,
     chat: Result<ChatTemplate, String>,
     guard: Guard,
     setup: RenderSetup,
-    /// Special tokens around a prompt that is not a conversation.
-    around: (Vec<u32>, Vec<u32>),
+    /// Special tokens before and after a prompt that is not a conversation.
+    special_prefix: Vec<u32>,
+    special_suffix: Vec<u32>,
     kwargs: Map<String, Value>,
     turn: Turn,
     truncate: Truncate,
     generate: Generate,
-    thinks: Option<Thinks>,
+    thinking: Option<ModelThinking>,
     params: Arc<GenerationParams>,
-    /// `params` with the `max_tokens` that a retry raised.
-    raised: Option<Arc<GenerationParams>>,
+    /// `params` with the `max_tokens` of a retry.
+    retry_params: Option<Arc<GenerationParams>>,
     columns: Option<Vec<String>>,
     template_hash: String,
-    named: Named,
-    found: check::Found,
+    named: NamedColumns,
+    findings: check::Findings,
 }
 
-/// Columns that the job names, each with its field, and the names of files for error messages.
-struct Named {
+/// Columns that the job names, each with the job's field that names it, and file names for error
+/// messages.
+struct NamedColumns {
     columns: Vec<(String, String)>,
-    /// Columns accessed as fields of `row`, which are columns unless a column is itself named
-    /// `row`.
-    of_row: OfRow,
-    file: String,
+    /// Fields of `row` in templates; they are columns unless the input has a column named `row`.
+    row_fields: RowFields,
+    job_file: String,
     input: String,
 }
 
@@ -89,29 +91,31 @@ impl Renderer {
     #[expect(clippy::too_many_lines, reason = "checks need what others made")]
     pub fn new(job: &Job, setup: RenderSetup) -> Result<Renderer, JobError> {
         let invalid = |message: String| JobError::Invalid {
-            place: job.file.clone(),
+            location: job.file.clone(),
             message,
         };
         let template_error = |message: String| JobError::Template {
-            place: job.file.clone(),
+            location: job.file.clone(),
             message,
         };
         if job.generate.max_tokens >= setup.context_tokens {
-            let whose = if job.generate.is_of_model("max_tokens") {
+            let source_note = if job.generate.is_from_checkpoint("max_tokens") {
                 " (the checkpoint's `max_new_tokens`)"
             } else {
                 ""
             };
             return Err(invalid(format!(
-                "`generate.max_tokens` is {}{whose}, which leaves no room for a prompt in the model's context of {} tokens: give less",
+                "`generate.max_tokens` is {}{source_note}, which leaves no room for a prompt in the model's context of {} tokens: give less",
                 number(job.generate.max_tokens.into()),
                 number(setup.context_tokens.into())
             )));
         }
-        check_stops(&job.generate, &setup.tokenizer).map_err(|e| invalid(format!("`generate.{e}")))?;
+        job.generate
+            .check_stop_ids(&setup.tokenizer)
+            .map_err(|e| invalid(format!("`generate.{e}")))?;
         let (source, mut named) = compile(job).map_err(template_error)?;
-        let mut of_row = OfRow::default();
-        let columns = named_columns(&source, &mut named, &mut of_row);
+        let mut row_fields = RowFields::default();
+        let columns = named_columns(&source, &mut named, &mut row_fields);
         named.extend(
             job.output
                 .carry
@@ -124,8 +128,8 @@ impl Renderer {
                 .map(|column| (column.clone(), "report.gold".to_string())),
         );
 
-        let said = job.prompt.turn().map_err(|why| invalid(format!("`prompt` {why}")))?;
-        let turn = said.unwrap_or(Turn::Generate);
+        let job_turn = job.prompt.turn().map_err(|why| invalid(format!("`prompt` {why}")))?;
+        let turn = job_turn.unwrap_or(Turn::Generate);
         let config = setup.tokenizer.config();
         let kwargs = job.prompt.chat_template_kwargs.clone();
         let has_tools = kwargs.get("tools").is_some_and(|tools| !tools.is_null());
@@ -133,8 +137,8 @@ impl Renderer {
         let mut probe = None;
         if let (Source::Messages(messages), chat) = (&source, &chat) {
             let chat = chat.as_ref().map_err(|e| template_error(e.clone()))?;
-            // Roles that the template refuses, and endless templates, are found here, before any
-            // row is read.
+            // This finds roles that the template refuses, and endless templates, before any row is
+            // read.
             let messages = messages.iter().map(|message| message.probe("x")).collect();
             probe = Some(chat.render(messages, &kwargs, turn).map_err(template_error)?);
         }
@@ -142,86 +146,57 @@ impl Renderer {
             chat.as_ref().map_err(|e| template_error(e.clone()))?;
         }
         let chat_source = chat.as_ref().map(ChatTemplate::source).unwrap_or_default();
-        let thinks = Thinks::find(&job.generate, &setup.tokenizer, chat.as_ref().ok(), probe.as_deref());
-        let thinks = thinks.map_err(invalid)?;
-        let controls = Thinks::controls(thinks.as_ref(), chat_source);
-        let guard = Guard::new(&setup.tokenizer, &controls, takes_apart(&job.prompt.kind));
-        let around = setup.tokenizer.surrounding().map_err(invalid)?;
-        let mut hashed = vec![json!(job.prompt.kind), json!(chat_source), json!(kwargs)];
-        // Only set fields are hashed, so that jobs of older gristmills keep their hash.
+        let thinking = ModelThinking::detect(&job.generate, &setup.tokenizer, chat.as_ref().ok(), probe.as_deref());
+        let thinking = thinking.map_err(invalid)?;
+        let controls = ModelThinking::control_source(thinking.as_ref(), chat_source);
+        let guard = Guard::new(&setup.tokenizer, &controls, splits_texts(&job.prompt.kind));
+        let (special_prefix, special_suffix) = setup.tokenizer.surrounding_ids().map_err(invalid)?;
+        let mut hashed_parts = vec![json!(job.prompt.kind), json!(chat_source), json!(kwargs)];
+        // Unset fields are not hashed, so that jobs of older gristmills keep their hash.
         let switches = [job.prompt.add_generation_prompt, job.prompt.continue_final_message];
         if switches != [None, None] {
-            hashed.push(json!(switches));
+            hashed_parts.push(json!(switches));
         }
         let input = job.input.uris.join("`, `");
-        let params = params(&job.generate, job.deterministic, &setup, thinks.as_ref());
-        // A retry's limit may exceed the context, which ends completions anyway.
-        let raised = setup.max_tokens.map(|least| least.min(setup.context_tokens - 1));
+        let params = params(&job.generate, job.deterministic, &setup, thinking.as_ref());
+        // A retry's limit may exceed the context, where completions end anyway.
+        let retry_params = setup.retry_max_tokens.map(|least| least.min(setup.context_tokens - 1));
         // A batch line may have a smaller limit than the job's default.
-        let raised = raised.map(|max_tokens| GenerationParams {
+        let retry_params = retry_params.map(|max_tokens| GenerationParams {
             max_tokens,
             ..params.clone()
         });
         let mut renderer = Renderer {
-            template_hash: sha256(Value::from(hashed).to_string()),
+            template_hash: sha256_hex(Value::from(hashed_parts).to_string()),
             params: Arc::new(params),
-            raised: raised.map(Arc::new),
-            thinks,
+            retry_params: retry_params.map(Arc::new),
+            thinking,
             generate: job.generate.clone(),
             truncate: job.prompt.truncate,
-            named: Named {
+            named: NamedColumns {
                 columns: named,
-                of_row,
-                file: job.file.clone(),
+                row_fields,
+                job_file: job.file.clone(),
                 input,
             },
             source,
             chat,
             guard,
             setup,
-            around,
+            special_prefix,
+            special_suffix,
             kwargs,
             turn,
             columns,
-            found: check::Found::default(),
+            findings: check::Findings::default(),
         };
-        renderer.found = renderer.look(job);
+        renderer.findings = renderer.check_names(job);
         Ok(renderer)
     }
 
-    /// The columns that prompts use, sorted; `None` if they may use any column.
+    /// The columns that prompts use, sorted; `None` if prompts may use any column.
     pub fn columns(&self) -> Option<Vec<String>> {
         self.columns.clone()
-    }
-
-    /// Checks that all columns that the job names (in prompts, `carry` and `gold`) are among the
-    /// input's columns.
-    pub fn check_columns(&self, columns: &[String]) -> Result<(), JobError> {
-        let has = |name: &str| columns.iter().any(|column| column == name);
-        let lacking = ["custom_id", "method", "url", "body"]
-            .into_iter()
-            .find(|name| !has(name));
-        if let (Source::Openai, Some(lacking)) = (&self.source, lacking) {
-            return Err(JobError::Invalid {
-                place: self.named.file.clone(),
-                message: format!(
-                    "`prompt` says none of `messages`, `text` and `token_ids`, and `{}` is no OpenAI batch file (it has \
-                     no column `{lacking}`)",
-                    self.named.input
-                ),
-            });
-        }
-        let of_row = self.named.of_row.needed.iter().filter(|_| !has("row"));
-        match self.named.columns.iter().chain(of_row).find(|(column, _)| !has(column)) {
-            None => Ok(()),
-            Some((column, field)) => Err(JobError::Column {
-                place: self.named.file.clone(),
-                column: column.clone(),
-                field: field.clone(),
-                input: self.named.input.clone(),
-                hint: suggest(column, columns.iter().map(String::as_str)),
-            }),
-        }
     }
 
     /// SHA-256, hexadecimal, of all templates that prompts use, for provenance.
@@ -237,19 +212,19 @@ impl Renderer {
         }
     }
 
-    /// Maximum sequence length that its prompts assume, in tokens.
+    /// Maximum sequence length (prompt and completion) in tokens.
     pub fn context_tokens(&self) -> u32 {
         self.setup.context_tokens
     }
 
-    /// End-of-sequence ids of the checkpoint at planning, if the record has them.
+    /// End-of-sequence ids of the checkpoint when the job was planned, if the record has them.
     pub fn model_ends(&self) -> Option<&[u32]> {
         self.generate.model_ends.as_deref()
     }
 
-    /// How the model thinks; `None`: its whole output is the answer.
-    pub fn thinks(&self) -> Option<&Thinks> {
-        self.thinks.as_ref()
+    /// How the model thinks; `None`: the model's whole output is its answer.
+    pub fn thinking(&self) -> Option<&ModelThinking> {
+        self.thinking.as_ref()
     }
 
     /// Parameters of rows without settings of their own.
@@ -259,16 +234,16 @@ impl Renderer {
 
     /// Renders and encodes a row. The error is one line for the row's `error` column.
     pub fn render(&self, row: &InputRow) -> Result<RenderedRow, String> {
-        let mut rendered = self.render_as_asked(row)?;
-        // The prompt is unchanged: truncation leaves room for the job's own `max_tokens`.
-        if let Some(raised) = &self.raised
-            && rendered.params.max_tokens < raised.max_tokens
+        let mut rendered = self.render_unraised(row)?;
+        // A retry does not change the prompt: truncation went by the row's own `max_tokens`.
+        if let Some(retry_params) = &self.retry_params
+            && rendered.params.max_tokens < retry_params.max_tokens
         {
             rendered.params = if Arc::ptr_eq(&rendered.params, &self.params) {
-                raised.clone()
+                retry_params.clone()
             } else {
                 Arc::new(GenerationParams {
-                    max_tokens: raised.max_tokens,
+                    max_tokens: retry_params.max_tokens,
                     ..GenerationParams::clone(&rendered.params)
                 })
             };
@@ -276,7 +251,8 @@ impl Renderer {
         Ok(rendered)
     }
 
-    fn render_as_asked(&self, row: &InputRow) -> Result<RenderedRow, String> {
+    /// Renders and encodes a row, without the `max_tokens` of a retry.
+    fn render_unraised(&self, row: &InputRow) -> Result<RenderedRow, String> {
         let fields = row.fields.as_ref().map_err(Clone::clone)?;
         if let Some((column, _)) = fields.iter().find(|(_, value)| is_deeper(value, ROW_DEPTH_MAX)) {
             let why = format!("column `{column}` nests values more than {ROW_DEPTH_MAX} levels deep");
@@ -284,8 +260,8 @@ impl Renderer {
         }
         match &self.source {
             Source::Messages(_) | Source::Text(_) => {
-                let (text, tokens) = self.encode(fields, &self.params, |fields| self.own_prompt(fields))?;
-                self.finish(Some(text), tokens, &self.params)
+                let (text, tokens) = self.encode(fields, &self.params, |fields| self.job_prompt(fields))?;
+                self.fit_to_context(Some(text), tokens, &self.params)
             }
             Source::TokenIds(column) => {
                 let value = fields
@@ -294,25 +270,27 @@ impl Renderer {
                 let Value::Array(items) = value else {
                     return Err(format!(
                         "column `{column}` holds {}, not a list of token ids",
-                        kind_of(value)
+                        type_name(value)
                     ));
                 };
-                self.ready_tokens(items, &format!("column `{column}`"), &self.params)
+                self.render_token_ids(items, &format!("column `{column}`"), &self.params)
             }
-            Source::Openai => self.openai(fields),
+            Source::Openai => self.render_line(fields),
         }
     }
 
-    fn openai(&self, fields: &Map<String, Value>) -> Result<RenderedRow, String> {
-        let (body, is_chat) = openai::body(fields)?;
+    fn render_line(&self, fields: &Map<String, Value>) -> Result<RenderedRow, String> {
+        let (body, is_chat) = openai::request_body(fields)?;
         let generate = openai::generate(body, &self.generate)?;
         let params = if generate == self.generate {
             self.params.clone()
         } else {
-            check_stops(&generate, &self.setup.tokenizer).map_err(|e| format!("`{e}"))?;
-            let thinks = self.thinks.as_ref();
-            Thinks::check_line(thinks, &generate, &self.generate)?;
-            Arc::new(params(&generate, self.params.deterministic, &self.setup, thinks))
+            generate
+                .check_stop_ids(&self.setup.tokenizer)
+                .map_err(|e| format!("`{e}"))?;
+            let thinking = self.thinking.as_ref();
+            ModelThinking::check_line(thinking, &generate, &self.generate)?;
+            Arc::new(params(&generate, self.params.deterministic, &self.setup, thinking))
         };
         if params.max_tokens >= self.setup.context_tokens {
             return Err(format!(
@@ -321,36 +299,41 @@ impl Renderer {
                 number(self.setup.context_tokens.into())
             ));
         }
-        if let Ask::Tokens(items) = openai::ask(body, is_chat)? {
-            return self.ready_tokens(&items, "`prompt`", &params);
+        if let LinePrompt::Tokens(items) = openai::prompt(body, is_chat)? {
+            return self.render_token_ids(&items, "`prompt`", &params);
         }
-        let (text, tokens) = self.encode(body, &params, |body| match openai::ask(body, is_chat)? {
-            Ask::Chat { messages, kwargs, turn } => {
+        let (text, tokens) = self.encode(body, &params, |body| match openai::prompt(body, is_chat)? {
+            LinePrompt::Chat { messages, kwargs, turn } => {
                 let chat = self.chat.as_ref().map_err(Clone::clone)?;
-                if let Some(why) = chat.refuses(&kwargs) {
+                if let Some(why) = chat.kwargs_error(&kwargs) {
                     return Err(format!("`body` {why}"));
                 }
                 let mut all = self.kwargs.clone();
                 all.extend(kwargs);
-                Ok((chat.render(messages, &all, turn.unwrap_or(self.turn))?, false))
+                Ok(PromptText {
+                    text: chat.render(messages, &all, turn.unwrap_or(self.turn))?,
+                    adds_special_tokens: false,
+                })
             }
-            Ask::Text(text) => Ok((text, true)),
-            Ask::Tokens(_) => Err("`prompt` changed its form".into()),
+            LinePrompt::Text(text) => Ok(PromptText {
+                text,
+                adds_special_tokens: true,
+            }),
+            LinePrompt::Tokens(_) => Err("`prompt` changed its form".into()),
         })?;
-        self.finish(Some(text), tokens, &params)
+        self.fit_to_context(Some(text), tokens, &params)
     }
 
-    /// The prompt of a row by the job's own templates, and whether special tokens are added around
-    /// it.
-    fn own_prompt(&self, fields: &Map<String, Value>) -> Result<(String, bool), String> {
+    /// Renders a row's prompt with the job's own templates.
+    fn job_prompt(&self, fields: &Map<String, Value>) -> Result<PromptText, String> {
         let context = column_context(fields);
         match &self.source {
-            Source::Text(template) => Ok((
-                template
+            Source::Text(template) => Ok(PromptText {
+                text: template
                     .render(context)
                     .map_err(|e| format!("template `prompt.text`: {e}"))?,
-                true,
-            )),
+                adds_special_tokens: true,
+            }),
             Source::Messages(messages) => {
                 let mut rendered = Vec::with_capacity(messages.len());
                 for (i, message) in messages.iter().enumerate() {
@@ -373,50 +356,53 @@ impl Renderer {
                     };
                     rendered.push(json!({"role": message.role, "content": content}));
                 }
-                Ok((
-                    self.chat
-                        .as_ref()
-                        .map_err(Clone::clone)?
-                        .render(rendered, &self.kwargs, self.turn)?,
-                    false,
-                ))
+                let chat = self.chat.as_ref().map_err(Clone::clone)?;
+                Ok(PromptText {
+                    text: chat.render(rendered, &self.kwargs, self.turn)?,
+                    adds_special_tokens: false,
+                })
             }
-            // Rows of these kinds have their own prompts, and are handled elsewhere.
+            // Rows of these jobs hold their prompts: `render_unraised` does not call this function.
             Source::TokenIds(_) | Source::Openai => Err("the job has no template".into()),
         }
     }
 
-    /// Renders with `prompt` and encodes, keeping control tokens out of the data (see `guard`).
+    /// Calls `prompt` to render the row, and encodes the text. The row's data cannot become control
+    /// tokens (see `guard`).
     fn encode(
         &self,
         fields: &Map<String, Value>,
         params: &GenerationParams,
-        prompt: impl Fn(&Map<String, Value>) -> Result<(String, bool), String>,
+        prompt: impl Fn(&Map<String, Value>) -> Result<PromptText, String>,
     ) -> Result<(String, Encoded), String> {
         let tokenizer = &self.setup.tokenizer;
         let context = self.setup.context_tokens as usize;
-        // Tokens beyond this limit have no effect.
+        // Tokens beyond this number do not change the result, so they are not encoded.
         let limit = match self.truncate {
             Truncate::None => context - 1,
             Truncate::Right => context - params.max_tokens as usize,
             Truncate::Left => usize::MAX,
         };
-        let used = |name: &str| match &self.columns {
+        let is_used = |name: &str| match &self.columns {
             Some(columns) => columns.iter().any(|column| column == name),
             None => true,
         };
-        let suspect = fields
+        let values_may_form_token = fields
             .iter()
-            .any(|(name, value)| used(name) && self.guard.suspects(value, tokenizer));
-        // Templates that may use the whole row can also put column names into the prompt.
-        let names = self.columns.is_none() && fields.keys().any(|name| self.guard.suspects_text(name));
-        if !suspect && !names {
-            let (text, surround) = prompt(fields)?;
-            let tokens = tokenizer.encode_within(&text, surround, limit)?;
+            .any(|(name, value)| is_used(name) && self.guard.may_form_token(value, tokenizer));
+        // A template that may use the whole row can also put column names into the prompt.
+        let names_may_form_token =
+            self.columns.is_none() && fields.keys().any(|name| self.guard.text_may_form_token(name));
+        if !values_may_form_token && !names_may_form_token {
+            let PromptText {
+                text,
+                adds_special_tokens,
+            } = prompt(fields)?;
+            let tokens = tokenizer.encode_within(&text, adds_special_tokens, limit)?;
             return Ok((text, tokens));
         }
-        let marks = Marks::free(fields).ok_or("the row holds control tokens and every noncharacter of Unicode")?;
-        let marked = if names {
+        let marks = Marks::unused(fields).ok_or("the row holds control tokens and every noncharacter of Unicode")?;
+        let marked = if names_may_form_token {
             self.guard.mark_map(fields, marks)
         } else {
             fields
@@ -424,17 +410,20 @@ impl Renderer {
                 .map(|(name, value)| (name.clone(), self.guard.mark(value, marks)))
                 .collect()
         };
-        let (text, surround) = prompt(&marked)?;
+        let PromptText {
+            text,
+            adds_special_tokens,
+        } = prompt(&marked)?;
         let mut tokens = Vec::new();
         let mut is_cut = false;
-        if surround {
-            tokens.extend(&self.around.0);
+        if adds_special_tokens {
+            tokens.extend(&self.special_prefix);
         }
         for piece in self.guard.split(&text, marks) {
             match piece {
                 Piece::Token(id) => tokens.push(id),
-                Piece::Text(text, first) => {
-                    let piece = tokenizer.encode_piece_within(&text, first, limit.saturating_sub(tokens.len()))?;
+                Piece::Text(text, is_first) => {
+                    let piece = tokenizer.encode_piece_within(&text, is_first, limit.saturating_sub(tokens.len()))?;
                     tokens.extend(piece.ids);
                     is_cut = piece.is_cut;
                 }
@@ -443,13 +432,18 @@ impl Renderer {
                 break;
             }
         }
-        if surround && !is_cut {
-            tokens.extend(&self.around.1);
+        if adds_special_tokens && !is_cut {
+            tokens.extend(&self.special_suffix);
         }
         Ok((marks.strip(&text), Encoded { ids: tokens, is_cut }))
     }
 
-    fn ready_tokens(&self, items: &[Value], what: &str, params: &Arc<GenerationParams>) -> Result<RenderedRow, String> {
+    fn render_token_ids(
+        &self,
+        items: &[Value],
+        what: &str,
+        params: &Arc<GenerationParams>,
+    ) -> Result<RenderedRow, String> {
         let known = self.setup.tokenizer.vocab_size() as u64;
         let mut tokens = Vec::with_capacity(items.len());
         for (i, item) in items.iter().enumerate() {
@@ -468,11 +462,11 @@ impl Renderer {
             ids: tokens,
             is_cut: false,
         };
-        self.finish(None, tokens, params)
+        self.fit_to_context(None, tokens, params)
     }
 
     /// The text that token ids decode to, including the texts of special tokens.
-    fn shown(&self, tokens: &[u32]) -> String {
+    fn decode_with_specials(&self, tokens: &[u32]) -> String {
         let tokenizer = &self.setup.tokenizer;
         let specials = tokenizer.added_tokens().iter().filter(|token| token.special);
         let specials: BTreeMap<u32, &str> = specials.map(|token| (token.id, token.content.as_str())).collect();
@@ -485,8 +479,9 @@ impl Renderer {
             .collect()
     }
 
-    /// Checks a prompt against the model's context. Without a text, its tokens are decoded.
-    fn finish(
+    /// Checks a prompt against the model's context, and truncates it if the job says so. Without a
+    /// `text`, or after truncation, the text is decoded from the tokens.
+    fn fit_to_context(
         &self,
         mut text: Option<String>,
         Encoded {
@@ -506,8 +501,8 @@ impl Renderer {
             ));
         }
         let context = self.setup.context_tokens as usize;
-        // `max_tokens` was checked to be less than the context.
-        let room = context - params.max_tokens as usize;
+        // This cannot underflow: `max_tokens` was checked to be less than the context.
+        let prompt_max = context - params.max_tokens as usize;
         match self.truncate {
             Truncate::None if tokens.len() >= context => {
                 let count = if is_cut {
@@ -521,47 +516,39 @@ impl Renderer {
                     number(context as u64)
                 ));
             }
-            Truncate::Left if tokens.len() > room => {
+            Truncate::Left if tokens.len() > prompt_max => {
                 let bos = self.setup.tokenizer.config().bos_token.as_deref();
                 let bos = bos.and_then(|bos| self.setup.tokenizer.id_of(bos));
-                // The begin-of-sequence token is kept for models that were trained with one.
-                let keep = usize::from(Some(tokens[0]) == bos && room > 1);
-                let drop = tokens.len() - room;
-                tokens.drain(keep..keep + drop);
+                // The begin-of-sequence token stays: models that have one were trained with it.
+                let kept = usize::from(Some(tokens[0]) == bos && prompt_max > 1);
+                let dropped = tokens.len() - prompt_max;
+                tokens.drain(kept..kept + dropped);
                 text = None;
             }
-            Truncate::Right if tokens.len() > room => {
-                tokens.truncate(room);
+            Truncate::Right if tokens.len() > prompt_max => {
+                tokens.truncate(prompt_max);
                 text = None;
             }
             Truncate::None | Truncate::Left | Truncate::Right => {}
         }
         Ok(RenderedRow {
-            text: text.unwrap_or_else(|| self.shown(&tokens)),
+            text: text.unwrap_or_else(|| self.decode_with_specials(&tokens)),
             tokens,
             params: params.clone(),
         })
     }
 }
 
-/// Checks that all stop token ids are in the vocabulary. The error begins inside the field's
-/// backticks.
-fn check_stops(generate: &Generate, tokenizer: &Tokenizer) -> Result<(), String> {
-    let known = tokenizer.vocab_size();
-    match generate.stop_token_ids.iter().find(|id| **id as usize >= known) {
-        None => Ok(()),
-        Some(id) => Err(format!(
-            "stop_token_ids` holds {id}, no id of the vocabulary (0 to {})",
-            known - 1
-        )),
-    }
-}
-
-/// The engine's parameters. A stop text that is a special token's text becomes a stop token, since
-/// special tokens never appear in a completion's text.
-fn params(generate: &Generate, deterministic: bool, setup: &RenderSetup, thinks: Option<&Thinks>) -> GenerationParams {
+/// Converts to the engine's parameters. A stop text that is the text of a special token becomes a
+/// stop token, since special tokens never appear in a completion's text.
+fn params(
+    generate: &Generate,
+    deterministic: bool,
+    setup: &RenderSetup,
+    thinking: Option<&ModelThinking>,
+) -> GenerationParams {
     let mut params = generate.params(setup.seed, deterministic);
-    params.thinking = thinks.and_then(|thinks| thinks.of(generate));
+    params.thinking = thinking.and_then(|thinking| thinking.for_row(generate));
     for text in &generate.stop {
         let specials = setup.tokenizer.added_tokens().iter().filter(|token| token.special);
         for token in specials.filter(|token| token.content == *text) {
@@ -575,16 +562,16 @@ fn params(generate: &Generate, deterministic: bool, setup: &RenderSetup, thinks:
 
 /// Whether lists and structs nest deeper than `levels`.
 fn is_deeper(value: &Value, levels: usize) -> bool {
-    let inside = |item: &Value| levels == 0 || is_deeper(item, levels - 1);
+    let item_is_deeper = |item: &Value| levels == 0 || is_deeper(item, levels - 1);
     match value {
-        Value::Array(items) => items.iter().any(inside),
-        Value::Object(fields) => fields.values().any(inside),
+        Value::Array(items) => items.iter().any(item_is_deeper),
+        Value::Object(fields) => fields.values().any(item_is_deeper),
         _ => false,
     }
 }
 
-/// The kind of a JSON value, in words.
-fn kind_of(value: &Value) -> &'static str {
+/// The type of a value, for messages.
+fn type_name(value: &Value) -> &'static str {
     match value {
         Value::Null => "null",
         Value::Bool(_) => "a boolean",

@@ -23,7 +23,7 @@ pub(super) struct CompiledMessage {
 }
 
 impl CompiledMessage {
-    /// The message with `data` in place of the row's data.
+    /// Renders the message with `data` in place of each template.
     pub(super) fn probe(&self, data: &str) -> Value {
         let text = |part: &Content| match part {
             Content::Fixed(text) => text.clone(),
@@ -34,12 +34,21 @@ impl CompiledMessage {
     }
 }
 
+/// A rendered prompt, not yet encoded.
+pub(super) struct PromptText {
+    pub text: String,
+    /// Whether the tokenizer's special tokens are added around the text. A chat template writes its
+    /// own.
+    pub adds_special_tokens: bool,
+}
+
 pub(super) enum Content {
     Fixed(String),
     Template(Box<Template>),
 }
 
-/// Compiles the job's own templates; also lists the columns that are named outside of templates.
+/// Compiles the job's own templates. Also returns the columns that the job names outside of
+/// templates, each with the naming field.
 pub(super) fn compile(job: &Job) -> Result<(Source, Vec<(String, String)>), String> {
     let mut named = Vec::new();
     let source = match &job.prompt.kind {
@@ -62,7 +71,7 @@ pub(super) fn compile(job: &Job) -> Result<(Source, Vec<(String, String)>), Stri
 
 fn compile_message(i: usize, message: &Message) -> Result<CompiledMessage, String> {
     let compile = |part: &String| {
-        // System messages are usually the same for every row.
+        // A text without templates, as system messages usually are, needs no rendering.
         if !part.contains('{') {
             return Ok(Content::Fixed(part.clone()));
         }
@@ -81,27 +90,27 @@ fn compile_message(i: usize, message: &Message) -> Result<CompiledMessage, Strin
 
 /// Fields of `row` that templates name, each with the job's field that holds the template.
 #[derive(Default)]
-pub(super) struct OfRow {
+pub(super) struct RowFields {
     pub needed: Vec<(String, String)>,
     /// Fields whose existence a template tests.
-    pub asked: Vec<(String, String)>,
+    pub tested: Vec<(String, String)>,
 }
 
 /// Adds the columns that templates name to `named`, and the fields of `row` that they name to
-/// `of_row`. Returns all columns that prompts use, or `None` if prompts may use any column.
+/// `row_fields`. Returns all columns that prompts use, or `None` if prompts may use any column.
 pub(super) fn named_columns(
     source: &Source,
     named: &mut Vec<(String, String)>,
-    of_row: &mut OfRow,
+    row_fields: &mut RowFields,
 ) -> Option<Vec<String>> {
-    let mut any = false;
+    let mut may_use_any = false;
     let mut add = |template: &Template, field: String| {
         let columns = template.columns();
-        let placed = |columns: BTreeSet<String>| columns.into_iter().map(|column| (column, field.clone()));
-        named.extend(placed(columns.names));
-        of_row.needed.extend(placed(columns.of_row));
-        of_row.asked.extend(placed(columns.asked_of_row));
-        any |= columns.any;
+        let with_field = |columns: BTreeSet<String>| columns.into_iter().map(|column| (column, field.clone()));
+        named.extend(with_field(columns.names));
+        row_fields.needed.extend(with_field(columns.row_fields));
+        row_fields.tested.extend(with_field(columns.tested_row_fields));
+        may_use_any |= columns.may_use_any;
     };
     match source {
         Source::Messages(messages) => {
@@ -118,17 +127,17 @@ pub(super) fn named_columns(
         Source::Openai => return None,
     }
     let columns: BTreeSet<&String> = named.iter().map(|(column, _)| column).collect();
-    (!any).then(|| columns.into_iter().cloned().collect())
+    (!may_use_any).then(|| columns.into_iter().cloned().collect())
 }
 
-/// Whether the job's templates split the texts of columns.
-pub(super) fn takes_apart(kind: &PromptKind) -> bool {
+/// Whether a template of the job splits texts; see [`guard::splits_texts`].
+pub(super) fn splits_texts(kind: &PromptKind) -> bool {
     match kind {
         PromptKind::Messages(messages) => messages
             .iter()
             .flat_map(|m| &m.parts)
-            .any(|part| guard::takes_apart(part)),
-        PromptKind::Text(text) => guard::takes_apart(text),
+            .any(|part| guard::splits_texts(part)),
+        PromptKind::Text(text) => guard::splits_texts(text),
         PromptKind::TokenIds(_) | PromptKind::Openai => false,
     }
 }

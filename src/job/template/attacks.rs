@@ -1,5 +1,5 @@
-//! Templates that crashed the process, or would: each must end in a one-line error, with little
-//! memory and time.
+//! Templates that crashed the process or would crash it without limits. Each must end in an error of
+//! one line, with little memory and time.
 
 use minijinja::value::{Serde, Value};
 use serde_json::json;
@@ -17,7 +17,7 @@ fn chat(source: &str) -> Result<String, String> {
 }
 
 #[track_caller]
-fn refused(source: &str, why: &str) {
+fn assert_refused(source: &str, why: &str) {
     let shown = &source[..source.len().min(200)];
     match chat(source) {
         Ok(text) => panic!("{shown}: rendered {} bytes", text.len()),
@@ -25,8 +25,8 @@ fn refused(source: &str, why: &str) {
     }
 }
 
-const LARGE: &str = "more than 128 MB";
-const LONG: &str = "more than 1000000 items";
+const TOO_MUCH: &str = "more than 128 MB";
+const TOO_MANY_ITEMS: &str = "more than 1000000 items";
 
 #[test]
 fn texts_that_grow_are_refused() {
@@ -60,7 +60,7 @@ fn texts_that_grow_are_refused() {
          fifteen hundred bytes each, more or less, which is what this comes to, with some more words at its end to be sure \
          of that. So that is all there is to say, and it has been said.{% endfor %}{% endset %}",
     ] {
-        let limits = [LARGE, LONG, "more than 64 MB"];
+        let limits = [TOO_MUCH, TOO_MANY_ITEMS, "more than 64 MB"];
         let error = chat(source).map(|text| text.len()).unwrap_err();
         assert!(
             limits.iter().any(|limit| error.contains(limit)),
@@ -68,9 +68,9 @@ fn texts_that_grow_are_refused() {
             &source[..source.len().min(60)]
         );
     }
-    refused("{{ messages|tojson(indent=text) }}", "no number of spaces");
-    refused("{{ messages|tojson(separators=[text, text]) }}", "too long");
-    refused("{{ strftime_now('%c' * 10000) }}", "more than 1 KB");
+    assert_refused("{{ messages|tojson(indent=text) }}", "no number of spaces");
+    assert_refused("{{ messages|tojson(separators=[text, text]) }}", "too long");
+    assert_refused("{{ strftime_now('%c' * 10000) }}", "more than 1 KB");
 }
 
 #[test]
@@ -89,28 +89,28 @@ fn lists_that_grow_are_refused() {
         "{% set s = [text * 100]|map('list')|list %}",
         "{% macro m() %}{% endmacro %}{{ m(*(text * 100)) }}",
     ] {
-        refused(source, LONG);
+        assert_refused(source, TOO_MANY_ITEMS);
     }
 }
 
 #[test]
 fn values_that_hold_themselves_or_too_many_levels_are_refused() {
-    refused("{% set ns = namespace() %}{% set ns.a = ns %}", "a namespace");
-    refused("{% set ns = namespace() %}{% set ns.a = [ns] %}", "a namespace");
-    refused(
+    assert_refused("{% set ns = namespace() %}{% set ns.a = ns %}", "a namespace");
+    assert_refused("{% set ns = namespace() %}{% set ns.a = [ns] %}", "a namespace");
+    assert_refused(
         "{% set ns = namespace() %}{% set ns.a = {'b': ns} %}{{ ns }}",
         "a namespace",
     );
-    refused(
+    assert_refused(
         "{% set ns = namespace() %}{% for m in [ns] %}{% set ns.a = loop %}{% endfor %}",
         "a namespace",
     );
     let deep = "{% set ns = namespace(s=[]) %}{% for i in range(90000) %}{% set ns.s = [ns.s] %}{% endfor %}";
-    refused(deep, "levels deep");
+    assert_refused(deep, "levels deep");
     let grouped =
         "{% set ns = namespace(s=messages) %}{% for i in range(9000) %}{% set ns.s = ns.s|groupby(0) %}{% endfor %}";
     assert!(chat(grouped).is_err());
-    // Nested layers of lazily computed values.
+    // Lazy values nested in each other.
     let layers = "{% set ns = namespace(s=messages) %}{% for i in range(9000) %}{% set ns.s = ns.s[0:] %}{% endfor %}\
                   {{ ns.s|length }} {{ ns.s is sequence }} {{ ns.s == messages }}";
     assert_eq!(chat(layers).unwrap(), "2 False True");
@@ -158,7 +158,7 @@ fn sources_just_within_the_limits_are_parsed() {
         format!("{{% if not text %}}{}{{% endif %}}", many("{% elif not text %}x", 900)),
     ];
     for source in cases {
-        // Rendering may be refused because of values, and not because of the source.
+        // Rendering may fail because of the values, but not because of the limits of a source.
         let parsed = chat(&source);
         assert!(
             parsed.is_ok() || parsed.as_ref().is_err_and(|e| !e.contains("a tag")),
@@ -168,15 +168,15 @@ fn sources_just_within_the_limits_are_parsed() {
 }
 
 #[test]
-fn what_never_ends_is_refused() {
+fn endless_templates_are_refused() {
     let macros = "{% macro m() %}{{ m() }}{{ m() }}{% endmacro %}{{ m() }}";
     assert!(chat(macros).is_err());
     let branching = "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}";
-    refused(branching, "does not come to an end");
+    assert_refused(branching, "does not come to an end");
 }
 
 #[test]
-fn ordinary_templates_are_as_before() {
+fn ordinary_templates_render_unchanged() {
     let cases = [
         (
             "{{ 3 * 4 }} {{ 'ab' * 2 }} {{ [1] * 2 }} {{ 2 * 1.5 }} {{ messages|length * 2 }}",

@@ -1,8 +1,8 @@
-//! The budget of one rendering: text and values that it creates, and its time.
+//! The budget of one rendering: the text and values that it creates, and its time.
 //!
 //! minijinja counts instructions, but one instruction may double a text or a list. So every
-//! operation that creates a value reports its size here ([`charge`], [`weigh`]). If the size
-//! follows from a product, it is reported before the value is created.
+//! operation that creates a value charges the value's size here ([`charge`], [`weigh`]). A size that
+//! is a product of two numbers is checked before the value is created ([`check_fits`]).
 
 use std::cell::{Cell, RefCell};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -11,58 +11,59 @@ use std::time::{Duration, Instant};
 use minijinja::value::ValueKind;
 use minijinja::{Error, ErrorKind, Value};
 
-/// Maximum bytes that one rendering creates, as intermediate values and as output: many times the
+/// Maximum bytes that one rendering creates, intermediate values and output together: many times the
 /// longest context.
 pub(super) const BYTES_MAX: usize = 128 << 20;
 /// Maximum length of the rendered text, in bytes: several times the longest context.
 pub(super) const OUTPUT_BYTES_MAX: usize = 64 << 20;
-/// Maximum number of items of a list, and of values in a nested list.
+/// Maximum number of items of a list; for nested lists, of all values in them.
 pub(super) const ITEMS_MAX: usize = 1_000_000;
 /// Maximum nesting of values: rows have at most 128 levels, and templates may wrap them in lists of
 /// their own.
 const DEPTH_MAX: usize = 200;
-/// Bytes charged per list item.
+/// Bytes charged for each list item.
 const ITEM_BYTES: usize = 24;
-/// A rendering that has created this many bytes waits until no other such rendering is in progress,
-/// so that memory does not grow with the number of threads.
+/// A rendering that has created more bytes is large. Large renderings run one at a time, so that
+/// memory does not grow with the number of threads.
 const LARGE_BYTES: usize = 16 << 20;
 /// Maximum compute time of a rendering.
 const BUSY_MAX: Duration = Duration::from_secs(10);
-/// Steps between two reads of the clock.
-const STEPS_A_LOOK: u32 = 64;
-/// Number of bytes that counts as a step.
+/// Number of steps between two reads of the clock.
+const STEPS_PER_CLOCK_READ: u32 = 64;
+/// Number of charged bytes that count as one more step.
 const STEP_BYTES: usize = 64 << 10;
 /// Maximum time counted between two reads of the clock: a process that was suspended for an hour
 /// has not computed for an hour.
-const BUSY_A_LOOK: Duration = Duration::from_secs(1);
+const BUSY_PER_CLOCK_READ_MAX: Duration = Duration::from_secs(1);
 
-static LARGE_ONE: Mutex<()> = Mutex::new(());
+/// The large rendering in progress holds this lock.
+static LARGE_RENDERING: Mutex<()> = Mutex::new(());
 
 thread_local! {
-    static MADE: Cell<usize> = const { Cell::new(0) };
-    static EMITTED: Cell<usize> = const { Cell::new(0) };
+    static CREATED_BYTES: Cell<usize> = const { Cell::new(0) };
+    static EMITTED_BYTES: Cell<usize> = const { Cell::new(0) };
     static REFUSED: Cell<bool> = const { Cell::new(false) };
     static STEPS: Cell<u32> = const { Cell::new(0) };
     static BUSY: Cell<Duration> = const { Cell::new(Duration::ZERO) };
-    static LOOKED: Cell<Option<Instant>> = const { Cell::new(None) };
-    static ALONE: RefCell<Option<MutexGuard<'static, ()>>> = const { RefCell::new(None) };
+    static LAST_CLOCK_READ: Cell<Option<Instant>> = const { Cell::new(None) };
+    static LARGE_RENDERING_GUARD: RefCell<Option<MutexGuard<'static, ()>>> = const { RefCell::new(None) };
 }
 
-/// Scope of a rendering on this thread.
+/// A rendering in progress on this thread, whose budget is in the thread's variables.
 pub(super) struct Rendering(());
 
 impl Rendering {
     pub(super) fn begin() -> Rendering {
-        MADE.set(0);
-        EMITTED.set(0);
+        CREATED_BYTES.set(0);
+        EMITTED_BYTES.set(0);
         REFUSED.set(false);
         STEPS.set(0);
         BUSY.set(Duration::ZERO);
-        LOOKED.set(None);
+        LAST_CLOCK_READ.set(None);
         Rendering(())
     }
 
-    /// Whether a value was refused for its size or time.
+    /// Whether the rendering exceeded its budget.
     pub(super) fn was_refused(&self) -> bool {
         REFUSED.get()
     }
@@ -70,69 +71,69 @@ impl Rendering {
 
 impl Drop for Rendering {
     fn drop(&mut self) {
-        if MADE.get() > LARGE_BYTES {
-            ALONE.take();
+        if CREATED_BYTES.get() > LARGE_BYTES {
+            LARGE_RENDERING_GUARD.take();
         }
     }
 }
 
-/// An error of this budget.
+/// The error that the rendering exceeds its budget.
 pub(super) fn refuse(why: impl Into<String>) -> Error {
     REFUSED.set(true);
     Error::new(ErrorKind::InvalidOperation, why.into())
 }
 
-/// Charges `bytes` to the rendering's budget.
+/// Charges `bytes` to the rendering's budget. A rendering that becomes large waits for its turn.
 pub(super) fn charge(bytes: usize) -> Result<(), Error> {
-    let made = MADE.get().saturating_add(bytes);
-    MADE.set(made);
-    if made > BYTES_MAX {
+    let created_bytes = CREATED_BYTES.get().saturating_add(bytes);
+    CREATED_BYTES.set(created_bytes);
+    if created_bytes > BYTES_MAX {
         return Err(too_much());
     }
-    if made > LARGE_BYTES {
-        ALONE.with_borrow_mut(|alone| {
-            alone.get_or_insert_with(|| LARGE_ONE.lock().unwrap_or_else(PoisonError::into_inner));
+    if created_bytes > LARGE_BYTES {
+        LARGE_RENDERING_GUARD.with_borrow_mut(|guard| {
+            guard.get_or_insert_with(|| LARGE_RENDERING.lock().unwrap_or_else(PoisonError::into_inner));
         });
     }
-    steps(1 + (bytes / STEP_BYTES) as u32)
+    add_steps(1 + (bytes / STEP_BYTES) as u32)
 }
 
-/// Charges an expression's output to the budget and to the length of the rendered text.
+/// Charges the output of an expression to the budget, and adds it to the rendered text's length.
 pub(super) fn charge_emitted(bytes: usize) -> Result<(), Error> {
-    let emitted = EMITTED.get().saturating_add(bytes);
-    EMITTED.set(emitted);
-    if emitted > OUTPUT_BYTES_MAX {
-        return Err(refuse(too_long()));
+    let emitted_bytes = EMITTED_BYTES.get().saturating_add(bytes);
+    EMITTED_BYTES.set(emitted_bytes);
+    if emitted_bytes > OUTPUT_BYTES_MAX {
+        return Err(refuse(too_long_message()));
     }
     charge(bytes)
 }
 
-/// Whether the budget has room for `bytes` more.
+/// Whether `bytes` more fit into the budget.
 pub(super) fn fits(bytes: usize) -> bool {
-    MADE.get().saturating_add(bytes) <= BYTES_MAX
+    CREATED_BYTES.get().saturating_add(bytes) <= BYTES_MAX
 }
 
-/// Refuses `bytes` more if the budget has no room: for products, before they are created.
-pub(in crate::job) fn foresee(bytes: usize) -> Result<(), Error> {
+/// Refuses a value of `bytes` bytes, before it is created, if it does not fit into the budget.
+pub(in crate::job) fn check_fits(bytes: usize) -> Result<(), Error> {
     if fits(bytes) { Ok(()) } else { Err(too_much()) }
 }
 
-/// Counts one step; reads the clock now and then.
+/// Counts one step, and checks the time every [`STEPS_PER_CLOCK_READ`] steps.
 pub(super) fn step() -> Result<(), Error> {
-    steps(1)
+    add_steps(1)
 }
 
-fn steps(taken: u32) -> Result<(), Error> {
-    let steps = STEPS.get().saturating_add(taken);
-    if steps < STEPS_A_LOOK {
+fn add_steps(count: u32) -> Result<(), Error> {
+    let steps = STEPS.get().saturating_add(count);
+    if steps < STEPS_PER_CLOCK_READ {
         STEPS.set(steps);
         return Ok(());
     }
     STEPS.set(0);
     let now = Instant::now();
-    // A short rendering never reads the clock.
-    let looked = LOOKED.replace(Some(now)).unwrap_or(now);
-    BUSY.set(BUSY.get() + (now - looked).min(BUSY_A_LOOK));
+    // The first read of the clock only starts the measurement.
+    let last_read = LAST_CLOCK_READ.replace(Some(now)).unwrap_or(now);
+    BUSY.set(BUSY.get() + (now - last_read).min(BUSY_PER_CLOCK_READ_MAX));
     if BUSY.get() > BUSY_MAX {
         Err(refuse(format!("it takes more than {} s", BUSY_MAX.as_secs())))
     } else {
@@ -144,12 +145,12 @@ fn too_much() -> Error {
     refuse(format!("it makes more than {} MB of text and values", BYTES_MAX >> 20))
 }
 
-/// The error for a text that is too long to be a prompt.
-pub(super) fn too_long() -> String {
+/// The message about a rendered text that is too long.
+pub(super) fn too_long_message() -> String {
     format!("it renders to more than {} MB", OUTPUT_BYTES_MAX >> 20)
 }
 
-/// Checks `items` against the maximum list length.
+/// Checks that a list may have `items` items.
 pub(super) fn check_items(items: usize) -> Result<(), Error> {
     if items > ITEMS_MAX {
         Err(refuse(format!("it makes a list of more than {ITEMS_MAX} items")))
@@ -158,33 +159,33 @@ pub(super) fn check_items(items: usize) -> Result<(), Error> {
     }
 }
 
-/// Whether it is a list, a mapping or another iterable.
-pub(super) fn holds_values(value: &Value) -> bool {
+/// Whether the value is a list, a mapping or another iterable.
+pub(super) fn is_container(value: &Value) -> bool {
     matches!(value.kind(), ValueKind::Seq | ValueKind::Map | ValueKind::Iterable)
 }
 
-/// The size of a value with everything in it written out; shared parts count once per occurrence.
+/// The size of a value as if it were written out: a shared part counts once per occurrence.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Weight {
     pub values: usize,
     pub bytes: usize,
 }
 
-/// Weighs a value. Refuses values that are too large or too deep to be written, compared or freed.
-/// Also refuses values that may contain themselves: a namespace in a list, a mapping or another
-/// namespace.
+/// Determines the size of a value. Refuses values that are too large or too deep to be written,
+/// compared or freed, and values that may contain themselves: a namespace in a list, a mapping or
+/// another namespace.
 pub(super) fn weigh(value: &Value) -> Result<Weight, Error> {
     let mut weight = Weight::default();
     weight.add(value, 0)?;
     Ok(weight)
 }
 
-/// Weighs and charges a value that a template has built.
+/// Charges a value that a template has built with the number of all values in it.
 pub(super) fn charge_built(value: &Value) -> Result<(), Error> {
     charge(weigh(value)?.values.saturating_mul(ITEM_BYTES))
 }
 
-/// Charges a list by its number of items only.
+/// Charges a list of `items` items, without the values in the items.
 pub(super) fn charge_items(items: usize) -> Result<(), Error> {
     check_items(items)?;
     charge(items.saturating_mul(ITEM_BYTES))
@@ -200,7 +201,7 @@ impl Weight {
             ValueKind::Seq | ValueKind::Iterable | ValueKind::Map => {}
             _ => return Ok(()),
         }
-        if depth > 0 && changes(value) {
+        if depth > 0 && is_mutable(value) {
             return Err(refuse("it puts a namespace or a loop into another value"));
         }
         if depth == DEPTH_MAX {
@@ -229,8 +230,8 @@ impl Weight {
     }
 }
 
-/// Whether the value is mutable, so that it may come to contain itself.
-pub(super) fn changes(value: &Value) -> bool {
+/// Whether the value is mutable (a namespace or a loop), so that it may come to contain itself.
+pub(super) fn is_mutable(value: &Value) -> bool {
     value.as_object().is_some_and(|object| {
         let name = object.type_name();
         name.ends_with("::Namespace") || name.ends_with("::Loop")
@@ -242,7 +243,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn shared_parts_weigh_as_often_as_they_stand() {
+    fn shared_parts_count_once_per_occurrence() {
         let text = Value::from("x".repeat(100));
         let list = Value::from(vec![text.clone(), text]);
         let lists = Value::from(vec![list.clone(), list]);
@@ -264,13 +265,13 @@ mod tests {
     }
 
     #[test]
-    fn a_rendering_ends_where_it_takes_too_long() {
+    fn slow_renderings_are_refused() {
         let _rendering = Rendering::begin();
         for _ in 0..11 {
-            // Time in which the process slept is capped.
-            LOOKED.set(Instant::now().checked_sub(Duration::from_secs(3600)));
-            let ended = (0..STEPS_A_LOOK).map(|_| step()).find_map(Result::err);
-            if let Some(error) = ended {
+            // The hour since the last read counts as one second.
+            LAST_CLOCK_READ.set(Instant::now().checked_sub(Duration::from_secs(3600)));
+            let error = (0..STEPS_PER_CLOCK_READ).map(|_| step()).find_map(Result::err);
+            if let Some(error) = error {
                 assert!(error.to_string().contains("more than 10 s"));
                 assert!(BUSY.get() > BUSY_MAX);
                 return;

@@ -1,9 +1,9 @@
-//! Inserts meters between a template's instructions: a meter behind each instruction that creates a
+//! Inserts meters between a template's instructions. A meter after each instruction that creates a
 //! value charges the value to the rendering's budget.
 //!
-//! A meter is a filter that returns its input. Templates cannot write its name. The product of a
-//! text or list with a number, and lists spread into arguments, are checked before they are
-//! created.
+//! A meter is a filter that returns its input; templates cannot write its name. Products of a text
+//! or list with a number, and lists that are spread into arguments, are checked by a meter before
+//! the instruction that creates them.
 
 use minijinja::machinery::{Instruction, Instructions};
 use minijinja::value::{Tuple, ValueKind, ValueOrKwargs};
@@ -11,36 +11,37 @@ use minijinja::{Environment, Error, Value};
 
 use super::budget;
 
-/// Behind instructions whose result has its items from existing values.
-const TAKEN: &str = "<taken>";
-/// Behind instructions whose result may be larger or deeper than their inputs.
+/// After instructions whose result consists of parts of existing values.
+const REUSED: &str = "<taken>";
+/// After instructions whose result may be larger or deeper than their inputs.
 const BUILT: &str = "<built>";
-/// Like BUILT, behind sums of lists, which minijinja keeps lazy, and behind ranges.
+/// Like [`BUILT`], after sums and ranges. minijinja computes sums of lists lazily, and they stay so.
 const SUMMED: &str = "<summed>";
 /// Before a value is stored in a namespace.
-const KEPT: &str = "<kept>";
-/// Before a product, applied to both factors.
-const TIMES: &str = "<times>";
-/// Before a slice whose step may be negative, applied to the value and the three numbers.
-const BACKWARDS: &str = "<backwards>";
-/// Before lists are spread into arguments, applied to all of them.
+const STORED: &str = "<kept>";
+/// Before a product, for both factors.
+const FACTORS: &str = "<times>";
+/// Before a slice whose step may be negative, for the value and its three numbers.
+const SLICED: &str = "<backwards>";
+/// Before lists are spread into arguments, for all of them.
 const SPREAD: &str = "<spread>";
 /// At each iteration of a loop.
-const TURN: &str = "<turn>";
+const ITERATION: &str = "<turn>";
 
-/// Names of meters in the order of their slots in minijinja's cache of filters.
-const METERS: [&str; 8] = [TAKEN, BUILT, SUMMED, KEPT, TIMES, BACKWARDS, SPREAD, TURN];
-/// Size of minijinja's cache of filters per list of instructions.
-const PLACES: u8 = 50;
-/// Repeated template text is charged from this length on; shorter text is bounded by the steps.
-const RAW_BYTES: usize = 24;
+/// All meters, in the order of their slots in minijinja's cache of filters.
+const METERS: [&str; 8] = [REUSED, BUILT, SUMMED, STORED, FACTORS, SLICED, SPREAD, ITERATION];
+/// Number of slots in minijinja's cache of filters; each list of instructions has a cache.
+const FILTER_SLOTS: u8 = 50;
+/// Minimum length of literal text that is charged if it may be repeated; the limit of steps bounds
+/// the amount of shorter text.
+const RAW_BYTES_MIN: usize = 24;
 /// Maximum number of lists that one call spreads into its arguments.
 const SPREADS_MAX: usize = 8;
 
 /// Filters that return numbers or booleans.
-const SCALAR: [&str; 7] = ["length", "count", "int", "float", "abs", "round", "bool"];
-/// Filters whose result is a part of their input, or a text.
-const PARTS: [&str; 30] = [
+const SCALAR_FILTERS: [&str; 7] = ["length", "count", "int", "float", "abs", "round", "bool"];
+/// Filters whose result consists of parts of their input, or is a text.
+const PART_FILTERS: [&str; 30] = [
     "first",
     "last",
     "list",
@@ -75,82 +76,83 @@ const PARTS: [&str; 30] = [
 
 /// Adds the meters to an environment.
 pub(super) fn install(env: &mut Environment<'static>) {
-    env.add_filter(TAKEN, |value: ValueOrKwargs| taken(value.into_value()));
-    env.add_filter(BUILT, |value: ValueOrKwargs| built(value.into_value()));
-    env.add_filter(SUMMED, |value: ValueOrKwargs| summed(value.into_value()));
-    env.add_filter(KEPT, |value: ValueOrKwargs| kept(value.into_value()));
-    env.add_filter(TURN, |value: ValueOrKwargs| budget::step().map(|()| value.into_value()));
-    env.add_filter(TIMES, |factors: Value| times(&factors));
-    env.add_filter(BACKWARDS, |parts: Value| backwards(&parts));
-    env.add_filter(SPREAD, |lists: Value| spread(&lists));
+    env.add_filter(REUSED, |value: ValueOrKwargs| charge_reused(value.into_value()));
+    env.add_filter(BUILT, |value: ValueOrKwargs| charge_new(value.into_value()));
+    env.add_filter(SUMMED, |value: ValueOrKwargs| charge_sum(value.into_value()));
+    env.add_filter(STORED, |value: ValueOrKwargs| check_stored(value.into_value()));
+    env.add_filter(ITERATION, |value: ValueOrKwargs| {
+        budget::step().map(|()| value.into_value())
+    });
+    env.add_filter(FACTORS, |factors: Value| check_product(&factors));
+    env.add_filter(SLICED, |parts: Value| fix_empty_slice(&parts));
+    env.add_filter(SPREAD, |lists: Value| charge_spread(&lists));
 }
 
-fn taken(value: Value) -> Result<Value, Error> {
+fn charge_reused(value: Value) -> Result<Value, Error> {
     match value.kind() {
         ValueKind::String => budget::charge(value.as_str().unwrap_or_default().len())?,
-        ValueKind::Iterable => return in_memory(&value),
+        ValueKind::Iterable => return materialized(&value),
         ValueKind::Seq | ValueKind::Map => budget::charge_items(value.len().unwrap_or_default())?,
         _ => budget::step()?,
     }
     Ok(value)
 }
 
-fn built(value: Value) -> Result<Value, Error> {
+fn charge_new(value: Value) -> Result<Value, Error> {
     match value.kind() {
         ValueKind::Iterable => {
-            let value = in_memory(&value)?;
+            let value = materialized(&value)?;
             budget::charge_built(&value)?;
             Ok(value)
         }
-        _ => summed(value),
+        _ => charge_sum(value),
     }
 }
 
-/// Charges a sum's content, including that of earlier sums.
-pub(super) fn summed(value: Value) -> Result<Value, Error> {
+/// Charges a sum by its whole content: that of earlier sums in it counts again.
+pub(super) fn charge_sum(value: Value) -> Result<Value, Error> {
     match value.kind() {
         ValueKind::String => budget::charge(value.as_str().unwrap_or_default().len())?,
-        _ if budget::holds_values(&value) => budget::charge_built(&value)?,
+        _ if budget::is_container(&value) => budget::charge_built(&value)?,
         _ => budget::step()?,
     }
     Ok(value)
 }
 
-fn kept(value: Value) -> Result<Value, Error> {
-    if budget::changes(&value) {
+fn check_stored(value: Value) -> Result<Value, Error> {
+    if budget::is_mutable(&value) {
         return Err(budget::refuse("it puts a namespace or a loop into a namespace"));
     }
-    if budget::holds_values(&value) {
+    if budget::is_container(&value) {
         budget::charge_built(&value)?;
     }
     Ok(value)
 }
 
-/// Checks the size of a product, and returns its factors last one first, the order in which they
-/// are unpacked.
-fn times(factors: &Value) -> Result<Value, Error> {
+/// Checks the size of a product. Returns the factors last one first, since unpacking reverses them.
+fn check_product(factors: &Value) -> Result<Value, Error> {
     let (left, right) = (factors.get_item_by_index(0)?, factors.get_item_by_index(1)?);
     for (value, times) in [(&left, &right), (&right, &left)] {
         let Some(times) = times.as_usize() else { continue };
         if let Some(text) = value.as_str() {
-            budget::foresee(text.len().saturating_mul(times))?;
-        } else if budget::holds_values(value) {
+            budget::check_fits(text.len().saturating_mul(times))?;
+        } else if budget::is_container(value) {
             let weight = budget::weigh(value)?;
             budget::check_items(weight.values.saturating_mul(times))?;
-            budget::foresee(weight.bytes.saturating_mul(times))?;
+            budget::check_fits(weight.bytes.saturating_mul(times))?;
         }
     }
     Ok(Value::from(Tuple::from([right, left])))
 }
 
-/// The parts of a slice, last one first. minijinja panics on walking backwards through an empty
-/// value, so an empty value is walked forwards.
-fn backwards(parts: &Value) -> Result<Value, Error> {
+/// Replaces a negative step by 1 if the sliced value is empty: minijinja panics on walking backwards
+/// through an empty value. Returns the value and the three numbers, last one first.
+fn fix_empty_slice(parts: &Value) -> Result<Value, Error> {
     let mut all = parts.try_iter()?.checked().collect::<Result<Vec<_>, _>>()?;
-    let empty = |value: &Value| value.try_iter().is_ok_and(|mut items| items.next().is_none());
+    let is_empty = |value: &Value| value.try_iter().is_ok_and(|mut items| items.next().is_none());
     if let [value, _, _, step] = &mut all[..]
         && step.as_i64().is_some_and(|step| step < 0)
-        && empty(value)
+        && is_empty(value)
     {
         *step = Value::from(1);
     }
@@ -158,8 +160,8 @@ fn backwards(parts: &Value) -> Result<Value, Error> {
     Ok(Value::from(Tuple::from(all)))
 }
 
-/// The lists to spread into arguments, last one first.
-fn spread(lists: &Value) -> Result<Value, Error> {
+/// Charges lists that are spread into arguments. Returns them last one first.
+fn charge_spread(lists: &Value) -> Result<Value, Error> {
     let mut all = lists.try_iter()?.checked().collect::<Result<Vec<_>, _>>()?;
     let items = all.iter().map(|list| list.len().unwrap_or_default());
     budget::charge_items(items.fold(0, usize::saturating_add))?;
@@ -167,17 +169,17 @@ fn spread(lists: &Value) -> Result<Value, Error> {
     Ok(Value::from(Tuple::from(all)))
 }
 
-/// Materializes a lazily computed value: iterating over many nested lazy layers would need a stack
-/// as deep as the layers. For templates the value stays the same, even its unknown length.
-fn in_memory(value: &Value) -> Result<Value, Error> {
-    let sized = value.len().is_some();
+/// Computes all items of a lazy value: iterating over many nested lazy values would need a stack of
+/// that depth. Templates see the same value, and a length only if they saw one before.
+fn materialized(value: &Value) -> Result<Value, Error> {
+    let has_length = value.len().is_some();
     let mut items = Vec::new();
     for item in value.try_iter()?.checked() {
         items.push(item?);
         budget::check_items(items.len())?;
     }
     budget::charge_items(items.len())?;
-    Ok(if sized {
+    Ok(if has_length {
         Value::make_object_iterable(items, |items| Box::new(items.iter().cloned()))
     } else {
         Value::make_object_iterable(items, |items| {
@@ -188,93 +190,100 @@ fn in_memory(value: &Value) -> Result<Value, Error> {
     })
 }
 
-/// The instructions with their meters; the error is one line. `repeats`: whether they may run more
-/// than once.
-pub(super) fn metered<'a>(plain: &Instructions<'a>, repeats: bool) -> Result<Instructions<'a>, String> {
-    let all: Vec<&Instruction<'a>> = (0..).map_while(|at| plain.get(at)).collect();
-    let places = Places::of(&all);
+/// Returns the instructions with meters; the error is one line. `repeats` says whether instructions
+/// may run more than once.
+pub(super) fn metered<'a>(unmetered: &Instructions<'a>, repeats: bool) -> Result<Instructions<'a>, String> {
+    let all: Vec<&Instruction<'a>> = (0..).map_while(|index| unmetered.get(index)).collect();
+    let slots = FilterSlots::of(&all);
     let mut out = Vec::with_capacity(all.len() * 2);
     let mut starts = Vec::with_capacity(all.len() + 1);
-    for at in 0..all.len() {
+    for index in 0..all.len() {
         starts.push(out.len() as u32);
-        for written in with_meters(&all, at, repeats, &places)? {
-            out.push((written, at as u32));
+        for instruction in with_meters(&all, index, repeats, &slots)? {
+            out.push((instruction, index as u32));
         }
     }
     starts.push(out.len() as u32);
-    let mut metered = Instructions::new(plain.name(), plain.source());
-    for (mut instruction, origin) in out {
-        if let Some(target) = target(&mut instruction) {
-            let moved = starts.get(*target as usize);
-            *target = *moved.ok_or("its instructions jump nowhere")?;
+    let mut metered = Instructions::new(unmetered.name(), unmetered.source());
+    for (mut instruction, source_index) in out {
+        if let Some(target) = jump_target(&mut instruction) {
+            let new_target = starts.get(*target as usize);
+            *target = *new_target.ok_or("its instructions jump nowhere")?;
         }
-        match plain.get_span(origin) {
+        match unmetered.get_span(source_index) {
             Some(span) => metered.add_with_span(instruction, span),
-            None => metered.add_with_line(instruction, plain.get_line(origin).unwrap_or_default() as u16),
+            None => metered.add_with_line(instruction, unmetered.get_line(source_index).unwrap_or_default() as u16),
         };
     }
     Ok(metered)
 }
 
-/// Whether a template with these instructions runs any of them more than once.
-pub(super) fn repeats(plain: &Instructions) -> bool {
+/// Whether some of these instructions may run more than once: in a loop or a macro.
+pub(super) fn repeats(unmetered: &Instructions) -> bool {
     (0..)
-        .map_while(|at| plain.get(at))
+        .map_while(|index| unmetered.get(index))
         .any(|instruction| matches!(instruction, Instruction::Iterate(_) | Instruction::BuildMacro(..)))
 }
 
-/// The instruction at `at` with its meters.
+/// The instruction at `index` with its meters.
 fn with_meters<'a>(
     all: &[&Instruction<'a>],
-    at: usize,
+    index: usize,
     repeats: bool,
-    places: &Places,
+    slots: &FilterSlots,
 ) -> Result<Vec<Instruction<'a>>, String> {
     use Instruction::*;
-    let itself = all[at].clone();
-    let meter = |name: &'static str| ApplyFilter(name, Some(1), places.of_meter(name));
-    let metered = |name: &'static str| vec![all[at].clone(), meter(name)];
-    Ok(match all[at] {
-        EmitRaw(raw) if repeats && raw.len() >= RAW_BYTES => vec![LoadConst(Value::from(*raw)), Emit],
-        Slice if !steps_forwards(at.checked_sub(1).map(|before| all[before])) => {
+    let instruction = all[index].clone();
+    let meter = |name: &'static str| ApplyFilter(name, Some(1), slots.slot_of(name));
+    let metered = |name: &'static str| vec![all[index].clone(), meter(name)];
+    Ok(match all[index] {
+        EmitRaw(raw) if repeats && raw.len() >= RAW_BYTES_MIN => vec![LoadConst(Value::from(*raw)), Emit],
+        Slice if !steps_forwards(index.checked_sub(1).map(|before| all[before])) => {
             vec![
                 BuildTuple(Some(4)),
-                meter(BACKWARDS),
+                meter(SLICED),
                 UnpackList(4),
-                itself,
-                meter(TAKEN),
+                instruction,
+                meter(REUSED),
             ]
         }
-        StringConcat | Slice | Add if is_charged_next(&all[at + 1..]) => vec![itself],
-        StringConcat | Slice | EndCapture => metered(TAKEN),
+        StringConcat | Slice | Add if is_charged_next(&all[index + 1..]) => vec![instruction],
+        StringConcat | Slice | EndCapture => metered(REUSED),
         Add => metered(SUMMED),
         BuildList(_) | BuildTuple(_) | BuildMap(_) | CallMethod(..) | CallObject(_) => metered(BUILT),
         CallFunction("range", _) => metered(SUMMED),
         CallFunction(..) => metered(BUILT),
-        ApplyFilter(name, ..) if SCALAR.contains(name) => vec![itself],
-        ApplyFilter(name, ..) if PARTS.contains(name) => {
-            if is_charged_next(&all[at + 1..]) {
-                vec![itself]
+        ApplyFilter(name, ..) if SCALAR_FILTERS.contains(name) => vec![instruction],
+        ApplyFilter(name, ..) if PART_FILTERS.contains(name) => {
+            if is_charged_next(&all[index + 1..]) {
+                vec![instruction]
             } else {
-                metered(TAKEN)
+                metered(REUSED)
             }
         }
         ApplyFilter(..) => metered(BUILT),
         // The two factors are packed into one value for the meter, and unpacked again.
-        Mul => vec![BuildTuple(Some(2)), meter(TIMES), UnpackList(2), itself, meter(BUILT)],
-        SetAttr(_) => vec![Swap, meter(KEPT), Swap, itself],
-        Iterate(end) if looks_at_values(all.get(at..*end as usize).unwrap_or_default()) => metered(TURN),
+        Mul => vec![
+            BuildTuple(Some(2)),
+            meter(FACTORS),
+            UnpackList(2),
+            instruction,
+            meter(BUILT),
+        ],
+        SetAttr(_) => vec![Swap, meter(STORED), Swap, instruction],
+        Iterate(end) if needs_iteration_meter(all.get(index..*end as usize).unwrap_or_default()) => metered(ITERATION),
         UnpackLists(lists) if *lists > SPREADS_MAX => {
             return Err(format!(
                 "a call spreads more than {SPREADS_MAX} lists into its arguments"
             ));
         }
-        UnpackLists(lists) => vec![BuildTuple(Some(*lists)), meter(SPREAD), UnpackList(*lists), itself],
-        _ => vec![itself],
+        UnpackLists(lists) => vec![BuildTuple(Some(*lists)), meter(SPREAD), UnpackList(*lists), instruction],
+        _ => vec![instruction],
     })
 }
 
-/// Whether a slice's step, which is loaded last, is a constant that is not negative.
+/// Whether a slice's step is a constant that is not negative; `step` is the instruction that loads
+/// it, the last one before the slice.
 fn steps_forwards(step: Option<&Instruction>) -> bool {
     match step {
         Some(Instruction::LoadConst(step)) => step.is_none() || step.as_usize().is_some(),
@@ -282,16 +291,16 @@ fn steps_forwards(step: Option<&Instruction>) -> bool {
     }
 }
 
-/// Whether the following instructions charge the result: it is emitted at once, or concatenated
-/// with a constant.
-fn is_charged_next(behind: &[&Instruction]) -> bool {
+/// Whether the following instructions charge the result anyway: they emit it, or concatenate it with
+/// a constant.
+fn is_charged_next(following: &[&Instruction]) -> bool {
     use Instruction::*;
-    matches!(behind, [Emit, ..] | [LoadConst(_), Add | StringConcat, ..])
+    matches!(following, [Emit, ..] | [LoadConst(_), Add | StringConcat, ..])
 }
 
-/// Whether an iteration of a loop with these instructions may take long without a meter.
-/// Comparisons with constants and tests of a value's kind are short.
-fn looks_at_values(body: &[&Instruction]) -> bool {
+/// Whether an iteration of a loop with this body may take long although it has no other meter.
+/// Comparisons with constants and tests of a value's kind take little time.
+fn needs_iteration_meter(body: &[&Instruction]) -> bool {
     use Instruction::*;
     const KINDS: [&str; 10] = [
         "defined",
@@ -305,18 +314,18 @@ fn looks_at_values(body: &[&Instruction]) -> bool {
         "number",
         "true",
     ];
-    let with_constant = |at: usize| at > 0 && matches!(body[at - 1], LoadConst(_));
-    body.iter().enumerate().any(|(at, instruction)| match instruction {
-        Eq | Ne | Gt | Gte | Lt | Lte => !with_constant(at),
+    let is_with_constant = |index: usize| index > 0 && matches!(body[index - 1], LoadConst(_));
+    body.iter().enumerate().any(|(index, instruction)| match instruction {
+        Eq | Ne | Gt | Gte | Lt | Lte => !is_with_constant(index),
         In | CompareAndPreserve(_) => true,
         PerformTest(name, ..) => !KINDS.contains(name),
-        ApplyFilter(name, ..) => SCALAR.contains(name),
+        ApplyFilter(name, ..) => SCALAR_FILTERS.contains(name),
         _ => false,
     })
 }
 
 /// The jump target of an instruction.
-fn target<'i>(instruction: &'i mut Instruction) -> Option<&'i mut u32> {
+fn jump_target<'i>(instruction: &'i mut Instruction) -> Option<&'i mut u32> {
     use Instruction::*;
     match instruction {
         Jump(to) | JumpIfFalse(to) | JumpIfFalseOrPop(to) | JumpIfTrueOrPop(to) | Iterate(to) => Some(to),
@@ -325,26 +334,26 @@ fn target<'i>(instruction: &'i mut Instruction) -> Option<&'i mut u32> {
     }
 }
 
-/// Slots in minijinja's cache of filters; the first slots belong to the template's own filters.
-struct Places {
-    free: u8,
+/// The free slots in minijinja's cache of filters; the template's own filters have the first ones.
+struct FilterSlots {
+    first_free: u8,
 }
 
-impl Places {
-    fn of(all: &[&Instruction]) -> Places {
-        let taken = all.iter().filter_map(|instruction| match instruction {
-            Instruction::ApplyFilter(_, _, place) if *place < PLACES => Some(place + 1),
+impl FilterSlots {
+    fn of(all: &[&Instruction]) -> FilterSlots {
+        let used = all.iter().filter_map(|instruction| match instruction {
+            Instruction::ApplyFilter(_, _, slot) if *slot < FILTER_SLOTS => Some(slot + 1),
             _ => None,
         });
-        Places {
-            free: taken.max().unwrap_or(0),
+        FilterSlots {
+            first_free: used.max().unwrap_or(0),
         }
     }
 
-    /// The slot of a meter; `!0`: no slot, so the filter is looked up each time.
-    fn of_meter(&self, name: &str) -> u8 {
-        let at = METERS.iter().position(|meter| *meter == name);
-        let place = at.map(|at| u8::try_from(at).unwrap_or(u8::MAX).saturating_add(self.free));
-        place.filter(|place| *place < PLACES).unwrap_or(!0)
+    /// The slot of a meter; `!0` means no slot, so that the filter is looked up each time.
+    fn slot_of(&self, name: &str) -> u8 {
+        let index = METERS.iter().position(|meter| *meter == name);
+        let slot = index.map(|index| u8::try_from(index).unwrap_or(u8::MAX).saturating_add(self.first_free));
+        slot.filter(|slot| *slot < FILTER_SLOTS).unwrap_or(!0)
     }
 }

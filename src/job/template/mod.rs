@@ -1,15 +1,16 @@
-//! Templates based on minijinja: the two environments, their limits, and column templates.
+//! Templates based on minijinja: the environments of column templates and of chat templates, and
+//! their limits.
 //!
 //! A column template refers to columns (`{{ subject }}`; `{{ row["two words"] }}` for names that
 //! are no identifiers). Values are rendered as follows: null as nothing, booleans as `true` and
 //! `false`, numbers in their shortest exact form, texts unchanged (decimals, ISO 8601 timestamps
 //! and binary data arrive as texts), lists and structs as compact JSON. A missing column is an
-//! error, and is never rendered as nothing.
+//! error; it is not rendered as nothing.
 //!
-//! A template may be untrusted: it comes from a checkpoint or a queued job. The depth of its tree
-//! is checked before it is parsed (`program`). minijinja limits its instructions. A budget of
-//! bytes, items and time (`budget`) limits its intermediate values and its output; meters between
-//! its instructions charge the budget (`meter`).
+//! A template may be untrusted: it comes from a checkpoint or from a queued job. The depth of its
+//! syntax tree is limited before the tree is built (`program`). minijinja limits the number of
+//! executed instructions. A budget of bytes, items and time (`budget`) limits intermediate values
+//! and output; meters between the template's instructions charge the budget (`meter`).
 //!
 //! See docs/decisions/045-template-instructions-are-metered.md.
 
@@ -27,25 +28,26 @@ use budget::{OUTPUT_BYTES_MAX, Rendering};
 use program::Program;
 pub(super) use program::is_large_constant;
 
-/// Maximum instructions per rendering; a long conversation with tools takes some thousands.
-const FUEL: u64 = 5_000_000;
-/// Maximum length of a template's error, in bytes: `raise_exception` accepts any text.
+/// Maximum number of executed instructions per rendering; a long conversation with tools takes some
+/// thousands.
+const FUEL_MAX: u64 = 5_000_000;
+/// Maximum length of a template's error message, in bytes: `raise_exception` accepts any text.
 const ERROR_BYTES_MAX: usize = 16 << 10;
 /// Maximum length of a format for `strftime_now`, in bytes.
 const TIME_FORMAT_BYTES_MAX: usize = 1024;
 /// The variable that holds all columns.
 const ROW: &str = "row";
 
-/// The text between `{{` and `}}` if it is several words, as a column's name with spaces is.
-fn two_words(source: &str) -> Option<&str> {
+/// The first text between `{{` and `}}` that looks like a column's name with spaces.
+fn spaced_name(source: &str) -> Option<&str> {
     const OPERATORS: [&str; 7] = ["and", "else", "if", "in", "is", "not", "or"];
     let mut rest = source;
     while let Some((_, inside)) = rest.split_once("{{") {
         let (name, after) = inside.split_once("}}")?;
         let name = name.trim();
-        let plain = |c: char| c.is_alphanumeric() || c == '_' || c == ' ';
+        let is_name_char = |c: char| c.is_alphanumeric() || c == '_' || c == ' ';
         let has_operator = name.split(' ').any(|word| OPERATORS.contains(&word));
-        if name.contains(' ') && name.chars().all(plain) && !has_operator {
+        if name.contains(' ') && name.chars().all(is_name_char) && !has_operator {
             return Some(name);
         }
         rest = after;
@@ -61,46 +63,46 @@ pub(super) struct Template {
 }
 
 impl Template {
-    /// A template over a row's columns; `name` is the job's field that holds it.
+    /// Compiles a template over a row's columns; `name` is the job's field with the template.
     pub(super) fn for_columns(name: &str, source: &str) -> Result<Template, String> {
-        let mut env = base();
+        let mut env = base_environment();
         env.set_undefined_behavior(UndefinedBehavior::Strict);
-        // Column templates are used exactly as written, including a final newline.
+        // A final newline of a column template is kept.
         set_syntax(&mut env, |syntax| syntax.keep_trailing_newline(true))?;
         env.set_formatter(|out, _, value| {
             match value.kind() {
                 ValueKind::None => {}
                 ValueKind::Undefined => return Err(Error::from(ErrorKind::UndefinedError)),
-                ValueKind::String => return show(out, value.as_str().unwrap_or_default()),
-                _ => return show(out, &python::compact_json(value)?),
+                ValueKind::String => return emit_text(out, value.as_str().unwrap_or_default()),
+                _ => return emit_text(out, &python::compact_json(value)?),
             }
             Ok(())
         });
-        let template = Template::compile(env, name, source.to_string()).map_err(|why| match two_words(source) {
+        let template = Template::compile(env, name, source.to_string()).map_err(|why| match spaced_name(source) {
             Some(words) => format!("{why}; a column with such a name is written `{{{{ row[\"{words}\"] }}}}`"),
             None => why,
         })?;
-        template.check_ends()?;
+        template.check_limits()?;
         Ok(template)
     }
 
-    /// A chat template, in an environment like transformers'. `now` is the time that `strftime_now`
-    /// returns.
+    /// Compiles a chat template in an environment like transformers'. `now` is the time that
+    /// `strftime_now` returns.
     pub(super) fn for_chat(name: &str, source: &str, now: NaiveDateTime) -> Result<Template, String> {
-        let mut env = base();
+        let mut env = base_environment();
         env.set_undefined_behavior(UndefinedBehavior::Lenient);
         set_syntax(&mut env, |syntax| syntax.trim_blocks(true).lstrip_blocks(true))?;
         env.add_function("raise_exception", |message: Value| -> Result<Value, Error> {
-            Err(Error::new(ErrorKind::InvalidOperation, written(&message)?))
+            Err(Error::new(ErrorKind::InvalidOperation, value_text(&message)?))
         });
         env.add_function("strftime_now", move |format: &str| strftime(now, format));
         env.set_formatter(|out, _, value| match value.kind() {
             ValueKind::Number if !value.is_integer() => match f64::try_from(value.clone()) {
-                Ok(float) if float.is_finite() => show(out, &python::float_repr(float)),
-                _ => show(out, &value.to_string()),
+                Ok(float) if float.is_finite() => emit_text(out, &python::float_repr(float)),
+                _ => emit_text(out, &value.to_string()),
             },
-            ValueKind::String => show(out, value.as_str().unwrap_or_default()),
-            _ => show(out, &written(value)?),
+            ValueKind::String => emit_text(out, value.as_str().unwrap_or_default()),
+            _ => emit_text(out, &value_text(value)?),
         });
         Template::compile(env, name, without_generation_tags(source))
     }
@@ -110,18 +112,18 @@ impl Template {
         Ok(Template { env, names, program })
     }
 
-    /// The variables that the template reads (besides calls) and does not set itself.
-    pub(super) fn reads(&self) -> &BTreeSet<String> {
+    /// The variables that the template reads without having set them; calls do not count.
+    pub(super) fn variables_read(&self) -> &BTreeSet<String> {
         &self.names.reads
     }
 
-    /// Unknown filters, tests, methods and functions, a line each, including those in branches that
-    /// no row reaches.
-    pub(super) fn unknown(&self) -> Vec<String> {
-        self.names.unknown(&self.env)
+    /// Messages about unknown filters, tests, methods and functions, one line each, also in branches
+    /// that no row reaches.
+    pub(super) fn unknown_name_messages(&self) -> Vec<String> {
+        self.names.unknown_name_messages(&self.env)
     }
 
-    /// Whether it calls the function `name`.
+    /// Whether the template calls the function `name`.
     pub(super) fn calls(&self, name: &str) -> bool {
         self.names.calls.contains_key(name)
     }
@@ -134,69 +136,81 @@ impl Template {
     /// Renders with `context`; the error is one line.
     pub(super) fn render(&self, context: Value) -> Result<String, String> {
         let rendering = Rendering::begin();
-        self.run(context, &rendering).map_err(|(why, _)| why)
+        self.run(context, &rendering).map_err(|error| error.message)
     }
 
-    /// Runs the template. The error comes with a flag: whether it would be the same for all rows.
-    fn run(&self, context: Value, rendering: &Rendering) -> Result<String, (String, bool)> {
+    /// Runs the template.
+    fn run(&self, context: Value, rendering: &Rendering) -> Result<String, RenderError> {
         let mut text = String::new();
         let run = AssertUnwindSafe(|| self.program.run(&self.env, context, &mut text));
-        // A panic of minijinja is an error of this row only.
-        let done = catch_unwind(run).map_err(|_| ("it breaks the template engine".to_string(), false))?;
-        done.map_err(|error| {
-            let ends = error.kind() != ErrorKind::OutOfFuel && !rendering.was_refused();
-            (describe(&error), !ends)
+        // A panic of minijinja is an error of this row, and does not end the worker.
+        let result = catch_unwind(run).map_err(|_| RenderError {
+            message: "it breaks the template engine".to_string(),
+            exceeds_limit: false,
         })?;
-        // Texts too short for the meters are counted here.
+        result.map_err(|error| RenderError {
+            message: describe(&error),
+            exceeds_limit: error.kind() == ErrorKind::OutOfFuel || rendering.was_refused(),
+        })?;
+        // The meters do not count short literal texts, so the whole length is checked here.
         if text.len() > OUTPUT_BYTES_MAX {
-            Err((budget::too_long(), true))
+            Err(RenderError {
+                message: budget::too_long_message(),
+                exceeds_limit: true,
+            })
         } else {
             Ok(text)
         }
     }
 
-    /// Finds a template that exceeds its limits before any row is read, by rendering it with a
-    /// short text in every column. Other errors are ignored here, since real values may not be
-    /// texts.
-    fn check_ends(&self) -> Result<(), String> {
+    /// Checks, before any row is read, that the template keeps its limits with a short text in every
+    /// column. Other errors are ignored, since the real values may have other types.
+    fn check_limits(&self) -> Result<(), String> {
         let columns = self.columns().names;
         let context = Value::from_pairs(columns.into_iter().map(|name| (name, Value::from("x"))));
         match self.run(context, &Rendering::begin()) {
-            Err((why, true)) => Err(why),
+            Err(error) if error.exceeds_limit => Err(error.message),
             _ => Ok(()),
         }
     }
 
-    /// The columns that the template uses, as far as known without a row.
+    /// The columns that the template uses, as far as its source shows.
     pub(super) fn columns(&self) -> Columns {
         let mut names = self.names.reads.clone();
-        let any = names.remove(ROW);
+        let may_use_any = names.remove(ROW);
         Columns {
             names,
-            of_row: self.names.fields.clone(),
-            asked_of_row: self.names.asked.clone(),
-            any,
+            row_fields: self.names.fields.clone(),
+            tested_row_fields: self.names.tested_fields.clone(),
+            may_use_any,
         }
     }
+}
+
+/// Why a rendering failed.
+struct RenderError {
+    /// One line.
+    message: String,
+    /// Whether the template exceeded a limit.
+    exceeds_limit: bool,
 }
 
 /// The columns that a template uses.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Columns {
-    /// Columns accessed by their own names.
+    /// Columns that are variables of the template.
     pub names: BTreeSet<String>,
-    /// Columns accessed as constant fields of `row`, except those whose existence the template
-    /// tests (`is defined`, `in row`, `default`). If a column is itself named `row`, they are its
-    /// fields instead.
-    pub of_row: BTreeSet<String>,
-    /// Columns whose existence the template tests.
-    pub asked_of_row: BTreeSet<String>,
-    /// Whether it mentions `row`, and so may use any column.
-    pub any: bool,
+    /// Constant fields of `row`, except those whose existence the template tests (`is defined`,
+    /// `in row`, `default`). They are columns, unless the input has a column named `row`.
+    pub row_fields: BTreeSet<String>,
+    /// Fields of `row` whose existence the template tests.
+    pub tested_row_fields: BTreeSet<String>,
+    /// Whether the template reads `row`, and so may use any column.
+    pub may_use_any: bool,
 }
 
-/// The context of a column template: the row's columns, and `row` with all of them, unless a column
-/// is named `row`.
+/// The context of a column template: the row's columns, and `row` with all of them. A column named
+/// `row` takes the place of the latter.
 pub(super) fn column_context(fields: &serde_json::Map<String, serde_json::Value>) -> Value {
     let columns = Value::from(Serde(fields));
     if fields.contains_key(ROW) {
@@ -208,17 +222,17 @@ pub(super) fn column_context(fields: &serde_json::Map<String, serde_json::Value>
     Value::from_pairs(names.chain([(ROW.to_string(), columns.clone())]))
 }
 
-/// The common base of both environments.
-fn base() -> Environment<'static> {
+/// The environment with what column templates and chat templates have in common.
+fn base_environment() -> Environment<'static> {
     let mut env = Environment::new();
-    // The fuel is doubled for the meters' instructions.
-    env.set_fuel(Some(2 * FUEL));
+    // The meters add instructions, so the fuel is doubled.
+    env.set_fuel(Some(2 * FUEL_MAX));
     env.set_auto_escape_callback(|_| AutoEscape::None);
     // Jinja has no such function, so templates may use the name as a variable.
     env.remove_global("debug");
     meter::install(&mut env);
     sized::install(&mut env);
-    env.set_unknown_method_callback(python::method);
+    env.set_unknown_method_callback(python::call_method);
     env.add_filter("tojson", python::tojson);
     env.add_filter("indent", python::indent);
     env.add_filter("format", python::format);
@@ -237,15 +251,15 @@ fn set_syntax(
     Ok(())
 }
 
-/// Writes an expression's text.
-fn show(out: &mut Output, text: &str) -> Result<(), Error> {
+/// Charges and writes the text of an expression.
+fn emit_text(out: &mut Output, text: &str) -> Result<(), Error> {
     budget::charge_emitted(text.len())?;
     Ok(out.write_str(text)?)
 }
 
-/// A value as text, with a check of its size.
-fn written(value: &Value) -> Result<String, Error> {
-    if budget::holds_values(value) {
+/// Converts a value to text after a check of its size.
+fn value_text(value: &Value) -> Result<String, Error> {
+    if budget::is_container(value) {
         budget::weigh(value)?;
     }
     Ok(value.to_string())
@@ -266,7 +280,7 @@ fn strftime(now: NaiveDateTime, format: &str) -> Result<String, Error> {
     Ok(out)
 }
 
-/// A minijinja error as one line, with the template's line and the innermost cause.
+/// Describes a minijinja error in one line: the line in the template, and the innermost cause.
 fn describe(error: &Error) -> String {
     let mut innermost = error;
     let mut source = std::error::Error::source(error);
@@ -282,20 +296,21 @@ fn describe(error: &Error) -> String {
         .or(error.line())
         .map(|line| format!("line {line}: "))
         .unwrap_or_default();
-    let what = match innermost.kind() {
-        ErrorKind::OutOfFuel => format!("it does not come to an end ({FUEL} steps)"),
+    let message = match innermost.kind() {
+        ErrorKind::OutOfFuel => format!("it does not come to an end ({FUEL_MAX} steps)"),
         kind => match innermost.detail() {
             Some(detail) => detail.to_string(),
             None => kind.to_string(),
         },
     };
-    let mut what = one_line(&format!("{line}{what}"));
-    what.truncate(what.floor_char_boundary(ERROR_BYTES_MAX));
-    what
+    let mut message = one_line(&format!("{line}{message}"));
+    message.truncate(message.floor_char_boundary(ERROR_BYTES_MAX));
+    message
 }
 
-/// Replaces `{% generation %}` … `{% endgeneration %}`, which transformers adds to Jinja to mark
-/// the assistant's content, by a block without effect that scopes variables the same way.
+/// Replaces `{% generation %}` … `{% endgeneration %}` by `{% with %}` … `{% endwith %}`, which has
+/// the same scope of variables and no other effect. transformers adds these tags to Jinja to mark
+/// the assistant's content.
 fn without_generation_tags(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;
@@ -304,8 +319,8 @@ fn without_generation_tags(source: &str) -> String {
         out.push_str(before);
         let end = match tag.as_bytes().get(1) {
             Some(b'#') => tag.find("#}").map(|end| end + 2),
-            Some(b'{') => close_of(tag, "}}"),
-            Some(b'%') => close_of(tag, "%}"),
+            Some(b'{') => tag_end(tag, "}}"),
+            Some(b'%') => tag_end(tag, "%}"),
             _ => Some(1),
         };
         // The parser reports an unclosed tag.
@@ -335,8 +350,8 @@ fn without_generation_tags(source: &str) -> String {
     out
 }
 
-/// The end of a tag, ignoring quoted text in it.
-fn close_of(tag: &str, close: &str) -> Option<usize> {
+/// The end of a tag that ends with `close` outside of quoted text.
+fn tag_end(tag: &str, close: &str) -> Option<usize> {
     let mut quote = None;
     let mut escaped = false;
     for (i, c) in tag.char_indices().skip(2) {
@@ -405,16 +420,16 @@ mod tests {
         let names = |names: &[&str]| names.iter().map(|name| name.to_string()).collect::<BTreeSet<_>>();
         let source = "{{ b }}{% for x in a %}{{ x }}{{ loop.index }}{% endfor %}{% set y = c.d %}{{ y }}{{ range(3) }}";
         let found = columns(source);
-        assert_eq!((found.names, found.any), (names(&["a", "b", "c"]), false));
+        assert_eq!((found.names, found.may_use_any), (names(&["a", "b", "c"]), false));
         assert_eq!(columns("plain"), Columns::default());
         let found = columns("{{ row['a b'] }}{{ row.c }}{{ d }}{{ row[d] }}");
         assert_eq!(
-            (found.names, found.of_row, found.any),
+            (found.names, found.row_fields, found.may_use_any),
             (names(&["d"]), names(&["a b", "c"]), true)
         );
         assert_eq!(columns("{{ text[:5] }}").names, names(&["text"]));
-        assert!(columns("{{ row.a[:5] }}").any);
-        // Calls of functions are no columns, but uses of their names as variables are.
+        assert!(columns("{{ row.a[:5] }}").may_use_any);
+        // A function's name in a call is no column, but as a variable it is one.
         assert_eq!(columns("{{ range(3) }}{{ namespace(a=1).a }}").names, names(&[]));
         assert_eq!(
             columns("{{ range }}{{ dict.a }}{{ debug | upper }}").names,

@@ -1,9 +1,9 @@
 //! Compiles a template's source to instructions with meters, on a thread with a large stack.
 //!
-//! The parser bounds the nesting of brackets and blocks, but not the length of a chain of
-//! operators, filters or attributes, and each link of a chain is a level of the tree. So tags are
-//! measured before parsing. The depth is then bounded, and the parser runs on a thread whose stack
-//! is large enough for it.
+//! The parser limits the nesting of brackets and blocks, but not the length of a chain of operators,
+//! filters or attributes, each of which is a level of the syntax tree. So the operators, names and
+//! brackets in each tag are counted before parsing. This limits the depth of the tree, and the
+//! parser's thread has a stack that is large enough for it.
 
 use std::collections::BTreeMap;
 use std::thread;
@@ -17,16 +17,16 @@ use self_cell::self_cell;
 use super::super::names::Names;
 use super::{describe, meter};
 
-/// Maximum length of a source; the longest template of a published model is under 100 KB.
+/// Maximum length of a template's source; the longest of a published model is under 100 KB.
 const SOURCE_BYTES_MAX: usize = 1 << 20;
-/// Maximum number of operators, names and brackets in one tag. Items of a list literal are not
-/// counted.
+/// Maximum number of operators, names and brackets in one tag. Literals and the commas between them
+/// do not count.
 const TAG_LINKS_MAX: usize = 2_000;
-/// Maximum number of `elif` in a template: each is nested in the one before it.
+/// Maximum number of `elif` in a template; in the tree, each is nested in the one before it.
 const ELIF_MAX: usize = 1_000;
-/// Maximum size of a value that is computed from constants at compile time.
-const CONSTANT_MAX: u64 = 1 << 20;
-/// Stack size of the parser's thread: several kilobytes for each level that the limits allow.
+/// Maximum size of a value that the compiler computes from constants.
+const CONSTANT_BYTES_MAX: u64 = 1 << 20;
+/// Stack size of the parser's thread: several kilobytes for each level that a tree may have.
 const STACK_BYTES: usize = 64 << 20;
 
 struct Source {
@@ -49,13 +49,13 @@ self_cell!(
 );
 
 impl Program {
-    /// Compiles a template, and finds the names in it; `of` is the variable whose fields are
-    /// collected. The error is one line.
+    /// Compiles a template, and collects the names in it and the fields of `variable`. The error is
+    /// one line.
     pub(super) fn compile(
         name: &str,
         text: String,
         syntax: &SyntaxConfig,
-        of: &str,
+        variable: &str,
     ) -> Result<(Program, Names), String> {
         check_source(&text, syntax)?;
         let source = Source {
@@ -63,19 +63,21 @@ impl Program {
             text,
         };
         thread::scope(|scope| {
-            let compiling = thread::Builder::new()
+            let compiler_thread = thread::Builder::new()
                 .name("template".into())
                 .stack_size(STACK_BYTES)
                 .spawn_scoped(scope, || {
-                    let names = Names::of(&source.text, name, syntax, of);
-                    if let Some(line) = names.large_constant {
+                    let names = Names::of(&source.text, name, syntax, variable);
+                    if let Some(line) = names.large_constant_line {
                         return Err(format!("line {line}: a constant of more than 1 MB"));
                     }
-                    let program = Program::try_new(source, |source| Code::of(source, syntax))?;
+                    let program = Program::try_new(source, |source| Code::compile(source, syntax))?;
                     Ok((program, names))
                 });
-            let compiling = compiling.map_err(|e| format!("no thread to parse it on: {e}"))?;
-            compiling.join().unwrap_or_else(|_| Err("it breaks the parser".into()))
+            let compiler_thread = compiler_thread.map_err(|e| format!("no thread to parse it on: {e}"))?;
+            compiler_thread
+                .join()
+                .unwrap_or_else(|_| Err("it breaks the parser".into()))
         })
     }
 
@@ -83,13 +85,13 @@ impl Program {
     pub(super) fn run(&self, env: &Environment<'static>, context: Value, text: &mut String) -> Result<(), Error> {
         let code = self.borrow_dependent();
         let mut out = minijinja::machinery::make_string_output(text);
-        let done = minijinja::machinery::eval(env, &code.main, context, &code.blocks, &mut out, AutoEscape::None);
-        done.map(|_| ())
+        let result = minijinja::machinery::eval(env, &code.main, context, &code.blocks, &mut out, AutoEscape::None);
+        result.map(|_| ())
     }
 }
 
 impl<'a> Code<'a> {
-    fn of(source: &'a Source, syntax: &SyntaxConfig) -> Result<Code<'a>, String> {
+    fn compile(source: &'a Source, syntax: &SyntaxConfig) -> Result<Code<'a>, String> {
         let tree = parse(&source.text, &source.name, syntax.clone()).map_err(|e| describe(&e))?;
         let mut generator = CodeGenerator::new(&source.name, &source.text);
         generator.compile_stmt(&tree);
@@ -105,7 +107,7 @@ impl<'a> Code<'a> {
     }
 }
 
-/// Checks a source against the limits that bound its tree's depth.
+/// Checks the limits of a source that bound the depth of its tree.
 fn check_source(text: &str, syntax: &SyntaxConfig) -> Result<(), String> {
     if text.len() > SOURCE_BYTES_MAX {
         return Err(format!("it is longer than {} MB", SOURCE_BYTES_MAX >> 20));
@@ -134,47 +136,47 @@ fn check_source(text: &str, syntax: &SyntaxConfig) -> Result<(), String> {
     Ok(())
 }
 
-/// Whether the expression becomes a large value when the template is compiled, before anything
-/// runs.
+/// Whether the compiler would compute a large value from this constant expression.
 pub(in crate::job) fn is_large_constant(expression: &Expr) -> bool {
-    constant(expression).is_some_and(|size| size.bytes > CONSTANT_MAX)
+    constant_size(expression).is_some_and(|size| size.bytes > CONSTANT_BYTES_MAX)
 }
 
 /// Upper bounds of a constant expression's value.
 struct Size {
     bytes: u64,
-    /// Its value as a number.
-    times: u64,
+    /// The value if it is a number; 1 for other values.
+    number: u64,
 }
 
-fn constant(expression: &Expr) -> Option<Size> {
+/// The size of an expression's value; `None` if the expression is not constant.
+fn constant_size(expression: &Expr) -> Option<Size> {
     let sum = |items: &[Expr]| {
-        let sizes = items.iter().map(|item| constant(item).map(|size| size.bytes));
+        let sizes = items.iter().map(|item| constant_size(item).map(|size| size.bytes));
         let bytes = sizes.sum::<Option<u64>>()?;
         Some(Size {
             bytes: bytes + 24,
-            times: 1,
+            number: 1,
         })
     };
     match expression {
         Expr::Const(constant) => Some(size_of(&constant.value)),
         Expr::List(list) => sum(&list.items),
         Expr::Tuple(tuple) => sum(&tuple.items),
-        Expr::UnaryOp(op) => constant(&op.expr),
+        Expr::UnaryOp(op) => constant_size(&op.expr),
         Expr::BinOp(op) => {
-            let (left, right) = (constant(&op.left)?, constant(&op.right)?);
+            let (left, right) = (constant_size(&op.left)?, constant_size(&op.right)?);
             Some(match op.op {
                 BinOpKind::Mul => Size {
-                    bytes: (left.bytes.saturating_mul(right.times)).max(right.bytes.saturating_mul(left.times)),
-                    times: left.times.saturating_mul(right.times),
+                    bytes: (left.bytes.saturating_mul(right.number)).max(right.bytes.saturating_mul(left.number)),
+                    number: left.number.saturating_mul(right.number),
                 },
                 BinOpKind::Pow => Size {
                     bytes: 24,
-                    times: u64::MAX,
+                    number: u64::MAX,
                 },
                 _ => Size {
                     bytes: left.bytes.saturating_add(right.bytes),
-                    times: left.times.saturating_add(right.times),
+                    number: left.number.saturating_add(right.number),
                 },
             })
         }
@@ -186,12 +188,12 @@ fn size_of(value: &Value) -> Size {
     match (value.as_str(), value.as_usize()) {
         (Some(text), _) => Size {
             bytes: text.len() as u64,
-            times: 1,
+            number: 1,
         },
         (None, Some(number)) => Size {
             bytes: 0,
-            times: number as u64,
+            number: number as u64,
         },
-        (None, None) => Size { bytes: 24, times: 1 },
+        (None, None) => Size { bytes: 24, number: 1 },
     }
 }

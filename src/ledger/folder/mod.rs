@@ -4,8 +4,8 @@
 //! chose them. Names below the output may have been created by anybody who can write to the folder,
 //! while a worker runs with other rights. So each name below the output is opened relative to the
 //! opened folder that holds it (`openat` with `O_NOFOLLOW`), which leaves no time between check and
-//! use. Listings include links and pipes as objects. Reading them, writing over them and passing
-//! through them are refused.
+//! use. Listings include links and pipes as objects. Requests that would read them, write over them
+//! or pass through them are refused.
 //!
 //! See docs/decisions/008-no-links-below-a-local-output.md.
 
@@ -30,9 +30,9 @@ use rustix::fs::{AtFlags, Dir, FileType, Mode, OFlags, Stat};
 
 /// Maximum depth of nested folders in a listing.
 const DEPTH_MAX: usize = 64;
-const FOLDER: OFlags = OFlags::RDONLY.union(OFlags::DIRECTORY).union(OFlags::CLOEXEC);
+const FOLDER_FLAGS: OFlags = OFlags::RDONLY.union(OFlags::DIRECTORY).union(OFlags::CLOEXEC);
 /// Flags for files. With `NONBLOCK`, opening a pipe returns at once, and the pipe is then refused.
-const FILE: OFlags = OFlags::NOFOLLOW.union(OFlags::NONBLOCK).union(OFlags::CLOEXEC);
+const FILE_FLAGS: OFlags = OFlags::NOFOLLOW.union(OFlags::NONBLOCK).union(OFlags::CLOEXEC);
 
 /// A file type that must not be read or written.
 #[derive(Debug, thiserror::Error)]
@@ -47,7 +47,7 @@ pub(super) enum IrregularFile {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct OwnerOnly;
 
-/// A local folder as an object store, see the module. Cheap to clone.
+/// A local folder as an object store. Cheap to clone.
 #[derive(Debug, Clone)]
 pub(super) struct Folder {
     root: PathBuf,
@@ -56,7 +56,7 @@ pub(super) struct Folder {
 }
 
 /// An opened folder below the output, and a name in it.
-struct Place {
+struct FolderEntry {
     folder: OwnedFd,
     name: String,
     /// Path of the name, for messages.
@@ -77,8 +77,8 @@ impl Folder {
     pub(super) async fn lock_file(&self, location: &Path) -> Result<File> {
         let location = location.clone();
         self.blocking(move |folder| {
-            let place = folder.place(&location, true)?;
-            let file = place.open(FILE | OFlags::CREATE | OFlags::WRONLY, 0o666)?;
+            let entry = folder.entry(&location, true)?;
+            let file = entry.open(FILE_FLAGS | OFlags::CREATE | OFlags::WRONLY, 0o666)?;
             Ok(file.0)
         })
         .await
@@ -87,26 +87,31 @@ impl Folder {
     /// Syncs the folder of `location`, so that the name survives a power loss.
     pub(super) async fn sync_folder_of(&self, location: &Path) -> Result<()> {
         let location = location.clone();
-        self.blocking(move |folder| folder.place(&location, false)?.sync())
+        self.blocking(move |folder| folder.entry(&location, false)?.sync())
             .await
     }
 
-    /// Removes the files directly in `location` whose name satisfies `is_ours` and that were last
-    /// written more than `age` ago.
-    pub(super) async fn remove_old(&self, location: &Path, age: Duration, is_ours: fn(&str) -> bool) -> Result<()> {
+    /// Removes the files directly in `location` whose name satisfies `is_removable` and that were
+    /// last written more than `age` ago.
+    pub(super) async fn remove_old(
+        &self,
+        location: &Path,
+        age: Duration,
+        is_removable: fn(&str) -> bool,
+    ) -> Result<()> {
         let location = location.clone();
         self.blocking(move |folder| {
-            let names = folder.names(&location)?;
+            let names = folder.entries(&location)?;
             let now = SystemTime::now();
-            for (name, _) in names.into_iter().filter(|(name, _)| is_ours(name)) {
+            for (name, _) in names.into_iter().filter(|(name, _)| is_removable(name)) {
                 // `Path::join` would escape a `#`.
-                let place = folder.place(&Path::parse(format!("{location}/{name}"))?, false)?;
+                let entry = folder.entry(&Path::parse(format!("{location}/{name}"))?, false)?;
                 // Another run may be cleaning too, so a file that is gone is no error.
-                let Some(stat) = place.stat()? else { continue };
+                let Some(stat) = entry.stat()? else { continue };
                 let written = SystemTime::from(modified(&stat));
-                let old = now.duration_since(written).is_ok_and(|since| since > age);
-                if old && FileType::from_raw_mode(stat.st_mode).is_file() {
-                    match place.remove() {
+                let is_old = now.duration_since(written).is_ok_and(|since| since > age);
+                if is_old && FileType::from_raw_mode(stat.st_mode).is_file() {
+                    match entry.remove() {
                         Err(Error::NotFound { .. }) => {}
                         other => other?,
                     }
@@ -125,7 +130,7 @@ impl Folder {
     }
 
     /// The components of `location` below the output.
-    fn names_of(&self, location: &Path) -> Result<Vec<String>> {
+    fn components(&self, location: &Path) -> Result<Vec<String>> {
         match location.prefix_match(&self.prefix) {
             Some(parts) => Ok(parts.map(|part| part.as_ref().to_string()).collect()),
             None => Err(Error::NotSupported {
@@ -134,76 +139,77 @@ impl Folder {
         }
     }
 
-    /// Opens the output folder; with `make`, creates it if it does not exist.
-    fn open_root(&self, make: bool) -> Result<OwnedFd> {
-        match rustix::fs::open(&self.root, FOLDER, Mode::empty()) {
-            Err(error) if make && error.kind() == ErrorKind::NotFound => {
-                let mut there = self.root.as_path();
-                while !there.exists() {
-                    there = there.parent().unwrap_or(FsPath::new("/"));
+    /// Opens the output folder; with `create`, creates it if it does not exist.
+    fn open_root(&self, create: bool) -> Result<OwnedFd> {
+        match rustix::fs::open(&self.root, FOLDER_FLAGS, Mode::empty()) {
+            Err(error) if create && error.kind() == ErrorKind::NotFound => {
+                let mut existing = self.root.as_path();
+                while !existing.exists() {
+                    existing = existing.parent().unwrap_or(FsPath::new("/"));
                 }
-                std::fs::create_dir_all(&self.root).map_err(|e| failed(e, &self.root))?;
-                let made = self.root.ancestors().take_while(|folder| *folder != there);
-                for folder in made.chain([there]) {
+                std::fs::create_dir_all(&self.root).map_err(|e| io_error(e, &self.root))?;
+                let created = self.root.ancestors().take_while(|folder| *folder != existing);
+                for folder in created.chain([existing]) {
                     let synced = File::open(folder).and_then(|folder| folder.sync_all());
-                    synced.map_err(|e| failed(e, folder))?;
+                    synced.map_err(|e| io_error(e, folder))?;
                 }
-                rustix::fs::open(&self.root, FOLDER, Mode::empty()).map_err(|e| failed(e.into(), &self.root))
+                rustix::fs::open(&self.root, FOLDER_FLAGS, Mode::empty()).map_err(|e| io_error(e.into(), &self.root))
             }
-            other => other.map_err(|e| failed(e.into(), &self.root)),
+            other => other.map_err(|e| io_error(e.into(), &self.root)),
         }
     }
 
     /// Opens the folder at the path `names` below the output.
-    fn enter(&self, names: &[String], make: bool) -> Result<(OwnedFd, PathBuf)> {
-        let (mut folder, mut path) = (self.open_root(make)?, self.root.clone());
+    fn enter(&self, names: &[String], create: bool) -> Result<(OwnedFd, PathBuf)> {
+        let (mut folder, mut path) = (self.open_root(create)?, self.root.clone());
         for name in names {
             path.push(name);
-            let place = Place {
+            let entry = FolderEntry {
                 folder,
                 name: name.clone(),
                 path: path.clone(),
             };
-            folder = place.enter(make)?;
+            folder = entry.enter(create)?;
         }
         Ok((folder, path))
     }
 
-    fn place(&self, location: &Path, make: bool) -> Result<Place> {
-        let mut names = self.names_of(location)?;
+    /// Opens the folder of `location`; with `create`, creates the folders on the way.
+    fn entry(&self, location: &Path, create: bool) -> Result<FolderEntry> {
+        let mut names = self.components(location)?;
         let name = names
             .pop()
-            .ok_or_else(|| failed(ErrorKind::IsADirectory.into(), &self.root))?;
-        let (folder, path) = self.enter(&names, make)?;
+            .ok_or_else(|| io_error(ErrorKind::IsADirectory.into(), &self.root))?;
+        let (folder, path) = self.enter(&names, create)?;
         let path = path.join(&name);
-        Ok(Place { folder, name, path })
+        Ok(FolderEntry { folder, name, path })
     }
 
     /// The entries directly in the folder at `location`; none if there is no such folder.
-    fn names(&self, location: &Path) -> Result<Vec<(String, Stat)>> {
-        let (folder, path) = match self.enter(&self.names_of(location)?, false) {
+    fn entries(&self, location: &Path) -> Result<Vec<(String, Stat)>> {
+        let (folder, path) = match self.enter(&self.components(location)?, false) {
             Err(Error::NotFound { .. }) => return Ok(Vec::new()),
             other => other?,
         };
-        let of = |error: rustix::io::Errno| failed(error.into(), &path);
+        let to_error = |error: rustix::io::Errno| io_error(error.into(), &path);
         let mut found = Vec::new();
-        for entry in Dir::read_from(&folder).map_err(of)? {
-            let entry = entry.map_err(of)?;
+        for entry in Dir::read_from(&folder).map_err(to_error)? {
+            let entry = entry.map_err(to_error)?;
             let name = entry.file_name();
             if name == c"." || name == c".." {
                 continue;
             }
             let stat = match rustix::fs::statat(&folder, name, AtFlags::SYMLINK_NOFOLLOW) {
-                // It was removed after the folder was read.
+                // The entry was removed after the folder was read.
                 Err(error) if error.kind() == ErrorKind::NotFound => continue,
-                other => other.map_err(of)?,
+                other => other.map_err(to_error)?,
             };
             let name = name.to_str().map_err(|_| {
                 let text = format!(
                     "it holds the name `{}`, which is not UTF-8",
                     name.to_string_lossy().escape_debug()
                 );
-                failed(IoError::new(ErrorKind::InvalidFilename, text), &path)
+                io_error(IoError::new(ErrorKind::InvalidFilename, text), &path)
             })?;
             found.push((name.to_owned(), stat));
         }
@@ -213,7 +219,7 @@ impl Folder {
     /// The objects and the folders directly in the folder at `location`.
     fn list_folder(&self, location: &Path) -> Result<(Vec<ObjectMeta>, Vec<Path>)> {
         let (mut objects, mut folders) = (Vec::new(), Vec::new());
-        for (name, stat) in self.names(location)? {
+        for (name, stat) in self.entries(location)? {
             let key = match location.as_ref() {
                 "" => Path::parse(name)?,
                 above => Path::parse(format!("{above}/{name}"))?,
@@ -227,13 +233,14 @@ impl Folder {
         Ok((objects, folders))
     }
 
+    /// All objects below the folder at `location`.
     fn walk(&self, location: &Path) -> Result<Vec<ObjectMeta>> {
         let mut found = Vec::new();
         let mut open = vec![(location.clone(), 0)];
         while let Some((folder, depth)) = open.pop() {
             if depth > DEPTH_MAX {
                 let text = format!("folders are nested deeper than {DEPTH_MAX}");
-                return Err(failed(IoError::new(ErrorKind::InvalidFilename, text), &self.root));
+                return Err(io_error(IoError::new(ErrorKind::InvalidFilename, text), &self.root));
             }
             let (objects, folders) = self.list_folder(&folder)?;
             found.extend(objects);
@@ -243,20 +250,20 @@ impl Folder {
     }
 
     fn write(&self, location: &Path, payload: &PutPayload, mode: u32) -> Result<()> {
-        let place = self.place(location, true)?;
-        let flags = OFlags::CREATE | OFlags::EXCL | OFlags::WRONLY | FILE;
-        let (mut file, _) = place.open(flags, mode)?;
+        let entry = self.entry(location, true)?;
+        let flags = OFlags::CREATE | OFlags::EXCL | OFlags::WRONLY | FILE_FLAGS;
+        let (mut file, _) = entry.open(flags, mode)?;
         let written = payload.iter().try_for_each(|piece| file.write_all(piece));
         written.and_then(|()| file.sync_all()).map_err(|error| {
             // If the removal fails, the file is removed later with other old stages.
-            let _ = place.remove();
-            failed(error, &place.path)
+            let _ = entry.remove();
+            io_error(error, &entry.path)
         })
     }
 
     fn read(&self, location: &Path, options: &GetOptions) -> Result<GetResult> {
-        let place = self.place(location, false)?;
-        let (file, stat) = place.open(FILE | OFlags::RDONLY, 0)?;
+        let entry = self.entry(location, false)?;
+        let (file, stat) = entry.open(FILE_FLAGS | OFlags::RDONLY, 0)?;
         let meta = meta(&stat, location.clone());
         options.check_preconditions(&meta)?;
         let range = match &options.range {
@@ -264,7 +271,7 @@ impl Folder {
             None => 0..meta.size,
         };
         Ok(GetResult {
-            payload: GetResultPayload::File(file, place.path),
+            payload: GetResultPayload::File(file, entry.path),
             meta,
             range,
             attributes: Default::default(),
@@ -273,36 +280,36 @@ impl Folder {
     }
 
     fn link(&self, from: &Path, to: &Path) -> Result<()> {
-        let (from, to) = (self.place(from, false)?, self.place(to, true)?);
+        let (from, to) = (self.entry(from, false)?, self.entry(to, true)?);
         rustix::fs::linkat(&from.folder, &from.name, &to.folder, &to.name, AtFlags::empty())
-            .map_err(|error| failed(error.into(), &to.path))?;
+            .map_err(|error| io_error(error.into(), &to.path))?;
         to.sync()
     }
 
     fn rename(&self, from: &Path, to: &Path) -> Result<()> {
-        let (from, to) = (self.place(from, false)?, self.place(to, true)?);
-        // A rename would replace the link, which somebody made for a reason.
+        let (from, to) = (self.entry(from, false)?, self.entry(to, true)?);
+        // A rename would replace a link, which somebody made on purpose.
         if to
             .stat()?
             .is_some_and(|stat| FileType::from_raw_mode(stat.st_mode).is_symlink())
         {
-            return Err(irregular(IrregularFile::Link(to.path)));
+            return Err(irregular_error(IrregularFile::Link(to.path)));
         }
         rustix::fs::renameat(&from.folder, &from.name, &to.folder, &to.name)
-            .map_err(|error| failed(error.into(), &to.path))?;
+            .map_err(|error| io_error(error.into(), &to.path))?;
         to.sync()
     }
 }
 
-impl Place {
-    /// Opens the folder of this name; with `make`, creates it if it does not exist.
-    fn enter(self, make: bool) -> Result<OwnedFd> {
-        let open = || rustix::fs::openat(&self.folder, &self.name, FOLDER | OFlags::NOFOLLOW, Mode::empty());
+impl FolderEntry {
+    /// Opens the folder of this name; with `create`, creates it if it does not exist.
+    fn enter(self, create: bool) -> Result<OwnedFd> {
+        let open = || rustix::fs::openat(&self.folder, &self.name, FOLDER_FLAGS | OFlags::NOFOLLOW, Mode::empty());
         let error = match open() {
             Ok(folder) => return Ok(folder),
             Err(error) => IoError::from(error),
         };
-        if error.kind() != ErrorKind::NotFound || !make {
+        if error.kind() != ErrorKind::NotFound || !create {
             return Err(self.refusal(error));
         }
         match rustix::fs::mkdirat(&self.folder, &self.name, Mode::from_raw_mode(0o777)) {
@@ -316,11 +323,14 @@ impl Place {
     fn open(&self, flags: OFlags, mode: u32) -> Result<(File, Stat)> {
         let opened = rustix::fs::openat(&self.folder, &self.name, flags, Mode::from_raw_mode(mode));
         let file = opened.map_err(|error| self.refusal(error.into()))?;
-        let stat = rustix::fs::fstat(&file).map_err(|error| failed(error.into(), &self.path))?;
+        let stat = rustix::fs::fstat(&file).map_err(|error| io_error(error.into(), &self.path))?;
         match FileType::from_raw_mode(stat.st_mode) {
             FileType::RegularFile => Ok((File::from(file), stat)),
-            FileType::Directory => Err(failed(IoError::new(ErrorKind::NotFound, "it is a folder"), &self.path)),
-            _ => Err(irregular(IrregularFile::Special(self.path.clone()))),
+            FileType::Directory => Err(io_error(
+                IoError::new(ErrorKind::NotFound, "it is a folder"),
+                &self.path,
+            )),
+            _ => Err(irregular_error(IrregularFile::Special(self.path.clone()))),
         }
     }
 
@@ -329,31 +339,31 @@ impl Place {
         match rustix::fs::statat(&self.folder, &self.name, AtFlags::SYMLINK_NOFOLLOW) {
             Ok(stat) => Ok(Some(stat)),
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
-            Err(error) => Err(failed(error.into(), &self.path)),
+            Err(error) => Err(io_error(error.into(), &self.path)),
         }
     }
 
     /// Removes the name. For a link, its target stays.
     fn remove(&self) -> Result<()> {
         rustix::fs::unlinkat(&self.folder, &self.name, AtFlags::empty())
-            .map_err(|error| failed(error.into(), &self.path))
+            .map_err(|error| io_error(error.into(), &self.path))
     }
 
     fn sync(&self) -> Result<()> {
-        rustix::fs::fsync(&self.folder).map_err(|error| failed(error.into(), &self.path))
+        rustix::fs::fsync(&self.folder).map_err(|error| io_error(error.into(), &self.path))
     }
 
-    /// The error for a name that could not be opened: systems report links that are not followed,
-    /// pipes and sockets in several ways.
+    /// The error for a name that could not be opened. Operating systems report links, pipes and
+    /// sockets in several ways, so the file's type decides.
     fn refusal(&self, error: IoError) -> Error {
-        let exclusive = error.kind() == ErrorKind::AlreadyExists;
+        let already_exists = error.kind() == ErrorKind::AlreadyExists;
         match self.stat() {
-            Ok(Some(stat)) if !exclusive => match FileType::from_raw_mode(stat.st_mode) {
-                FileType::Symlink => irregular(IrregularFile::Link(self.path.clone())),
-                FileType::RegularFile | FileType::Directory => failed(error, &self.path),
-                _ => irregular(IrregularFile::Special(self.path.clone())),
+            Ok(Some(stat)) if !already_exists => match FileType::from_raw_mode(stat.st_mode) {
+                FileType::Symlink => irregular_error(IrregularFile::Link(self.path.clone())),
+                FileType::RegularFile | FileType::Directory => io_error(error, &self.path),
+                _ => irregular_error(IrregularFile::Special(self.path.clone())),
             },
-            _ => failed(error, &self.path),
+            _ => io_error(error, &self.path),
         }
     }
 }
@@ -369,7 +379,7 @@ impl ObjectStore for Folder {
     /// Writes a new file. Only a rename replaces an existing file.
     async fn put_opts(&self, location: &Path, payload: PutPayload, options: PutOptions) -> Result<PutResult> {
         if matches!(options.mode, PutMode::Update(_)) {
-            return Err(self.cannot("a conditional update"));
+            return Err(self.unsupported("a conditional update"));
         }
         let mode = options.extensions.get::<OwnerOnly>().map_or(0o666, |OwnerOnly| 0o600);
         let location = location.clone();
@@ -383,7 +393,7 @@ impl ObjectStore for Folder {
     }
 
     async fn put_multipart_opts(&self, _: &Path, _: PutMultipartOptions) -> Result<Box<dyn MultipartUpload>> {
-        Err(self.cannot("a put in parts"))
+        Err(self.unsupported("a put in parts"))
     }
 
     async fn get_opts(&self, location: &Path, options: GetOptions) -> Result<GetResult> {
@@ -397,11 +407,11 @@ impl ObjectStore for Folder {
             let folder = folder.clone();
             async move {
                 let location = location?;
-                let gone = location.clone();
+                let removed = location.clone();
                 folder
-                    .blocking(move |folder| folder.place(&location, false)?.remove())
+                    .blocking(move |folder| folder.entry(&location, false)?.remove())
                     .await
-                    .map(|()| gone)
+                    .map(|()| removed)
             }
         };
         locations.then(remove).boxed()
@@ -427,7 +437,7 @@ impl ObjectStore for Folder {
 
     async fn copy_opts(&self, from: &Path, to: &Path, options: CopyOptions) -> Result<()> {
         if options.mode != CopyMode::Create {
-            return Err(self.cannot("a copy over another file"));
+            return Err(self.unsupported("a copy over another file"));
         }
         let (from, to) = (from.clone(), to.clone());
         self.blocking(move |folder| folder.link(&from, &to)).await
@@ -435,7 +445,7 @@ impl ObjectStore for Folder {
 
     async fn rename_opts(&self, from: &Path, to: &Path, options: RenameOptions) -> Result<()> {
         if options.target_mode != RenameTargetMode::Overwrite {
-            return Err(self.cannot("a rename to a free name"));
+            return Err(self.unsupported("a rename to a free name"));
         }
         let (from, to) = (from.clone(), to.clone());
         self.blocking(move |folder| folder.rename(&from, &to)).await
@@ -443,7 +453,7 @@ impl ObjectStore for Folder {
 }
 
 impl Folder {
-    fn cannot(&self, what: &str) -> Error {
+    fn unsupported(&self, what: &str) -> Error {
         Error::NotImplemented {
             operation: what.into(),
             implementer: self.to_string(),
@@ -455,7 +465,7 @@ fn modified(stat: &Stat) -> DateTime<Utc> {
     DateTime::from_timestamp(stat.st_mtime, stat.st_mtime_nsec as u32).unwrap_or_default()
 }
 
-/// Metadata with an ETag in the format that object_store gives files.
+/// Metadata with an ETag in the format of object_store's own local files.
 fn meta(stat: &Stat, location: Path) -> ObjectMeta {
     let modified = modified(stat);
     let micros = modified.timestamp_micros().max(0);
@@ -469,15 +479,15 @@ fn meta(stat: &Stat, location: Path) -> ObjectMeta {
     }
 }
 
-fn failed(source: IoError, path: &FsPath) -> Error {
-    let shown = path.display().to_string();
+fn io_error(source: IoError, path: &FsPath) -> Error {
+    let shown_path = path.display().to_string();
     match source.kind() {
         ErrorKind::NotFound => Error::NotFound {
-            path: shown,
+            path: shown_path,
             source: source.into(),
         },
         ErrorKind::AlreadyExists => Error::AlreadyExists {
-            path: shown,
+            path: shown_path,
             source: source.into(),
         },
         _ => generic(source),
@@ -491,7 +501,7 @@ fn generic(source: IoError) -> Error {
     }
 }
 
-fn irregular(what: IrregularFile) -> Error {
+fn irregular_error(what: IrregularFile) -> Error {
     Error::Generic {
         store: "LocalFileSystem",
         source: what.into(),

@@ -10,7 +10,7 @@ use object_store::local::LocalFileSystem;
 use super::*;
 use crate::dataset::store::location::Location;
 use crate::ledger::keys::{JOB, TMP};
-use crate::ledger::store::{Created, MAX_OBJECT_BYTES, Retry, Store};
+use crate::ledger::store::{CreateOutcome, MAX_OBJECT_BYTES, Retry, Store};
 
 /// A folder with an output, and beside it a folder with one old file that nothing may touch.
 struct Scene {
@@ -89,7 +89,7 @@ async fn no_folder_that_is_a_link_is_passed_through() {
         assert_link(store.replace(&below, Bytes::from("x")).await, at);
         assert_link(store.delete_all([below].into_iter()).await, at);
         if at != "_gristmill/spend" {
-            assert_link(store.clean_stages().await, at);
+            assert_link(store.remove_old_stages().await, at);
             assert_link(store.check().await, at);
         }
         scene.assert_untouched(at);
@@ -156,7 +156,7 @@ async fn the_output_itself_and_folders_above_it_may_be_links() {
         store.check().await.unwrap();
         assert_eq!(
             store.create("_gristmill/x", Bytes::from("x")).await.unwrap(),
-            Created::Ours
+            CreateOutcome::Ours
         );
         assert_eq!(store.get("_gristmill/x", 10).await.unwrap().unwrap(), "x");
         assert_eq!(store.list("_gristmill").await.unwrap().len(), 1);
@@ -232,11 +232,14 @@ async fn an_object_is_described_as_object_store_describes_files() {
     let theirs: Arc<dyn ObjectStore> = Arc::new(LocalFileSystem::new());
     let path = scene.location.path.clone().join("part");
     let (ours, theirs) = (
-        Store::objects(&scene.location).head(&path).await.unwrap(),
+        Store::object_store(&scene.location).head(&path).await.unwrap(),
         theirs.head(&path).await.unwrap(),
     );
     assert_eq!(ours, theirs);
-    let bytes = Store::objects(&scene.location).get_range(&path, 1..3).await.unwrap();
+    let bytes = Store::object_store(&scene.location)
+        .get_range(&path, 1..3)
+        .await
+        .unwrap();
     assert_eq!(bytes, "23");
 }
 
@@ -259,7 +262,7 @@ async fn only_old_stages_are_removed() {
         write(name, hours);
     }
     scene.link("_gristmill/tmp/0123456789abcdef0123-9", &format!("outside/{CANARY}"));
-    scene.store.clean_stages().await.unwrap();
+    scene.store.remove_old_stages().await.unwrap();
     let mut left: Vec<_> = std::fs::read_dir(&tmp)
         .unwrap()
         .map(|entry| entry.unwrap().file_name())

@@ -1,9 +1,9 @@
-//! Checks that a checkpoint's files hold exactly the model that its configuration describes. Every
-//! tensor is read or known to be harmless; otherwise the checkpoint is refused by the tensor's
-//! name.
+//! Checks that a checkpoint's files hold exactly the model that its configuration describes. A
+//! checkpoint with a tensor that is neither read nor known to be harmless is refused, with an error
+//! that names the tensor.
 //!
-//! The files' headers suffice for this check, which precedes loading. Tensor bytes are compared in
-//! one case: an output head beside a tied embedding table is compared with that table.
+//! The files' headers suffice for this check, which precedes loading. Only in one case tensor bytes
+//! are read: an output head beside a tied embedding table is compared with the table.
 
 use std::collections::{BTreeMap, HashSet};
 use std::path::Path;
@@ -12,13 +12,15 @@ use rayon::prelude::*;
 
 use crate::model::config::Config;
 use crate::model::error::ModelError;
-use crate::model::tensors::{HEAD, ModelTensors, TensorSpec};
-use crate::model::weights::{Headers, StoredTensor, WeightSource, Weights, canonical_name, in_line, index_beside};
+use crate::model::tensors::{ModelTensors, OUTPUT_HEAD, TensorSpec};
+use crate::model::weights::{
+    Headers, StoredTensor, WeightSource, Weights, canonical_name, ignored_index_warning, printable_name,
+};
 
 /// A checked checkpoint.
 pub struct Checkpoint {
-    /// The configuration. The stored tensors decide whether the output head is the embedding table,
-    /// which may add warnings.
+    /// The configuration. Its `tied_embeddings` follows the stored tensors; if `config.json`
+    /// differs from them, there is a warning.
     pub config: Config,
     pub weights: Weights,
 }
@@ -27,28 +29,28 @@ impl Checkpoint {
     /// Opens the checkpoint in `dir` and checks it against `config`.
     ///
     /// # Errors
-    /// A file cannot be read or is broken. Or a tensor is missing, has another shape or format, or
-    /// is read by no part of the model.
+    /// A file cannot be read or is broken; or a tensor is missing, has another shape or format, or
+    /// is not read by any part of the model.
     pub fn open(dir: &Path, config: Config) -> Result<Checkpoint, ModelError> {
         let weights = Weights::open(dir)?;
-        let has_head = examine(&config, weights.headers())?;
+        let has_head = check_headers(&config, weights.headers())?;
         let mut config = config;
-        config.warnings.extend(index_beside(dir)?);
+        config.warnings.extend(ignored_index_warning(dir)?);
         match (config.tied_embeddings, has_head) {
             (true, true) if !head_is_table(&config, &weights)? => {
                 config.tied_embeddings = false;
                 config.warnings.push(format!(
-                    "`{}`: `{HEAD}` differs from the embedding table, which `config.json` makes the output head \
-                     (`tie_word_embeddings`): `{HEAD}` is used, as transformers 5 does",
-                    weights.path_of(HEAD).display()
+                    "`{}`: `{OUTPUT_HEAD}` differs from the embedding table, which `config.json` makes the output head \
+                     (`tie_word_embeddings`): `{OUTPUT_HEAD}` is used, as transformers 5 does",
+                    weights.path_of(OUTPUT_HEAD).display()
                 ));
             }
             (false, false) => {
                 config.tied_embeddings = true;
                 config.warnings.push(format!(
-                    "`{}`: there is no `{HEAD}`, though `config.json` asks for one (`tie_word_embeddings` is false): the \
+                    "`{}`: there is no `{OUTPUT_HEAD}`, though `config.json` asks for one (`tie_word_embeddings` is false): the \
                      embedding table is used in its place, as vLLM does",
-                    weights.path_of(HEAD).display()
+                    weights.path_of(OUTPUT_HEAD).display()
                 ));
             }
             _ => {}
@@ -57,7 +59,7 @@ impl Checkpoint {
     }
 
     /// Checks the checkpoint in `dir` against `config` without loading it. Returns the
-    /// configuration as the stored tensors settle it.
+    /// configuration, with `tied_embeddings` as in [`Checkpoint::config`].
     ///
     /// # Errors
     /// As [`open`](Self::open).
@@ -66,8 +68,8 @@ impl Checkpoint {
     }
 }
 
-/// Bytes of both tables that a thread compares per task.
-const COMPARED_AT_ONCE: usize = 1 << 20;
+/// Bytes of each table per task of a thread.
+const COMPARE_TASK_BYTES: usize = 1 << 20;
 
 /// Whether the stored output head is a copy of the embedding table.
 fn head_is_table(config: &Config, weights: &Weights) -> Result<bool, ModelError> {
@@ -86,8 +88,8 @@ fn head_is_table(config: &Config, weights: &Weights) -> Result<bool, ModelError>
 /// Whether two tensors of one shape hold the same numbers. Stops at the first difference.
 fn same_numbers(a: &StoredTensor<'_>, b: &StoredTensor<'_>) -> bool {
     if a.dtype == b.dtype {
-        let parts = a.data.par_chunks(COMPARED_AT_ONCE);
-        return parts.zip(b.data.par_chunks(COMPARED_AT_ONCE)).all(|(a, b)| a == b);
+        let parts = a.data.par_chunks(COMPARE_TASK_BYTES);
+        return parts.zip(b.data.par_chunks(COMPARE_TASK_BYTES)).all(|(a, b)| a == b);
     }
     let (a, b) = (a.view(), b.view());
     (0..a.rows).into_par_iter().all(|row| {
@@ -98,7 +100,7 @@ fn same_numbers(a: &StoredTensor<'_>, b: &StoredTensor<'_>) -> bool {
     })
 }
 
-/// Ends of names of tensors that no supported model reads and that answers do not depend on.
+/// Suffixes of names of tensors that no supported model reads and no answer depends on.
 const HARMLESS: [&str; 3] = [
     // RoPE frequencies and precomputed cosines and sines, which older versions of transformers
     // stored. They follow from `config.json`, and transformers and vLLM skip them, too.
@@ -121,17 +123,17 @@ const IMAGE_PARTS: [&str; 4] = [
 ///
 /// # Errors
 /// As [`Checkpoint::open`].
-pub fn examine(config: &Config, headers: &Headers) -> Result<bool, ModelError> {
+pub fn check_headers(config: &Config, headers: &Headers) -> Result<bool, ModelError> {
     let names = || headers.files.iter().flat_map(|file| file.tensors.keys());
     // Prefixed names of a text part show that the model is multimodal, so image parts may be
     // present.
-    let sees_images = names().any(|name| canonical_name(name).is_some());
+    let is_multimodal = names().any(|name| canonical_name(name).is_some());
     let is_harmless = |name: &str| {
         let ends = |end: &&str| {
             name.strip_suffix(*end)
                 .is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
         };
-        HARMLESS.iter().any(ends) || (sees_images && IMAGE_PARTS.iter().any(|part| name.starts_with(part)))
+        HARMLESS.iter().any(ends) || (is_multimodal && IMAGE_PARTS.iter().any(|part| name.starts_with(part)))
     };
     check_index(headers, &is_harmless)?;
 
@@ -143,25 +145,25 @@ pub fn examine(config: &Config, headers: &Headers) -> Result<bool, ModelError> {
     let mut unread = stored.clone();
     let mut missing = Vec::new();
     for spec in tensors.all() {
-        if unread.remove(spec.name.as_str()).is_none() && spec.name != HEAD {
+        if unread.remove(spec.name.as_str()).is_none() && spec.name != OUTPUT_HEAD {
             missing.push(spec.name.as_str());
         }
     }
     let known: HashSet<&str> = tensors.all().map(|spec| spec.name.as_str()).collect();
-    let strangers: Vec<_> = unread
+    let unexpected: Vec<_> = unread
         .into_iter()
-        .map(|(known_as, at)| (UnexpectedTensor::of(&known_as, config.layers.len(), &known), at))
+        .map(|(name, location)| (UnexpectedTensor::of(&name, config.layers.len(), &known), location))
         .collect();
-    // Quantized weights and adapters lack tensors, too. Report their form first, because it is the
-    // cause.
-    if let Some((stranger, at)) = strangers.iter().find(|(stranger, _)| stranger.is_other_form()) {
-        return Err(stranger.refused(headers, *at, strangers.len()));
+    // Checkpoints with quantized weights or adapters lack tensors, too. Their form is reported
+    // first, because it is the cause.
+    if let Some((reason, location)) = unexpected.iter().find(|(reason, _)| reason.is_other_form()) {
+        return Err(reason.error(headers, *location, unexpected.len()));
     }
     if let [name, others @ ..] = &missing[..] {
-        let instead = strangers.first().map(|(_, at)| {
+        let instead = unexpected.first().map(|(_, location)| {
             format!(
                 "; the file has `{}`, which `config.json` does not mention",
-                in_line(at.1)
+                printable_name(location.1)
             )
         });
         return Err(ModelError::broken(
@@ -175,12 +177,12 @@ pub fn examine(config: &Config, headers: &Headers) -> Result<bool, ModelError> {
     }
     for spec in tensors.all() {
         if let Some((file, name)) = stored.get(&spec.name) {
-            headers.files[*file].fits(name, spec.rows, spec.columns)?;
+            headers.files[*file].check_tensor(name, spec.rows, spec.columns)?;
         }
     }
-    match strangers.first() {
-        Some((stranger, at)) => Err(stranger.refused(headers, *at, strangers.len())),
-        None => Ok(stored.contains_key(HEAD)),
+    match unexpected.first() {
+        Some((reason, location)) => Err(reason.error(headers, *location, unexpected.len())),
+        None => Ok(stored.contains_key(OUTPUT_HEAD)),
     }
 }
 
@@ -193,16 +195,16 @@ fn stored<'a>(
     is_harmless: &impl Fn(&str) -> bool,
 ) -> Result<BTreeMap<String, FileAndName<'a>>, ModelError> {
     let mut stored: BTreeMap<String, FileAndName<'a>> = BTreeMap::new();
-    for (at, file) in headers.files.iter().enumerate() {
+    for (index, file) in headers.files.iter().enumerate() {
         for name in file.tensors.keys().filter(|name| !is_harmless(name)) {
-            let known_as = canonical_name(name).unwrap_or_else(|| name.clone());
-            if let Some((_, other)) = stored.insert(known_as, (at, name.as_str())) {
+            let canonical = canonical_name(name).unwrap_or_else(|| name.clone());
+            if let Some((_, other)) = stored.insert(canonical, (index, name.as_str())) {
                 return Err(ModelError::broken(
                     &file.path,
                     format!(
                         "tensors `{}` and `{}` are two names of one weight: remove the wrong one",
-                        in_line(other),
-                        in_line(name)
+                        printable_name(other),
+                        printable_name(name)
                     ),
                 ));
             }
@@ -211,42 +213,42 @@ fn stored<'a>(
     Ok(stored)
 }
 
-/// Checks that the files hold exactly the tensors that the index lists, each in the file that it
-/// names.
+/// Checks that the files hold exactly the tensors that the index lists, each in the file that the
+/// index names for it.
 ///
 /// Other programs read all tensors of the listed files, whatever the index says, and take the last
 /// file's copy of a duplicate. An index that differs from its files means that files of different
 /// checkpoints are mixed, and either copy could be wrong.
 fn check_index(headers: &Headers, is_harmless: &impl Fn(&str) -> bool) -> Result<(), ModelError> {
     let Some(index) = &headers.index else { return Ok(()) };
-    let gone: Vec<_> = index
+    let missing: Vec<_> = index
         .iter()
         .filter(|(name, file)| !headers.files[*file].tensors.contains_key(name) && !is_harmless(name))
         .collect();
-    if let [(name, file), others @ ..] = &gone[..] {
+    if let [(name, file), others @ ..] = &missing[..] {
         return Err(ModelError::broken(
             &headers.files[*file].path,
             format!(
                 "tensor `{}` is missing{}, and the index lists it here: fetch index and files again",
-                in_line(name),
+                printable_name(name),
                 and_more(others.len())
             ),
         ));
     }
     let listed: BTreeMap<&str, usize> = index.iter().map(|(name, file)| (name.as_str(), *file)).collect();
-    for (at, file) in headers.files.iter().enumerate() {
+    for (number, file) in headers.files.iter().enumerate() {
         for name in file.tensors.keys().filter(|name| !is_harmless(name)) {
             let why = match listed.get(name.as_str()) {
-                Some(there) if *there == at => continue,
-                Some(there) => format!(
+                Some(listed_file) if *listed_file == number => continue,
+                Some(listed_file) => format!(
                     "is in this file and in `{}`, where the index lists it",
-                    headers.files[*there].path.display()
+                    headers.files[*listed_file].path.display()
                 ),
                 None => "is in this file, and the index does not list it".to_owned(),
             };
             return Err(ModelError::broken(
                 &file.path,
-                format!("tensor `{}` {why}: fetch index and files again", in_line(name)),
+                format!("tensor `{}` {why}: fetch index and files again", printable_name(name)),
             ));
         }
     }
@@ -260,14 +262,14 @@ fn and_more(others: usize) -> String {
     }
 }
 
-/// The reason why a stored tensor is unknown to the model.
+/// Why the model does not read a stored tensor.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum UnexpectedTensor {
     Quantized,
     Adapter,
-    /// The tensor belongs to a layer beyond the last; the number is the number of layers.
+    /// The tensor belongs to a layer beyond the last. The value is the model's number of layers.
     Layer(usize),
-    /// A bias for a weight that the model reads without bias.
+    /// A bias of a projection (the value) that has none in this model.
     Bias(String),
     /// A norm of queries or keys, in a model without such norms.
     HeadNorm,
@@ -276,8 +278,8 @@ enum UnexpectedTensor {
     Unknown,
 }
 
-/// Last components of names that only quantized weights have. Scales and zero points are recognised
-/// besides.
+/// Last components of names that only quantized weights have; `UnexpectedTensor::of` also
+/// recognises scales, zero points and packed weights.
 const QUANTIZED: [&str; 10] = [
     // GPTQ and AWQ.
     "qweight",
@@ -305,10 +307,10 @@ const OTHER_HEADS: [&str; 6] = [
 ];
 
 impl UnexpectedTensor {
-    /// Classifies the tensor `known_as`. `known` holds the names that a model of `layers` layers
-    /// reads.
-    fn of(known_as: &str, layers: usize, known: &HashSet<&str>) -> UnexpectedTensor {
-        let words: Vec<&str> = known_as.split('.').collect();
+    /// Classifies a tensor by its text-only name. `known`: the names that the model with `layers`
+    /// layers reads.
+    fn of(canonical: &str, layers: usize, known: &HashSet<&str>) -> UnexpectedTensor {
+        let words: Vec<&str> = canonical.split('.').collect();
         let (first, last) = (words[0], words[words.len() - 1]);
         let is_scale = last.contains("_scale") || last.contains("zero_point") || last.ends_with("_packed");
         if is_scale || QUANTIZED.contains(&last) || words.contains(&"quant_state") {
@@ -325,7 +327,7 @@ impl UnexpectedTensor {
         if let ["model", "layers", _, "self_attn", "q_norm" | "k_norm", _] = words[..] {
             return UnexpectedTensor::HeadNorm;
         }
-        let weight = known_as.strip_suffix("bias").map(|rest| format!("{rest}weight"));
+        let weight = canonical.strip_suffix("bias").map(|rest| format!("{rest}weight"));
         if weight.is_some_and(|weight| known.contains(weight.as_str())) {
             return UnexpectedTensor::Bias(words[words.len().saturating_sub(2)].to_owned());
         }
@@ -341,8 +343,8 @@ impl UnexpectedTensor {
         matches!(self, UnexpectedTensor::Quantized | UnexpectedTensor::Adapter)
     }
 
-    /// The error that names this tensor. `all` counts the unread tensors, this one included.
-    fn refused(&self, headers: &Headers, (file, name): FileAndName<'_>, all: usize) -> ModelError {
+    /// The error that names this tensor; `unread_count` includes it.
+    fn error(&self, headers: &Headers, (file, name): FileAndName<'_>, unread_count: usize) -> ModelError {
         let unread = "answers without it would be wrong: fetch weights and `config.json` of one model";
         let why = match self {
             UnexpectedTensor::Quantized => {
@@ -363,7 +365,11 @@ impl UnexpectedTensor {
         };
         ModelError::unsupported(
             &headers.files[file].path,
-            format!("tensor `{}`{} {why}", in_line(name), in_brackets(all - 1)),
+            format!(
+                "tensor `{}`{} {why}",
+                printable_name(name),
+                in_brackets(unread_count - 1)
+            ),
         )
     }
 }

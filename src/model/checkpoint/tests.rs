@@ -65,7 +65,7 @@ fn sharded(headers: Headers) -> Headers {
 
 #[track_caller]
 fn refused(config: &Config, headers: &Headers, words: &[&str]) {
-    let line = examine(config, headers).unwrap_err().to_string();
+    let line = check_headers(config, headers).unwrap_err().to_string();
     assert!(!line.contains('\n') && line.len() < 400, "not one clear line: {line}");
     for word in words {
         assert!(line.contains(word), "`{word}` is missing in: {line}");
@@ -92,16 +92,16 @@ fn models_as_described_pass() {
         json!({"architectures": ["Gemma3ForCausalLM"]}),
     ] {
         let config = config(changes);
-        assert!(!examine(&config, &headers(&config)).unwrap());
-        assert!(!examine(&config, &sharded(headers(&config))).unwrap());
+        assert!(!check_headers(&config, &headers(&config)).unwrap());
+        assert!(!check_headers(&config, &sharded(headers(&config))).unwrap());
         let untied = Config {
             tied_embeddings: false,
             ..config.clone()
         };
         // The stored head decides, whatever the configuration says.
-        assert!(examine(&untied, &headers(&untied)).unwrap());
-        assert!(examine(&config, &headers(&untied)).unwrap());
-        assert!(!examine(&untied, &headers(&config)).unwrap());
+        assert!(check_headers(&untied, &headers(&untied)).unwrap());
+        assert!(check_headers(&config, &headers(&untied)).unwrap());
+        assert!(!check_headers(&untied, &headers(&config)).unwrap());
     }
 }
 
@@ -144,7 +144,7 @@ fn what_nothing_reads_is_refused_by_name_and_reason() {
     refused(&c, &with(&c, &two), &[two[0], "and 1 more that nothing reads"]);
     // A bias that the configuration describes is read.
     let biased = config(json!({"attention_bias": true}));
-    examine(&biased, &headers(&biased)).unwrap();
+    check_headers(&biased, &headers(&biased)).unwrap();
     refused(&c, &headers(&biased), &["k_proj.bias", "and 7 more"]);
 }
 
@@ -165,13 +165,13 @@ fn harmless_tensors_pass() {
         "model.layers.1.self_attn.rotary_emb.cos_cached",
         "model.layers.1.self_attn.rotary_emb.sin_cached",
     ] {
-        assert!(!examine(&c, &with(&c, &[name])).unwrap(), "{name}");
+        assert!(!check_headers(&c, &with(&c, &[name])).unwrap(), "{name}");
         // An index may omit harmless tensors, or list them in the wrong file.
         let mut headers = sharded(headers(&c));
         headers.files[1].tensors.insert(name.to_owned(), entry(&[8]));
-        examine(&c, &headers).unwrap();
+        check_headers(&c, &headers).unwrap();
         headers.index.as_mut().unwrap().push((name.to_owned(), 0));
-        examine(&c, &headers).unwrap();
+        check_headers(&c, &headers).unwrap();
     }
 }
 
@@ -195,7 +195,7 @@ fn of_a_model_that_sees_images_the_text_part_is_held_against_the_configuration()
                 .collect();
             headers
         };
-        examine(&c, &renamed(&parts)).unwrap();
+        check_headers(&c, &renamed(&parts)).unwrap();
         let bias = format!("{prefix}layers.0.self_attn.q_proj.bias");
         refused(&c, &renamed(&[parts[0], &bias]), &[&bias, "bias of `q_proj`"]);
         refused(&c, &renamed(&["audio_tower.a"]), &["audio_tower.a", "read by no part"]);
@@ -209,7 +209,7 @@ fn of_a_model_that_sees_images_the_text_part_is_held_against_the_configuration()
     let head = "language_model.lm_head.weight";
     let mut headers = headers(&c);
     headers.files[0].tensors.insert(head.to_owned(), entry(&[20, 8]));
-    assert!(examine(&c, &headers).unwrap());
+    assert!(check_headers(&c, &headers).unwrap());
 }
 
 #[test]
@@ -249,9 +249,9 @@ fn what_is_missing_or_does_not_fit_is_refused() {
     let dtype = |tensors: &mut BTreeMap<String, TensorEntry>| tensors.get_mut(name).unwrap().dtype = Dtype::F8_E4M3;
     refused(&c, &changed(&dtype), &[name, "F8_E4M3", "F32, F16 and BF16"]);
     let head = |tensors: &mut BTreeMap<String, TensorEntry>| {
-        tensors.insert(HEAD.to_owned(), entry(&[19, 8]));
+        tensors.insert(OUTPUT_HEAD.to_owned(), entry(&[19, 8]));
     };
-    refused(&c, &changed(&head), &[HEAD, "has shape [19, 8]", "[20, 8]"]);
+    refused(&c, &changed(&head), &[OUTPUT_HEAD, "has shape [19, 8]", "[20, 8]"]);
 }
 
 #[test]

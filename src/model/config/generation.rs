@@ -3,7 +3,7 @@
 //! The same keys apply as in vLLM (`--generation-config auto`), whatever `do_sample` says:
 //! temperature, top-k, top-p, min-p, repetition penalty and `max_new_tokens`. Keys that decide
 //! which tokens may be drawn and where a completion ends apply, too. Every other key is refused,
-//! known to change no answer, or reported as unknown. Without `generation_config.json` the same
+//! known not to change answers, or reported as unknown. Without `generation_config.json` the same
 //! keys are read from `config.json`, where old checkpoints have them (as in transformers and vLLM).
 
 use std::path::{Path, PathBuf};
@@ -13,10 +13,10 @@ use serde_json::{Map, Value};
 use super::reader::{Reader, read_json, short};
 use crate::model::error::ModelError;
 
-/// The file, and the file that replaces it in old checkpoints.
-const OWN: &str = "generation_config.json";
-const OLD: &str = "config.json";
-/// Maximum of `max_new_tokens` and other token counts. It exceeds any model's context.
+const GENERATION_CONFIG: &str = "generation_config.json";
+/// Read in old checkpoints without `generation_config.json`.
+const CONFIG: &str = "config.json";
+/// Maximum of `max_new_tokens` and other token counts: more than any model's context.
 const TOKENS_MAX: u64 = 1 << 20;
 
 /// A checkpoint's recommended sampling, checked. `None` fields are not set in the file.
@@ -51,7 +51,7 @@ pub struct GenerationFile {
     map: Map<String, Value>,
 }
 
-/// A value at which a key changes nothing, besides null, false and empty lists and objects.
+/// The values with which a key has no effect, besides null, false and empty lists and objects.
 enum NeutralSetting {
     /// No other value is neutral.
     Unset,
@@ -59,7 +59,7 @@ enum NeutralSetting {
 }
 
 /// Keys whose values apply.
-const TAKEN: [&str; 13] = [
+const APPLIED: [&str; 13] = [
     "temperature",
     "top_k",
     "top_p",
@@ -154,7 +154,7 @@ impl GenerationFile {
     /// # Errors
     /// A file cannot be read or parsed.
     pub fn load(dir: &Path) -> Result<GenerationFile, ModelError> {
-        let path = dir.join(OWN);
+        let path = dir.join(GENERATION_CONFIG);
         if path.try_exists().map_err(|e| ModelError::read(&path, e))? {
             let map = read_json(&path)?;
             let from_config_json = false;
@@ -164,14 +164,14 @@ impl GenerationFile {
                 map,
             });
         }
-        let path = dir.join(OLD);
-        let whole = read_json(&path)?;
+        let path = dir.join(CONFIG);
+        let config = read_json(&path)?;
         let mut map = Map::new();
-        for part in [Some(&whole), whole.get("text_config").and_then(Value::as_object)] {
+        for part in [Some(&config), config.get("text_config").and_then(Value::as_object)] {
             let known = part.into_iter().flatten().filter(|(key, value)| {
                 let key = key.as_str();
                 !value.is_null()
-                    && (key == "eos_token_id" || TAKEN.contains(&key) || REFUSED.iter().any(|(name, _)| *name == key))
+                    && (key == "eos_token_id" || APPLIED.contains(&key) || REFUSED.iter().any(|(name, _)| *name == key))
             });
             for (key, value) in known {
                 map.entry(key.clone()).or_insert_with(|| value.clone());
@@ -187,25 +187,29 @@ impl GenerationFile {
 
     /// The file's name.
     pub fn name(&self) -> &'static str {
-        if self.from_config_json { OLD } else { OWN }
+        if self.from_config_json {
+            CONFIG
+        } else {
+            GENERATION_CONFIG
+        }
     }
 
     /// The keys that the file sets, each with its value, except neutral values.
-    pub fn says(&self) -> Vec<String> {
-        let said = |key: &str, neutral: &NeutralSetting| {
-            let value = self.map.get(key).filter(|value| !neutral.is(value))?;
+    pub fn settings(&self) -> Vec<String> {
+        let setting = |key: &str, neutral: &NeutralSetting| {
+            let value = self.map.get(key).filter(|value| !neutral.includes(value))?;
             Some(format!("{key} {}", short(value)))
         };
-        let taken = TAKEN.iter().filter_map(|key| {
+        let applied = APPLIED.iter().filter_map(|key| {
             let neutral = match *key {
                 "temperature" | "top_p" | "repetition_penalty" => NeutralSetting::Number(1.0),
                 "do_sample" => return None,
                 _ => NeutralSetting::Number(0.0),
             };
-            said(key, &neutral)
+            setting(key, &neutral)
         });
-        taken
-            .chain(REFUSED.iter().filter_map(|(key, neutral)| said(key, neutral)))
+        applied
+            .chain(REFUSED.iter().filter_map(|(key, neutral)| setting(key, neutral)))
             .collect()
     }
 
@@ -220,7 +224,7 @@ impl GenerationFile {
             map: &self.map,
         };
         for (key, neutral) in &REFUSED {
-            if let Some(value) = self.map.get(*key).filter(|value| !neutral.is(value)) {
+            if let Some(value) = self.map.get(*key).filter(|value| !neutral.includes(value)) {
                 return Err(reader.unsupported(format!("`{key}` ({}) is not supported", short(value))));
             }
         }
@@ -250,18 +254,21 @@ impl GenerationFile {
     }
 
     fn unknown(&self) -> Vec<String> {
-        let keys = self.map.iter().filter(|(_, value)| !NeutralSetting::Unset.is(value));
+        let keys = self
+            .map
+            .iter()
+            .filter(|(_, value)| !NeutralSetting::Unset.includes(value));
         keys.map(|(key, _)| key.clone()).filter(|key| !is_key(key)).collect()
     }
 }
 
 /// Whether `key` is a known key of `generation_config.json`.
 pub(super) fn is_key(key: &str) -> bool {
-    TAKEN.contains(&key) || HARMLESS.contains(&key) || REFUSED.iter().any(|(refused, _)| *refused == key)
+    APPLIED.contains(&key) || HARMLESS.contains(&key) || REFUSED.iter().any(|(refused, _)| *refused == key)
 }
 
 impl NeutralSetting {
-    fn is(&self, value: &Value) -> bool {
+    fn includes(&self, value: &Value) -> bool {
         match value {
             Value::Null | Value::Bool(false) => true,
             Value::Array(items) => items.is_empty(),
@@ -354,7 +361,7 @@ mod tests {
     fn file(text: Value) -> GenerationFile {
         let Value::Object(map) = text else { panic!("an object") };
         GenerationFile {
-            path: OWN.into(),
+            path: GENERATION_CONFIG.into(),
             from_config_json: false,
             map,
         }
@@ -382,7 +389,7 @@ mod tests {
     }
 
     #[test]
-    fn all_that_is_taken() {
+    fn every_applied_key_is_read() {
         let all = check(json!({
             "temperature": 0, "top_k": -1, "top_p": null, "min_p": 0.05, "max_new_tokens": 512, "stop_strings": "END",
             "suppress_tokens": [7, 3], "begin_suppress_tokens": [9], "bad_words_ids": [[5], [2]], "eos_token_id": 2,
@@ -409,7 +416,7 @@ mod tests {
     }
 
     #[test]
-    fn neutral_values_of_what_is_not_done_pass() {
+    fn neutral_values_of_unsupported_keys_pass() {
         let passed = check(json!({
             "num_beams": 1, "num_beam_groups": 1, "diversity_penalty": 0.0, "typical_p": 1.0, "guidance_scale": null,
             "forced_decoder_ids": [], "sequence_bias": {}, "token_healing": false, "no_repeat_ngram_size": 0,
@@ -419,7 +426,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_done_is_refused_by_name() {
+    fn unsupported_keys_are_refused_by_name() {
         for (key, value) in [
             ("num_beams", json!(4)),
             ("forced_bos_token_id", json!(0)),
@@ -446,7 +453,7 @@ mod tests {
     }
 
     #[test]
-    fn values_that_cannot_be_are_refused_by_name() {
+    fn invalid_values_are_refused_by_name() {
         for (key, value) in [
             ("temperature", json!("hot")),
             ("temperature", json!(-0.1)),
@@ -475,11 +482,11 @@ mod tests {
     }
 
     #[test]
-    fn what_a_file_says_is_listed() {
-        let says =
+    fn settings_are_listed() {
+        let settings =
             file(json!({"temperature": 0.7, "top_p": 1.0, "num_beams": 4, "top_k": 0, "do_sample": true, "x": 1}))
-                .says();
-        assert_eq!(says, ["temperature 0.7", "num_beams 4"]);
+                .settings();
+        assert_eq!(settings, ["temperature 0.7", "num_beams 4"]);
     }
 
     #[test]
@@ -487,18 +494,18 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let write = |name: &str, text: Value| std::fs::write(dir.path().join(name), text.to_string()).unwrap();
         write(
-            OLD,
+            CONFIG,
             json!({"hidden_size": 8, "temperature": 0.5, "text_config": {"temperature": 0.6, "top_k": 3}}),
         );
         let old = GenerationFile::load(dir.path()).unwrap();
         let defaults = old.check().unwrap();
-        assert_eq!((old.name(), defaults.from_config_json), (OLD, true));
+        assert_eq!((old.name(), defaults.from_config_json), (CONFIG, true));
         assert_eq!((defaults.temperature, defaults.top_k), (Some(0.5), Some(3)));
         assert!(
             defaults.unknown.is_empty(),
             "the keys of a model's sizes are none of ours"
         );
-        write(OWN, json!({"top_p": 0.9}));
+        write(GENERATION_CONFIG, json!({"top_p": 0.9}));
         let own = GenerationFile::load(dir.path()).unwrap().check().unwrap();
         assert_eq!(
             (own.top_p, own.temperature, own.from_config_json),

@@ -1,9 +1,9 @@
-//! The keys of `config.json`: each is used, known to change no answer, refused, or reported as
-//! unknown.
+//! The keys of `config.json`. Each key is used, known not to change answers, refused, or reported
+//! as unknown.
 //!
-//! Keys that a family's own class in transformers never reads have no effect here either, and a
-//! warning names them where they are set. Options that come with their own tensors (biases, norms,
-//! experts) need no entry, because tensors that nobody reads are refused by name.
+//! Keys that a family's own class in transformers never reads have no effect here, either; a
+//! warning names those that are set. Options that come with their own tensors (biases, norms,
+//! experts) need no entry, because unread tensors are refused by name.
 //!
 //! See docs/decisions/086-config-keys-stand-in-one-table.md.
 
@@ -13,13 +13,13 @@ use super::reader::{Reader, short};
 use super::{Family, generation};
 use crate::model::error::ModelError;
 
-/// A value at which a key changes nothing, besides null, false, 0 and empty values.
+/// The values with which a key has no effect. Null and empty values always are neutral.
 enum Neutral {
-    /// No other value is neutral.
+    /// False and 0 are neutral, too.
     Unset,
-    /// Only this number; 0 is not neutral.
+    /// False and this number are neutral, too; 0 is not.
     Only(f64),
-    /// Only true; false is not neutral.
+    /// True and 0 are neutral, too; false is not.
     True,
 }
 
@@ -119,9 +119,9 @@ const REFUSED: [(&str, Neutral); 58] = [
 
 /// Keys of a multimodal model that hold the configurations of its parts. A text-only model must
 /// have none of them.
-const PARTS: [&str; 2] = ["text_config", "vision_config"];
+const MULTIMODAL_PARTS: [&str; 2] = ["text_config", "vision_config"];
 /// Other keys that only a multimodal model has at its top level.
-const OF_IMAGES: [&str; 4] = [
+const IMAGE_KEYS: [&str; 4] = [
     "boi_token_index",
     "eoi_token_index",
     "image_token_index",
@@ -129,8 +129,8 @@ const OF_IMAGES: [&str; 4] = [
 ];
 
 /// Keys that change no answer: names, dates and versions, number formats (each tensor declares its
-/// own), training, caches, outputs that nobody asks for, labels of other tasks. Keys of
-/// `generation_config.json` are known as well; they are checked with that file.
+/// own), training, caches, outputs that are not requested, labels of other tasks. Keys of
+/// `generation_config.json` are accepted, too, and checked with that file.
 const HARMLESS: [&str; 61] = [
     "_attn_implementation",
     "_attn_implementation_autoset",
@@ -200,7 +200,7 @@ const HARMLESS: [&str; 61] = [
 ];
 
 /// Keys of a RoPE object. Its `rope_type` decides which of them apply.
-const OF_ROPE: [&str; 17] = [
+const ROPE_KEYS: [&str; 17] = [
     "attention_factor",
     "beta_fast",
     "beta_slow",
@@ -222,7 +222,7 @@ const OF_ROPE: [&str; 17] = [
 ];
 
 /// Keys of RoPE types that are not supported.
-const OF_OTHER_ROPES: [(&str, Neutral); 8] = [
+const OTHER_ROPE_KEYS: [(&str, Neutral); 8] = [
     ("alpha", Only(1.0)),
     ("attn_factor", Only(1.0)),
     ("extrapolation_factor", Only(1.0)),
@@ -286,12 +286,12 @@ impl Family {
 }
 
 impl Neutral {
-    fn is(&self, value: &Value) -> bool {
+    fn includes(&self, value: &Value) -> bool {
         match value {
             Value::Null => true,
             Value::Bool(flag) => *flag == matches!(self, True),
             Value::Number(x) => {
-                let neutral = if let Only(one) = self { *one } else { 0.0 };
+                let neutral = if let Only(number) = self { *number } else { 0.0 };
                 x.as_f64() == Some(neutral)
             }
             Value::String(text) => text.is_empty(),
@@ -303,20 +303,21 @@ impl Neutral {
 
 /// Unknown keys, each with its value.
 #[derive(Default)]
-pub(super) struct Unknown(Vec<String>);
+pub(super) struct UnknownKeys(Vec<String>);
 
-impl Unknown {
-    fn add(&mut self, place: &str, key: &str, value: &Value) {
-        self.0.push(format!("`{place}{key}` ({})", short(value)));
+impl UnknownKeys {
+    fn add(&mut self, prefix: &str, key: &str, value: &Value) {
+        self.0.push(format!("`{prefix}{key}` ({})", short(value)));
     }
 }
 
 impl Reader<'_> {
-    /// Checks every key of a text-only model, or of the text part of a multimodal model.
+    /// Checks every key of a text-only model, or of the text part of a multimodal model. `prefix`
+    /// stands before the keys in messages.
     ///
     /// # Errors
     /// An option changes results and is not implemented.
-    pub(super) fn check_keys(&self, family: Family, place: &str, unknown: &mut Unknown) -> Result<(), ModelError> {
+    pub(super) fn check_keys(&self, family: Family, prefix: &str, unknown: &mut UnknownKeys) -> Result<(), ModelError> {
         let known = |key: &str| {
             USED.contains(&key) || family.keys().contains(&key) || HARMLESS.contains(&key) || generation::is_key(key)
         };
@@ -324,14 +325,14 @@ impl Reader<'_> {
             if known(key) {
                 continue;
             }
-            if PARTS.contains(&key.as_str()) && !Unset.is(value) {
-                return Err(self.option(place, key, value));
+            if MULTIMODAL_PARTS.contains(&key.as_str()) && !Unset.includes(value) {
+                return Err(self.option(prefix, key, value));
             }
-            self.check_key(place, (key, value), &REFUSED, unknown)?;
+            self.check_key(prefix, (key, value), &REFUSED, unknown)?;
         }
         for name in ["rope_scaling", "rope_parameters"] {
             if let Some(Value::Object(map)) = self.get(name) {
-                self.check_rope_keys(&format!("{place}{name}."), map, unknown)?;
+                self.check_rope_keys(&format!("{prefix}{name}."), map, unknown)?;
             }
         }
         Ok(())
@@ -341,12 +342,12 @@ impl Reader<'_> {
     ///
     /// # Errors
     /// As [`check_keys`](Self::check_keys).
-    pub(super) fn check_whole_keys(&self, unknown: &mut Unknown) -> Result<(), ModelError> {
+    pub(super) fn check_multimodal_keys(&self, unknown: &mut UnknownKeys) -> Result<(), ModelError> {
         let known = |key: &str| {
             let own = ["architectures", "model_type", "eos_token_id", "tie_word_embeddings"];
             own.contains(&key)
-                || PARTS.contains(&key)
-                || OF_IMAGES.contains(&key)
+                || MULTIMODAL_PARTS.contains(&key)
+                || IMAGE_KEYS.contains(&key)
                 || HARMLESS.contains(&key)
                 || generation::is_key(key)
         };
@@ -355,14 +356,19 @@ impl Reader<'_> {
             .try_for_each(|(key, value)| self.check_key("", (key, value), &REFUSED, unknown))
     }
 
-    fn check_rope_keys(&self, place: &str, map: &Map<String, Value>, unknown: &mut Unknown) -> Result<(), ModelError> {
+    fn check_rope_keys(
+        &self,
+        prefix: &str,
+        map: &Map<String, Value>,
+        unknown: &mut UnknownKeys,
+    ) -> Result<(), ModelError> {
         for (key, value) in map {
             match value {
                 Value::Object(inner) if ["full_attention", "sliding_attention"].contains(&key.as_str()) => {
-                    self.check_rope_keys(&format!("{place}{key}."), inner, unknown)?;
+                    self.check_rope_keys(&format!("{prefix}{key}."), inner, unknown)?;
                 }
-                _ if OF_ROPE.contains(&key.as_str()) => (),
-                value => self.check_key(place, (key, value), &OF_OTHER_ROPES, unknown)?,
+                _ if ROPE_KEYS.contains(&key.as_str()) => (),
+                value => self.check_key(prefix, (key, value), &OTHER_ROPE_KEYS, unknown)?,
             }
         }
         Ok(())
@@ -371,34 +377,34 @@ impl Reader<'_> {
     /// Checks a key that is neither used nor harmless.
     fn check_key(
         &self,
-        place: &str,
+        prefix: &str,
         (key, value): (&String, &Value),
         refused: &[(&str, Neutral)],
-        unknown: &mut Unknown,
+        unknown: &mut UnknownKeys,
     ) -> Result<(), ModelError> {
         match refused.iter().find(|(name, _)| name == key) {
-            Some((_, neutral)) if !neutral.is(value) => Err(self.option(place, key, value)),
-            None if !Unset.is(value) => {
-                unknown.add(place, key, value);
+            Some((_, neutral)) if !neutral.includes(value) => Err(self.option(prefix, key, value)),
+            None if !Unset.includes(value) => {
+                unknown.add(prefix, key, value);
                 Ok(())
             }
             _ => Ok(()),
         }
     }
 
-    fn option(&self, place: &str, key: &str, value: &Value) -> ModelError {
-        self.unsupported(format!("option `{place}{key}` ({}) is not supported", short(value)))
+    fn option(&self, prefix: &str, key: &str, value: &Value) -> ModelError {
+        self.unsupported(format!("option `{prefix}{key}` ({}) is not supported", short(value)))
     }
 
     /// Warnings about keys that have no effect.
-    pub(super) fn key_warnings(&self, family: Family, unknown: Unknown) -> Vec<String> {
+    pub(super) fn key_warnings(&self, family: Family, unknown: UnknownKeys) -> Vec<String> {
         let (file, name) = (self.path.display(), family.name());
         let mut warnings = Vec::new();
         if !unknown.0.is_empty() {
             let keys = unknown.0.join(", ");
             warnings.push(format!("{file}: not known for {name}, and without effect: {keys}"));
         }
-        if self.get("auto_map").is_some_and(|value| !Unset.is(value)) {
+        if self.get("auto_map").is_some_and(|value| !Unset.includes(value)) {
             warnings.push(format!(
                 "{file}: `auto_map` names code that comes with the checkpoint; it is not run, the model is computed as {name}"
             ));

@@ -2,7 +2,7 @@
 //!
 //! Families (Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3) differ only in the fields of
 //! [`Config`]. Unsupported options are refused by name. Options that the reference (transformers)
-//! ignores are ignored.
+//! ignores are ignored, too.
 
 use std::path::Path;
 
@@ -17,7 +17,7 @@ mod keys;
 mod reader;
 mod rope;
 
-use keys::Unknown;
+use keys::UnknownKeys;
 use reader::{Reader, cut, read_json, short};
 
 /// A supported model family. It decides defaults and tensors.
@@ -37,7 +37,8 @@ impl Family {
     }
 }
 
-/// A decoder-only transformer with RMS norms before attention and before a gated MLP.
+/// Configuration of a decoder-only transformer with RMS norms before attention and before a gated
+/// MLP.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Config {
     pub family: Family,
@@ -48,13 +49,13 @@ pub struct Config {
     /// Each layer's attention: full, or a sliding window.
     pub layers: Vec<KvSpec>,
     pub heads: HeadShape,
-    /// Factor of the products of queries and keys.
+    /// Factor of the dot products of queries and keys.
     pub attention_scale: f32,
-    /// Soft cap of the scaled products: `cap * tanh(x / cap)`.
+    /// Soft cap of the scaled dot products: `cap * tanh(x / cap)`.
     pub attention_soft_cap: Option<f32>,
     /// Soft cap of the logits, by the same formula.
     pub logit_soft_cap: Option<f32>,
-    /// Factor of the rows of the embedding table.
+    /// Factor of embeddings.
     pub embedding_scale: f32,
     pub activation: Activation,
     pub norm_eps: f32,
@@ -65,10 +66,10 @@ pub struct Config {
     pub qkv_bias: bool,
     pub o_bias: bool,
     pub mlp_bias: bool,
-    /// RMS norm of each query and key head.
+    /// Whether each query and key head has an RMS norm.
     pub qk_norm: bool,
     pub rope: Rope,
-    /// RoPE of sliding-window layers, where it differs from the other layers'.
+    /// RoPE of sliding-window layers. `None`: the same as for the other layers.
     pub window_rope: Option<Rope>,
     /// Whether the output head is the embedding table.
     pub tied_embeddings: bool,
@@ -82,10 +83,11 @@ pub struct Config {
 }
 
 impl Config {
-    /// Reads `config.json` and, where there is one, `generation_config.json` of a checkpoint folder.
+    /// Reads `config.json` and, if it exists, `generation_config.json` of a checkpoint folder.
     ///
     /// # Errors
-    /// A file that cannot be read or parsed, a size out of bounds, an architecture or option that is not supported.
+    /// A file cannot be read or parsed, a size is out of bounds, or an architecture or option is
+    /// not supported.
     pub fn load(dir: &Path) -> Result<Config, ModelError> {
         let path = dir.join("config.json");
         let config = Reader {
@@ -99,12 +101,12 @@ impl Config {
             return Ok(config);
         }
         let generation = read_json(&path)?;
-        let more = Reader {
+        let generation_ids = Reader {
             path: &path,
             map: &generation,
         }
         .eos_token_ids()?;
-        Ok(config.with_eos_token_ids(more))
+        Ok(config.with_eos_token_ids(generation_ids))
     }
 
     /// Parses the text of a `config.json`. Errors name `path`.
@@ -116,28 +118,28 @@ impl Config {
         Reader { path, map: &map }.config()
     }
 
-    fn with_eos_token_ids(mut self, more: Vec<u32>) -> Config {
-        self.eos_token_ids.extend(more);
+    fn with_eos_token_ids(mut self, ids: Vec<u32>) -> Config {
+        self.eos_token_ids.extend(ids);
         self.eos_token_ids.sort_unstable();
         self.eos_token_ids.dedup();
         self
     }
 
-    /// Maximum context that a job may ask for: the larger of the declared length and the length
-    /// that RoPE scaling allows.
+    /// Maximum context of a job: the declared length, or the length that RoPE scaling allows if it
+    /// is larger.
     pub fn context_limit(&self) -> u32 {
-        let stretched = |factor: f64, tokens: u32| (tokens as f64 * factor).min(u32::MAX as f64) as u32;
+        let scaled_length = |factor: f64, tokens: u32| (tokens as f64 * factor).min(u32::MAX as f64) as u32;
         let scaled = match &self.rope.scaling {
             Scaling::Dynamic {
                 factor,
                 pretrained_tokens,
-            } => stretched(*factor, *pretrained_tokens),
+            } => scaled_length(*factor, *pretrained_tokens),
             Scaling::Llama3 {
                 factor,
                 pretrained_tokens,
                 ..
-            } => stretched(*factor, *pretrained_tokens),
-            Scaling::Yarn(yarn) => stretched(yarn.factor, yarn.pretrained_tokens),
+            } => scaled_length(*factor, *pretrained_tokens),
+            Scaling::Yarn(yarn) => scaled_length(yarn.factor, yarn.pretrained_tokens),
             Scaling::None | Scaling::Linear { .. } => 0,
         };
         scaled.max(self.max_position_embeddings)
@@ -173,7 +175,7 @@ fn refuse_quantized(dir: &Path) -> Result<(), ModelError> {
 impl Reader<'_> {
     fn config(&self) -> Result<Config, ModelError> {
         let (family, is_text_part) = self.family()?;
-        let mut unknown = Unknown::default();
+        let mut unknown = UnknownKeys::default();
         if !is_text_part {
             self.check_keys(family, "", &mut unknown)?;
             let warnings = self.key_warnings(family, unknown);
@@ -185,12 +187,12 @@ impl Reader<'_> {
         let Some(Value::Object(map)) = self.get("text_config") else {
             return Err(self.broken("there is no `text_config`".to_owned()));
         };
-        self.check_whole_keys(&mut unknown)?;
+        self.check_multimodal_keys(&mut unknown)?;
         let text = Reader { path: self.path, map };
         text.check_keys(family, "text_config.", &mut unknown)?;
         let config = text.text_config(family)?;
-        // Versions of the reference read one flag or the other. Where the two differ, the intent is
-        // unknown.
+        // Some versions of the reference read this flag, others the one in `text_config`. If the
+        // two differ, the intent is unknown.
         let tied = self.flag("tie_word_embeddings")?.unwrap_or(true);
         if tied != config.tied_embeddings {
             return Err(self.unsupported(format!(
@@ -215,7 +217,7 @@ impl Reader<'_> {
         let heads = self.heads(family, hidden_size)?;
         let max_position_embeddings = self.max_position_embeddings(family)?;
         let attention_bias = self.flag("attention_bias")?.unwrap_or(false);
-        let default_ids = match family {
+        let default_vocab_size = match family {
             Family::Gemma2 => Some(256_000),
             Family::Gemma3 => Some(262_208),
             _ => None,
@@ -228,7 +230,7 @@ impl Reader<'_> {
         let (rope, window_rope) = self.ropes(family, heads.head_dim, max_position_embeddings)?;
         Ok(Config {
             family,
-            vocab_size: self.size_or("vocab_size", 1 << 24, default_ids)?,
+            vocab_size: self.size_or("vocab_size", 1 << 24, default_vocab_size)?,
             hidden_size,
             intermediate_size: self.required_size("intermediate_size", 1 << 20)?,
             layers: self.layers(family, num_layers)?,
@@ -287,9 +289,9 @@ impl Reader<'_> {
         })
     }
 
-    /// The family, and whether the model is multimodal and its configuration is in `text_config`.
+    /// The family, and whether the model is multimodal, with its configuration in `text_config`.
     fn family(&self) -> Result<(Family, bool), ModelError> {
-        let of_type = |name: &str| match name {
+        let family_of = |name: &str| match name {
             "llama" | "LlamaForCausalLM" => Some((Family::Llama, false)),
             "mistral" | "MistralForCausalLM" => Some((Family::Mistral, false)),
             "qwen2" | "Qwen2ForCausalLM" => Some((Family::Qwen2, false)),
@@ -315,7 +317,7 @@ impl Reader<'_> {
         names.extend(self.text("model_type")?);
         let mut found = None;
         for name in names {
-            let family = of_type(name).ok_or_else(|| {
+            let family = family_of(name).ok_or_else(|| {
                 self.unsupported(format!(
                     "architecture `{}` is not supported; supported are Llama, Mistral, Qwen2, Qwen3, Gemma 2 and Gemma 3",
                     cut(name)

@@ -11,8 +11,8 @@ use crate::model::rope::{Rope, Scaling, Yarn, yarn_attention_factor};
 const THETA_MAX: f64 = 1e18;
 
 impl Reader<'_> {
-    /// The RoPE of all layers. Where a family has a second RoPE for sliding-window layers, the
-    /// first is for full-attention layers and the second is `Some`.
+    /// The RoPE of all layers and `None`; or, if the family has a second RoPE for sliding-window
+    /// layers, the RoPE of full-attention layers and that of sliding-window layers.
     pub(super) fn ropes(
         &self,
         family: Family,
@@ -20,7 +20,7 @@ impl Reader<'_> {
         max_positions: u32,
     ) -> Result<(Rope, Option<Rope>), ModelError> {
         let empty = Map::new();
-        // The older name takes precedence where both are set, as in the reference.
+        // If both are set, the older name takes precedence, as in the reference.
         let is_set = |name: &str| {
             let value = self.get(name);
             value.is_some_and(|v| v.as_object().is_none_or(|map| !map.is_empty()))
@@ -72,7 +72,7 @@ impl Reader<'_> {
         Ok(self.number_in(name, 1.0, THETA_MAX)?.unwrap_or(default))
     }
 
-    /// Reads `map`, the value of `name`. `theta` is the default base.
+    /// Reads a RoPE from `map`, the value of `name`. `theta` is the default base.
     fn rope(
         &self,
         (name, map): (&str, &Map<String, Value>),
@@ -136,11 +136,11 @@ impl Reader<'_> {
     }
 
     fn llama3(&self, factor: f64, pretrained_tokens: u32) -> Result<Scaling, ModelError> {
-        let need = |name: &str| {
+        let required = |name: &str| {
             self.number_in(name, 1e-6, 1e6)?
                 .ok_or_else(|| self.broken(format!("llama3 RoPE scaling has no `{name}`")))
         };
-        let (low, high) = (need("low_freq_factor")?, need("high_freq_factor")?);
+        let (low, high) = (required("low_freq_factor")?, required("high_freq_factor")?);
         if low >= high {
             return Err(self.broken(format!(
                 "`low_freq_factor` {low} is not below `high_freq_factor` {high}"

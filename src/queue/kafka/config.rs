@@ -6,15 +6,15 @@ use rdkafka::error::KafkaError;
 use crate::queue::QueueError;
 use crate::queue::address::KafkaUrl;
 use crate::queue::properties::RESERVED;
-use crate::queue::settings::Resolved;
+use crate::queue::settings::ResolvedSettings;
 
 /// Properties that consumer and producer share: brokers, gristmill's defaults, TLS and SASL. Fails
 /// on a property of `RESERVED`.
-fn common(url: &KafkaUrl, resolved: &Resolved) -> Result<ClientConfig, QueueError> {
+fn common_config(url: &KafkaUrl, resolved: &ResolvedSettings) -> Result<ClientConfig, QueueError> {
     for name in resolved.kafka.keys() {
         if let Some((_, why)) = RESERVED.iter().find(|(ours, _)| ours == name) {
             return Err(QueueError::Settings {
-                what: format!("the Kafka property `{name}` cannot be set: {why}"),
+                why: format!("the Kafka property `{name}` cannot be set: {why}"),
             });
         }
     }
@@ -26,8 +26,8 @@ fn common(url: &KafkaUrl, resolved: &Resolved) -> Result<ClientConfig, QueueErro
         .set("socket.keepalive.enable", "true")
         // A topic that is deleted and created again is noticed within seconds.
         .set("topic.metadata.refresh.interval.ms", "10000")
-        // Brokers create topics by default: the producer's metadata request would create ours, with
-        // the broker's default number of partitions, mostly 1.
+        // Brokers create topics by default: the producer's metadata request would create our topic,
+        // with the broker's default number of partitions, usually 1.
         .set("allow.auto.create.topics", "false");
     if let Some(file) = &resolved.ca_file {
         config
@@ -46,27 +46,27 @@ fn common(url: &KafkaUrl, resolved: &Resolved) -> Result<ClientConfig, QueueErro
     Ok(config)
 }
 
-fn pass_through(config: &mut ClientConfig, resolved: &Resolved) {
+fn apply_user_properties(config: &mut ClientConfig, resolved: &ResolvedSettings) {
     for (name, value) in &resolved.kafka {
         config.set(name, value);
     }
 }
 
 /// The consumer's properties.
-pub(crate) fn consumer(url: &KafkaUrl, resolved: &Resolved) -> Result<ClientConfig, QueueError> {
-    let mut config = common(url, resolved)?;
+pub(crate) fn consumer(url: &KafkaUrl, resolved: &ResolvedSettings) -> Result<ClientConfig, QueueError> {
+    let mut config = common_config(url, resolved)?;
     config
         .set("group.id", &url.group)
         .set("partition.assignment.strategy", "cooperative-sticky")
         .set("auto.offset.reset", "earliest")
-        // Short, so that a missing topic is reported soon: `consumer.rs` itself asks for it again.
+        // Short, so that a missing topic is reported soon: `consumer.rs` itself asks again.
         .set("topic.metadata.propagation.max.ms", "1000")
         // Messages are pointers, so few are fetched ahead, and a resumed partition must not wait
         // behind a long poll.
         .set("fetch.wait.max.ms", "100")
         .set("max.partition.fetch.bytes", "32768")
         .set("queued.min.messages", "16");
-    pass_through(&mut config, resolved);
+    apply_user_properties(&mut config, resolved);
     config
         .set("enable.auto.commit", "false")
         .set("enable.auto.offset.store", "false");
@@ -74,27 +74,27 @@ pub(crate) fn consumer(url: &KafkaUrl, resolved: &Resolved) -> Result<ClientConf
 }
 
 /// The producer's properties, also used to create topics.
-pub(crate) fn producer(url: &KafkaUrl, resolved: &Resolved) -> Result<ClientConfig, QueueError> {
-    let mut config = common(url, resolved)?;
+pub(crate) fn producer(url: &KafkaUrl, resolved: &ResolvedSettings) -> Result<ClientConfig, QueueError> {
+    let mut config = common_config(url, resolved)?;
     let timeout_ms = resolved.settings.send_timeout.as_millis().max(1000);
     config.set("delivery.timeout.ms", timeout_ms.to_string());
-    pass_through(&mut config, resolved);
+    apply_user_properties(&mut config, resolved);
     config.set("enable.idempotence", "true").set("acks", "all");
     Ok(config)
 }
 
-/// The error for a property that librdkafka rejects; it never shows the value.
-pub(crate) fn refused(error: KafkaError, resolved: &Resolved) -> QueueError {
-    let what = match error {
+/// The error for a property that librdkafka rejects. Its text never contains the property's value.
+pub(crate) fn property_error(error: KafkaError, resolved: &ResolvedSettings) -> QueueError {
+    let why = match error {
         KafkaError::ClientConfig(_, _, name, _) => {
             format!("librdkafka does not know the property `{name}`, or not with the value given")
         }
         other => format!(
             "librdkafka refuses its properties: {}",
-            resolved.scrub.line(&other.to_string())
+            resolved.scrub.clean_line(&other.to_string())
         ),
     };
-    QueueError::Settings { what }
+    QueueError::Settings { why }
 }
 
 /// The consumer's `session.timeout.ms`: the maximum time for which the group waits for this member.
@@ -111,13 +111,13 @@ mod tests {
     use super::*;
     use crate::queue::{QueueUrl, Settings};
 
-    fn resolved(pairs: &[(&str, &str)]) -> (KafkaUrl, Resolved) {
+    fn resolved(pairs: &[(&str, &str)]) -> (KafkaUrl, ResolvedSettings) {
         let url: QueueUrl = "kafka://u:pass@h/t?group=g".parse().unwrap();
         let settings = Settings {
             kafka: pairs.iter().map(|&(a, b)| (a.to_owned(), b.to_owned())).collect(),
             ..Settings::default()
         };
-        let resolved = Resolved::new(&url, &settings).unwrap();
+        let resolved = ResolvedSettings::new(&url, &settings).unwrap();
         let QueueUrl::Kafka(url) = url else {
             panic!("a Kafka address")
         };
@@ -143,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn properties_pass_through_but_for_those_the_guarantee_rests_on() {
+    fn properties_pass_through_except_reserved_ones() {
         let (url, ok) = resolved(&[("sasl.mechanism", "PLAIN"), ("session.timeout.ms", "2000")]);
         let config = consumer(&url, &ok).unwrap();
         for (name, value) in [

@@ -1,5 +1,5 @@
-//! The thread that polls Kafka: it takes messages in, handles the worker's answers, watches the
-//! worker's progress, and reconnects after every kind of outage.
+//! The thread that polls Kafka: it receives messages, handles the worker's dispositions, watches
+//! the worker's progress, and reconnects after every kind of outage.
 
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -12,41 +12,41 @@ use tokio::sync::oneshot;
 use super::config;
 use super::group::Group;
 use super::publisher::{Topic, fetch_topic, wait_for_metadata};
-use super::trouble::{Kind, Trouble, denied, kind};
+use super::trouble::{ErrorClass, ReportedError, denied_message, error_class};
 use crate::queue::QueueError;
 use crate::queue::address::KafkaUrl;
 use crate::queue::outage::Outage;
-use crate::queue::settings::Resolved;
+use crate::queue::settings::ResolvedSettings;
 
-/// Timeout of one poll, and so the maximum delay of the worker's answers.
+/// Timeout of one poll, and so the maximum delay of the worker's dispositions.
 const POLL_WAIT: Duration = Duration::from_millis(25);
-/// Timeout of a poll that drains all queued events. It is not 0, because a single log event of
-/// librdkafka would then end the draining.
+/// Timeout of a poll that drains all queued events. With 0, a single log event of librdkafka would
+/// end the draining.
 const EVENT_WAIT: Duration = Duration::from_millis(10);
 /// Interval between commits.
-const COMMIT_EVERY: Duration = Duration::from_millis(100);
-/// How often a missing topic or an absent broker is tried again.
+const COMMIT_INTERVAL: Duration = Duration::from_millis(100);
+/// Interval between checks for a missing topic or an absent broker.
 const RETRY_INTERVAL: Duration = Duration::from_secs(2);
-/// A longer gap between two turns means that the whole process was stopped, the worker included.
-const STANDSTILL: Duration = Duration::from_secs(2);
+/// A longer gap between two polls means that the whole process was stopped, the worker included.
+const STALL_MIN: Duration = Duration::from_secs(2);
 /// Number of ready messages at which fetching pauses; a message takes a few kilobytes. Pauses must
-/// be rare, even where a worker passes thousands of messages on: librdkafka drops the fetched
-/// messages of a paused partition and needs about a second to fetch them again.
+/// be rare, even if a worker passes thousands of messages on: librdkafka drops the fetched messages
+/// of a paused partition and needs about a second to fetch them again.
 const READY_MAX: usize = 1024;
 /// Number of messages waiting to be passed on at which fetching pauses.
 const REPUBLISHING_MAX: usize = 4096;
 
-/// Our membership in the consumer group.
-enum Mode {
+/// The thread's membership in the consumer group.
+enum Membership {
     /// Not a member: the topic is missing or no broker answers. Both are checked again at
     /// `next_retry`.
     Waiting {
         next_retry: Instant,
-        said_missing: bool,
+        has_warned_missing: bool,
     },
     Member,
-    /// Not a member: the worker had stopped making progress at this `progress_count`. A higher
-    /// count makes us rejoin.
+    /// Not a member: the worker had stopped making progress at this `progress_count`. The thread
+    /// rejoins when the count is higher.
     LeftGroup {
         progress_count: u64,
     },
@@ -57,14 +57,19 @@ struct PollThread<'a> {
     address: String,
     consumer: BaseConsumer<Group>,
     outage: Outage,
-    mode: Mode,
+    membership: Membership,
     last_commit: Instant,
-    last_turn: Instant,
+    last_poll: Instant,
     next_check: Instant,
 }
 
 /// Runs until the queue is closed. `opened` gets the result of opening, once.
-pub(crate) fn run(url: &KafkaUrl, resolved: &Resolved, group: Group, opened: oneshot::Sender<Result<(), QueueError>>) {
+pub(crate) fn run(
+    url: &KafkaUrl,
+    resolved: &ResolvedSettings,
+    group: Group,
+    opened: oneshot::Sender<Result<(), QueueError>>,
+) {
     // A send to `opened` fails only if the caller has given up, and then the tracker is closed
     // soon.
     match open(url, resolved, group) {
@@ -74,7 +79,7 @@ pub(crate) fn run(url: &KafkaUrl, resolved: &Resolved, group: Group, opened: one
         Ok(mut poller) => {
             if opened.send(Ok(())).is_ok() {
                 while !poller.group().tracker.is_closing() {
-                    poller.turn();
+                    poller.poll_once();
                 }
             }
             poller.close();
@@ -82,35 +87,35 @@ pub(crate) fn run(url: &KafkaUrl, resolved: &Resolved, group: Group, opened: one
     }
 }
 
-fn open<'a>(url: &'a KafkaUrl, resolved: &Resolved, group: Group) -> Result<PollThread<'a>, QueueError> {
+fn open<'a>(url: &'a KafkaUrl, resolved: &ResolvedSettings, group: Group) -> Result<PollThread<'a>, QueueError> {
     let consumer = BaseConsumer::from_config_and_context(&config::consumer(url, resolved)?, group)
-        .map_err(|error| config::refused(error, resolved))?;
+        .map_err(|error| config::property_error(error, resolved))?;
     let now = Instant::now();
     let mut poller = PollThread {
         url,
         address: url.to_string(),
         consumer,
         outage: Outage::new(url),
-        mode: Mode::Waiting {
+        membership: Membership::Waiting {
             next_retry: now,
-            said_missing: false,
+            has_warned_missing: false,
         },
         last_commit: now,
-        last_turn: now,
+        last_poll: now,
         next_check: now,
     };
-    let looked = wait_for_metadata(poller.consumer.client(), url, || {
-        // Serves the events that carry errors: the most telling one may be queued behind many
-        // others.
+    let result = wait_for_metadata(poller.consumer.client(), url, || {
+        // Polling serves the events that carry errors. The most specific error may be queued behind
+        // many others.
         while poller.consumer.poll(EVENT_WAIT).is_some() {}
         poller.group().listener.take()
     });
-    match looked {
-        Ok(topic) => poller.found(topic),
-        Err(QueueError::Unavailable { why } | QueueError::UnknownHost { why }) => poller.outage.down(&why),
+    match result {
+        Ok(topic) => poller.handle_topic(topic),
+        Err(QueueError::Unavailable { why } | QueueError::UnknownHost { why }) => poller.outage.report_down(&why),
         Err(error) => return Err(error),
     }
-    poller.last_turn = Instant::now();
+    poller.last_poll = Instant::now();
     Ok(poller)
 }
 
@@ -119,33 +124,34 @@ impl PollThread<'_> {
         self.consumer.context()
     }
 
-    fn turn(&mut self) {
+    /// One round of the thread: dispositions, commits, membership, and one poll.
+    fn poll_once(&mut self) {
         let now = Instant::now();
-        let stalled = now - self.last_turn;
-        if stalled > STANDSTILL {
-            self.group().tracker.extend_leases(stalled);
+        let gap = now - self.last_poll;
+        if gap > STALL_MIN {
+            self.group().tracker.extend_leases(gap);
         }
-        self.last_turn = now;
-        self.group().process_answers();
-        if now - self.last_commit >= COMMIT_EVERY {
+        self.last_poll = now;
+        self.group().process_dispositions();
+        if now - self.last_commit >= COMMIT_INTERVAL {
             self.last_commit = now;
             self.group().commit(&self.consumer, None, CommitMode::Async);
         }
-        self.watch(now);
+        self.update_membership(now);
         let group = self.group();
         // Hysteresis: a paused partition takes a second to deliver again, so it resumes only at
         // half the limit.
         let ready_max = if group.is_paused() { READY_MAX / 2 } else { READY_MAX };
-        let full =
-            group.tracker.ready() >= ready_max || group.tracker.republishing.load(Ordering::SeqCst) >= REPUBLISHING_MAX;
-        group.set_paused(&self.consumer, full);
+        let is_full = group.tracker.ready_count() >= ready_max
+            || group.tracker.republishing.load(Ordering::SeqCst) >= REPUBLISHING_MAX;
+        group.set_paused(&self.consumer, is_full);
         let polled = self.consumer.poll(POLL_WAIT);
         // Assignments change only within `poll`, so this check follows it.
-        let is_member = matches!(self.mode, Mode::Member) && !self.outage.is_down();
+        let is_member = matches!(self.membership, Membership::Member) && !self.outage.is_down();
         self.group()
             .tracker
             .set_attached(is_member && self.group().is_assigned());
-        let trouble = match polled {
+        let reported_error = match polled {
             None => None,
             Some(Ok(message)) => {
                 self.group().handle_message(&message);
@@ -153,35 +159,37 @@ impl PollThread<'_> {
             }
             Some(Err(error)) => Some(error),
         };
-        if let Some(error) = trouble {
-            self.failed(&error);
+        if let Some(error) = reported_error {
+            self.handle_error(&error);
         }
     }
 
     /// Leaves the group or rejoins it, and checks whether an absent broker is back.
-    fn watch(&mut self, now: Instant) {
-        match self.mode {
-            Mode::Member if self.group().tracker.is_stuck(now) => {
+    fn update_membership(&mut self, now: Instant) {
+        match self.membership {
+            Membership::Member if self.group().tracker.is_stuck(now) => {
                 tracing::warn!(
                     queue = %self.address,
                     "{}: the worker has stopped making progress; leaving the consumer group until it makes progress again",
                     self.address
                 );
                 let progress_count = self.group().tracker.progress_count();
-                self.group().process_answers();
+                self.group().process_dispositions();
                 self.group().commit(&self.consumer, None, CommitMode::Async);
                 self.group().forget_all("its worker has stopped making progress");
                 self.leave();
-                self.mode = Mode::LeftGroup { progress_count };
+                self.membership = Membership::LeftGroup { progress_count };
             }
-            Mode::Member if (self.outage.is_down() || self.group().tracker.is_denied()) && now >= self.next_check => {
+            Membership::Member
+                if (self.outage.is_down() || self.group().tracker.is_denied()) && now >= self.next_check =>
+            {
                 self.next_check = now + RETRY_INTERVAL;
                 if fetch_topic(self.consumer.client(), &self.url.topic).is_ok() {
-                    self.outage.up();
-                    self.forgive();
+                    self.outage.report_up();
+                    self.clear_denied();
                 }
             }
-            Mode::LeftGroup { progress_count } if self.group().tracker.progress_count() > progress_count => {
+            Membership::LeftGroup { progress_count } if self.group().tracker.progress_count() > progress_count => {
                 tracing::info!(
                     queue = %self.address,
                     "{}: the worker makes progress again; rejoining the consumer group",
@@ -189,7 +197,7 @@ impl PollThread<'_> {
                 );
                 self.join();
             }
-            Mode::Waiting { next_retry, .. } if now >= next_retry => self.fetch_topic(now),
+            Membership::Waiting { next_retry, .. } if now >= next_retry => self.fetch_topic(now),
             _ => {}
         }
     }
@@ -197,7 +205,7 @@ impl PollThread<'_> {
     fn join(&mut self) {
         self.group().set_leaving(false);
         match self.consumer.subscribe(&[&self.url.topic]) {
-            Ok(()) => self.mode = Mode::Member,
+            Ok(()) => self.membership = Membership::Member,
             Err(error) => tracing::debug!(queue = %self.address, "{}: cannot subscribe: {error}", self.address),
         }
     }
@@ -207,41 +215,43 @@ impl PollThread<'_> {
         self.consumer.unsubscribe();
     }
 
-    /// Asks the broker for the missing topic.
+    /// Requests the metadata of the missing topic, and joins the group if the topic exists.
     fn fetch_topic(&mut self, now: Instant) {
-        if let Mode::Waiting { next_retry, .. } = &mut self.mode {
+        if let Membership::Waiting { next_retry, .. } = &mut self.membership {
             *next_retry = now + RETRY_INTERVAL;
         }
         match fetch_topic(self.consumer.client(), &self.url.topic) {
-            Ok(topic) => self.found(topic),
-            Err(code) if kind(code) == Kind::Denied => self.deny(denied(&self.address, code)),
+            Ok(topic) => self.handle_topic(topic),
+            Err(code) if error_class(code) == ErrorClass::Denied => {
+                self.report_denied(denied_message(&self.address, code))
+            }
             Err(code) => match self.group().listener.take() {
-                Some(Trouble {
-                    kind: Kind::Denied,
+                Some(ReportedError {
+                    class: ErrorClass::Denied,
                     why,
-                }) => self.deny(format!("{}: {why}", self.address)),
-                Some(Trouble { why, .. }) => self.outage.down(&why),
-                None => self.outage.down(&code.to_string()),
+                }) => self.report_denied(format!("{}: {why}", self.address)),
+                Some(ReportedError { why, .. }) => self.outage.report_down(&why),
+                None => self.outage.report_down(&code.to_string()),
             },
         }
-        // Asking may take long, and must not count as a stop of the process.
-        self.last_turn = Instant::now();
+        // A long request must not count as a stop of the process.
+        self.last_poll = Instant::now();
     }
 
-    /// Handles an answer of the broker.
-    fn found(&mut self, topic: Topic) {
-        self.outage.up();
+    /// Handles the topic's metadata.
+    fn handle_topic(&mut self, topic: Topic) {
+        self.outage.report_up();
         self.group().tracker.set_denied(None);
         match topic {
             Topic::Partitions(n) => {
-                self.group().republisher.publisher.learn(n);
+                self.group().republisher.publisher.set_partitions(n);
                 self.join();
             }
             Topic::Missing => {
-                if let Mode::Waiting { said_missing, .. } = &mut self.mode
-                    && !*said_missing
+                if let Membership::Waiting { has_warned_missing, .. } = &mut self.membership
+                    && !*has_warned_missing
                 {
-                    *said_missing = true;
+                    *has_warned_missing = true;
                     tracing::warn!(queue = %self.address, "{}: the topic does not exist (any more); waiting for it", self.address);
                 }
             }
@@ -249,61 +259,61 @@ impl PollThread<'_> {
     }
 
     /// Clears a refusal after the broker has answered; a refusal that persists is reported again at
-    /// once. Applies only to a member with an assignment: without one, the member may lack the
-    /// right to the group, and answers about the topic say nothing about that right.
-    fn forgive(&self) {
+    /// once. Applies only to a member with an assignment: a member without one may lack the right
+    /// to the group, and metadata of the topic does not show that right.
+    fn clear_denied(&self) {
         let group = self.group();
         if group.is_assigned() && group.tracker.is_denied() {
             group.tracker.set_denied(None);
-            group.fetch_anew(&self.consumer);
+            group.restart_fetching(&self.consumer);
         }
     }
 
-    fn deny(&self, why: String) {
+    fn report_denied(&self, why: String) {
         tracing::debug!(queue = %self.address, "the broker refuses this worker: {why}");
         self.group().tracker.set_denied(Some(why));
     }
 
     /// Handles an error of librdkafka, which recovers from most of them by itself.
-    fn failed(&mut self, error: &KafkaError) {
+    fn handle_error(&mut self, error: &KafkaError) {
         let code = error.rdkafka_error_code().unwrap_or(Code::Unknown);
         if matches!(error, KafkaError::MessageConsumptionFatal(_)) {
-            return self.deny(format!("{}: librdkafka gives up: {code}", self.address));
+            return self.report_denied(format!("{}: librdkafka gives up: {code}", self.address));
         }
-        let is_member = matches!(self.mode, Mode::Member);
-        match kind(code) {
-            Kind::Denied => {
-                let heard = self
+        let is_member = matches!(self.membership, Membership::Member);
+        match error_class(code) {
+            ErrorClass::Denied => {
+                let reported = self
                     .group()
                     .listener
                     .take()
                     .filter(|_| matches!(code, Code::SSL | Code::Authentication));
-                let why = heard.map_or_else(
-                    || denied(&self.address, code),
+                let why = reported.map_or_else(
+                    || denied_message(&self.address, code),
                     |t| format!("{}: {}", self.address, t.why),
                 );
-                self.deny(why);
+                self.report_denied(why);
             }
-            Kind::NoTopic if is_member => {
-                // Offsets of the old topic say nothing about a new topic of the same name.
+            ErrorClass::NoTopic if is_member => {
+                // Offsets of the old topic are meaningless in a new topic of the same name.
                 self.group().forget_all("its topic was deleted");
                 self.leave();
-                self.mode = Mode::Waiting {
+                self.membership = Membership::Waiting {
                     next_retry: Instant::now() + RETRY_INTERVAL / 4,
-                    said_missing: false,
+                    has_warned_missing: false,
                 };
             }
-            Kind::Away if is_member && code == Code::AllBrokersDown && !self.outage.is_down() => {
-                // Idle connections close too, so ask the broker once before reporting an outage.
+            ErrorClass::Unavailable if is_member && code == Code::AllBrokersDown && !self.outage.is_down() => {
+                // Idle connections close too, so send one request before reporting an outage.
                 if let Err(code) = fetch_topic(self.consumer.client(), &self.url.topic) {
                     let why = self
                         .group()
                         .listener
                         .take()
-                        .map_or_else(|| code.to_string(), |trouble| trouble.why);
-                    self.outage.down(&why);
+                        .map_or_else(|| code.to_string(), |reported_error| reported_error.why);
+                    self.outage.report_down(&why);
                 }
-                self.last_turn = Instant::now();
+                self.last_poll = Instant::now();
             }
             _ => tracing::debug!(queue = %self.address, "{}: {code}", self.address),
         }
@@ -311,9 +321,9 @@ impl PollThread<'_> {
 
     /// Commits finished messages and leaves the group.
     fn close(self) {
-        self.group().process_answers();
+        self.group().process_dispositions();
         self.group().set_leaving(true);
-        if !self.outage.is_down() && matches!(self.mode, Mode::Member) {
+        if !self.outage.is_down() && matches!(self.membership, Membership::Member) {
             self.group().commit(&self.consumer, None, CommitMode::Sync);
         }
     }

@@ -1,5 +1,5 @@
-//! Our membership in the consumer group: assigned partitions, their offsets to commit, and
-//! rebalances. librdkafka calls the callbacks here from within `poll`.
+//! This consumer's membership in the consumer group: assigned partitions, their offsets to commit,
+//! and rebalances. librdkafka calls the callbacks here from within `poll`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::Ordering;
@@ -20,20 +20,21 @@ use super::trouble::ErrorListener;
 use crate::queue::address::KafkaUrl;
 use crate::queue::delivery_tracker::{DeliveryTracker, Disposition, ReceivedMessage, Republish};
 use crate::queue::foreign::{self, HOPS_HEADER, Handling};
-use crate::queue::settings::Resolved;
+use crate::queue::settings::ResolvedSettings;
 use crate::signing::Signing;
 
-/// Maximum time for which a rebalance waits while the worker lets go of revoked partitions. A third
-/// of the session timeout is a bound too.
+/// Maximum time for which a rebalance waits until the worker has ended its work on revoked
+/// partitions. It also waits for at most a third of the session timeout.
 const REVOKE_WAIT_MAX: Duration = Duration::from_secs(5);
-const REVOKE_STEP: Duration = Duration::from_millis(20);
+const REVOKE_POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Partition and offset of a delivery.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct MessagePosition {
     pub partition: i32,
     pub offset: i64,
-    /// Number of this assignment of the partition to us. A recreated log gets a new number too.
+    /// Number of this assignment of the partition to this consumer. A recreated log also gets a new
+    /// number.
     epoch: u64,
 }
 
@@ -41,7 +42,7 @@ struct AssignedPartition {
     epoch: u64,
     offsets: Offsets,
     /// Whether the partition is being revoked: its messages are no longer delivered here.
-    going: bool,
+    is_revoking: bool,
 }
 
 #[derive(Default)]
@@ -49,39 +50,43 @@ struct Assignment {
     partitions: BTreeMap<i32, AssignedPartition>,
     next_epoch: u64,
     /// Whether fetching is paused because enough messages are in memory.
-    paused: bool,
-    /// Whether we leave on our own initiative: a revocation then waits for no worker.
-    leaving: bool,
-    /// Whether the group has given us an assignment, which may be empty.
-    assigned: bool,
+    is_paused: bool,
+    /// Whether this consumer leaves by itself: a revocation then does not wait for the worker.
+    is_leaving: bool,
+    /// Whether the group has given this consumer an assignment, which may be empty.
+    has_assignment: bool,
 }
 
 impl Assignment {
-    fn is_current(&self, place: MessagePosition) -> bool {
+    fn is_current(&self, position: MessagePosition) -> bool {
         self.partitions
-            .get(&place.partition)
-            .is_some_and(|owned| owned.epoch == place.epoch)
+            .get(&position.partition)
+            .is_some_and(|owned| owned.epoch == position.epoch)
     }
 
     /// Whether a message that is given back may be delivered again by this process.
-    fn is_kept(&self, place: MessagePosition) -> bool {
-        self.is_current(place) && self.partitions.get(&place.partition).is_some_and(|owned| !owned.going)
+    fn is_kept(&self, position: MessagePosition) -> bool {
+        self.is_current(position)
+            && self
+                .partitions
+                .get(&position.partition)
+                .is_some_and(|owned| !owned.is_revoking)
     }
 
     /// Records a message. Returns its position and, if the partition's log was recreated or is read
     /// again, the epoch of the deliveries that became stale.
-    fn delivered(&mut self, partition: i32, offset: i64) -> (MessagePosition, Option<u64>) {
+    fn record_delivery(&mut self, partition: i32, offset: i64) -> (MessagePosition, Option<u64>) {
         let next_epoch = &mut self.next_epoch;
         let owned = self.partitions.entry(partition).or_insert_with(|| {
             *next_epoch += 1;
             AssignedPartition {
                 epoch: *next_epoch,
                 offsets: Offsets::default(),
-                going: false,
+                is_revoking: false,
             }
         });
         let mut stale = None;
-        if !owned.offsets.delivered(offset) {
+        if !owned.offsets.record_delivery(offset) {
             stale = Some(owned.epoch);
             *next_epoch += 1;
             owned.epoch = *next_epoch;
@@ -111,7 +116,7 @@ pub(crate) struct Group {
     signing: Signing,
 }
 
-fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     // Every change is a single step, so the state is consistent even after a panic under the lock.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -119,12 +124,13 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 impl Group {
     pub(super) fn new(
         url: &KafkaUrl,
-        resolved: &Resolved,
+        resolved: &ResolvedSettings,
         tracker: Arc<DeliveryTracker<MessagePosition>>,
         dispositions: UnboundedReceiver<Disposition<MessagePosition>>,
         republisher: Republisher,
     ) -> Group {
-        let session = config::consumer(url, resolved).map_or(0, |config| config::session_timeout_ms(&config));
+        let session_timeout_ms =
+            config::consumer(url, resolved).map_or(0, |config| config::session_timeout_ms(&config));
         Group {
             listener: ErrorListener::new(resolved.scrub.clone()),
             tracker,
@@ -133,28 +139,31 @@ impl Group {
             address: url.to_string(),
             assignment: Arc::default(),
             dispositions: Mutex::new(dispositions),
-            revoke_wait: REVOKE_WAIT_MAX.min(Duration::from_millis(session / 3)),
+            revoke_wait: REVOKE_WAIT_MAX.min(Duration::from_millis(session_timeout_ms / 3)),
             signing: resolved.signing.clone(),
         }
     }
 
     /// Handles a polled message.
     pub(super) fn handle_message(&self, message: &BorrowedMessage<'_>) {
-        // A consumer that gets messages has access (again).
+        // A consumer that gets messages has access.
         self.tracker.set_denied(None);
-        let (place, stale) = locked(&self.assignment).delivered(message.partition(), message.offset());
+        let (position, stale) = lock(&self.assignment).record_delivery(message.partition(), message.offset());
         if let Some(epoch) = stale {
             self.recall_and_forget("its topic was made anew or is read again", |owned| owned.epoch == epoch);
         }
         let hops = message.headers().and_then(|headers| {
             let mut found = headers.iter().filter(|header| header.key == HOPS_HEADER);
-            found.next().map(|header| foreign::hops(header.value))
+            found.next().map(|header| foreign::parse_hops(header.value))
         });
         let (hops, body) = (hops.unwrap_or(0), message.payload().unwrap_or_default());
-        let position = format!("{} partition {} offset {}", self.address, place.partition, place.offset);
-        match foreign::classify(body, hops, &position, &self.signing) {
-            Handling::Deliver(message) => self.tracker.put(ReceivedMessage {
-                token: place,
+        let source = format!(
+            "{} partition {} offset {}",
+            self.address, position.partition, position.offset
+        );
+        match foreign::classify(body, hops, &source, &self.signing) {
+            Handling::Deliver(message) => self.tracker.push_ready(ReceivedMessage {
+                token: position,
                 message,
                 body: body.to_vec(),
                 deliveries: 1,
@@ -162,16 +171,16 @@ impl Group {
                 arrived: Instant::now(),
             }),
             Handling::PassOn(hops) => self.republish_later(Republish {
-                token: place,
+                token: position,
                 body: body.to_vec(),
                 hops,
             }),
-            Handling::Drop => self.done(place),
+            Handling::Drop => self.acknowledge(position),
         }
     }
 
-    fn done(&self, place: MessagePosition) {
-        done(&mut locked(&self.assignment), place);
+    fn acknowledge(&self, position: MessagePosition) {
+        acknowledge(&mut lock(&self.assignment), position);
     }
 
     /// Recalls deliveries without waiting for the worker, and forgets them.
@@ -182,29 +191,29 @@ impl Group {
 
     /// Drops all partitions with their offsets and deliveries.
     pub(super) fn forget_all(&self, why: &'static str) {
-        locked(&self.assignment).partitions.clear();
+        lock(&self.assignment).partitions.clear();
         self.recall_and_forget(why, |_| true);
     }
 
     pub(super) fn set_leaving(&self, leaving: bool) {
-        let mut assignment = locked(&self.assignment);
-        assignment.leaving = leaving;
-        assignment.assigned = false;
+        let mut assignment = lock(&self.assignment);
+        assignment.is_leaving = leaving;
+        assignment.has_assignment = false;
     }
 
     pub(super) fn is_assigned(&self) -> bool {
-        locked(&self.assignment).assigned
+        lock(&self.assignment).has_assignment
     }
 
-    /// Handles the worker's answers.
-    pub(super) fn process_answers(&self) {
-        let mut dispositions = locked(&self.dispositions);
-        while let Ok(answer) = dispositions.try_recv() {
-            match answer {
-                Disposition::Acknowledge(place) => self.done(place),
+    /// Handles the worker's dispositions.
+    pub(super) fn process_dispositions(&self) {
+        let mut dispositions = lock(&self.dispositions);
+        while let Ok(disposition) = dispositions.try_recv() {
+            match disposition {
+                Disposition::Acknowledge(position) => self.acknowledge(position),
                 Disposition::GiveBack(item) => {
-                    if locked(&self.assignment).is_kept(item.token) {
-                        self.tracker.put(item);
+                    if lock(&self.assignment).is_kept(item.token) {
+                        self.tracker.push_ready(item);
                     }
                 }
                 Disposition::Republish(republish) => self.republish_later(republish),
@@ -219,28 +228,28 @@ impl Group {
         self.republisher.republish_later(
             body,
             hops,
-            move || !locked(&assignment).is_current(token),
+            move || !lock(&assignment).is_current(token),
             move |sent| {
                 tracker.republishing.fetch_sub(1, Ordering::SeqCst);
                 if sent {
-                    done(&mut locked(&finished), token);
+                    acknowledge(&mut lock(&finished), token);
                 }
             },
         );
     }
 
-    /// Commits finished offsets that are not committed yet: of the partitions in `of`, or of all. A
-    /// synchronous commit is the last one of its partitions, so it repeats positions that may still
-    /// be in flight.
-    pub(super) fn commit(&self, consumer: &BaseConsumer<Group>, of: Option<&BTreeSet<i32>>, mode: CommitMode) {
+    /// Commits finished offsets that are not committed yet, of all partitions or of those in
+    /// `only`. A synchronous commit is the last commit of its partitions, so it repeats positions
+    /// that may still be in flight.
+    pub(super) fn commit(&self, consumer: &BaseConsumer<Group>, only: Option<&BTreeSet<i32>>, mode: CommitMode) {
         let mut list = TopicPartitionList::new();
-        for (&partition, owned) in &mut locked(&self.assignment).partitions {
-            if of.is_some_and(|of| !of.contains(&partition)) {
+        for (&partition, owned) in &mut lock(&self.assignment).partitions {
+            if only.is_some_and(|only| !only.contains(&partition)) {
                 continue;
             }
             let position = match mode {
-                CommitMode::Async => owned.offsets.take_due(),
-                CommitMode::Sync => owned.offsets.take_last(),
+                CommitMode::Async => owned.offsets.take_changed_position(),
+                CommitMode::Sync => owned.offsets.take_final_position(),
             };
             if let Some(position) = position
                 && let Err(error) = list.add_partition_offset(&self.topic, partition, Offset::Offset(position))
@@ -256,23 +265,23 @@ impl Group {
     }
 
     fn commit_failed(&self, error: &KafkaError, list: &TopicPartitionList) {
-        // The next commit retries, as long as the partition is ours.
+        // The next commit retries, as long as the partition is assigned to this consumer.
         tracing::debug!(queue = %self.address, "a commit to {} failed: {error}", self.address);
-        let mut assignment = locked(&self.assignment);
+        let mut assignment = lock(&self.assignment);
         for element in list.elements() {
             if let Some(owned) = assignment.partitions.get_mut(&element.partition()) {
-                owned.offsets.commit_failed();
+                owned.offsets.mark_commit_failed();
             }
         }
     }
 
     pub(super) fn is_paused(&self) -> bool {
-        locked(&self.assignment).paused
+        lock(&self.assignment).is_paused
     }
 
-    /// Pauses or resumes fetching; does nothing if the state is already the desired one.
+    /// Pauses or resumes fetching, if that changes the state.
     pub(super) fn set_paused(&self, consumer: &BaseConsumer<Group>, paused: bool) {
-        if locked(&self.assignment).paused == paused {
+        if lock(&self.assignment).is_paused == paused {
             return;
         }
         let assigned = match consumer.assignment() {
@@ -285,15 +294,15 @@ impl Group {
             consumer.resume(&assigned)
         };
         match changed {
-            Ok(()) => locked(&self.assignment).paused = paused,
+            Ok(()) => lock(&self.assignment).is_paused = paused,
             Err(error) => tracing::debug!(queue = %self.address, "cannot pause or resume: {error}"),
         }
     }
 
-    /// Restarts fetching: without a restart, librdkafka does not report a persistent refusal again.
-    pub(super) fn fetch_anew(&self, consumer: &BaseConsumer<Group>) {
-        let paused = locked(&self.assignment).paused;
-        // Paused partitions are fetched anew when they resume.
+    /// Restarts fetching: only then does librdkafka report a persistent refusal again.
+    pub(super) fn restart_fetching(&self, consumer: &BaseConsumer<Group>) {
+        let paused = lock(&self.assignment).is_paused;
+        // Fetching of paused partitions restarts when they are resumed.
         if !paused {
             self.set_paused(consumer, true);
             self.set_paused(consumer, false);
@@ -301,55 +310,56 @@ impl Group {
     }
 
     /// Handles a revocation: commits the finished offsets of the partitions, then drops them.
-    fn revoked(&self, consumer: &BaseConsumer<Group>, partitions: &BTreeSet<i32>) {
-        let ours = |place: &MessagePosition| partitions.contains(&place.partition);
-        let lost = consumer.assignment_lost();
-        let leaving = locked(&self.assignment).leaving;
-        let why = if lost {
+    fn handle_revocation(&self, consumer: &BaseConsumer<Group>, partitions: &BTreeSet<i32>) {
+        let is_revoked = |position: &MessagePosition| partitions.contains(&position.partition);
+        let is_lost = consumer.assignment_lost();
+        let leaving = lock(&self.assignment).is_leaving;
+        let why = if is_lost {
             "its partition was lost to another worker"
         } else {
             "its partition goes to another worker"
         };
-        // While deliveries are recalled, further messages of these partitions are held back: their
-        // acknowledgements would come too late, and another worker would repeat the work. The ready
-        // messages removed here are unacknowledged, so the next owner of the partition gets them.
-        for (partition, owned) in &mut locked(&self.assignment).partitions {
-            owned.going |= partitions.contains(partition);
+        // While deliveries are recalled, further messages of these partitions are not delivered:
+        // their acknowledgements would come too late, and another worker would repeat the work. The
+        // ready messages removed here are unacknowledged, so the next owner of the partition gets
+        // them.
+        for (partition, owned) in &mut lock(&self.assignment).partitions {
+            owned.is_revoking |= partitions.contains(partition);
         }
-        self.tracker.take_ready(|item| ours(&item.token));
-        let mut recalling = self.tracker.recall(why, |item| ours(&item.token));
-        // Lost partitions, or our own leaving, leave nothing to wait for.
-        let wait = if lost || leaving {
+        self.tracker.take_ready(|item| is_revoked(&item.token));
+        let mut recalling = self.tracker.recall(why, |item| is_revoked(&item.token));
+        // If the partitions are lost or this consumer leaves by itself, waiting is of no use.
+        let wait = if is_lost || leaving {
             Duration::ZERO
         } else {
             self.revoke_wait
         };
         let deadline = Instant::now() + wait;
         while !recalling.has_ended(&self.tracker) && Instant::now() < deadline {
-            self.process_answers();
+            self.process_dispositions();
             self.commit(consumer, Some(partitions), CommitMode::Async);
-            std::thread::sleep(REVOKE_STEP);
+            std::thread::sleep(REVOKE_POLL_INTERVAL);
         }
-        if !lost {
-            self.process_answers();
+        if !is_lost {
+            self.process_dispositions();
             self.commit(consumer, Some(partitions), CommitMode::Sync);
         }
-        self.tracker.forget(ours);
-        locked(&self.assignment)
+        self.tracker.forget(is_revoked);
+        lock(&self.assignment)
             .partitions
             .retain(|partition, _| !partitions.contains(partition));
     }
 }
 
-fn done(assignment: &mut Assignment, place: MessagePosition) {
-    if assignment.is_current(place)
-        && let Some(owned) = assignment.partitions.get_mut(&place.partition)
+fn acknowledge(assignment: &mut Assignment, position: MessagePosition) {
+    if assignment.is_current(position)
+        && let Some(owned) = assignment.partitions.get_mut(&position.partition)
     {
-        owned.offsets.acknowledged(place.offset);
+        owned.offsets.acknowledge(position.offset);
     }
 }
 
-fn numbers(list: &TopicPartitionList) -> BTreeSet<i32> {
+fn partition_numbers(list: &TopicPartitionList) -> BTreeSet<i32> {
     list.elements().iter().map(|element| element.partition()).collect()
 }
 
@@ -366,23 +376,23 @@ impl ClientContext for Group {
 impl ConsumerContext for Group {
     fn pre_rebalance(&self, consumer: &BaseConsumer<Self>, rebalance: &Rebalance<'_>) {
         if let Rebalance::Revoke(list) = rebalance {
-            let partitions = numbers(list);
+            let partitions = partition_numbers(list);
             tracing::debug!(queue = %self.address, "{}: gives up partitions {partitions:?}", self.address);
-            // A member that stays in the group gets its remaining assignment right after this.
-            locked(&self.assignment).assigned = false;
-            self.revoked(consumer, &partitions);
+            // A member that stays in the group gets its remaining assignment in the next callback.
+            lock(&self.assignment).has_assignment = false;
+            self.handle_revocation(consumer, &partitions);
         }
     }
 
     fn post_rebalance(&self, consumer: &BaseConsumer<Self>, rebalance: &Rebalance<'_>) {
         match rebalance {
             Rebalance::Assign(list) => {
-                tracing::debug!(queue = %self.address, "{}: gets partitions {:?}", self.address, numbers(list));
+                tracing::debug!(queue = %self.address, "{}: gets partitions {:?}", self.address, partition_numbers(list));
                 self.tracker.set_denied(None);
-                locked(&self.assignment).assigned = true;
+                lock(&self.assignment).has_assignment = true;
                 // librdkafka keeps the pause state of partitions across a rebalance, so it is set
                 // explicitly.
-                let changed = if locked(&self.assignment).paused {
+                let changed = if lock(&self.assignment).is_paused {
                     consumer.pause(list)
                 } else {
                     consumer.resume(list)

@@ -12,24 +12,24 @@ use rdkafka::message::{Header, OwnedHeaders};
 use rdkafka::producer::{FutureProducer, FutureRecord, Producer};
 
 use super::config;
-use super::trouble::{ErrorListener, Kind, Trouble, connect_error, denied, kind};
+use super::trouble::{ErrorClass, ErrorListener, ReportedError, connect_error, denied_message, error_class};
 use crate::queue::address::KafkaUrl;
 use crate::queue::foreign::HOPS_HEADER;
 use crate::queue::io::IoThread;
-use crate::queue::publisher::Prepared;
-use crate::queue::settings::Resolved;
+use crate::queue::publisher::PreparedQueue;
+use crate::queue::settings::ResolvedSettings;
 use crate::queue::{Message, QueueError};
 
 /// Timeout for the first answer of a broker, and for creating a topic.
 pub(crate) const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long an unknown host name is retried before it is reported.
 pub(crate) const RESOLVE_WAIT: Duration = Duration::from_secs(3);
-const METADATA_WAIT: Duration = Duration::from_secs(2);
-/// Default maximum of partitions of a new topic, and so of workers that share it. Each partition
-/// costs the broker files.
+const METADATA_TIMEOUT: Duration = Duration::from_secs(2);
+/// Default maximum number of partitions of a new topic, and so of workers that share it. Each
+/// partition takes files on the broker.
 const PARTITIONS_MAX: u64 = 96;
 /// Maximum number of messages that wait for their confirmation at once.
-const WINDOW: usize = 1000;
+const UNCONFIRMED_MAX: usize = 1000;
 
 /// The state of a topic.
 pub(crate) enum Topic {
@@ -40,7 +40,7 @@ pub(crate) enum Topic {
 /// Requests the topic's metadata once. The error is the code of the request or of the topic.
 pub(crate) fn fetch_topic<C: rdkafka::ClientContext>(client: &Client<C>, topic: &str) -> Result<Topic, Code> {
     let metadata = client
-        .fetch_metadata(Some(topic), METADATA_WAIT)
+        .fetch_metadata(Some(topic), METADATA_TIMEOUT)
         .map_err(|error| error.rdkafka_error_code().unwrap_or(Code::Unknown))?;
     let found = metadata.topics().iter().find(|found| found.name() == topic);
     let Some(found) = found else {
@@ -51,42 +51,42 @@ pub(crate) fn fetch_topic<C: rdkafka::ClientContext>(client: &Client<C>, topic: 
             0 => Topic::Missing,
             n => Topic::Partitions(u32::try_from(n).unwrap_or(u32::MAX)),
         }),
-        Some(code) if kind(code) == Kind::NoTopic => Ok(Topic::Missing),
+        Some(code) if error_class(code) == ErrorClass::NoTopic => Ok(Topic::Missing),
         Some(code) => Err(code),
     }
 }
 
-/// Requests the topic's metadata until a broker answers or refuses, or the timeout expires. `heard`
-/// returns the error that librdkafka has reported since its last call.
+/// Requests the topic's metadata until a broker answers or refuses, or the timeout expires.
+/// `take_error` returns the error that librdkafka has reported since its last call.
 pub(crate) fn wait_for_metadata<C: rdkafka::ClientContext>(
     client: &Client<C>,
     url: &KafkaUrl,
-    heard: impl Fn() -> Option<Trouble>,
+    take_error: impl Fn() -> Option<ReportedError>,
 ) -> Result<Topic, QueueError> {
     let address = url.to_string();
     let start = Instant::now();
-    let mut trouble: Option<Trouble> = None;
+    let mut reported_error: Option<ReportedError> = None;
     loop {
         let code = match fetch_topic(client, &url.topic) {
             Ok(topic) => return Ok(topic),
             Err(code) => code,
         };
-        if kind(code) == Kind::Denied {
+        if error_class(code) == ErrorClass::Denied {
             return Err(QueueError::Denied {
-                why: denied(&address, code),
+                why: denied_message(&address, code),
             });
         }
-        trouble = match (trouble, heard()) {
-            (Some(old), Some(new)) => Some(old.or_more_telling(new)),
+        reported_error = match (reported_error, take_error()) {
+            (Some(old), Some(new)) => Some(old.or_more_specific(new)),
             (old, new) => new.or(old),
         };
-        let wait = match trouble.as_ref().map(|trouble| trouble.kind) {
-            Some(Kind::Denied) => Duration::ZERO,
-            Some(Kind::UnknownHost) => RESOLVE_WAIT,
+        let wait = match reported_error.as_ref().map(|reported_error| reported_error.class) {
+            Some(ErrorClass::Denied) => Duration::ZERO,
+            Some(ErrorClass::UnknownHost) => RESOLVE_WAIT,
             _ => CONNECT_TIMEOUT,
         };
         if start.elapsed() >= wait {
-            return Err(connect_error(trouble, &address));
+            return Err(connect_error(reported_error, &address));
         }
     }
 }
@@ -97,33 +97,33 @@ pub(crate) struct KafkaPublisher {
     producer: FutureProducer<ErrorListener>,
     listener: ErrorListener,
     url: KafkaUrl,
-    resolved: Resolved,
+    resolved: ResolvedSettings,
     /// Number of partitions of the topic, as last seen; 0 if unknown.
     partitions: Arc<AtomicU32>,
-    /// Number of the next message, which selects its partition round-robin.
-    turn: Arc<AtomicU32>,
+    /// Number of the next message, by which its partition is chosen round-robin.
+    next_message: Arc<AtomicU32>,
 }
 
 impl KafkaPublisher {
     /// Creates a publisher without connecting.
-    pub(crate) fn new(url: &KafkaUrl, resolved: &Resolved) -> Result<KafkaPublisher, QueueError> {
+    pub(crate) fn new(url: &KafkaUrl, resolved: &ResolvedSettings) -> Result<KafkaPublisher, QueueError> {
         let listener = ErrorListener::new(resolved.scrub.clone());
         let producer = FutureProducer::from_config_and_context(&config::producer(url, resolved)?, listener.clone())
-            .map_err(|error| config::refused(error, resolved))?;
-        // A random start: workers that pass messages on must not all begin at the same partition.
-        let turn = getrandom::u32().unwrap_or(0) % 65_536;
+            .map_err(|error| config::property_error(error, resolved))?;
+        // A random start, so that workers that pass messages on begin at different partitions.
+        let next_message = getrandom::u32().unwrap_or(0) % 65_536;
         Ok(KafkaPublisher {
             producer,
             listener,
             url: url.clone(),
             resolved: resolved.clone(),
             partitions: Arc::default(),
-            turn: Arc::new(AtomicU32::new(turn)),
+            next_message: Arc::new(AtomicU32::new(next_message)),
         })
     }
 
     /// Creates a publisher and waits for an answer of the broker.
-    pub(crate) async fn open(url: &KafkaUrl, resolved: &Resolved) -> Result<KafkaPublisher, QueueError> {
+    pub(crate) async fn open(url: &KafkaUrl, resolved: &ResolvedSettings) -> Result<KafkaPublisher, QueueError> {
         let publisher = KafkaPublisher::new(url, resolved)?;
         publisher
             .clone()
@@ -151,11 +151,11 @@ impl KafkaPublisher {
             })?
     }
 
-    /// Returns the existing topic, if there is one.
-    pub(crate) async fn find_existing(&self) -> Result<Option<Prepared>, QueueError> {
+    /// The topic, if it exists.
+    pub(crate) async fn find_existing(&self) -> Result<Option<PreparedQueue>, QueueError> {
         let found = self.clone().blocking(|publisher| publisher.wait_for_metadata()).await?;
         Ok(match found {
-            Topic::Partitions(n) => Some(Prepared {
+            Topic::Partitions(n) => Some(PreparedQueue {
                 created: false,
                 partitions: Some(n),
             }),
@@ -164,18 +164,18 @@ impl KafkaPublisher {
     }
 
     /// Creates the topic if it does not exist.
-    pub(crate) async fn prepare(&self, messages: u64) -> Result<Prepared, QueueError> {
+    pub(crate) async fn prepare(&self, messages: u64) -> Result<PreparedQueue, QueueError> {
         let first = self.clone().blocking(|publisher| publisher.wait_for_metadata()).await?;
         if let Topic::Partitions(n) = first {
             if let Some(asked) = self.url.partitions.filter(|&asked| asked > n) {
                 tracing::warn!(
                     queue = %self.url,
-                    "{}: the topic was made before, with {n} of the {asked} partitions asked for: it feeds {n} workers at most, \
+                    "{}: the topic exists already, with {n} partitions instead of {asked}: at most {n} workers can share it, \
                      unless you add partitions to it",
                     self.url
                 );
             }
-            return Ok(Prepared {
+            return Ok(PreparedQueue {
                 created: false,
                 partitions: Some(n),
             });
@@ -189,7 +189,7 @@ impl KafkaPublisher {
         let created = self.create(i32::try_from(wanted).unwrap_or(i32::MAX)).await?;
         let publisher = self.clone();
         let partitions = publisher.blocking(|publisher| publisher.wait_for_topic()).await?;
-        Ok(Prepared {
+        Ok(PreparedQueue {
             created,
             partitions: Some(partitions),
         })
@@ -200,14 +200,17 @@ impl KafkaPublisher {
         let address = self.url.to_string();
         let config = config::producer(&self.url, &self.resolved)?;
         let admin: AdminClient<ErrorListener> = AdminClient::from_config_and_context(&config, self.listener.clone())
-            .map_err(|error| config::refused(error, &self.resolved))?;
+            .map_err(|error| config::property_error(error, &self.resolved))?;
         // A replication factor of -1 selects the broker's default.
         let topic = NewTopic::new(&self.url.topic, partitions, TopicReplication::Fixed(-1));
         let options = AdminOptions::new()
             .request_timeout(Some(CONNECT_TIMEOUT))
             .operation_timeout(Some(CONNECT_TIMEOUT));
         let unavailable = |why: String| QueueError::Unavailable {
-            why: format!("{address}: cannot create the topic: {}", self.resolved.scrub.line(&why)),
+            why: format!(
+                "{address}: cannot create the topic: {}",
+                self.resolved.scrub.clean_line(&why)
+            ),
         };
         let results = admin
             .create_topics([&topic], &options)
@@ -248,7 +251,7 @@ impl KafkaPublisher {
         if self.partitions.load(Ordering::SeqCst) == 0 {
             self.clone().blocking(|publisher| publisher.wait_for_metadata()).await?;
         }
-        for window in messages.chunks(WINDOW) {
+        for window in messages.chunks(UNCONFIRMED_MAX) {
             let bodies = window
                 .iter()
                 .map(|message| message.encode_signed(&self.resolved.signing))
@@ -272,26 +275,28 @@ impl KafkaPublisher {
         let partitions = self.partitions.load(Ordering::SeqCst);
         if partitions > 0 {
             // Round-robin by hand: the default partitioner sticks to one partition for a while.
-            let turn = self.turn.fetch_add(1, Ordering::SeqCst) % partitions;
-            record = record.partition(i32::try_from(turn).unwrap_or(0));
+            let next_message = self.next_message.fetch_add(1, Ordering::SeqCst) % partitions;
+            record = record.partition(i32::try_from(next_message).unwrap_or(0));
         }
         match self.producer.send(record, self.resolved.settings.send_timeout).await {
             Ok(_) => Ok(()),
-            Err((error, _)) => Err(self.failed(&error)),
+            Err((error, _)) => Err(self.send_error(&error)),
         }
     }
 
-    fn failed(&self, error: &KafkaError) -> QueueError {
+    fn send_error(&self, error: &KafkaError) -> QueueError {
         let address = self.url.to_string();
         let code = error.rdkafka_error_code().unwrap_or(Code::Unknown);
-        if kind(code) == Kind::Denied {
+        if error_class(code) == ErrorClass::Denied {
             return QueueError::Denied {
-                why: denied(&address, code),
+                why: denied_message(&address, code),
             };
         }
         match self.listener.take() {
-            Some(trouble) if trouble.kind == Kind::Denied => connect_error(Some(trouble), &address),
-            Some(Trouble { why, .. }) => QueueError::Unavailable {
+            Some(reported_error) if reported_error.class == ErrorClass::Denied => {
+                connect_error(Some(reported_error), &address)
+            }
+            Some(ReportedError { why, .. }) => QueueError::Unavailable {
                 why: format!("{address}: {code}: {why}"),
             },
             None => QueueError::Unavailable {
@@ -301,7 +306,7 @@ impl KafkaPublisher {
     }
 
     /// Sets the number of partitions over which messages are spread.
-    pub(crate) fn learn(&self, partitions: u32) {
+    pub(crate) fn set_partitions(&self, partitions: u32) {
         self.partitions.store(partitions, Ordering::SeqCst);
     }
 }
@@ -323,23 +328,23 @@ impl Republisher {
     }
 
     /// Sends the message after the delay, and retries until the broker has confirmed it or
-    /// `is_stale` returns true. Then calls `sent` with whether the message was sent.
+    /// `is_stale` returns true. Then calls `on_end` with true if the message was sent.
     pub(super) fn republish_later(
         &self,
         body: Vec<u8>,
         hops: u32,
         is_stale: impl Fn() -> bool + Send + 'static,
-        sent: impl FnOnce(bool) + Send + 'static,
+        on_end: impl FnOnce(bool) + Send + 'static,
     ) {
         let (publisher, delay) = (self.publisher.clone(), self.delay);
         self.io.spawn(async move {
             loop {
                 tokio::time::sleep(delay).await;
                 if is_stale() {
-                    return sent(false);
+                    return on_end(false);
                 }
                 match publisher.send_body(&body, hops).await {
-                    Ok(()) => return sent(true),
+                    Ok(()) => return on_end(true),
                     Err(error) => {
                         tracing::warn!(queue = %publisher.url, "cannot pass a message on, trying again: {error}")
                     }

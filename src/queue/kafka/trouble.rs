@@ -7,103 +7,104 @@ use rdkafka::config::RDKafkaLogLevel;
 use rdkafka::error::{KafkaError, RDKafkaErrorCode as Code};
 
 use crate::queue::QueueError;
-use crate::queue::settings::Scrub;
+use crate::queue::settings::SecretScrubber;
 
 /// Classes of errors, by our reaction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Kind {
+pub(crate) enum ErrorClass {
     /// Password, certificate or permission: the operator must act.
     Denied,
     /// The resolver does not know the host.
     UnknownHost,
     /// No broker answers.
-    Away,
+    Unavailable,
     /// The topic, or a partition of it, does not exist.
     NoTopic,
     /// Any other error: librdkafka retries by itself.
-    Passing,
+    Transient,
 }
 
-pub(crate) fn kind(code: Code) -> Kind {
+pub(crate) fn error_class(code: Code) -> ErrorClass {
     match code {
         Code::Authentication
         | Code::SSL
         | Code::SaslAuthenticationFailed
         | Code::TopicAuthorizationFailed
         | Code::GroupAuthorizationFailed
-        | Code::ClusterAuthorizationFailed => Kind::Denied,
-        Code::Resolve => Kind::UnknownHost,
-        Code::AllBrokersDown | Code::BrokerTransportFailure | Code::OperationTimedOut => Kind::Away,
+        | Code::ClusterAuthorizationFailed => ErrorClass::Denied,
+        Code::Resolve => ErrorClass::UnknownHost,
+        Code::AllBrokersDown | Code::BrokerTransportFailure | Code::OperationTimedOut => ErrorClass::Unavailable,
         Code::UnknownTopic | Code::UnknownPartition | Code::UnknownTopicOrPartition | Code::UnknownTopicId => {
-            Kind::NoTopic
+            ErrorClass::NoTopic
         }
-        _ => Kind::Passing,
+        _ => ErrorClass::Transient,
     }
 }
 
-/// The last error that concerns a caller who is waiting for the broker.
+/// An error that explains why the broker does not answer.
 #[derive(Debug, Clone)]
-pub(crate) struct Trouble {
-    pub kind: Kind,
+pub(crate) struct ReportedError {
+    pub class: ErrorClass,
     /// One line without secrets.
     pub why: String,
 }
 
-impl Trouble {
-    /// Returns the newer of two errors, unless the older tells more about what the operator must
+impl ReportedError {
+    /// Returns the newer of two errors, unless the older says more precisely what the operator must
     /// do.
-    pub(super) fn or_more_telling(self, newer: Trouble) -> Trouble {
-        let telling = |trouble: &Trouble| match trouble.kind {
-            Kind::Denied => 0,
-            Kind::UnknownHost => 1,
+    pub(super) fn or_more_specific(self, newer: ReportedError) -> ReportedError {
+        let rank = |reported_error: &ReportedError| match reported_error.class {
+            ErrorClass::Denied => 0,
+            ErrorClass::UnknownHost => 1,
             _ => 2,
         };
-        if telling(&newer) <= telling(&self) { newer } else { self }
+        if rank(&newer) <= rank(&self) { newer } else { self }
     }
 }
 
-/// Keeps the most telling error that librdkafka reports. librdkafka's log goes to the debug level.
+/// Keeps the most specific error that librdkafka reports. Logs librdkafka's log at the debug level.
 #[derive(Clone)]
 pub(crate) struct ErrorListener {
-    scrub: Scrub,
-    last: Arc<Mutex<Option<Trouble>>>,
+    scrub: SecretScrubber,
+    last: Arc<Mutex<Option<ReportedError>>>,
 }
 
 impl ErrorListener {
-    pub(super) fn new(scrub: Scrub) -> ErrorListener {
+    pub(super) fn new(scrub: SecretScrubber) -> ErrorListener {
         ErrorListener {
             scrub,
             last: Arc::default(),
         }
     }
 
-    /// Takes the error kept since the last call.
-    pub(super) fn take(&self) -> Option<Trouble> {
+    /// Takes the error that was reported since the last call.
+    pub(super) fn take(&self) -> Option<ReportedError> {
         self.last.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
-    fn hear(&self, code: Code, reason: &str) {
-        let new = Trouble {
-            kind: kind(code),
+    fn record(&self, code: Code, reason: &str) {
+        let new = ReportedError {
+            class: error_class(code),
             why: self.line(code, reason),
         };
-        // `AllBrokersDown` only follows from errors reported before it, and says less.
-        if new.kind == Kind::Passing || code == Code::AllBrokersDown {
+        // `AllBrokersDown` only follows from errors that were reported before, and is less
+        // specific.
+        if new.class == ErrorClass::Transient || code == Code::AllBrokersDown {
             return;
         }
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
         *last = Some(match last.take() {
-            Some(old) => old.or_more_telling(new),
+            Some(old) => old.or_more_specific(new),
             None => new,
         });
     }
 
-    /// The helpful part of librdkafka's `thread:instance/broker: reason (after 3ms in state …)`.
+    /// One line without secrets: librdkafka's text up to ` (after 3ms in state …)`.
     pub(super) fn line(&self, code: Code, reason: &str) -> String {
-        let line = self.scrub.line(reason);
+        let line = self.scrub.clean_line(reason);
         let line = line.split(" (after ").next().unwrap_or(&line);
         if line.is_empty() {
-            self.scrub.line(&code.to_string())
+            self.scrub.clean_line(&code.to_string())
         } else {
             line.to_owned()
         }
@@ -112,33 +113,33 @@ impl ErrorListener {
 
 impl ClientContext for ErrorListener {
     fn log(&self, _: RDKafkaLogLevel, facility: &str, line: &str) {
-        tracing::debug!(target: "librdkafka", "{facility} {}", self.scrub.line(line));
+        tracing::debug!(target: "librdkafka", "{facility} {}", self.scrub.clean_line(line));
     }
 
     fn error(&self, error: KafkaError, reason: &str) {
         if let Some(code) = error.rdkafka_error_code() {
-            tracing::debug!(target: "librdkafka", "{code}: {}", self.scrub.line(reason));
-            self.hear(code, reason);
+            tracing::debug!(target: "librdkafka", "{code}: {}", self.scrub.clean_line(reason));
+            self.record(code, reason);
         }
     }
 }
 
 /// The error reported to the caller who opens the queue or sends to it.
-pub(crate) fn connect_error(trouble: Option<Trouble>, address: &str) -> QueueError {
-    match trouble {
-        Some(Trouble {
-            kind: Kind::Denied,
+pub(crate) fn connect_error(reported_error: Option<ReportedError>, address: &str) -> QueueError {
+    match reported_error {
+        Some(ReportedError {
+            class: ErrorClass::Denied,
             why,
         }) => QueueError::Denied {
             why: format!("{address}: {why}"),
         },
-        Some(Trouble {
-            kind: Kind::UnknownHost,
+        Some(ReportedError {
+            class: ErrorClass::UnknownHost,
             why,
         }) => QueueError::UnknownHost {
             why: format!("{address}: no such host: {why}"),
         },
-        Some(Trouble { why, .. }) => QueueError::Unavailable {
+        Some(ReportedError { why, .. }) => QueueError::Unavailable {
             why: format!("{address}: {why}"),
         },
         None => QueueError::Unavailable {
@@ -148,7 +149,7 @@ pub(crate) fn connect_error(trouble: Option<Trouble>, address: &str) -> QueueErr
 }
 
 /// The message for a refused topic or group.
-pub(crate) fn denied(address: &str, code: Code) -> String {
+pub(crate) fn denied_message(address: &str, code: Code) -> String {
     match code {
         Code::TopicAuthorizationFailed => {
             format!("{address}: no right to this topic (READ and DESCRIBE to work, WRITE to submit)")

@@ -8,7 +8,7 @@ use lapin::{Connection, ConnectionProperties, ErrorKind};
 
 use crate::queue::QueueError;
 use crate::queue::address::{RabbitUrl, Secret};
-use crate::queue::settings::Resolved;
+use crate::queue::settings::ResolvedSettings;
 
 /// Timeout for connecting, handshakes included, and for each request after it.
 const OPEN_WAIT: Duration = Duration::from_secs(10);
@@ -22,7 +22,11 @@ pub(super) const PRECONDITION_FAILED: u16 = 406;
 const NOT_ALLOWED: u16 = 530;
 
 /// Opens a connection; `purpose` is part of its name in RabbitMQ's management interface.
-pub(super) async fn open(url: &RabbitUrl, resolved: &Resolved, purpose: &str) -> Result<Connection, QueueError> {
+pub(super) async fn open(
+    url: &RabbitUrl,
+    resolved: &ResolvedSettings,
+    purpose: &str,
+) -> Result<Connection, QueueError> {
     let uri = AMQPUri {
         scheme: if url.tls { AMQPScheme::AMQPS } else { AMQPScheme::AMQP },
         authority: AMQPAuthority {
@@ -40,18 +44,18 @@ pub(super) async fn open(url: &RabbitUrl, resolved: &Resolved, purpose: &str) ->
         },
     };
     let properties = ConnectionProperties::default().with_connection_name(format!("gristmill, {purpose}").into());
-    let runtime = lapin::runtime::default_runtime().map_err(|error| failed(url, resolved, &error))?;
+    let runtime = lapin::runtime::default_runtime().map_err(|error| queue_error(url, resolved, &error))?;
     let tls = OwnedTLSConfig {
         identity: None,
         cert_chain: certificates(resolved)?,
     };
     let connecting = Connection::connect_uri_with_config(uri, properties, tls, runtime);
-    let connecting = async { connecting.await.map_err(|error| failed(url, resolved, &error)) };
-    within(url, connecting).await
+    let connecting = async { connecting.await.map_err(|error| queue_error(url, resolved, &error)) };
+    with_timeout(url, connecting).await
 }
 
 /// Runs a request, and fails if the broker takes longer than `OPEN_WAIT`.
-pub(super) async fn within<T>(
+pub(super) async fn with_timeout<T>(
     url: &RabbitUrl,
     asking: impl Future<Output = Result<T, QueueError>>,
 ) -> Result<T, QueueError> {
@@ -65,29 +69,29 @@ pub(super) async fn within<T>(
 /// Maximum size of a file of certificates; a system's bundle has about 200 kB.
 const CERTIFICATES_BYTES_MAX: u64 = 16 << 20;
 
-fn certificates(resolved: &Resolved) -> Result<Option<String>, QueueError> {
+fn certificates(resolved: &ResolvedSettings) -> Result<Option<String>, QueueError> {
     let Some(file) = &resolved.ca_file else {
         return Ok(None);
     };
     match crate::regular::read_text(file, CERTIFICATES_BYTES_MAX) {
         Ok(text) => Ok(Some(text)),
         Err(error) => Err(QueueError::Settings {
-            what: format!("cannot read the certificates in `{}`: {error}", file.display()),
+            why: format!("cannot read the certificates in `{}`: {error}", file.display()),
         }),
     }
 }
 
 /// The broker's reply code, if the broker refused the request.
-pub(super) fn code(error: &lapin::Error) -> Option<u16> {
+pub(super) fn reply_code(error: &lapin::Error) -> Option<u16> {
     match error.kind() {
         ErrorKind::ProtocolError(error) => Some(error.get_id()),
         _ => None,
     }
 }
 
-/// Maps the error to a [`QueueError`] by our reaction, as one line without secrets.
-pub(super) fn failed(url: &RabbitUrl, resolved: &Resolved, error: &lapin::Error) -> QueueError {
-    let text = resolved.scrub.line(&error.to_string());
+/// Converts the error to a [`QueueError`] whose text is one line without secrets.
+pub(super) fn queue_error(url: &RabbitUrl, resolved: &ResolvedSettings, error: &lapin::Error) -> QueueError {
+    let text = resolved.scrub.clean_line(&error.to_string());
     let text = [
         "protocol error: ",
         "AMQP soft error: ",
@@ -97,7 +101,7 @@ pub(super) fn failed(url: &RabbitUrl, resolved: &Resolved, error: &lapin::Error)
     .iter()
     .fold(text, |text, noise| text.replacen(noise, "", 1));
     let line = format!("{url}: {text}");
-    if let Some(ACCESS_REFUSED | NOT_ALLOWED) = code(error) {
+    if let Some(ACCESS_REFUSED | NOT_ALLOWED) = reply_code(error) {
         return QueueError::Denied { why: line };
     }
     // rustls and the resolver report through io::Error without specific kinds, so the text decides.

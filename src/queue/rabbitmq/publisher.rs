@@ -9,17 +9,17 @@ use lapin::types::{AMQPValue, FieldTable, LongString};
 use lapin::{BasicProperties, Channel, Confirmation, Connection, Event};
 use tokio::sync::Mutex;
 
-use super::declare::{declare, is_there};
-use super::link::{failed, open, within};
+use super::declare::{declare, queue_exists};
+use super::link::{open, queue_error, with_timeout};
 use crate::queue::address::RabbitUrl;
 use crate::queue::foreign::HOPS_HEADER;
 use crate::queue::io::IoThread;
-use crate::queue::publisher::Prepared;
-use crate::queue::settings::Resolved;
+use crate::queue::publisher::PreparedQueue;
+use crate::queue::settings::ResolvedSettings;
 use crate::queue::{Message, QueueError};
 
 /// Maximum number of messages that wait for their confirmation at once.
-const WINDOW: usize = 500;
+const UNCONFIRMED_MAX: usize = 500;
 const PERSISTENT: u8 = 2;
 const BACKOFF_MIN: Duration = Duration::from_millis(500);
 const BACKOFF_MAX: Duration = Duration::from_secs(5);
@@ -28,12 +28,12 @@ const BACKOFF_MAX: Duration = Duration::from_secs(5);
 #[derive(Clone)]
 pub(crate) struct RabbitPublisher {
     io: Arc<IoThread>,
-    shared: Arc<Shared>,
+    shared: Arc<PublisherState>,
 }
 
-struct Shared {
+struct PublisherState {
     url: RabbitUrl,
-    resolved: Resolved,
+    resolved: ResolvedSettings,
     link: Mutex<Option<Link>>,
 }
 
@@ -43,7 +43,7 @@ struct Link {
 }
 
 /// Why a round of publishing ended early.
-enum Stop {
+enum RoundError {
     /// The broker returned a message as unroutable: the queue is gone.
     NoQueue,
     Failed(QueueError),
@@ -51,10 +51,10 @@ enum Stop {
 
 impl RabbitPublisher {
     /// Creates a publisher without connecting.
-    pub(crate) fn new(url: &RabbitUrl, resolved: &Resolved, io: Arc<IoThread>) -> RabbitPublisher {
+    pub(crate) fn new(url: &RabbitUrl, resolved: &ResolvedSettings, io: Arc<IoThread>) -> RabbitPublisher {
         RabbitPublisher {
             io,
-            shared: Arc::new(Shared {
+            shared: Arc::new(PublisherState {
                 url: url.clone(),
                 resolved: resolved.clone(),
                 link: Mutex::new(None),
@@ -63,7 +63,7 @@ impl RabbitPublisher {
     }
 
     /// Creates a publisher and waits until it is connected.
-    pub(crate) async fn open(url: &RabbitUrl, resolved: &Resolved) -> Result<RabbitPublisher, QueueError> {
+    pub(crate) async fn open(url: &RabbitUrl, resolved: &ResolvedSettings) -> Result<RabbitPublisher, QueueError> {
         let io = Arc::new(IoThread::start("gristmill-amqp")?);
         let publisher = RabbitPublisher::new(url, resolved, io.clone());
         let shared = publisher.shared.clone();
@@ -71,21 +71,21 @@ impl RabbitPublisher {
         Ok(publisher)
     }
 
-    /// Returns the existing queue, if there is one.
-    pub(crate) async fn find_existing(&self) -> Result<Option<Prepared>, QueueError> {
+    /// The queue, if it exists.
+    pub(crate) async fn find_existing(&self) -> Result<Option<PreparedQueue>, QueueError> {
         let shared = self.shared.clone();
-        let is_there = self.io.run(async move { shared.find_existing().await }).await?;
-        Ok(is_there.then_some(Prepared {
+        let queue_exists = self.io.run(async move { shared.find_existing().await }).await?;
+        Ok(queue_exists.then_some(PreparedQueue {
             created: false,
             partitions: None,
         }))
     }
 
     /// Creates the queue if it does not exist.
-    pub(crate) async fn prepare(&self) -> Result<Prepared, QueueError> {
+    pub(crate) async fn prepare(&self) -> Result<PreparedQueue, QueueError> {
         let shared = self.shared.clone();
         let created = self.io.run(async move { shared.prepare().await }).await?;
-        Ok(Prepared {
+        Ok(PreparedQueue {
             created,
             partitions: None,
         })
@@ -107,8 +107,8 @@ impl RabbitPublisher {
     }
 }
 
-impl Shared {
-    /// Returns the channel for publishing, and connects if there is none.
+impl PublisherState {
+    /// The channel for publishing. Connects if there is no open channel.
     async fn channel(&self) -> Result<Channel, QueueError> {
         let mut link = self.link.lock().await;
         if let Some(Link { connection, channel }) = &*link
@@ -120,7 +120,7 @@ impl Shared {
         *link = None;
         let connection = open(&self.url, &self.resolved, "publishing").await?;
         let confirming = async {
-            let failed = |error: lapin::Error| failed(&self.url, &self.resolved, &error);
+            let failed = |error: lapin::Error| queue_error(&self.url, &self.resolved, &error);
             let channel = connection.create_channel().await.map_err(failed)?;
             channel
                 .confirm_select(ConfirmSelectOptions::default())
@@ -128,8 +128,8 @@ impl Shared {
                 .map_err(failed)?;
             Ok(channel)
         };
-        let channel = within(&self.url, confirming).await?;
-        tokio::spawn(say_when_blocked(connection.events_listener(), self.url.to_string()));
+        let channel = with_timeout(&self.url, confirming).await?;
+        tokio::spawn(log_blocking(connection.events_listener(), self.url.to_string()));
         *link = Some(Link {
             connection,
             channel: channel.clone(),
@@ -140,41 +140,45 @@ impl Shared {
     async fn find_existing(&self) -> Result<bool, QueueError> {
         self.channel().await?;
         let link = self.link.lock().await;
-        within(&self.url, is_there(self.connected(&link)?, &self.url, &self.resolved)).await
+        with_timeout(
+            &self.url,
+            queue_exists(self.connected(&link)?, &self.url, &self.resolved),
+        )
+        .await
     }
 
     async fn prepare(&self) -> Result<bool, QueueError> {
         self.channel().await?;
         let link = self.link.lock().await;
         let declared = declare(self.connected(&link)?, &self.url, &self.resolved);
-        let (_channel, created) = within(&self.url, declared).await?;
+        let (_channel, created) = with_timeout(&self.url, declared).await?;
         Ok(created)
     }
 
     fn connected<'a>(&self, link: &'a Option<Link>) -> Result<&'a Connection, QueueError> {
-        let lost = || QueueError::Unavailable {
+        let lost_error = || QueueError::Unavailable {
             why: format!("{}: the connection was lost", self.url),
         };
-        link.as_ref().map(|link| &link.connection).ok_or_else(lost)
+        link.as_ref().map(|link| &link.connection).ok_or_else(lost_error)
     }
 
-    /// Sends the bodies and returns when all are confirmed. Retries for up to `send_timeout`
-    /// without progress while the broker is away. A memory alarm only delays the confirms.
+    /// Sends the bodies and returns when all are confirmed. While the broker is away, retries until
+    /// `send_timeout` has passed without progress. A memory alarm only delays the confirms.
     async fn send(&self, bodies: Vec<Vec<u8>>, hops: u32) -> Result<(), QueueError> {
         let mut confirmed = 0;
         let mut backoff = BACKOFF_MIN;
         let mut failing_since: Option<Instant> = None;
         loop {
-            let before = confirmed;
-            let stop = match self.round(&bodies, hops, &mut confirmed).await {
+            let confirmed_before = confirmed;
+            let round_error = match self.publish_round(&bodies, hops, &mut confirmed).await {
                 Ok(()) => return Ok(()),
-                Err(stop) => stop,
+                Err(round_error) => round_error,
             };
-            if confirmed > before {
+            if confirmed > confirmed_before {
                 (failing_since, backoff) = (None, BACKOFF_MIN);
             }
-            let error = match stop {
-                Stop::NoQueue => {
+            let error = match round_error {
+                RoundError::NoQueue => {
                     tracing::warn!(queue = %self.url, "{}: the queue is gone; making it again", self.url);
                     match self.prepare().await {
                         Ok(_) => QueueError::Unavailable {
@@ -183,10 +187,10 @@ impl Shared {
                         Err(error) => error,
                     }
                 }
-                Stop::Failed(error) => error,
+                RoundError::Failed(error) => error,
             };
             let since = *failing_since.get_or_insert_with(Instant::now);
-            if !error.is_passing() || since.elapsed() >= self.resolved.settings.send_timeout {
+            if !error.is_transient() || since.elapsed() >= self.resolved.settings.send_timeout {
                 return Err(error);
             }
             tokio::time::sleep(backoff).await;
@@ -195,27 +199,27 @@ impl Shared {
     }
 
     /// Publishes the unconfirmed bodies, window by window.
-    async fn round(&self, bodies: &[Vec<u8>], hops: u32, confirmed: &mut usize) -> Result<(), Stop> {
-        let failed = |error: lapin::Error| Stop::Failed(failed(&self.url, &self.resolved, &error));
-        let channel = self.channel().await.map_err(Stop::Failed)?;
+    async fn publish_round(&self, bodies: &[Vec<u8>], hops: u32, confirmed: &mut usize) -> Result<(), RoundError> {
+        let failed = |error: lapin::Error| RoundError::Failed(queue_error(&self.url, &self.resolved, &error));
+        let channel = self.channel().await.map_err(RoundError::Failed)?;
         let options = BasicPublishOptions {
             mandatory: true,
             ..BasicPublishOptions::default()
         };
         while *confirmed < bodies.len() {
-            let window = &bodies[*confirmed..bodies.len().min(*confirmed + WINDOW)];
+            let window = &bodies[*confirmed..bodies.len().min(*confirmed + UNCONFIRMED_MAX)];
             let mut confirms = Vec::with_capacity(window.len());
             for body in window {
                 let queue = self.url.queue.as_str().into();
-                let sent = channel.basic_publish("".into(), queue, options, body, properties(hops));
-                confirms.push(sent.await.map_err(failed)?);
+                let confirm = channel.basic_publish("".into(), queue, options, body, properties(hops));
+                confirms.push(confirm.await.map_err(failed)?);
             }
             for confirm in confirms {
                 match confirm.await.map_err(failed)? {
                     Confirmation::Ack(None) => *confirmed += 1,
-                    Confirmation::Ack(Some(_)) | Confirmation::Nack(Some(_)) => return Err(Stop::NoQueue),
+                    Confirmation::Ack(Some(_)) | Confirmation::Nack(Some(_)) => return Err(RoundError::NoQueue),
                     Confirmation::Nack(None) | Confirmation::NotRequested => {
-                        return Err(Stop::Failed(QueueError::Unavailable {
+                        return Err(RoundError::Failed(QueueError::Unavailable {
                             why: format!("{}: the broker could not store a message", self.url),
                         }));
                     }
@@ -241,7 +245,7 @@ fn properties(hops: u32) -> BasicProperties {
     properties.with_headers(headers)
 }
 
-async fn say_when_blocked(events: impl futures::Stream<Item = Event>, address: String) {
+async fn log_blocking(events: impl futures::Stream<Item = Event>, address: String) {
     let mut events = std::pin::pin!(events);
     while let Some(event) = events.next().await {
         match event {

@@ -1,4 +1,4 @@
-//! One session: a channel that takes messages in and acknowledges them until it ends.
+//! One session: a channel that receives and acknowledges messages until it ends.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -16,30 +16,29 @@ use lapin::{Channel, Connection, ErrorKind};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender};
 
 use super::declare::declare;
-use super::link::{failed, open, within};
+use super::link::{open, queue_error, with_timeout};
 use super::publisher::RabbitPublisher;
 use crate::queue::address::RabbitUrl;
-use crate::queue::delivery_tracker::{DeliveryTracker, Disposition, Recalling, ReceivedMessage, Republish};
+use crate::queue::delivery_tracker::{DeliveryTracker, Disposition, PendingRecall, ReceivedMessage, Republish};
 use crate::queue::foreign::{self, HOPS_HEADER, Handling};
-use crate::queue::settings::Resolved;
+use crate::queue::settings::ResolvedSettings;
 use crate::queue::{Message, QueueError};
 
 const TICK: Duration = Duration::from_millis(200);
 /// A longer gap between two ticks means that the whole process was stopped, the worker included.
-const STANDSTILL: Duration = Duration::from_secs(2);
+const STALL_MIN: Duration = Duration::from_secs(2);
 /// A delivery is recalled after this share of the acknowledgement timeout …
 const RECALL_SHARE: f64 = 0.8;
-/// … and requeued after this share, even if its worker has not let go.
-const RETURN_SHARE: f64 = 0.92;
-/// A channel with no delivery for this long, and none unacknowledged, is replaced: RabbitMQ may not
-/// tell a consumer that its queue was deleted and created again. The new queue then delivers
-/// messages to the old channel, and they get lost between the two. Closing the channel requeues
-/// them.
-const QUIET_MAX: Duration = Duration::from_secs(20);
-/// Pause before the queue is asked again for a message beyond the prefetch, after it had none.
-const ASK_EVERY: Duration = Duration::from_millis(500);
-/// Timeout for publishing a message that is given back; on timeout it is requeued.
-const SEND_BACK_MAX: Duration = Duration::from_secs(2);
+/// … and requeued after this share, even if its worker has not ended the work.
+const REQUEUE_SHARE: f64 = 0.92;
+/// An idle channel, with no delivery for this long and none unacknowledged, is replaced: RabbitMQ
+/// may not notify a consumer that its queue was deleted and created again. The new queue then sends
+/// messages to the old channel, which does not deliver them. Closing the channel requeues them.
+const IDLE_MAX: Duration = Duration::from_secs(20);
+/// Pause before the next request for a message beyond the prefetch, after the queue had none.
+const GET_INTERVAL: Duration = Duration::from_millis(500);
+/// Timeout for publishing a message that is given back; then it is requeued.
+const SEND_BACK_TIMEOUT: Duration = Duration::from_secs(2);
 const CLOSE_WAIT: Duration = Duration::from_secs(2);
 
 /// A delivery tag with its session: acknowledgements of another session's tags do nothing.
@@ -52,19 +51,19 @@ pub(super) struct DeliveryTag {
 /// State that outlives a session.
 pub(super) struct Consumer {
     pub url: RabbitUrl,
-    pub resolved: Resolved,
+    pub resolved: ResolvedSettings,
     pub tracker: Arc<DeliveryTracker<DeliveryTag>>,
     pub dispositions: UnboundedReceiver<Disposition<DeliveryTag>>,
-    /// Sends answers to `dispositions` from tasks here, such as for messages that were passed on.
-    pub to_self: UnboundedSender<Disposition<DeliveryTag>>,
+    /// Sends to `dispositions`, for tasks of this module such as passing a message on.
+    pub own_sender: UnboundedSender<Disposition<DeliveryTag>>,
     pub publisher: RabbitPublisher,
 }
 
-/// The right to send a message again: its own task or the session that ends takes it, never both.
+/// The right to send a message again. Either the message's task or the ending session takes it.
 #[derive(Clone, Default)]
-struct Claim(Arc<AtomicBool>);
+struct PublishClaim(Arc<AtomicBool>);
 
-impl Claim {
+impl PublishClaim {
     /// Returns false if the other side has taken the claim.
     fn take(&self) -> bool {
         !self.0.swap(true, Ordering::SeqCst)
@@ -72,7 +71,7 @@ impl Claim {
 }
 
 /// Why a session ended.
-pub(super) enum End {
+pub(super) enum SessionEnd {
     Closed,
     /// The worker had stopped making progress at this count.
     Stuck {
@@ -82,8 +81,8 @@ pub(super) enum End {
     ChannelClosed {
         why: String,
     },
-    /// The channel has had no delivery for `QUIET_MAX`.
-    Quiet,
+    /// The channel has had no delivery for `IDLE_MAX`.
+    Idle,
     Broken(QueueError),
 }
 
@@ -93,33 +92,33 @@ pub(super) struct Session {
     connection: Connection,
     channel: Channel,
     stream: lapin::Consumer,
-    /// When the queue may next be asked for a message beyond the prefetch.
-    next_ask: Instant,
+    /// Time of the next request for a message beyond the prefetch.
+    next_get: Instant,
     ackers: BTreeMap<u64, Acker>,
-    /// Messages on their way to other workers, by tag.
-    republishing: BTreeMap<u64, (Republish<DeliveryTag>, Claim)>,
+    /// Messages that are being passed on to other workers, by tag.
+    republishing: BTreeMap<u64, (Republish<DeliveryTag>, PublishClaim)>,
     /// Tags of messages that were given back and are being published again.
-    sending: BTreeSet<u64>,
+    giving_back: BTreeSet<u64>,
     /// Whether publishing a message that was given back has failed.
-    cannot_send: Arc<AtomicBool>,
+    has_send_failed: Arc<AtomicBool>,
     /// Tags of deliveries recalled because of the acknowledgement timeout.
     recalled: BTreeSet<u64>,
-    recalls: Vec<(Recalling, Instant)>,
+    recalls: Vec<(PendingRecall, Instant)>,
     last_tick: Instant,
     last_delivery: Instant,
 }
 
 impl Consumer {
     /// Connects, declares the queue, and starts consuming.
-    pub(super) async fn begin(&self, number: u64) -> Result<Session, QueueError> {
+    pub(super) async fn open_session(&self, number: u64) -> Result<Session, QueueError> {
         let connection = open(&self.url, &self.resolved, "consuming").await?;
         // A broker that has just started may accept a request and never answer it.
-        within(&self.url, self.consume(number, connection)).await
+        with_timeout(&self.url, self.consume(number, connection)).await
     }
 
     async fn consume(&self, number: u64, connection: Connection) -> Result<Session, QueueError> {
         let (channel, _) = declare(&connection, &self.url, &self.resolved).await?;
-        let failed = |error: lapin::Error| failed(&self.url, &self.resolved, &error);
+        let failed = |error: lapin::Error| queue_error(&self.url, &self.resolved, &error);
         channel
             .basic_qos(self.prefetch(), BasicQosOptions::default())
             .await
@@ -138,11 +137,11 @@ impl Consumer {
             connection,
             channel,
             stream,
-            next_ask: Instant::now(),
+            next_get: Instant::now(),
             ackers: BTreeMap::new(),
             republishing: BTreeMap::new(),
-            sending: BTreeSet::new(),
-            cannot_send: Arc::default(),
+            giving_back: BTreeSet::new(),
+            has_send_failed: Arc::default(),
             recalled: BTreeSet::new(),
             recalls: Vec::new(),
             last_tick: Instant::now(),
@@ -154,56 +153,56 @@ impl Consumer {
         u16::try_from(self.resolved.settings.in_flight).unwrap_or(u16::MAX)
     }
 
-    /// Gets one message beyond the prefetch if the worker asks for more while deliveries set aside,
-    /// or on their way to other workers, fill the prefetch. Messages that this worker does not ask
+    /// Gets one message beyond the prefetch if the worker asks for more while the prefetch is full
+    /// of deliveries that are set aside or being passed on. Messages that this worker does not ask
     /// for remain for others.
-    async fn get_beyond_prefetch(&self, session: &mut Session) -> Result<(), End> {
+    async fn get_beyond_prefetch(&self, session: &mut Session) -> Result<(), SessionEnd> {
         let prefetch = PrefetchState {
-            held: session.ackers.len(),
-            ready: self.tracker.ready(),
+            unacknowledged: session.ackers.len(),
+            ready: self.tracker.ready_count(),
             prefetch: usize::from(self.prefetch()),
         };
-        if !prefetch.for_one_more() || Instant::now() < session.next_ask {
+        if !prefetch.wants_one_more() || Instant::now() < session.next_get {
             return Ok(());
         }
-        let asking = session
+        let request = session
             .channel
             .basic_get(self.url.queue.as_str().into(), BasicGetOptions::default());
         // The request blocks this session, and a broker may accept a request and never answer it.
-        let asked = within(&self.url, async { Ok(asking.await) }).await;
-        match asked.map_err(End::Broken)? {
+        let reply = with_timeout(&self.url, async { Ok(request.await) }).await;
+        match reply.map_err(SessionEnd::Broken)? {
             Ok(Some(got)) => self.handle_message(session, got.delivery).await,
             Ok(None) => {
-                session.next_ask = Instant::now() + ASK_EVERY;
+                session.next_get = Instant::now() + GET_INTERVAL;
                 Ok(())
             }
-            Err(error) => Err(self.broken(session, &error)),
+            Err(error) => Err(self.session_end(session, &error)),
         }
     }
 
-    /// Runs a session to its end. The worker keeps its deliveries beyond that, and may finish them.
-    pub(super) async fn live(&mut self, mut session: Session) -> End {
+    /// Runs a session to its end. The worker keeps its deliveries then, and may finish them.
+    pub(super) async fn run_session(&mut self, mut session: Session) -> SessionEnd {
         let mut ticks = tokio::time::interval(TICK);
         ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         let end = loop {
             let done = tokio::select! {
                 biased;
-                () = self.tracker.closed_notify.notified() => Err(End::Closed),
-                Some(answer) = self.dispositions.recv() => self.settle(&mut session, answer).await,
+                () = self.tracker.closed_notify.notified() => Err(SessionEnd::Closed),
+                Some(disposition) = self.dispositions.recv() => self.apply(&mut session, disposition).await,
                 _ = ticks.tick() => self.tick(&mut session).await,
                 () = self.tracker.starved_notify.notified() => self.get_beyond_prefetch(&mut session).await,
                 delivery = session.stream.next() => match delivery {
                     Some(Ok(delivery)) => self.handle_message(&mut session, delivery).await,
-                    Some(Err(error)) => Err(self.broken(&session, &error)),
-                    None => Err(End::ChannelClosed { why: "the queue was deleted".to_owned() }),
+                    Some(Err(error)) => Err(self.session_end(&session, &error)),
+                    None => Err(SessionEnd::ChannelClosed { why: "the queue was deleted".to_owned() }),
                 },
             };
             if let Err(end) = done {
                 break end;
             }
         };
-        if matches!(end, End::Closed) {
-            self.leave(&mut session).await;
+        if matches!(end, SessionEnd::Closed) {
+            self.settle_all(&mut session).await;
         }
         // Closing the channel requeues the messages that no worker has received.
         self.tracker.take_ready(|_| true);
@@ -216,18 +215,18 @@ impl Consumer {
         end
     }
 
-    fn broken(&self, session: &Session, error: &lapin::Error) -> End {
-        let failed = failed(&self.url, &self.resolved, error);
+    fn session_end(&self, session: &Session, error: &lapin::Error) -> SessionEnd {
+        let failed = queue_error(&self.url, &self.resolved, error);
         let is_channel = error.is_amqp_soft_error() || matches!(error.kind(), ErrorKind::InvalidChannelState(..));
         match failed {
             QueueError::Unavailable { why } if is_channel && session.connection.status().connected() => {
-                End::ChannelClosed { why }
+                SessionEnd::ChannelClosed { why }
             }
-            error => End::Broken(error),
+            error => SessionEnd::Broken(error),
         }
     }
 
-    async fn handle_message(&self, session: &mut Session, delivery: Delivery) -> Result<(), End> {
+    async fn handle_message(&self, session: &mut Session, delivery: Delivery) -> Result<(), SessionEnd> {
         let token = DeliveryTag {
             session: session.number,
             tag: delivery.delivery_tag,
@@ -237,16 +236,16 @@ impl Consumer {
         let headers = delivery.properties.headers().as_ref().map(FieldTable::inner);
         let header = |name: &str| headers.and_then(|headers| headers.get(name));
         let hops = match header(HOPS_HEADER) {
-            Some(AMQPValue::LongString(text)) => foreign::hops(Some(text.as_bytes())),
-            other => other.map_or(0, |value| u32::try_from(number(value)).unwrap_or(0)),
+            Some(AMQPValue::LongString(text)) => foreign::parse_hops(Some(text.as_bytes())),
+            other => other.map_or(0, |value| u32::try_from(header_number(value)).unwrap_or(0)),
         };
-        let before = header("x-delivery-count").map_or(0, number);
-        let before = u32::try_from(before)
+        let earlier = header("x-delivery-count").map_or(0, header_number);
+        let earlier = u32::try_from(earlier)
             .unwrap_or(u32::MAX - 1)
             .max(u32::from(delivery.redelivered));
         match foreign::classify(&delivery.data, hops, &self.url.to_string(), &self.resolved.signing) {
             Handling::Deliver(message) => {
-                self.deliver(session, token, message, delivery.data, before + 1, hops);
+                self.deliver(session, token, message, delivery.data, earlier + 1, hops);
                 Ok(())
             }
             Handling::PassOn(hops) => {
@@ -269,11 +268,11 @@ impl Consumer {
     ) {
         let arrived = Instant::now();
         // The broker repeats a delivery that the worker still holds: it gets this channel's tag.
-        let of_old = |held: &DeliveryTag| held.session != session.number;
-        if self.tracker.adopt(&message, arrived, token, of_old).is_some() {
+        let is_older = |token: &DeliveryTag| token.session != session.number;
+        if self.tracker.replace_token(&message, arrived, token, is_older).is_some() {
             return;
         }
-        self.tracker.put(ReceivedMessage {
+        self.tracker.push_ready(ReceivedMessage {
             token,
             message,
             body,
@@ -283,9 +282,9 @@ impl Consumer {
         });
     }
 
-    /// Handles an answer of the worker. Answers to deliveries of older channels do nothing.
-    async fn settle(&self, session: &mut Session, answer: Disposition<DeliveryTag>) -> Result<(), End> {
-        match answer {
+    /// Handles a disposition of the worker. It has no effect on deliveries of older channels.
+    async fn apply(&self, session: &mut Session, disposition: Disposition<DeliveryTag>) -> Result<(), SessionEnd> {
+        match disposition {
             Disposition::Acknowledge(token) => self.ack(session, token).await,
             Disposition::GiveBack(item) => self.send_back(session, item).await,
             Disposition::Republish(republish) => {
@@ -301,21 +300,21 @@ impl Consumer {
         }
         session.recalled.remove(&token.tag);
         session.republishing.remove(&token.tag);
-        session.sending.remove(&token.tag);
+        session.giving_back.remove(&token.tag);
         session.ackers.remove(&token.tag)
     }
 
-    async fn ack(&self, session: &mut Session, token: DeliveryTag) -> Result<(), End> {
+    async fn ack(&self, session: &mut Session, token: DeliveryTag) -> Result<(), SessionEnd> {
         let Some(acker) = Consumer::acker(session, token) else {
             return Ok(());
         };
         match acker.ack(BasicAckOptions::default()).await {
             Ok(_) => Ok(()),
-            Err(error) => Err(self.broken(session, &error)),
+            Err(error) => Err(self.session_end(session, &error)),
         }
     }
 
-    async fn requeue(&self, session: &mut Session, token: DeliveryTag) -> Result<(), End> {
+    async fn requeue(&self, session: &mut Session, token: DeliveryTag) -> Result<(), SessionEnd> {
         let Some(acker) = Consumer::acker(session, token) else {
             return Ok(());
         };
@@ -325,73 +324,73 @@ impl Consumer {
         };
         match acker.nack(options).await {
             Ok(_) => Ok(()),
-            Err(error) => Err(self.broken(session, &error)),
+            Err(error) => Err(self.session_end(session, &error)),
         }
     }
 
     /// Gives a message back by publishing it again: a requeue would raise the broker's delivery
     /// count, as a failed delivery does. Requeues it if publishing fails.
-    async fn send_back(&self, session: &mut Session, item: ReceivedMessage<DeliveryTag>) -> Result<(), End> {
+    async fn send_back(&self, session: &mut Session, item: ReceivedMessage<DeliveryTag>) -> Result<(), SessionEnd> {
         let ReceivedMessage {
             token, ref body, hops, ..
         } = item;
-        if !session.owes(token) {
+        if !session.has_unsettled(token) {
             // The delivery is of an older channel: the broker repeats it by itself.
             return Ok(());
         }
-        if session.cannot_send.load(Ordering::SeqCst) {
+        if session.has_send_failed.load(Ordering::SeqCst) {
             return self.requeue(session, token).await;
         }
-        session.sending.insert(token.tag);
-        let (body, cannot_send) = (body.clone(), session.cannot_send.clone());
-        let (publisher, to_self) = (self.publisher.clone(), self.to_self.clone());
+        session.giving_back.insert(token.tag);
+        let (body, has_send_failed) = (body.clone(), session.has_send_failed.clone());
+        let (publisher, own_sender) = (self.publisher.clone(), self.own_sender.clone());
         tokio::spawn(async move {
-            let sent = tokio::time::timeout(SEND_BACK_MAX, publisher.send_bodies(vec![body], hops)).await;
-            let answer = match sent {
+            let sent = tokio::time::timeout(SEND_BACK_TIMEOUT, publisher.send_bodies(vec![body], hops)).await;
+            let disposition = match sent {
                 Ok(Ok(())) => Disposition::Acknowledge(token),
                 Ok(Err(_)) | Err(_) => {
-                    cannot_send.store(true, Ordering::SeqCst);
+                    has_send_failed.store(true, Ordering::SeqCst);
                     Disposition::GiveBack(item)
                 }
             };
             // Fails only once the queue is closed; the broker then repeats the message, harmlessly.
-            let _ = to_self.send(answer);
+            let _ = own_sender.send(disposition);
         });
         Ok(())
     }
 
-    /// Acknowledges answered deliveries and sends the others to other workers, before closing.
-    async fn leave(&mut self, session: &mut Session) {
-        let deadline = tokio::time::Instant::now() + SEND_BACK_MAX;
-        // Otherwise messages sent now would come back here and be requeued on closing.
+    /// Before closing: acknowledges finished deliveries, and publishes all others again.
+    async fn settle_all(&mut self, session: &mut Session) {
+        let deadline = tokio::time::Instant::now() + SEND_BACK_TIMEOUT;
+        // Otherwise this consumer would get the messages published now, and closing requeues them.
         self.stop_consuming(session, deadline).await;
-        let mut left: Vec<Republish<DeliveryTag>> = Vec::new();
+        let mut to_republish: Vec<Republish<DeliveryTag>> = Vec::new();
         for (tag, (republish, claim)) in std::mem::take(&mut session.republishing) {
             if claim.take() {
-                left.push(republish);
+                to_republish.push(republish);
                 continue;
             }
-            session.sending.insert(tag);
+            session.giving_back.insert(tag);
         }
         loop {
-            let answer = match self.dispositions.try_recv() {
-                Ok(answer) => answer,
-                Err(_) if session.sending.is_empty() => break,
+            let disposition = match self.dispositions.try_recv() {
+                Ok(disposition) => disposition,
+                Err(_) if session.giving_back.is_empty() => break,
                 // Messages that are being published are confirmed soon.
                 Err(_) => match tokio::time::timeout_at(deadline, self.dispositions.recv()).await {
-                    Ok(Some(answer)) => answer,
+                    Ok(Some(disposition)) => disposition,
                     Ok(None) | Err(_) => break,
                 },
             };
-            let settled = match answer {
+            let settled = match disposition {
                 Disposition::Acknowledge(token) => self.ack(session, token).await,
                 Disposition::GiveBack(item) => {
-                    session.sending.remove(&item.token.tag);
-                    left.push(item.into());
+                    session.giving_back.remove(&item.token.tag);
+                    to_republish.push(item.into());
                     Ok(())
                 }
                 Disposition::Republish(republish) => {
-                    left.push(republish);
+                    to_republish.push(republish);
                     Ok(())
                 }
             };
@@ -399,9 +398,9 @@ impl Consumer {
                 return;
             }
         }
-        left.extend(self.tracker.take_ready(|_| true).into_iter().map(Republish::from));
-        left.retain(|republish| session.owes(republish.token));
-        for (hops, (tokens, bodies)) in by_hops(left) {
+        to_republish.extend(self.tracker.take_ready(|_| true).into_iter().map(Republish::from));
+        to_republish.retain(|republish| session.has_unsettled(republish.token));
+        for (hops, (tokens, bodies)) in group_by_hops(to_republish) {
             let sending = self.publisher.send_bodies(bodies, hops);
             let is_sent = matches!(tokio::time::timeout_at(deadline, sending).await, Ok(Ok(())));
             for token in tokens {
@@ -417,7 +416,7 @@ impl Consumer {
         }
     }
 
-    /// Cancels the consumer, and takes in the messages that the broker had sent before.
+    /// Cancels the consumer, and receives the messages that the broker had sent before.
     async fn stop_consuming(&self, session: &mut Session, deadline: tokio::time::Instant) {
         let consumer = session.stream.tag();
         let ending = async {
@@ -445,13 +444,13 @@ impl Consumer {
 
     /// Sends the message again after the delay, then acknowledges its delivery.
     fn republish_later(&self, session: &mut Session, republish: Republish<DeliveryTag>) {
-        let claim = Claim::default();
-        if session.owes(republish.token) {
-            let kept = (republish.clone(), claim.clone());
-            session.republishing.insert(republish.token.tag, kept);
+        let claim = PublishClaim::default();
+        if session.has_unsettled(republish.token) {
+            let entry = (republish.clone(), claim.clone());
+            session.republishing.insert(republish.token.tag, entry);
         }
         let Republish { token, body, hops } = republish;
-        let (publisher, to_self, tracker) = (self.publisher.clone(), self.to_self.clone(), self.tracker.clone());
+        let (publisher, own_sender, tracker) = (self.publisher.clone(), self.own_sender.clone(), self.tracker.clone());
         let delay = self.resolved.settings.pass_on_delay;
         let url = self.url.to_string();
         tracker.republishing.fetch_add(1, Ordering::SeqCst);
@@ -471,18 +470,18 @@ impl Consumer {
             tracker.republishing.fetch_sub(1, Ordering::SeqCst);
             // Fails only once the queue is closed; the broker then repeats the message, harmlessly.
             if is_ours {
-                let _ = to_self.send(Disposition::Acknowledge(token));
+                let _ = own_sender.send(Disposition::Acknowledge(token));
             }
         });
     }
 
     /// Checks the worker's progress and the acknowledgement timeout.
-    async fn tick(&self, session: &mut Session) -> Result<(), End> {
+    async fn tick(&self, session: &mut Session) -> Result<(), SessionEnd> {
         let now = Instant::now();
-        let stalled = now - session.last_tick;
+        let gap = now - session.last_tick;
         session.last_tick = now;
-        if stalled > STANDSTILL {
-            self.tracker.extend_leases(stalled);
+        if gap > STALL_MIN {
+            self.tracker.extend_leases(gap);
         }
         if self.tracker.is_stuck(now) {
             let progress_count = self.tracker.progress_count();
@@ -493,19 +492,19 @@ impl Consumer {
             );
             self.tracker.recall("its worker has stopped making progress", |_| true);
             self.tracker.forget(|_| true);
-            // Before the broker requeues: an observer must not take an empty queue for the end.
+            // Before the broker requeues: an empty queue must not look like the end of the work.
             self.tracker.set_attached(false);
-            return Err(End::Stuck { progress_count });
+            return Err(SessionEnd::Stuck { progress_count });
         }
         let recall_after = self.url.ack_timeout.mul_f64(RECALL_SHARE);
         for item in self.tracker.take_ready(|item| now - item.arrived >= recall_after) {
-            // No worker has had it: it is given back in good order.
+            // The worker has not received this message, so giving it back is no failed delivery.
             self.send_back(session, item).await?;
         }
         self.recall_overdue(session, now, recall_after);
-        self.return_recalled(session, now).await?;
-        if session.ackers.is_empty() && now - session.last_delivery >= QUIET_MAX {
-            return Err(End::Quiet);
+        self.requeue_recalled(session, now).await?;
+        if session.ackers.is_empty() && now - session.last_delivery >= IDLE_MAX {
+            return Err(SessionEnd::Idle);
         }
         Ok(())
     }
@@ -526,21 +525,22 @@ impl Consumer {
             });
         session.recalled.extend(found);
         if !recalling.receipts().is_empty() {
-            let grace = self.url.ack_timeout.mul_f64(RETURN_SHARE - RECALL_SHARE);
+            let grace = self.url.ack_timeout.mul_f64(REQUEUE_SHARE - RECALL_SHARE);
             session.recalls.push((recalling, now + grace));
         }
     }
 
-    async fn return_recalled(&self, session: &mut Session, now: Instant) -> Result<(), End> {
+    async fn requeue_recalled(&self, session: &mut Session, now: Instant) -> Result<(), SessionEnd> {
         let mut waiting = Vec::new();
         for (recalling, deadline) in std::mem::take(&mut session.recalls) {
-            // A worker that has let go may still answer in time, once its writes return.
-            if !recalling.is_answered(&self.tracker) && now < deadline {
+            // A worker that has ended the work may still acknowledge in time, once its writes
+            // return.
+            if !recalling.is_settled(&self.tracker) && now < deadline {
                 waiting.push((recalling, deadline));
                 continue;
             }
             for &receipt in recalling.receipts() {
-                if let Some(item) = self.tracker.take_out(receipt) {
+                if let Some(item) = self.tracker.take_outstanding(receipt) {
                     self.requeue(session, item.token).await?;
                 }
             }
@@ -551,14 +551,14 @@ impl Consumer {
 }
 
 impl Session {
-    /// Whether this channel has an unacknowledged delivery of this tag.
-    fn owes(&self, token: DeliveryTag) -> bool {
+    /// Whether this channel has an unacknowledged delivery with this tag.
+    fn has_unsettled(&self, token: DeliveryTag) -> bool {
         token.session == self.number && self.ackers.contains_key(&token.tag)
     }
 }
 
 /// Groups messages by hops: their delivery tags and bodies.
-fn by_hops(republishing: Vec<Republish<DeliveryTag>>) -> BTreeMap<u32, (Vec<DeliveryTag>, Vec<Vec<u8>>)> {
+fn group_by_hops(republishing: Vec<Republish<DeliveryTag>>) -> BTreeMap<u32, (Vec<DeliveryTag>, Vec<Vec<u8>>)> {
     let mut sorted: BTreeMap<u32, (Vec<DeliveryTag>, Vec<Vec<u8>>)> = BTreeMap::new();
     for Republish { token, body, hops } in republishing {
         let (tokens, bodies) = sorted.entry(hops).or_default();
@@ -568,10 +568,10 @@ fn by_hops(republishing: Vec<Republish<DeliveryTag>>) -> BTreeMap<u32, (Vec<Deli
     sorted
 }
 
-/// Decides whether the queue is asked for a message beyond the prefetch.
+/// Input of the decision whether to request a message beyond the prefetch.
 struct PrefetchState {
     /// Unacknowledged messages of this channel.
-    held: usize,
+    unacknowledged: usize,
     /// Messages among them that the worker has not received yet.
     ready: usize,
     prefetch: usize,
@@ -579,13 +579,13 @@ struct PrefetchState {
 
 impl PrefetchState {
     /// Whether the prefetch is full and the worker has received every message.
-    fn for_one_more(&self) -> bool {
-        self.held >= self.prefetch && self.ready == 0
+    fn wants_one_more(&self) -> bool {
+        self.unacknowledged >= self.prefetch && self.ready == 0
     }
 }
 
 /// The integer in a header of any width; 0 for other types.
-fn number(value: &AMQPValue) -> i64 {
+fn header_number(value: &AMQPValue) -> i64 {
     match *value {
         AMQPValue::ShortShortInt(n) => n.into(),
         AMQPValue::ShortShortUInt(n) => n.into(),
@@ -603,14 +603,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_message_beyond_the_prefetch_is_asked_for_where_none_comes_by_itself() {
-        let prefetch = |held, ready| {
+    fn a_message_beyond_the_prefetch_is_requested_only_if_the_prefetch_is_full() {
+        let prefetch = |unacknowledged, ready| {
             let prefetch = PrefetchState {
-                held,
+                unacknowledged,
                 ready,
                 prefetch: 4,
             };
-            prefetch.for_one_more()
+            prefetch.wants_one_more()
         };
         assert!(prefetch(4, 0) && prefetch(9, 0));
         assert!(!prefetch(3, 0), "the broker sends it by itself");
@@ -621,13 +621,13 @@ mod tests {
     }
 
     #[test]
-    fn what_is_sent_again_keeps_its_hops() {
+    fn messages_that_are_sent_again_keep_their_hops() {
         let republish = |tag, hops| Republish {
             token: DeliveryTag { session: 0, tag },
             body: vec![tag as u8],
             hops,
         };
-        let sorted = by_hops(vec![republish(1, 0), republish(2, 3), republish(3, 0)]);
+        let sorted = group_by_hops(vec![republish(1, 0), republish(2, 3), republish(3, 0)]);
         let tags = |hops: u32| sorted[&hops].0.iter().map(|token| token.tag).collect::<Vec<_>>();
         assert_eq!((tags(0), tags(3)), (vec![1, 3], vec![2]));
         assert_eq!(

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::oneshot;
 
-use super::session::{Consumer, End};
+use super::session::{Consumer, SessionEnd};
 use crate::queue::QueueError;
 use crate::queue::outage::Outage;
 
@@ -22,49 +22,49 @@ pub(super) async fn run(mut consumer: Consumer, opened: oneshot::Sender<Result<(
     let mut backoff = BACKOFF_MIN;
     for number in 0.. {
         let began = Instant::now();
-        let end = match consumer.begin(number).await {
+        let end = match consumer.open_session(number).await {
             Ok(session) => {
-                outage.up();
+                outage.report_up();
                 consumer.tracker.set_denied(None);
                 consumer.tracker.set_attached(true);
                 // The send fails only if the caller has given up; the caller then closes the queue.
                 let _ = opened.take().map(|opened| opened.send(Ok(())));
-                consumer.live(session).await
+                consumer.run_session(session).await
             }
             Err(error) => {
                 if let Some(opened) = opened.take() {
-                    if !error.is_passing() {
+                    if !error.is_transient() {
                         let _ = opened.send(Err(error));
                         return;
                     }
                     let _ = opened.send(Ok(()));
                 }
-                End::Broken(error)
+                SessionEnd::Broken(error)
             }
         };
         // A quiet channel is replaced at once, so the consumer stays attached.
-        if !matches!(end, End::Quiet) {
+        if !matches!(end, SessionEnd::Idle) {
             consumer.tracker.set_attached(false);
         }
         match end {
-            End::Closed => return,
-            End::Stuck { progress_count } => {
+            SessionEnd::Closed => return,
+            SessionEnd::Stuck { progress_count } => {
                 wait_for_progress(&consumer, progress_count).await;
                 continue;
             }
-            End::Quiet => {
+            SessionEnd::Idle => {
                 tracing::debug!(queue = %consumer.url, "{}: nothing has come for long; opening another channel", consumer.url);
                 continue;
             }
-            End::ChannelClosed { why } => {
+            SessionEnd::ChannelClosed { why } => {
                 tracing::warn!(queue = %consumer.url, "{}: the channel was closed ({why}); opening another", consumer.url);
             }
-            End::Broken(QueueError::Unavailable { why } | QueueError::UnknownHost { why }) => {
-                outage.down(&why);
+            SessionEnd::Broken(QueueError::Unavailable { why } | QueueError::UnknownHost { why }) => {
+                outage.report_down(&why);
             }
-            End::Broken(error) => {
+            SessionEnd::Broken(error) => {
                 let why = match error {
-                    QueueError::Denied { why } | QueueError::Settings { what: why } => why,
+                    QueueError::Denied { why } | QueueError::Settings { why } => why,
                     other => other.to_string(),
                 };
                 consumer.tracker.set_denied(Some(why));
@@ -86,7 +86,7 @@ async fn closed_within(consumer: &Consumer, time: Duration) -> bool {
         .is_ok()
 }
 
-/// Waits until the worker makes progress: it gets no messages before.
+/// Waits until the worker makes progress. It gets no messages meanwhile.
 async fn wait_for_progress(consumer: &Consumer, progress_count: u64) {
     while consumer.tracker.progress_count() == progress_count && !consumer.tracker.is_closing() {
         tokio::time::sleep(PROGRESS_POLL).await;

@@ -1,5 +1,5 @@
-//! Checks a `tokenizer.json` before the library reads it. Limits on its sizes keep loading it, and
-//! encoding texts with it, within bounded time and memory.
+//! Checks a `tokenizer.json` before the library reads it. Limits on its sizes bound the time and
+//! memory of loading it, and of encoding texts with it.
 
 mod expressions;
 mod sizes;
@@ -7,28 +7,28 @@ mod sizes;
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use serde_json::Value;
-use tokenizers::{ModelWrapper, Tokenizer as Inner};
+use tokenizers::{ModelWrapper, Tokenizer as HfTokenizer};
 
-use super::encode::{EncodeBounds, WRITTEN_BYTES_MAX};
+use super::encode::{EncodeBounds, MODEL_INPUT_BYTES_MAX};
 use super::one_line;
 use super::stream::{STRETCH_BYTES_MAX, flatten};
 use expressions::check_expressions;
 use sizes::Sizes;
 
 /// Maximum number of added tokens, maximum length of one, and maximum total length, in bytes.
-const ADDED_MAX: usize = 1 << 18;
-const ADDED_BYTES_MAX: usize = 512;
-const ADDED_BYTES_MAX_TOGETHER: usize = 4 << 20;
+const ADDED_TOKENS_MAX: usize = 1 << 18;
+const ADDED_TOKEN_BYTES_MAX: usize = 512;
+const ADDED_TOKENS_BYTES_MAX: usize = 4 << 20;
 /// Maximum number of steps of a normalizer or pre-tokenizer.
 const STEPS_MAX: usize = 64;
-/// Maximum bytes that normalizer and pre-tokenizer together may make from one byte.
+/// Maximum output bytes of normalizer and pre-tokenizer together per input byte.
 const GROWTH_MAX: usize = 512;
-/// Maximum length of a word that a WordPiece model cuts. The model looks up each prefix of each
+/// Maximum length of a word that a WordPiece model splits. The model looks up each prefix of each
 /// remainder in its vocabulary, so the lookups grow with the square of this length.
 const WORD_CHARS_MAX: u64 = 200;
 /// Maximum total bytes of a chain of Unigram tokens, each of which is a prefix of the next.
-const BEGINNINGS_BYTES_MAX: usize = 32 << 10;
-/// Maximum BPE dropout. Above this, BPE mostly retries merges that it has dropped.
+const PREFIX_CHAIN_BYTES_MAX: usize = 32 << 10;
+/// Maximum BPE dropout. With a larger dropout, BPE mostly retries merges that it has dropped.
 const DROPOUT_MAX: f64 = 0.5;
 
 /// Parts of the file that the library does not expose.
@@ -67,7 +67,7 @@ pub(super) struct RawTokenizerModel {
 }
 
 impl RawTokenizerFile {
-    /// Reads and checks the file. Its sizes are checked first, so that memory is bounded.
+    /// Reads and checks the file. The sizes are checked first, to bound memory.
     pub(super) fn read(json: &[u8]) -> Result<RawTokenizerFile, String> {
         let sizes: Sizes = serde_json::from_slice(json).map_err(|e| one_line(&e.to_string()))?;
         sizes.check()?;
@@ -77,10 +77,14 @@ impl RawTokenizerFile {
     }
 
     fn check(&self) -> Result<(), String> {
-        check_max("added tokens", self.added_tokens.len(), ADDED_MAX)?;
+        check_max("added tokens", self.added_tokens.len(), ADDED_TOKENS_MAX)?;
         let lengths = || self.added_tokens.iter().map(|token| token.content.len());
-        check_max("bytes in an added token", lengths().max().unwrap_or(0), ADDED_BYTES_MAX)?;
-        check_max("bytes in its added tokens", lengths().sum(), ADDED_BYTES_MAX_TOGETHER)?;
+        check_max(
+            "bytes in an added token",
+            lengths().max().unwrap_or(0),
+            ADDED_TOKEN_BYTES_MAX,
+        )?;
+        check_max("bytes in its added tokens", lengths().sum(), ADDED_TOKENS_BYTES_MAX)?;
         if let Some(chars) = self
             .model
             .max_input_chars_per_word
@@ -102,7 +106,7 @@ impl RawTokenizerFile {
         check_expressions(&[&self.normalizer, &self.pre_tokenizer, &self.decoder])
     }
 
-    /// Maximum bytes that the normalizer makes from one byte.
+    /// Maximum output bytes of the normalizer per input byte.
     fn normalizer_growth(&self) -> Result<usize, String> {
         let mut steps = Vec::new();
         flatten(&self.normalizer, "normalizers", &mut steps);
@@ -117,7 +121,7 @@ impl RawTokenizerFile {
                 content.div_ceil(pattern.max(1)).max(1)
             }
             Some("Prepend") => 1 + step["prepend"].as_str().map_or(0, str::len) / 4,
-            Some("Precompiled") => step["precompiled_charsmap"].as_str().map_or(1, longest_replacement),
+            Some("Precompiled") => step["precompiled_charsmap"].as_str().map_or(1, charsmap_growth),
             _ => 1,
         };
         Ok(steps.into_iter().map(growth).fold(1, usize::saturating_mul))
@@ -140,14 +144,14 @@ impl RawTokenizerFile {
         let pre_tokenizer_growth = self.pre_tokenizer_growth()?;
         let growth = self.normalizer_growth()?.saturating_mul(pre_tokenizer_growth);
         Ok(EncodeBounds {
-            whole_bytes_max: (WRITTEN_BYTES_MAX / growth).clamp(1, STRETCH_BYTES_MAX),
+            whole_bytes_max: (MODEL_INPUT_BYTES_MAX / growth).clamp(1, STRETCH_BYTES_MAX),
             pre_tokenizer_growth,
         })
     }
 
     /// Refuses a file whose added tokens get other ids from the library than the file says. The
     /// library assigns these ids itself.
-    pub(super) fn check_added_ids(&self, full: &Inner) -> Result<(), String> {
+    pub(super) fn check_added_ids(&self, full: &HfTokenizer) -> Result<(), String> {
         for RawAddedToken { id, content } in &self.added_tokens {
             match full.token_to_id(content) {
                 Some(actual) if actual == *id => {}
@@ -163,10 +167,10 @@ impl RawTokenizerFile {
     }
 }
 /// Refuses post-processor templates that name an undefined special token, since the library would
-/// panic on a text.
-pub(super) fn check_templates(processor: &Value) -> Result<(), String> {
+/// panic when it encodes a text.
+pub(super) fn check_post_processor(processor: &Value) -> Result<(), String> {
     for part in processor["processors"].as_array().into_iter().flatten() {
-        check_templates(part)?;
+        check_post_processor(part)?;
     }
     if processor["type"] != "TemplateProcessing" {
         return Ok(());
@@ -187,42 +191,42 @@ pub(super) fn check_templates(processor: &Value) -> Result<(), String> {
     Ok(())
 }
 
-fn check_max(what: &str, count: usize, most: usize) -> Result<(), String> {
-    if count > most {
-        Err(format!("{what}: {count}, more than {most}"))
+fn check_max(what: &str, count: usize, limit: usize) -> Result<(), String> {
+    if count > limit {
+        Err(format!("{what}: {count}, more than {limit}"))
     } else {
         Ok(())
     }
 }
 
-/// Refuses a Unigram vocabulary with a long chain of tokens that are prefixes of each other. At
-/// each position of a text the model visits, and copies, every token that begins there.
-pub(super) fn check_beginnings(full: &Inner) -> Result<(), String> {
+/// Refuses a Unigram vocabulary with a long chain of tokens, each of which is a prefix of the next.
+/// At each position of a text the model visits, and copies, every token that begins there.
+pub(super) fn check_prefix_chains(full: &HfTokenizer) -> Result<(), String> {
     if !matches!(full.get_model(), ModelWrapper::Unigram(_)) {
         return Ok(());
     }
     let mut texts: Vec<String> = full.get_vocab(false).into_keys().collect();
     texts.sort_unstable();
-    let mut beginnings: Vec<&str> = Vec::new();
+    let mut chain: Vec<&str> = Vec::new();
     let mut bytes = 0;
     for text in &texts {
-        while let Some(before) = beginnings.pop_if(|before| !text.starts_with(*before)) {
-            bytes -= before.len();
+        while let Some(prefix) = chain.pop_if(|prefix| !text.starts_with(*prefix)) {
+            bytes -= prefix.len();
         }
-        beginnings.push(text);
+        chain.push(text);
         bytes += text.len();
         check_max(
             "bytes in vocabulary tokens that are prefixes of other tokens",
             bytes,
-            BEGINNINGS_BYTES_MAX,
+            PREFIX_CHAIN_BYTES_MAX,
         )?;
     }
     Ok(())
 }
 
-/// The growth factor of a SentencePiece table: the length of its longest replacement, divided by
-/// three bytes, rounded up.
-fn longest_replacement(table: &str) -> usize {
+/// The growth factor of SentencePiece's table of character replacements: the length of its longest
+/// replacement, divided by three bytes, rounded up.
+fn charsmap_growth(table: &str) -> usize {
     let Ok(table) = STANDARD.decode(table) else { return 1 };
     let trie = table.first_chunk().map_or(0, |size| u32::from_le_bytes(*size) as usize);
     let texts = table.get(trie.saturating_add(4)..).unwrap_or_default();

@@ -13,10 +13,10 @@ const MERGES_MAX: u64 = 1 << 21;
 /// Maximum length of a token's text, and of all texts together, in bytes.
 const TOKEN_BYTES_MAX: usize = 4 << 10;
 const VOCABULARY_BYTES_MAX: u64 = 16 << 20;
-/// Maximum values in the rest of the file.
-const REST_MAX: u64 = 4 << 20;
+/// Maximum number of JSON values in the rest of the file.
+const OTHER_VALUES_MAX: u64 = 4 << 20;
 
-/// The sizes of each part of the file. The contents themselves are dropped.
+/// The size of each part of the file, without its contents.
 #[derive(serde::Deserialize)]
 pub(super) struct Sizes {
     #[serde(default)]
@@ -42,8 +42,8 @@ impl Sizes {
         )?;
         check_max("merges", merges.items as usize, MERGES_MAX as usize)?;
         check_max("bytes in a token of its vocabulary", vocab.longest, TOKEN_BYTES_MAX)?;
-        // Unigram keeps a table per byte, so its limit is a quarter. It is the only model that
-        // writes its vocabulary as a list.
+        // Unigram keeps a table per byte, so its limit is a quarter of that of other models. It is
+        // the only model that writes its vocabulary as a list.
         let bytes = if vocab.is_list {
             VOCABULARY_BYTES_MAX / 4
         } else {
@@ -58,10 +58,14 @@ impl Sizes {
             &self.decoder,
             rest,
         ];
-        let all: u64 = parts.iter().map(|part| part.values).sum();
-        check_max("values besides its vocabulary", all as usize, REST_MAX as usize)?;
-        // Texts of vocabulary and merges are counted above. The limits here bound all other values
-        // beside them.
+        let total: u64 = parts.iter().map(|part| part.values).sum();
+        check_max(
+            "values besides its vocabulary",
+            total as usize,
+            OTHER_VALUES_MAX as usize,
+        )?;
+        // The limits above bound the texts of vocabulary and merges. These limits bound all other
+        // values in them.
         check_max(
             "values in its vocabulary",
             vocab.values as usize,
@@ -80,12 +84,13 @@ struct JsonCounts {
     items: u64,
     /// Bytes of all strings and field names.
     bytes: u64,
+    /// Bytes of the longest string or field name.
     longest: usize,
     is_list: bool,
 }
 
 impl JsonCounts {
-    fn text(&mut self, text: &str) {
+    fn add_text(&mut self, text: &str) {
         self.bytes += text.len() as u64;
         self.longest = self.longest.max(text.len());
     }
@@ -106,7 +111,7 @@ impl<'de> Deserialize<'de> for JsonCounts {
 
 struct JsonCounter;
 
-const ONE: JsonCounts = JsonCounts {
+const ONE_VALUE: JsonCounts = JsonCounts {
     values: 1,
     items: 0,
     bytes: 0,
@@ -122,50 +127,53 @@ impl<'de> Visitor<'de> for JsonCounter {
     }
 
     fn visit_unit<E>(self) -> Result<JsonCounts, E> {
-        Ok(ONE)
+        Ok(ONE_VALUE)
     }
 
     fn visit_bool<E>(self, _: bool) -> Result<JsonCounts, E> {
-        Ok(ONE)
+        Ok(ONE_VALUE)
     }
 
     fn visit_i64<E>(self, _: i64) -> Result<JsonCounts, E> {
-        Ok(ONE)
+        Ok(ONE_VALUE)
     }
 
     fn visit_u64<E>(self, _: u64) -> Result<JsonCounts, E> {
-        Ok(ONE)
+        Ok(ONE_VALUE)
     }
 
     fn visit_f64<E>(self, _: f64) -> Result<JsonCounts, E> {
-        Ok(ONE)
+        Ok(ONE_VALUE)
     }
 
     fn visit_str<E>(self, text: &str) -> Result<JsonCounts, E> {
-        let mut values = ONE;
-        values.text(text);
-        Ok(values)
+        let mut counts = ONE_VALUE;
+        counts.add_text(text);
+        Ok(counts)
     }
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<JsonCounts, A::Error> {
-        let mut values = JsonCounts { is_list: true, ..ONE };
+        let mut counts = JsonCounts {
+            is_list: true,
+            ..ONE_VALUE
+        };
         while let Some(item) = seq.next_element()? {
-            values.add(item);
+            counts.add(item);
         }
-        Ok(values)
+        Ok(counts)
     }
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<JsonCounts, A::Error> {
-        let mut values = ONE;
+        let mut counts = ONE_VALUE;
         while let Some(name) = map.next_key::<String>()? {
-            values.text(&name);
-            values.add(map.next_value()?);
+            counts.add_text(&name);
+            counts.add(map.next_value()?);
         }
-        Ok(values)
+        Ok(counts)
     }
 }
 
-/// The sizes of a model, with its two large parts separate.
+/// The size of a model, with its two large parts counted separately.
 #[derive(Default)]
 struct ModelSizes {
     vocab: JsonCounts,

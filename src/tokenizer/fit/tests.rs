@@ -229,7 +229,7 @@ fn tokenizers_of_each_kind_fit() {
 }
 
 #[test]
-fn a_vocabulary_under_parts_of_another_kind_is_refused() {
+fn a_vocabulary_with_parts_of_another_kind_is_refused() {
     let none = Value::Null;
     let prepend = sequence(
         "normalizers",
@@ -291,14 +291,14 @@ fn a_vocabulary_under_parts_of_another_kind_is_refused() {
 
 /// Too few pieces begin with a mark for it to prevail, but no piece begins with the other mark.
 #[test]
-fn a_vocabulary_of_bytes_alone_is_refused_under_marks() {
+fn a_vocabulary_of_single_bytes_is_refused_with_sentencepiece_parts() {
     let model = bpe((0..=255).map(|byte| byte_char(byte).to_string()), &[], json!({}));
     let error = load(&file(model, Value::Null, metaspace("first"), marks_decoder())).unwrap_err();
     assert!(error.contains("its vocabulary writes a space as `Ġ`"), "{error}");
 }
 
 #[test]
-fn texts_that_come_back_as_others_are_refused() {
+fn decoders_that_change_texts_are_refused() {
     let none = Value::Null;
     // This decoder leaves byte tokens such as `<0x0A>` as they are written.
     let without_bytes = sequence("decoders", json!([marks_to_spaces(), {"type": "Fuse"}]));
@@ -328,9 +328,9 @@ fn texts_that_come_back_as_others_are_refused() {
 /// Without an unknown token, the library drops characters that the vocabulary lacks. All other text
 /// must come back.
 #[test]
-fn only_what_a_vocabulary_lacks_may_be_missing() {
+fn only_characters_outside_the_vocabulary_may_be_missing() {
     let expected: Vec<(u8, bool)> = b"a b".iter().map(|byte| (*byte, *byte != b'b')).collect();
-    for (bytes, any_space, is_right) in [
+    for (bytes, ignores_space, is_right) in [
         (&b"a b"[..], false, true),
         (b"  a b ", false, true),
         (b"a  b", false, false),
@@ -341,12 +341,12 @@ fn only_what_a_vocabulary_lacks_may_be_missing() {
         (b"abc", true, false),
         (b"", true, false),
     ] {
-        assert_eq!(comes_back(&expected, bytes, any_space), is_right, "{bytes:?}");
+        assert_eq!(matches_expected(&expected, bytes, ignores_space), is_right, "{bytes:?}");
     }
 }
 
 #[test]
-fn texts_that_grow_without_bounds_are_refused() {
+fn normalizers_that_grow_texts_too_much_are_refused() {
     let grow = |times: usize| json!({"type": "Replace", "pattern": {"String": "7"}, "content": "7".repeat(times)});
     let with = |times| load(&file(bytes_model(), grow(times), byte_level(), byte_level()));
     assert_eq!(with(256).err(), None);
@@ -355,10 +355,10 @@ fn texts_that_grow_without_bounds_are_refused() {
 }
 
 #[test]
-fn errors_show_a_short_line() {
-    assert_eq!(shown("a\nb"), "\"a\\nb\"");
+fn errors_quote_a_short_line() {
+    assert_eq!(quoted("a\nb"), "\"a\\nb\"");
     assert_eq!(
-        shown(&"x".repeat(SHOWN_CHARS + 1)),
-        format!("\"{}\"…", "x".repeat(SHOWN_CHARS))
+        quoted(&"x".repeat(QUOTED_CHARS + 1)),
+        format!("\"{}\"…", "x".repeat(QUOTED_CHARS))
     );
 }

@@ -1,17 +1,18 @@
 //! Encodes long texts in parts, up to a limit of tokens.
 //!
 //! The tokenizers library builds a structure of 150 to 300 bytes per byte of text before it returns
-//! the first token. Here its steps run one after the other on small parts. Added tokens are cut
-//! out. The text between them is normalized in blocks and cut by the pre-tokenizer's own regular
-//! expressions, which run over all of it. The model then encodes one piece after the other. The
-//! token ids are the same as the library's. This needs a tokenizer whose steps are all of these
-//! kinds:
+//! the first token. Here the same steps run on small parts of the text. The text is split at added
+//! tokens. The text between them (a *stretch*) is normalized in blocks and split into pieces by the
+//! pre-tokenizer's own regular expressions, which run over the whole stretch. The model then
+//! encodes one piece after the other. The token ids are the same as the library's. This needs a
+//! tokenizer whose steps are all of these kinds:
 //!
-//! - A normalizer that works on one character after the other, or a Unicode normalization form. Its
-//!   text is cut before a character that no form joins with the characters before it.
+//! - A normalizer that works on one character after the other, or a Unicode normalization form. A
+//!   stretch is cut into blocks before characters that no form combines with characters before
+//!   them.
 //! - A pre-tokenizer whose pieces together are the whole text.
-//! - BPE or Unigram. A piece of many kilobytes (without a pre-tokenizer each text is one piece) is
-//!   cut where BPE can join nothing: between two characters that are adjacent in no token.
+//! - BPE or Unigram. A piece of many kilobytes (without a pre-tokenizer each stretch is one piece)
+//!   is cut where BPE cannot merge: between two characters that are adjacent in no token.
 //!
 //! See docs/decisions/085-long-texts-are-tokenized-in-parts.md.
 
@@ -24,51 +25,51 @@ use std::collections::HashSet;
 use std::time::{Duration, Instant};
 
 use onig::{MatchParam, Regex, Region, SearchOptions};
-use tokenizers::{Model, ModelWrapper, NormalizedString, Normalizer, NormalizerWrapper, Tokenizer as Inner};
+use tokenizers::{Model, ModelWrapper, NormalizedString, Normalizer, NormalizerWrapper, Tokenizer as HfTokenizer};
 
 use super::guarded::{THIS_TEXT, guarded};
 use super::trie::{ROOT, Trie};
 
-/// Maximum length in bytes of a stretch that is normalized or encoded at once where it cannot be
-/// cut.
+/// Maximum length in bytes of a part of a text that is normalized or encoded at once, because it
+/// cannot be cut.
 pub(super) const STRETCH_BYTES_MAX: usize = 2 << 20;
-/// Minimum length in bytes of a normalized block where the text can be cut.
+/// Minimum length in bytes of a block that is normalized, if the text can be cut.
 const BLOCK_BYTES: usize = if cfg!(test) { 12 } else { 16 << 10 };
-/// Maximum bytes that a normalizer may make from a text.
+/// Maximum output bytes of a normalizer per text.
 const NORMALIZED_BYTES_MAX: usize = 128 << 20;
-/// Longer pieces, in bytes, are cut where the model can join nothing.
+/// Length in bytes above which a piece is cut where the model cannot merge.
 const PIECE_BYTES: usize = if cfg!(test) { 6 } else { 4 << 10 };
 /// Maximum time per text.
 const SECONDS_MAX: u64 = 20;
 
 /// The steps of a tokenizer that can encode in parts.
 pub(super) struct StreamEncoder {
-    /// Added tokens that are matched in the original text (`written`) and in the normalized text.
-    written: Option<Trie<Vec<Token>>>,
-    normalized: Option<Trie<Vec<Token>>>,
+    /// Added tokens that are matched in the original text, and in the normalized text.
+    original_added: Option<Trie<Vec<AddedTokenMatch>>>,
+    normalized_added: Option<Trie<Vec<AddedTokenMatch>>>,
     /// The normalizer for the first block of a stretch, and the normalizer for later blocks, which
     /// adds no prefix.
     normalizer: Option<NormalizerWrapper>,
-    normalizer_inside: Option<NormalizerWrapper>,
+    later_normalizer: Option<NormalizerWrapper>,
     metaspace: Option<Metaspace>,
     split_steps: Vec<SplitStep>,
     byte_level: Option<[char; 256]>,
     mergeable: Option<MergeablePairs>,
 }
 
-/// An added token.
+/// An added token, as it is matched in a text.
 #[derive(Clone, Copy)]
-struct Token {
+struct AddedTokenMatch {
     id: u32,
     lstrip: bool,
     rstrip: bool,
 }
 
-/// SentencePiece's replacement of spaces by a mark.
+/// A pre-tokenizer that replaces spaces by a mark, as SentencePiece does.
 struct Metaspace {
     mark: char,
     prefix: MarkPrefix,
-    splits: bool,
+    splits_at_marks: bool,
 }
 
 #[derive(Clone, Copy, PartialEq)]
@@ -78,38 +79,38 @@ enum MarkPrefix {
     Always,
 }
 
-/// A step of a pre-tokenizer. Its pieces together are the whole text.
+/// A step of a pre-tokenizer, whose pieces together are the whole text.
 enum SplitStep {
-    /// Cuts at both ends of each match.
-    Around(Regex),
-    /// Cuts after each occurrence.
-    Behind(String),
-    /// Cuts around each digit, or around each run of digits.
-    Digits { each: bool },
+    /// Splits at both ends of each match.
+    AroundMatches(Regex),
+    /// Splits after each occurrence of this text.
+    AfterText(String),
+    /// Splits at both ends of each digit (`is_each`), or of each run of digits.
+    Digits { is_each: bool },
 }
 
-/// Pairs of characters that BPE may join.
+/// Pairs of characters that BPE may merge.
 struct MergeablePairs {
-    /// Characters that are tokens themselves.
-    known: HashSet<char>,
+    /// Characters that are tokens.
+    token_chars: HashSet<char>,
     /// Pairs that are adjacent in a token.
     pairs: HashSet<(char, char)>,
 }
 
 /// The reason why encoding stopped before the end of the text.
 enum EncodeStop {
-    Enough,
+    LimitReached,
     Failed(String),
 }
 
 /// The state of encoding one text.
-struct Run<'a> {
+struct EncodeRun<'a> {
     stream: &'a StreamEncoder,
     model: &'a ModelWrapper,
     ids: Vec<u32>,
     limit: usize,
     deadline: Instant,
-    /// A piece in the spelling of byte-level vocabularies.
+    /// Reused for a piece as characters of byte-level vocabularies.
     buffer: String,
 }
 
@@ -118,10 +119,10 @@ impl StreamEncoder {
     /// beginning are returned.
     ///
     /// # Errors
-    /// The text holds a stretch that is too long and cannot be cut, encoding exceeds the time
+    /// The text contains a part that is too long and cannot be cut, encoding exceeds the time
     /// limit, or the library gives up on the text.
-    pub(super) fn encode(&self, tokenizer: &Inner, text: &str, limit: usize) -> Result<Vec<u32>, String> {
-        let mut run = Run {
+    pub(super) fn encode(&self, tokenizer: &HfTokenizer, text: &str, limit: usize) -> Result<Vec<u32>, String> {
+        let mut run = EncodeRun {
             stream: self,
             model: tokenizer.get_model(),
             ids: Vec::new(),
@@ -129,8 +130,8 @@ impl StreamEncoder {
             deadline: Instant::now() + Duration::from_secs(SECONDS_MAX),
             buffer: String::new(),
         };
-        match guarded(THIS_TEXT, || Ok(run.text(text)))? {
-            Ok(()) | Err(EncodeStop::Enough) => Ok(run.ids),
+        match guarded(THIS_TEXT, || Ok(run.encode_text(text)))? {
+            Ok(()) | Err(EncodeStop::LimitReached) => Ok(run.ids),
             Err(EncodeStop::Failed(why)) => Err(why),
         }
     }
@@ -141,12 +142,12 @@ impl StreamEncoder {
         match guarded(THIS_TEXT, || Ok(self.normalized(text, deadline)))? {
             Ok(text) => Ok(text.into_owned()),
             Err(EncodeStop::Failed(why)) => Err(why),
-            Err(EncodeStop::Enough) => Ok(String::new()),
+            Err(EncodeStop::LimitReached) => Ok(String::new()),
         }
     }
 
     fn normalized<'a>(&self, text: &'a str, deadline: Instant) -> Result<Cow<'a, str>, EncodeStop> {
-        let (Some(first), Some(inside)) = (&self.normalizer, &self.normalizer_inside) else {
+        let (Some(first), Some(later)) = (&self.normalizer, &self.later_normalizer) else {
             return Ok(Cow::Borrowed(text));
         };
         let mut out = String::with_capacity(text.len());
@@ -156,13 +157,13 @@ impl StreamEncoder {
             let end = rest
                 .char_indices()
                 .skip_while(|(at, _)| *at < BLOCK_BYTES)
-                .find(|(_, c)| joins_nothing_before(*c))
+                .find(|(_, c)| is_normalization_boundary(*c))
                 .map_or(rest.len(), |(at, _)| at);
             check_deadline(deadline)?;
-            check_length(end)?;
+            check_stretch_length(end)?;
             let mut block = NormalizedString::from(&rest[..end]);
-            let normalizer = if from == 0 { first } else { inside };
-            normalizer.normalize(&mut block).map_err(failed)?;
+            let normalizer = if from == 0 { first } else { later };
+            normalizer.normalize(&mut block).map_err(encode_error)?;
             out.push_str(block.get());
             if out.len() > NORMALIZED_BYTES_MAX {
                 let why =
@@ -175,28 +176,37 @@ impl StreamEncoder {
     }
 }
 
-impl Run<'_> {
-    fn text(&mut self, text: &str) -> Result<(), EncodeStop> {
+impl EncodeRun<'_> {
+    fn encode_text(&mut self, text: &str) -> Result<(), EncodeStop> {
         let stream = self.stream;
-        cut_tokens(stream.written.as_ref(), text, |token, start, end| match token {
-            Some(id) => self.push([id]),
-            None => self.stretch(&text[start..end], start == 0),
+        split_at_added_tokens(stream.original_added.as_ref(), text, |token, start, end| match token {
+            Some(id) => self.push_ids([id]),
+            None => self.encode_stretch(&text[start..end], start == 0),
         })
     }
 
-    /// Encodes text between added tokens.
-    fn stretch(&mut self, text: &str, begins_text: bool) -> Result<(), EncodeStop> {
+    /// Encodes a stretch: text between added tokens.
+    fn encode_stretch(&mut self, text: &str, begins_text: bool) -> Result<(), EncodeStop> {
         let stream = self.stream;
         let text = stream.normalized(text, self.deadline)?;
-        cut_tokens(stream.normalized.as_ref(), &text, |token, start, end| match token {
-            Some(id) => self.push([id]),
-            None => self.pre_tokenize(&text[start..end], begins_text && start == 0),
-        })
+        split_at_added_tokens(
+            stream.normalized_added.as_ref(),
+            &text,
+            |token, start, end| match token {
+                Some(id) => self.push_ids([id]),
+                None => self.pre_tokenize(&text[start..end], begins_text && start == 0),
+            },
+        )
     }
 
     fn pre_tokenize(&mut self, text: &str, begins_text: bool) -> Result<(), EncodeStop> {
-        let Some(Metaspace { mark, prefix, splits }) = &self.stream.metaspace else {
-            return self.cut(0, text);
+        let Some(Metaspace {
+            mark,
+            prefix,
+            splits_at_marks,
+        }) = &self.stream.metaspace
+        else {
+            return self.split_from_step(0, text);
         };
         let mut marked = text.replace(' ', mark.encode_utf8(&mut [0; 4]));
         let prefixed = *prefix == MarkPrefix::Always || (*prefix == MarkPrefix::First && begins_text);
@@ -204,104 +214,104 @@ impl Run<'_> {
             marked.insert(0, *mark);
         }
         let mut from = 0;
-        if *splits {
+        if *splits_at_marks {
             for (at, _) in marked.match_indices(*mark) {
-                self.piece(&marked[from..at])?;
+                self.encode_piece(&marked[from..at])?;
                 from = at;
             }
         }
-        self.piece(&marked[from..])
+        self.encode_piece(&marked[from..])
     }
 
-    /// Cuts by the pre-tokenizer's steps, beginning with number `step`.
-    fn cut(&mut self, step: usize, text: &str) -> Result<(), EncodeStop> {
+    /// Splits by the pre-tokenizer's steps from index `step` on, and encodes the pieces.
+    fn split_from_step(&mut self, step: usize, text: &str) -> Result<(), EncodeStop> {
         if text.is_empty() {
             return Ok(());
         }
-        let Some(cut) = self.stream.split_steps.get(step) else {
-            return self.piece(text);
+        let Some(split_step) = self.stream.split_steps.get(step) else {
+            return self.encode_piece(text);
         };
         let mut from = 0;
-        let mut cut_at = |run: &mut Self, at: usize| {
+        let mut split_at = |run: &mut Self, at: usize| {
             let piece = &text[from..at];
             from = at;
-            run.cut(step + 1, piece)
+            run.split_from_step(step + 1, piece)
         };
-        match cut {
-            SplitStep::Around(regex) => {
+        match split_step {
+            SplitStep::AroundMatches(regex) => {
                 let mut matches = Matches::new(regex, text);
                 while let Some((start, end)) = matches.next().map_err(EncodeStop::Failed)? {
                     check_deadline(self.deadline)?;
-                    cut_at(self, start)?;
-                    cut_at(self, end)?;
+                    split_at(self, start)?;
+                    split_at(self, end)?;
                 }
             }
-            SplitStep::Behind(pattern) => {
+            SplitStep::AfterText(pattern) => {
                 for (at, found) in text.match_indices(pattern.as_str()) {
-                    cut_at(self, at + found.len())?;
+                    split_at(self, at + found.len())?;
                 }
             }
-            SplitStep::Digits { each } => {
+            SplitStep::Digits { is_each } => {
                 let mut was_digit = None;
                 for (at, c) in text.char_indices() {
                     let is_digit = c.is_numeric();
-                    if (*each && is_digit) || was_digit.is_some_and(|was| was != is_digit) {
-                        cut_at(self, at)?;
+                    if (*is_each && is_digit) || was_digit.is_some_and(|was| was != is_digit) {
+                        split_at(self, at)?;
                     }
                     was_digit = Some(is_digit);
                 }
             }
         }
-        cut_at(self, text.len())
+        split_at(self, text.len())
     }
 
     /// Encodes a piece of pre-tokenized text.
-    fn piece(&mut self, text: &str) -> Result<(), EncodeStop> {
+    fn encode_piece(&mut self, text: &str) -> Result<(), EncodeStop> {
         if text.is_empty() {
             return Ok(());
         }
         check_deadline(self.deadline)?;
         let Some(chars) = &self.stream.byte_level else {
-            return self.parts(text);
+            return self.encode_in_parts(text);
         };
-        let mut written = std::mem::take(&mut self.buffer);
-        written.clear();
-        written.extend(text.bytes().map(|byte| chars[byte as usize]));
-        let done = self.parts(&written);
-        self.buffer = written;
-        done
+        let mut byte_level = std::mem::take(&mut self.buffer);
+        byte_level.clear();
+        byte_level.extend(text.bytes().map(|byte| chars[byte as usize]));
+        let result = self.encode_in_parts(&byte_level);
+        self.buffer = byte_level;
+        result
     }
 
-    /// Encodes a long piece in parts across which the model joins nothing.
-    fn parts(&mut self, piece: &str) -> Result<(), EncodeStop> {
+    /// Encodes a piece. A long piece is cut where the model cannot merge.
+    fn encode_in_parts(&mut self, piece: &str) -> Result<(), EncodeStop> {
         let mut from = 0;
         if let (Some(mergeable), true) = (&self.stream.mergeable, piece.len() > PIECE_BYTES) {
             let mut before = None;
             for (at, c) in piece.char_indices() {
-                if at - from >= PIECE_BYTES && before.is_some_and(|before| mergeable.none(before, c)) {
-                    self.part(&piece[from..at])?;
+                if at - from >= PIECE_BYTES && before.is_some_and(|before| mergeable.cannot_merge(before, c)) {
+                    self.encode_part(&piece[from..at])?;
                     from = at;
                 }
                 before = Some(c);
             }
         }
-        self.part(&piece[from..])
+        self.encode_part(&piece[from..])
     }
 
-    fn part(&mut self, part: &str) -> Result<(), EncodeStop> {
-        check_length(match self.stream.byte_level {
+    fn encode_part(&mut self, part: &str) -> Result<(), EncodeStop> {
+        check_stretch_length(match self.stream.byte_level {
             Some(_) => part.chars().count(),
             None => part.len(),
         })?;
         check_deadline(self.deadline)?;
-        let tokens = self.model.tokenize(part).map_err(failed)?;
-        self.push(tokens.iter().map(|token| token.id))
+        let tokens = self.model.tokenize(part).map_err(encode_error)?;
+        self.push_ids(tokens.iter().map(|token| token.id))
     }
 
-    fn push(&mut self, ids: impl IntoIterator<Item = u32>) -> Result<(), EncodeStop> {
+    fn push_ids(&mut self, ids: impl IntoIterator<Item = u32>) -> Result<(), EncodeStop> {
         self.ids.extend(ids);
         if self.ids.len() > self.limit {
-            Err(EncodeStop::Enough)
+            Err(EncodeStop::LimitReached)
         } else {
             Ok(())
         }
@@ -309,10 +319,10 @@ impl Run<'_> {
 }
 
 impl MergeablePairs {
-    /// Whether BPE can join nothing across these adjacent characters. Every token that BPE makes is
-    /// in the vocabulary, so such a token would contain the pair.
-    fn none(&self, before: char, c: char) -> bool {
-        self.known.contains(&before) && self.known.contains(&c) && !self.pairs.contains(&(before, c))
+    /// Whether BPE cannot merge across these adjacent characters. Every token that BPE makes is in
+    /// the vocabulary, so a token that spans the two characters would contain the pair.
+    fn cannot_merge(&self, before: char, c: char) -> bool {
+        self.token_chars.contains(&before) && self.token_chars.contains(&c) && !self.pairs.contains(&(before, c))
     }
 }
 
@@ -321,8 +331,8 @@ pub(super) struct Matches<'a> {
     regex: &'a Regex,
     text: &'a str,
     region: Region,
-    at: usize,
-    last: Option<usize>,
+    offset: usize,
+    last_end: Option<usize>,
 }
 
 impl<'a> Matches<'a> {
@@ -331,51 +341,52 @@ impl<'a> Matches<'a> {
             regex,
             text,
             region: Region::new(),
-            at: 0,
-            last: None,
+            offset: 0,
+            last_end: None,
         }
     }
 
     pub(super) fn next(&mut self) -> Result<Option<(usize, usize)>, String> {
-        while self.at <= self.text.len() {
+        while self.offset <= self.text.len() {
             self.region.clear();
             let (options, param) = (SearchOptions::SEARCH_OPTION_NONE, MatchParam::default());
             let region = Some(&mut self.region);
             let found = self
                 .regex
-                .search_with_param(self.text, self.at, self.text.len(), options, region, param);
+                .search_with_param(self.text, self.offset, self.text.len(), options, region, param);
             let found = found.map_err(|e| format!("an expression of the tokenizer gives up on this text: {e}"))?;
             let Some((start, end)) = found.and_then(|_| self.region.pos(0)) else {
                 return Ok(None);
             };
-            // An empty match at the end of the last match would be found again forever.
-            if start == end && self.last == Some(end) {
-                self.at += self.text[self.at..].chars().next().map_or(1, char::len_utf8);
+            // An empty match at the end of the last match would be found again and again.
+            if start == end && self.last_end == Some(end) {
+                self.offset += self.text[self.offset..].chars().next().map_or(1, char::len_utf8);
                 continue;
             }
-            self.at = end;
-            self.last = Some(end);
+            self.offset = end;
+            self.last_end = Some(end);
             return Ok(Some((start, end)));
         }
         Ok(None)
     }
 }
 
-/// Calls `each` for the added tokens in `text` and for the text between them. The leftmost token is
-/// taken first, and the longest at each position.
-fn cut_tokens(
-    tokens: Option<&Trie<Vec<Token>>>,
+/// Calls `each` for the added tokens in `text` and for the text between them: with the token's id,
+/// if it is one, and with start and end. At each position from left to right, the longest token
+/// matches.
+fn split_at_added_tokens(
+    tokens: Option<&Trie<Vec<AddedTokenMatch>>>,
     text: &str,
     mut each: impl FnMut(Option<u32>, usize, usize) -> Result<(), EncodeStop>,
 ) -> Result<(), EncodeStop> {
     let mut from = 0;
     let mut at = 0;
     while let (Some(tokens), true) = (tokens, at < text.len()) {
-        let Some((token, end)) = longest_at(tokens, &text[at..]) else {
+        let Some((token, length)) = longest_at(tokens, &text[at..]) else {
             at += text[at..].chars().next().map_or(1, char::len_utf8);
             continue;
         };
-        let (mut start, mut stop) = (at, at + end);
+        let (mut start, mut stop) = (at, at + length);
         at = stop;
         if token.lstrip {
             start = text[..start].trim_end().len().max(from);
@@ -396,7 +407,8 @@ fn cut_tokens(
     }
 }
 
-fn longest_at(tokens: &Trie<Vec<Token>>, text: &str) -> Option<(Token, usize)> {
+/// The longest added token at the beginning of `text`, with its length in bytes.
+fn longest_at(tokens: &Trie<Vec<AddedTokenMatch>>, text: &str) -> Option<(AddedTokenMatch, usize)> {
     let mut node = ROOT;
     let mut longest = None;
     for (at, c) in text.char_indices() {
@@ -411,13 +423,13 @@ fn longest_at(tokens: &Trie<Vec<Token>>, text: &str) -> Option<(Token, usize)> {
     longest
 }
 
-/// Whether no Unicode normalization form joins this character with one before it. True for ASCII
-/// and the common ideographs.
-fn joins_nothing_before(c: char) -> bool {
+/// Whether no Unicode normalization form combines this character with characters before it. True
+/// only for ASCII and the common ideographs.
+fn is_normalization_boundary(c: char) -> bool {
     c.is_ascii() || ('\u{4E00}'..='\u{9FFF}').contains(&c)
 }
 
-fn check_length(bytes: usize) -> Result<(), EncodeStop> {
+fn check_stretch_length(bytes: usize) -> Result<(), EncodeStop> {
     if bytes > STRETCH_BYTES_MAX {
         Err(EncodeStop::Failed(format!(
             "this text has {bytes} bytes that the tokenizer cannot split, and at most {STRETCH_BYTES_MAX} are encoded at once"
@@ -437,7 +449,7 @@ fn check_deadline(deadline: Instant) -> Result<(), EncodeStop> {
     }
 }
 
-fn failed(error: tokenizers::Error) -> EncodeStop {
+fn encode_error(error: tokenizers::Error) -> EncodeStop {
     EncodeStop::Failed(super::one_line(&error.to_string()))
 }
 

@@ -4,33 +4,33 @@ use std::collections::HashSet;
 
 use onig::Regex;
 use serde_json::Value;
-use tokenizers::{ModelWrapper, NormalizedString, Normalizer, Tokenizer as Inner};
+use tokenizers::{ModelWrapper, NormalizedString, Normalizer, Tokenizer as HfTokenizer};
 
 use super::super::bytes::byte_char;
 use super::super::prefix::{StripPrefix, without_prefix};
 use super::super::trie::Trie;
-use super::{MarkPrefix, MergeablePairs, Metaspace, SplitStep, StreamEncoder, Token};
+use super::{AddedTokenMatch, MarkPrefix, MergeablePairs, Metaspace, SplitStep, StreamEncoder};
 
-/// The regular expression of byte-level pre-tokenizers by default.
-const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
+/// The default regular expression of byte-level pre-tokenizers.
+const GPT2_SPLIT_REGEX: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
 
 impl StreamEncoder {
     /// The steps of `tokenizer`. `None` if a step is of an unknown kind.
-    pub(in super::super) fn of(tokenizer: &Inner) -> Option<StreamEncoder> {
+    pub(in super::super) fn of(tokenizer: &HfTokenizer) -> Option<StreamEncoder> {
         let normalizer = tokenizer.get_normalizer();
-        let normalizer_inside = match normalizer {
+        let later_normalizer = match normalizer {
             Some(normalizer) => {
-                is_local(&serde_json::to_value(normalizer).ok()?).then_some(())?;
-                let without = without_prefix(tokenizer, StripPrefix::Any).ok()?;
+                is_blockwise(&serde_json::to_value(normalizer).ok()?).then_some(())?;
+                let without = without_prefix(tokenizer, StripPrefix::All).ok()?;
                 without.as_ref().unwrap_or(tokenizer).get_normalizer().cloned()
             }
             None => None,
         };
         let mut stream = StreamEncoder {
-            written: None,
-            normalized: None,
+            original_added: None,
+            normalized_added: None,
             normalizer: normalizer.cloned(),
-            normalizer_inside,
+            later_normalizer,
             metaspace: None,
             split_steps: Vec::new(),
             byte_level: None,
@@ -60,28 +60,29 @@ impl StreamEncoder {
         let count = steps.len();
         for (number, step) in steps.into_iter().enumerate() {
             match step["type"].as_str()? {
-                "Split" if step["invert"] == false => self.split_steps.push(split(step)?),
+                "Split" if step["invert"] == false => self.split_steps.push(parse_split(step)?),
                 "Digits" => self.split_steps.push(SplitStep::Digits {
-                    each: step["individual_digits"].as_bool()?,
+                    is_each: step["individual_digits"].as_bool()?,
                 }),
-                // Steps after `ByteLevel` would see other characters, and its prefix would precede
-                // each piece, so it must be last and without prefix.
+                // Steps after `ByteLevel` would get other characters, and its prefix would precede
+                // each piece. So it must be the last step and have no prefix.
                 "ByteLevel" if number + 1 == count && step["add_prefix_space"] == false => {
                     if step["use_regex"] != false {
-                        self.split_steps.push(SplitStep::Around(Regex::new(GPT2).ok()?));
+                        self.split_steps
+                            .push(SplitStep::AroundMatches(Regex::new(GPT2_SPLIT_REGEX).ok()?));
                     }
                     self.byte_level = Some(std::array::from_fn(|byte| byte_char(byte as u8)));
                 }
-                "Metaspace" if count == 1 => self.metaspace = Some(metaspace(step)?),
+                "Metaspace" if count == 1 => self.metaspace = Some(parse_metaspace(step)?),
                 _ => return None,
             }
         }
         Some(())
     }
 
-    fn add_tokens(&mut self, tokenizer: &Inner) -> Option<()> {
-        let (mut written, mut normalized) = (Trie::new(), Trie::new());
-        let (mut any_written, mut any_normalized) = (false, false);
+    fn add_tokens(&mut self, tokenizer: &HfTokenizer) -> Option<()> {
+        let (mut original, mut normalized) = (Trie::new(), Trie::new());
+        let (mut any_original, mut any_normalized) = (false, false);
         for (id, token) in tokenizer.get_added_vocabulary().get_added_tokens_decoder() {
             if token.single_word {
                 return None;
@@ -93,41 +94,41 @@ impl StreamEncoder {
             let (tokens, any) = if token.normalized {
                 (&mut normalized, &mut any_normalized)
             } else {
-                (&mut written, &mut any_written)
+                (&mut original, &mut any_original)
             };
             *any = true;
-            let known = Token {
+            let known = AddedTokenMatch {
                 id: *id,
                 lstrip: token.lstrip,
                 rstrip: token.rstrip,
             };
-            tokens.insert(text.get().chars(), |ending: &mut Vec<Token>, ends| {
+            tokens.insert(text.get().chars(), |ending: &mut Vec<AddedTokenMatch>, ends| {
                 if ends {
                     ending.push(known);
                 }
             });
         }
-        // A normalizer may move texts, so a stretch after such a token might count as the
-        // beginning.
+        // After a normalizer, the text behind such a token might count as the beginning of the
+        // text.
         if any_normalized && self.metaspace.is_some() && self.normalizer.is_some() {
             return None;
         }
-        self.written = any_written.then_some(written);
-        self.normalized = any_normalized.then_some(normalized);
+        self.original_added = any_original.then_some(original);
+        self.normalized_added = any_normalized.then_some(normalized);
         Some(())
     }
 }
 
 impl MergeablePairs {
-    /// `None`: two texts share an id, so the joined pairs cannot be derived from the vocabulary.
-    fn of(tokenizer: &Inner) -> Option<MergeablePairs> {
+    /// `None` if two texts share an id, because the pairs then do not follow from the vocabulary.
+    fn of(tokenizer: &HfTokenizer) -> Option<MergeablePairs> {
         let vocabulary = tokenizer.get_vocab(false);
         let ids: HashSet<u32> = vocabulary.values().copied().collect();
         if ids.len() != vocabulary.len() {
             return None;
         }
         let mut mergeable = MergeablePairs {
-            known: HashSet::new(),
+            token_chars: HashSet::new(),
             pairs: HashSet::new(),
         };
         for text in vocabulary.keys() {
@@ -138,7 +139,7 @@ impl MergeablePairs {
             }
             let mut chars = text.chars();
             if let (Some(c), None) = (chars.next(), chars.next()) {
-                mergeable.known.insert(c);
+                mergeable.token_chars.insert(c);
             }
         }
         Some(mergeable)
@@ -153,21 +154,21 @@ pub(in super::super) fn flatten<'a>(value: &'a Value, list: &str, steps: &mut Ve
     }
 }
 
-/// Whether a normalizer gives the same text when it runs on blocks. Each block begins with a
-/// character that no Unicode form joins with a preceding one.
-fn is_local(normalizer: &Value) -> bool {
+/// Whether a normalizer gives the same text when it runs on blocks, each of which begins with a
+/// character that no Unicode form combines with characters before it.
+fn is_blockwise(normalizer: &Value) -> bool {
     let mut steps = Vec::new();
     flatten(normalizer, "normalizers", &mut steps);
-    let mut replaced = false;
+    let mut has_replaced = false;
     steps.into_iter().all(|step| match step["type"].as_str() {
-        Some("NFC" | "NFD" | "NFKC" | "NFKD") => !replaced,
+        Some("NFC" | "NFD" | "NFKC" | "NFKD") => !has_replaced,
         Some("Lowercase") => true,
         Some("Prepend") => {
-            replaced = true;
+            has_replaced = true;
             true
         }
         Some("Replace") => {
-            replaced = true;
+            has_replaced = true;
             let pattern = step["pattern"]["String"].as_str();
             pattern.is_some_and(|text| text.chars().count() == 1) && step["content"] != ""
         }
@@ -175,16 +176,16 @@ fn is_local(normalizer: &Value) -> bool {
     })
 }
 
-fn split(step: &Value) -> Option<SplitStep> {
+fn parse_split(step: &Value) -> Option<SplitStep> {
     let (pattern, behavior) = (&step["pattern"], step["behavior"].as_str()?);
     match (pattern["Regex"].as_str(), pattern["String"].as_str(), behavior) {
-        (Some(regex), _, "Isolated") => Some(SplitStep::Around(Regex::new(regex).ok()?)),
-        (_, Some(text), "MergedWithPrevious") if !text.is_empty() => Some(SplitStep::Behind(text.into())),
+        (Some(regex), _, "Isolated") => Some(SplitStep::AroundMatches(Regex::new(regex).ok()?)),
+        (_, Some(text), "MergedWithPrevious") if !text.is_empty() => Some(SplitStep::AfterText(text.into())),
         _ => None,
     }
 }
 
-fn metaspace(step: &Value) -> Option<Metaspace> {
+fn parse_metaspace(step: &Value) -> Option<Metaspace> {
     let prefix = match step["prepend_scheme"].as_str()? {
         "never" => MarkPrefix::Never,
         "first" => MarkPrefix::First,
@@ -194,6 +195,6 @@ fn metaspace(step: &Value) -> Option<Metaspace> {
     Some(Metaspace {
         mark: step["replacement"].as_str()?.chars().next()?,
         prefix,
-        splits: step["split"].as_bool()?,
+        splits_at_marks: step["split"].as_bool()?,
     })
 }

@@ -110,7 +110,7 @@ fn unigram() -> Value {
     json!({"type": "Unigram", "unk_id": 0, "vocab": vocab})
 }
 
-fn tokenizer(normalizer: Value, pre_tokenizer: Value, model: Value, normalized: bool) -> Inner {
+fn tokenizer(normalizer: Value, pre_tokenizer: Value, model: Value, normalized: bool) -> HfTokenizer {
     let base = model["vocab"]
         .as_array()
         .map_or_else(|| model["vocab"].as_object().unwrap().len(), Vec::len);
@@ -128,10 +128,10 @@ fn tokenizer(normalizer: Value, pre_tokenizer: Value, model: Value, normalized: 
         })
         .collect();
     let json = json!({"version": "1.0", "added_tokens": added, "normalizer": normalizer, "pre_tokenizer": pre_tokenizer, "model": model});
-    Inner::from_bytes(json.to_string()).unwrap()
+    HfTokenizer::from_bytes(json.to_string()).unwrap()
 }
 
-fn tokenizers() -> Vec<(&'static str, Inner)> {
+fn tokenizers() -> Vec<(&'static str, HfTokenizer)> {
     let regex = |regex: &str| split(json!({"Regex": regex}), "Isolated");
     let sequence = |steps: Value| json!({"type": "Sequence", "pretokenizers": steps});
     let metaspace = |scheme: &str, split: bool| json!({"type": "Metaspace", "replacement": "\u{2581}", "prepend_scheme": scheme, "split": split});
@@ -204,7 +204,7 @@ fn tokenizers() -> Vec<(&'static str, Inner)> {
             ),
         ),
         (
-            "behind",
+            "merged_with_previous",
             tokenizer(
                 Value::Null,
                 split(json!({"String": "a"}), "MergedWithPrevious"),
@@ -257,7 +257,7 @@ proptest! {
 }
 
 #[test]
-fn tokenizers_with_unknown_steps_are_not_read_so() {
+fn tokenizers_with_other_steps_cannot_encode_in_parts() {
     let model = || byte_bpe(json!({}));
     let replace = |pattern: Value, content: &str| json!({"type": "Replace", "pattern": pattern, "content": content});
     let removed = split(json!({"String": " "}), "Removed");
@@ -289,14 +289,14 @@ fn tokenizers_with_unknown_steps_are_not_read_so() {
 }
 
 #[test]
-fn what_cannot_be_cut_and_is_too_long_is_an_error() {
+fn a_long_text_that_cannot_be_cut_is_an_error() {
     let long = "a".repeat(STRETCH_BYTES_MAX + 1);
     for (name, tokenizer) in tokenizers() {
         let stream = StreamEncoder::of(&tokenizer).unwrap();
         let encoded = stream.encode(&tokenizer, &long, 1_000);
         match name {
-            // This pre-tokenizer cuts after each `a`.
-            "behind" => assert_eq!(encoded.unwrap().len(), 1_001),
+            // This pre-tokenizer splits after each `a`.
+            "merged_with_previous" => assert_eq!(encoded.unwrap().len(), 1_001),
             _ => assert!(
                 encoded.unwrap_err().contains("bytes that the tokenizer cannot split"),
                 "{name}"
@@ -314,7 +314,7 @@ fn what_cannot_be_cut_and_is_too_long_is_an_error() {
 }
 
 #[test]
-fn an_expression_that_steps_back_too_often_is_an_error_of_its_text() {
+fn too_much_backtracking_is_an_error_of_the_text() {
     let slow = split(json!({"Regex": "(x+x+)+y|a"}), "Isolated");
     let tokenizer = tokenizer(Value::Null, slow, sentence_bpe(), false);
     let stream = StreamEncoder::of(&tokenizer).unwrap();

@@ -80,7 +80,7 @@ fn splitting(regex: &str) -> Value {
 }
 
 #[test]
-fn files_that_are_too_much_are_refused() {
+fn files_beyond_a_limit_are_refused() {
     let replace = |content: &str| json!({"type": "Replace", "pattern": {"String": "a"}, "content": content});
     let bert = json!({"type": "WordPiece", "vocab": {"[UNK]": 0, "a": 1}, "unk_token": "[UNK]", "continuing_subword_prefix": "##",
                       "max_input_chars_per_word": 201});

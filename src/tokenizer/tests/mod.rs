@@ -99,7 +99,7 @@ fn sentencepiece_tokens_have_their_bytes() {
 
 /// In Gemma's files runs of spaces are added tokens, written with `▁` like other tokens.
 #[test]
-fn added_tokens_are_decoded_as_others_are() {
+fn added_tokens_of_the_vocabulary_are_decoded_like_others() {
     let mut tokens: Vec<String> = (0..=255).map(|b| format!("<0x{b:02X}>")).collect();
     tokens.extend(["▁", "▁▁", "a", "b"].map(String::from));
     let vocab: serde_json::Map<String, Value> = tokens.iter().cloned().zip((0..).map(Value::from)).collect();
@@ -122,14 +122,14 @@ fn added_tokens_are_decoded_as_others_are() {
     assert_eq!(ids, [258, 257, 259]);
     assert_eq!(tokenizer.decode(&ids), "a  b");
     // The library decodes them in the same way.
-    let inner = Inner::from_bytes(&file).unwrap();
+    let inner = HfTokenizer::from_bytes(&file).unwrap();
     assert_eq!(inner.decode(&ids, true).unwrap(), "a  b");
 }
 
 /// Tokens added after the vocabulary was made are literal text, even if their characters stand for
 /// bytes in the vocabulary.
 #[test]
-fn tokens_that_came_later_are_their_text() {
+fn added_tokens_outside_the_vocabulary_are_literal_text() {
     let contents = ["õ", "č", "<think>", "two words"];
     // Some vocabularies lack bytes that training texts did not contain, so added tokens may have
     // the characters of those bytes.
@@ -174,7 +174,7 @@ fn plain_text_gets_no_space_mark_in_front() {
 }
 
 #[test]
-fn special_text_in_the_vocabulary_is_cut_up() {
+fn special_text_in_the_vocabulary_is_cut() {
     // This model matches whole words, including special tokens' texts.
     let words = json!({
         "version": "1.0",
@@ -193,14 +193,14 @@ fn begin_of_sequence_follows_file_and_config() {
     let tokenizer = sentencepiece(Some("first"));
     assert_eq!(tokenizer.encode("a", true).unwrap()[0], 1);
     assert_ne!(tokenizer.encode("a", false).unwrap()[0], 1);
-    assert_eq!(tokenizer.surrounding().unwrap(), (vec![1], vec![]));
+    assert_eq!(tokenizer.surrounding_ids().unwrap(), (vec![1], vec![]));
 
     let base = small();
     let bare = json!({"added_tokens": [], "model": {"type": "WordLevel", "vocab": {"u": 0, "a": 1, "e": 2}, "unk_token": "u"}});
     let config = json!({"bos_token": "a", "eos_token": "e", "add_bos_token": true, "add_eos_token": true});
     let tokenizer = Tokenizer::from_json(&bare.to_string(), Some(&config.to_string())).unwrap();
     assert_eq!(tokenizer.encode("x", true).unwrap(), [1, 0, 2]);
-    assert_eq!(base.surrounding().unwrap(), (vec![], vec![]));
+    assert_eq!(base.surrounding_ids().unwrap(), (vec![], vec![]));
 }
 
 #[test]
@@ -223,7 +223,7 @@ fn config_names_templates_and_tokens() {
 }
 
 #[test]
-fn folders_without_a_usable_tokenizer_say_so() {
+fn folders_without_a_usable_tokenizer_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     let message = |dir: &Path| Tokenizer::load(dir).unwrap_err().to_string();
     assert!(message(dir.path()).contains("holds no `tokenizer.json`"));
@@ -275,7 +275,7 @@ fn a_folder_is_read_with_its_companions() {
 }
 
 #[test]
-fn ids_that_no_token_has_are_known() {
+fn ids_without_a_token_are_listed() {
     let file = json!({
         "added_tokens": [{"id": 6, "content": "<x>", "single_word": false, "lstrip": false, "rstrip": false,
                           "normalized": false, "special": true}],

@@ -1,9 +1,9 @@
-//! What a worker may touch for a queued job, and `verify` for a job's inputs.
+//! Which addresses a worker may open for a queued job, and `verify` for a job's inputs.
 //!
 //! Anyone who can write to a queue can name any output in a message, and anyone who can write to
-//! that output can name any inputs and model in its `job.json`. The worker's credentials and files
-//! are out of their reach. So the worker asks here before it opens any address that a message or a
-//! record names:
+//! that output can name any inputs and model in its `job.json`. They must not gain the use of the
+//! worker's credentials and files. So the worker checks every address of a message or a record here
+//! before it opens the address:
 //!
 //! | | without options | with `--accept` |
 //! |---|---|---|
@@ -13,8 +13,8 @@
 //!
 //! `--accept-inputs` and `--accept-models` add prefixes for inputs and models only. Web servers are
 //! read only where they are listed, and the end of a job is posted only to addresses that
-//! `--accept-on-finish` lists. Decisions are by the parsed address; in local paths, symbolic links
-//! are followed first.
+//! `--accept-on-finish` lists. Parsed addresses are compared, not texts; in local paths, symbolic
+//! links are resolved first.
 //!
 //! See docs/decisions/019-a-queues-word-is-a-strangers.md.
 
@@ -27,7 +27,7 @@ use object_store::path::Path as Key;
 use percent_encoding::percent_decode_str;
 use url::{Position, Url};
 
-use crate::dataset::store::clients::{Stores, bucket_of, names_bucket, shown};
+use crate::dataset::store::clients::{Stores, bucket_of, has_valid_bucket, redacted};
 use crate::dataset::store::location::Location;
 use crate::worker::owner;
 
@@ -37,20 +37,20 @@ const SHOWN_MAX: usize = 200;
 /// Which outputs, inputs and models the operator of a worker accepts.
 #[derive(Debug, Clone, Default)]
 pub struct Access {
-    /// `run` works on jobs that a person named: everything is accepted.
-    everything: bool,
+    /// For `run`, whose jobs a person names.
+    accepts_everything: bool,
     accepted: Vec<Prefix>,
     inputs: Vec<Prefix>,
     models: Vec<Prefix>,
     /// Addresses to which the end of a job may be posted.
-    told: Vec<Prefix>,
+    on_finish: Vec<Prefix>,
     /// The outputs of `--job`.
-    outputs: Vec<Prefix>,
+    job_outputs: Vec<Prefix>,
 }
 
 /// The access options of `gristmill worker`.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct Asked<'a> {
+pub struct AccessOptions<'a> {
     pub accept: &'a [String],
     pub accept_inputs: &'a [String],
     pub accept_models: &'a [String],
@@ -58,7 +58,7 @@ pub struct Asked<'a> {
     pub jobs: &'a [String],
 }
 
-/// Addresses with a common prefix, by whole parts of their paths.
+/// A prefix of addresses that ends at a `/` of their paths. A single address is one, too.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Prefix {
     scheme: String,
@@ -67,9 +67,9 @@ struct Prefix {
     parts: Vec<String>,
 }
 
-/// How an address is reached.
+/// Where an address leads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Kind {
+enum StoreKind {
     Local,
     Bucket,
     Web,
@@ -79,137 +79,145 @@ impl Access {
     /// Accepts everything: for jobs that a person gave to this process.
     pub fn everything() -> Access {
         Access {
-            everything: true,
+            accepts_everything: true,
             ..Access::default()
         }
     }
 
-    /// The access that these options accept; relative paths start at `here`.
+    /// The access that these options give; relative paths start at `working_dir`.
     ///
     /// # Errors
-    /// A text that cannot be a prefix, with its option.
-    pub fn new(asked: &Asked<'_>, here: &Path) -> Result<Access, String> {
+    /// An option's value cannot be a prefix. The error names the option.
+    pub fn new(options: &AccessOptions<'_>, working_dir: &Path) -> Result<Access, String> {
         let prefixes = |option: &str, texts: &[String]| -> Result<Vec<Prefix>, String> {
-            let parse = |text: &String| Prefix::parse(text, here).map_err(|why| format!("`{option}`: {why}"));
+            let parse = |text: &String| Prefix::parse(text, working_dir).map_err(|why| format!("`{option}`: {why}"));
             texts.iter().map(parse).collect()
         };
         let named = |text: &String| {
-            let url = Location::url_of(text, here).map_err(|error| format!("`--job`: {error}"))?;
+            let url = Location::url_of(text, working_dir).map_err(|error| format!("`--job`: {error}"))?;
             Prefix::of(&url).map_err(|why| format!("`--job`: {why}"))
         };
         Ok(Access {
-            everything: false,
-            accepted: prefixes("--accept", asked.accept)?,
-            inputs: prefixes("--accept-inputs", asked.accept_inputs)?,
-            models: prefixes("--accept-models", asked.accept_models)?,
-            told: {
-                let told = prefixes("--accept-on-finish", asked.accept_on_finish)?;
-                if told
+            accepts_everything: false,
+            accepted: prefixes("--accept", options.accept)?,
+            inputs: prefixes("--accept-inputs", options.accept_inputs)?,
+            models: prefixes("--accept-models", options.accept_models)?,
+            on_finish: {
+                let on_finish = prefixes("--accept-on-finish", options.accept_on_finish)?;
+                if on_finish
                     .iter()
                     .all(|prefix| matches!(prefix.scheme.as_str(), "http" | "https"))
                 {
-                    told
+                    on_finish
                 } else {
                     return Err("`--accept-on-finish`: give web addresses, such as `https://hooks.example/`".into());
                 }
             },
-            outputs: asked.jobs.iter().map(named).collect::<Result<_, String>>()?,
+            job_outputs: options.jobs.iter().map(named).collect::<Result<_, String>>()?,
         })
     }
 
-    /// Whether `--accept`, or the option of `more`, lists this place.
-    fn lists(&self, more: &[Prefix], place: &Prefix) -> bool {
-        self.accepted.iter().chain(more).any(|prefix| prefix.holds(place))
+    /// Whether `--accept`, or the option with the prefixes `extra`, lists this address.
+    fn lists(&self, extra: &[Prefix], address: &Prefix) -> bool {
+        self.accepted
+            .iter()
+            .chain(extra)
+            .any(|prefix| prefix.contains_address(address))
     }
 
-    /// Why a job's record must not be read at `output`; call this before any other check.
-    pub fn refuses_output(&self, output: &Location) -> Option<String> {
-        if self.everything {
+    /// Why the job's record in `output` must not be read; call this before any other check.
+    pub fn output_refusal(&self, output: &Location) -> Option<String> {
+        if self.accepts_everything {
             return None;
         }
-        let place = match Prefix::of(&output.url) {
-            Ok(place) => place,
+        let address = match Prefix::of(&output.url) {
+            Ok(address) => address,
             Err(why) => return Some(format!("its output {why}")),
         };
-        if self.lists(&self.outputs, &place) {
+        if self.lists(&self.job_outputs, &address) {
             return None;
         }
-        let why = match kind(&output.url) {
-            Kind::Bucket if self.accepted.is_empty() => return None,
-            Kind::Local if self.accepted.is_empty() => match owner::owns(&place.path()) {
+        let why = match store_kind(&output.url) {
+            StoreKind::Bucket if self.accepted.is_empty() => return None,
+            StoreKind::Local if self.accepted.is_empty() => match owner::check_owner(&address.path()) {
                 Ok(()) => return None,
                 Err(why) => why,
             },
-            Kind::Local | Kind::Bucket => "is below no prefix of `--accept`".into(),
-            Kind::Web => "is neither in a bucket nor on this machine, so it must be listed".into(),
+            StoreKind::Local | StoreKind::Bucket => "is below no prefix of `--accept`".into(),
+            StoreKind::Web => "is neither in a bucket nor on this machine, so it must be listed".into(),
         };
         Some(format!(
             "its output `{}` {why}; to work on it, start the worker with `--accept {}`",
-            brief(&output.url),
-            folder_of(&output.url, kind(&output.url))
+            shown_url(&output.url),
+            prefix_to_suggest(&output.url, store_kind(&output.url))
         ))
     }
 
-    /// Why this worker must not read the `inputs` of the job at `output`, whose output it accepts.
-    pub fn refuses_inputs<'a>(&self, output: &Location, inputs: impl IntoIterator<Item = &'a str>) -> Option<String> {
-        if self.everything {
+    /// Why this worker must not read the `inputs` of the job in `output`, which it accepts.
+    pub fn inputs_refusal<'a>(&self, output: &Location, inputs: impl IntoIterator<Item = &'a str>) -> Option<String> {
+        if self.accepts_everything {
             return None;
         }
         inputs
             .into_iter()
             .find_map(|input| match Location::url_of(input, Path::new("/")) {
-                Ok(url) => self.refuses_input(output, &url),
+                Ok(url) => self.input_refusal(output, &url),
                 Err(error) => Some(format!("its input: {error}")),
             })
     }
 
-    /// What `--accept-inputs` must list for this worker to read the `inputs` of the job at `output`.
-    pub fn to_accept<'a>(&self, output: &Location, inputs: impl IntoIterator<Item = &'a str>) -> BTreeSet<String> {
+    /// Prefixes that `--accept-inputs` must list for this worker to read the `inputs` of the job in
+    /// `output`.
+    pub fn prefixes_to_accept<'a>(
+        &self,
+        output: &Location,
+        inputs: impl IntoIterator<Item = &'a str>,
+    ) -> BTreeSet<String> {
         let urls = inputs
             .into_iter()
             .filter_map(|input| Location::url_of(input, Path::new("/")).ok());
-        urls.filter(|url| self.refuses_input(output, url).is_some())
-            .map(|url| folder_of(&url, kind(&url)))
+        urls.filter(|url| self.input_refusal(output, url).is_some())
+            .map(|url| prefix_to_suggest(&url, store_kind(&url)))
             .collect()
     }
 
-    fn refuses_input(&self, output: &Location, url: &Url) -> Option<String> {
-        let place = match Prefix::of(url) {
-            Ok(place) => place,
+    fn input_refusal(&self, output: &Location, url: &Url) -> Option<String> {
+        let address = match Prefix::of(url) {
+            Ok(address) => address,
             Err(why) => return Some(format!("its input {why}")),
         };
-        if self.lists(&self.inputs, &place) {
+        if self.lists(&self.inputs, &address) {
             return None;
         }
-        let (from, to) = (kind(url), kind(&output.url));
-        let why = match (from, to) {
-            (Kind::Web, _) => "is neither in a bucket nor on this machine, so it must be listed",
+        let (input_kind, output_kind) = (store_kind(url), store_kind(&output.url));
+        let why = match (input_kind, output_kind) {
+            (StoreKind::Web, _) => "is neither in a bucket nor on this machine, so it must be listed",
             _ if !self.accepted.is_empty() => "is below no prefix of `--accept` or `--accept-inputs`",
-            (Kind::Local | Kind::Bucket, Kind::Local) => return None,
-            (Kind::Bucket, Kind::Bucket) if same_bucket(url, output) => return None,
-            (Kind::Bucket, _) => "is in another bucket than its output",
-            (Kind::Local, _) => "is a file of this machine, its output is not",
+            (StoreKind::Local | StoreKind::Bucket, StoreKind::Local) => return None,
+            (StoreKind::Bucket, StoreKind::Bucket) if same_bucket(url, output) => return None,
+            (StoreKind::Bucket, _) => "is in another bucket than its output",
+            (StoreKind::Local, _) => "is a file of this machine, its output is not",
         };
         Some(format!(
             "its input `{}` {why}; to have it read, give `--accept-inputs {}`",
-            brief(url),
-            folder_of(url, from)
+            shown_url(url),
+            prefix_to_suggest(url, input_kind)
         ))
     }
 
     /// Why a worker must not load the model in `dir`, which a record names.
-    pub fn refuses_model(&self, dir: &Path) -> Option<String> {
-        let open = self.everything || (self.accepted.is_empty() && self.models.is_empty());
-        if open {
+    pub fn model_refusal(&self, dir: &Path) -> Option<String> {
+        let is_accepted = self.accepts_everything || (self.accepted.is_empty() && self.models.is_empty());
+        if is_accepted {
             return None;
         }
-        // Normalized without `..`, as it is opened.
+        // The URL is normalized (no `..`), as for opening.
         let url = Location::url_of(&dir.to_string_lossy(), Path::new("/")).map_err(|error| error.to_string());
-        let place = match url.and_then(|url| Prefix::of(&url)) {
-            Ok(place) => place,
+        let address = match url.and_then(|url| Prefix::of(&url)) {
+            Ok(address) => address,
             Err(why) => return Some(format!("its model {why}")),
         };
-        if self.lists(&self.models, &place) {
+        if self.lists(&self.models, &address) {
             return None;
         }
         Some(format!(
@@ -219,47 +227,45 @@ impl Access {
         ))
     }
 
-    /// Why the end of a job must not be posted to `url`, which a record names. Every such address
-    /// must be listed.
-    pub fn refuses_told(&self, url: &Url) -> Option<String> {
-        let listed = |place: Prefix| self.told.iter().any(|prefix| prefix.holds(&place));
-        let open = self.everything || Prefix::of(url).is_ok_and(listed);
-        (!open).then(|| {
+    /// Why the end of a job must not be posted to `url`, which a record names. It must be listed.
+    pub fn on_finish_refusal(&self, url: &Url) -> Option<String> {
+        let listed = |address: Prefix| self.on_finish.iter().any(|prefix| prefix.contains_address(&address));
+        let is_accepted = self.accepts_everything || Prefix::of(url).is_ok_and(listed);
+        (!is_accepted).then(|| {
             format!(
-                "`on_finish.url` `{}` is not listed, so nothing is posted to it: `--accept-on-finish {}` would",
-                brief(url),
-                folder_of(url, Kind::Web)
+                "`on_finish.url` `{}` is not listed, so nothing is posted to it; to allow it, start the worker with `--accept-on-finish {}`",
+                shown_url(url),
+                prefix_to_suggest(url, StoreKind::Web)
             )
         })
     }
 
-    /// From here on, web servers' redirects are held to this access, too.
+    /// From now on, the process follows redirects of web servers only to accepted addresses.
     pub fn confine_redirects(&self) {
         let access = self.clone();
-        Stores::of_process().confine(Arc::new(move |url| access.may_follow(url)));
+        Stores::of_process().restrict_redirects(Arc::new(move |url| access.may_follow(url)));
     }
 
-    /// Whether an input's server may redirect to `url`.
+    /// Whether a redirect of an input's server to `url` may be followed.
     pub fn may_follow(&self, url: &Url) -> bool {
-        let listed = |place: Prefix| {
+        let listed = |address: Prefix| {
             self.accepted
                 .iter()
                 .chain(&self.inputs)
-                .any(|prefix| prefix.holds(&place))
+                .any(|prefix| prefix.contains_address(&address))
         };
-        self.everything || Prefix::of(url).is_ok_and(listed)
+        self.accepts_everything || Prefix::of(url).is_ok_and(listed)
     }
 }
 
 impl Prefix {
-    /// Parses a prefix as an operator writes it: an address, a path, or the scheme of buckets alone
-    /// (`s3://`).
-    fn parse(text: &str, here: &Path) -> Result<Prefix, String> {
+    /// Parses the value of an option: an address, a path, or only a scheme of buckets (`s3://`).
+    fn parse(text: &str, working_dir: &Path) -> Result<Prefix, String> {
         if text.contains(['*', '?']) {
             return Err(format!("`{text}` has a wildcard: give the part before it"));
         }
         if let Some(scheme) = text.strip_suffix("://") {
-            let scheme = known_scheme(&scheme.to_ascii_lowercase());
+            let scheme = canonical_scheme(&scheme.to_ascii_lowercase());
             return match scheme.as_str() {
                 "s3" | "gs" | "az" | "abfs" | "abfss" => Ok(Prefix {
                     scheme,
@@ -269,24 +275,24 @@ impl Prefix {
                 _ => Err(format!("`{text}` names no host or bucket")),
             };
         }
-        let url = Location::url_of(text, here).map_err(|error| error.to_string())?;
+        let url = Location::url_of(text, working_dir).map_err(|error| error.to_string())?;
         if !is_known(url.scheme()) {
             return Err(format!("`{text}`: nothing is read from `{}://`", url.scheme()));
         }
         Prefix::of(&url)
     }
 
-    /// The place that `url` names.
+    /// The address `url`, as a prefix.
     ///
     /// # Errors
-    /// The store could read this URL as another place; holds one line with the reason.
+    /// The store could take this URL for another address. The error is one line with the reason.
     fn of(url: &Url) -> Result<Prefix, String> {
-        let bad = |why: &str| Err(format!("`{}` {why}", brief(url)));
+        let bad = |why: &str| Err(format!("`{}` {why}", shown_url(url)));
         if url.scheme() == "file" {
             let Ok(path) = url.to_file_path() else {
                 return bad("is no local path");
             };
-            let found = real(&path);
+            let found = resolve_links(&path);
             let Some(text) = found.to_str() else {
                 return bad("is no text");
             };
@@ -304,8 +310,8 @@ impl Prefix {
             return bad("has a password or a `#` in it");
         }
         let authority = &url[Position::BeforeUsername..Position::BeforePath];
-        let web = matches!(url.scheme(), "http" | "https");
-        if authority.is_empty() || !(web || names_bucket(url)) || authority.contains("..") {
+        let is_web = matches!(url.scheme(), "http" | "https");
+        if authority.is_empty() || !(is_web || has_valid_bucket(url)) || authority.contains("..") {
             return bad("names no bucket");
         }
         let mut parts = Vec::new();
@@ -318,16 +324,16 @@ impl Prefix {
             }
         }
         Ok(Prefix {
-            scheme: known_scheme(url.scheme()),
+            scheme: canonical_scheme(url.scheme()),
             authority: Some(authority.to_string()),
             parts,
         })
     }
 
-    fn holds(&self, place: &Prefix) -> bool {
-        self.scheme == place.scheme
-            && (self.authority.is_none() || self.authority == place.authority)
-            && place.parts.starts_with(&self.parts)
+    fn contains_address(&self, address: &Prefix) -> bool {
+        self.scheme == address.scheme
+            && (self.authority.is_none() || self.authority == address.authority)
+            && address.parts.starts_with(&self.parts)
     }
 
     /// The prefix as a local path.
@@ -338,11 +344,11 @@ impl Prefix {
 
 fn is_known(scheme: &str) -> bool {
     let stores = ["s3", "gs", "az", "abfs", "abfss"];
-    ["file", "http", "https"].contains(&scheme) || stores.contains(&known_scheme(scheme).as_str())
+    ["file", "http", "https"].contains(&scheme) || stores.contains(&canonical_scheme(scheme).as_str())
 }
 
-/// Maps alternative schemes of a store to one.
-fn known_scheme(scheme: &str) -> String {
+/// Maps all schemes of a store to one of them.
+fn canonical_scheme(scheme: &str) -> String {
     match scheme {
         "s3a" => "s3",
         "azure" | "adl" => "az",
@@ -351,15 +357,15 @@ fn known_scheme(scheme: &str) -> String {
     .to_string()
 }
 
-fn kind(url: &Url) -> Kind {
+fn store_kind(url: &Url) -> StoreKind {
     match ObjectStoreScheme::parse(url) {
         Ok((
             ObjectStoreScheme::AmazonS3 | ObjectStoreScheme::GoogleCloudStorage | ObjectStoreScheme::MicrosoftAzure,
             _,
-        )) => Kind::Bucket,
-        Ok((ObjectStoreScheme::Local, _)) => Kind::Local,
+        )) => StoreKind::Bucket,
+        Ok((ObjectStoreScheme::Local, _)) => StoreKind::Local,
         // An unknown store must be listed like a web server.
-        _ => Kind::Web,
+        _ => StoreKind::Web,
     }
 }
 
@@ -372,28 +378,28 @@ fn same_bucket(url: &Url, output: &Location) -> bool {
     of_output.is_some() && bucket(url) == of_output
 }
 
-/// The prefix to accept for `url`: its bucket, its server, or its folder.
-fn folder_of(url: &Url, kind: Kind) -> String {
+/// The prefix that messages suggest for `url`: its bucket, its server, or its folder.
+fn prefix_to_suggest(url: &Url, kind: StoreKind) -> String {
     let text = match kind {
-        Kind::Local => {
+        StoreKind::Local => {
             let path = url.to_file_path().unwrap_or_default();
             path.parent().unwrap_or(&path).display().to_string()
         }
-        Kind::Bucket => {
+        StoreKind::Bucket => {
             let key = ObjectStoreScheme::parse(url).map_or_else(|_| Key::default(), |(_, key)| key);
             bucket_of(url, &key)
         }
-        Kind::Web => url[..Position::BeforePath].to_string(),
+        StoreKind::Web => url[..Position::BeforePath].to_string(),
     };
-    let mut text = cut(&text);
+    let mut text = cut_to_shown_max(&text);
     if !text.ends_with('/') {
         text.push('/');
     }
     text
 }
 
-/// Resolves the links in a path as far as the path exists.
-fn real(path: &Path) -> PathBuf {
+/// Resolves the symbolic links in the existing part of a path.
+fn resolve_links(path: &Path) -> PathBuf {
     for above in path.ancestors() {
         if let Ok(found) = above.canonicalize() {
             let rest = path.strip_prefix(above).unwrap_or(Path::new(""));
@@ -403,11 +409,11 @@ fn real(path: &Path) -> PathBuf {
     path.to_path_buf()
 }
 
-fn brief(url: &Url) -> String {
-    cut(&shown(url))
+fn shown_url(url: &Url) -> String {
+    cut_to_shown_max(&redacted(url))
 }
 
-fn cut(text: &str) -> String {
+fn cut_to_shown_max(text: &str) -> String {
     match text.char_indices().nth(SHOWN_MAX) {
         Some((end, _)) => format!("{}…", &text[..end]),
         None => text.to_string(),

@@ -1,4 +1,4 @@
-//! Which addresses are accepted, by tables: attacks beside ordinary setups.
+//! Tables of addresses, accepted and refused: attacks beside ordinary setups.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -9,29 +9,29 @@ use crate::dataset::store::clients::Stores;
 fn access(accept: &[&str], inputs: &[&str]) -> Access {
     let owned = |texts: &[&str]| texts.iter().map(|text| text.to_string()).collect::<Vec<_>>();
     let (accept, accept_inputs) = (owned(accept), owned(inputs));
-    let asked = Asked {
+    let options = AccessOptions {
         accept: &accept,
         accept_inputs: &accept_inputs,
-        ..Asked::default()
+        ..AccessOptions::default()
     };
-    Access::new(&asked, Path::new("/")).unwrap()
+    Access::new(&options, Path::new("/")).unwrap()
 }
 
 /// The location of an output that a message names; `None`: the text cannot be a location.
-fn place(text: &str) -> Option<Location> {
+fn location(text: &str) -> Option<Location> {
     let options = [("AWS_SKIP_SIGNATURE", "true"), ("AZURE_STORAGE_SKIP_SIGNATURE", "true")];
     let stores = Stores::new(options.map(|(name, value)| (name.to_string(), value.to_string())));
     Location::parse_with(text, Path::new("/"), &stores).ok()
 }
 
 fn takes_output(access: &Access, text: &str) -> bool {
-    place(text).is_some_and(|output| access.refuses_output(&output).is_none())
+    location(text).is_some_and(|output| access.output_refusal(&output).is_none())
 }
 
 #[track_caller]
 fn reads(access: &Access, output: &str, input: &str) -> bool {
-    let output = place(output).unwrap_or_else(|| panic!("{output}"));
-    access.refuses_inputs(&output, [input]).is_none()
+    let output = location(output).unwrap_or_else(|| panic!("{output}"));
+    access.inputs_refusal(&output, [input]).is_none()
 }
 
 #[test]
@@ -107,7 +107,7 @@ fn a_prefix_ends_where_a_part_of_the_path_does() {
             accepted,
             "{prefix} and input {address}"
         );
-        if place(address).is_some() {
+        if location(address).is_some() {
             assert_eq!(
                 takes_output(&access, address),
                 accepted,
@@ -185,25 +185,25 @@ fn without_options_outputs_are_in_buckets() {
 #[test]
 fn a_refusal_names_the_option_that_would_allow_it() {
     let none = access(&[], &[]);
-    let output = place("s3://b/out").unwrap();
+    let output = location("s3://b/out").unwrap();
     for (input, option) in [
         ("s3://data/in/x.parquet", "`--accept-inputs s3://data/`"),
         ("file:///data/in/x.parquet", "`--accept-inputs /data/in/`"),
         ("https://h:8080/x.jsonl", "`--accept-inputs https://h:8080/`"),
     ] {
-        let why = none.refuses_inputs(&output, [input]).unwrap();
+        let why = none.inputs_refusal(&output, [input]).unwrap();
         assert!(why.contains(option) && why.contains(input), "{why}");
         // And the suggested prefix works.
         let prefix = option.trim_matches('`').split(' ').nth(1).unwrap();
         assert!(reads(&access(&[], &[prefix]), "s3://b/out", input), "{prefix}");
         let inputs = ["s3://b/in/x.parquet", input, input];
-        assert!(none.to_accept(&output, inputs).iter().eq([prefix]), "{prefix}");
+        assert!(none.prefixes_to_accept(&output, inputs).iter().eq([prefix]), "{prefix}");
     }
     let listed = access(&["s3://b/a/"], &[]);
-    let why = listed.refuses_output(&output).unwrap();
+    let why = listed.output_refusal(&output).unwrap();
     assert!(why.contains("`--accept s3://b/`"), "{why}");
     let long = format!("s3://data/{}", "x".repeat(10_000));
-    assert!(none.refuses_inputs(&output, [long.as_str()]).unwrap().len() < 600);
+    assert!(none.inputs_refusal(&output, [long.as_str()]).unwrap().len() < 600);
 }
 
 #[test]
@@ -273,38 +273,38 @@ fn a_local_output_is_its_users_own_or_listed() {
     assert!(!takes_output(&access(&[], &[]), text));
     assert!(takes_output(&access(&[root.to_str().unwrap()], &[]), text));
     let jobs = [text.to_string()];
-    let asked = Asked {
+    let options = AccessOptions {
         jobs: &jobs,
-        ..Asked::default()
+        ..AccessOptions::default()
     };
     assert!(
-        takes_output(&Access::new(&asked, Path::new("/")).unwrap(), text),
+        takes_output(&Access::new(&options, Path::new("/")).unwrap(), text),
         "named by `--job`"
     );
 }
 
 #[test]
-fn models_are_confined_where_anything_is() {
+fn models_are_confined_if_outputs_or_models_are() {
     let models = ["/models/".to_string()];
-    let confined = Asked {
+    let confined = AccessOptions {
         accept_models: &models,
-        ..Asked::default()
+        ..AccessOptions::default()
     };
     let confined = Access::new(&confined, Path::new("/")).unwrap();
-    assert_eq!(confined.refuses_model(Path::new("/models/llama")), None);
-    let why = confined.refuses_model(Path::new("/home/other/model")).unwrap();
+    assert_eq!(confined.model_refusal(Path::new("/models/llama")), None);
+    let why = confined.model_refusal(Path::new("/home/other/model")).unwrap();
     assert!(why.contains("`--accept-models /home/other/model`"), "{why}");
-    assert!(confined.refuses_model(Path::new("/models/../etc")).is_some());
-    assert_eq!(access(&[], &[]).refuses_model(Path::new("/anywhere")), None);
+    assert!(confined.model_refusal(Path::new("/models/../etc")).is_some());
+    assert_eq!(access(&[], &[]).model_refusal(Path::new("/anywhere")), None);
     assert!(
         access(&["s3://b/"], &[])
-            .refuses_model(Path::new("/anywhere"))
+            .model_refusal(Path::new("/anywhere"))
             .is_some()
     );
 }
 
 #[test]
-fn a_prefix_that_is_none_is_refused_with_its_option() {
+fn invalid_prefixes_are_refused_with_their_option() {
     for (text, words) in [
         ("s3://b/*", "wildcard"),
         ("https://", "names no host"),
@@ -315,11 +315,11 @@ fn a_prefix_that_is_none_is_refused_with_its_option() {
         ("bogus://b/x", "`bogus://`"),
     ] {
         let texts = [text.to_string()];
-        let asked = Asked {
+        let options = AccessOptions {
             accept_inputs: &texts,
-            ..Asked::default()
+            ..AccessOptions::default()
         };
-        let why = Access::new(&asked, Path::new("/")).unwrap_err();
+        let why = Access::new(&options, Path::new("/")).unwrap_err();
         assert!(
             why.contains("`--accept-inputs`") && why.contains(words),
             "{text}: {why}"
@@ -350,7 +350,7 @@ fn tenants_reach_their_own_prefix_alone() {
 }
 
 #[test]
-fn redirects_lead_to_what_is_listed() {
+fn redirects_are_followed_only_to_listed_addresses() {
     let access = access(&[], &["https://data.example.com/"]);
     for (to, followed) in [
         ("https://data.example.com/other/x?signature=1", true),
@@ -362,21 +362,21 @@ fn redirects_lead_to_what_is_listed() {
 }
 
 #[test]
-fn an_end_is_told_where_that_is_listed_and_nowhere_else() {
-    let told = |access: &Access, url: &str| access.refuses_told(&Url::parse(url).unwrap()).is_none();
+fn the_end_of_a_job_is_posted_only_to_listed_addresses() {
+    let may_post = |access: &Access, url: &str| access.on_finish_refusal(&Url::parse(url).unwrap()).is_none();
     // A prefix for reading does not permit posting.
     let reader = access(&["https://hooks.example/"], &["https://hooks.example/"]);
-    assert!(!told(&reader, "https://hooks.example/done"));
-    assert!(!told(&Access::default(), "https://hooks.example/done"));
+    assert!(!may_post(&reader, "https://hooks.example/done"));
+    assert!(!may_post(&Access::default(), "https://hooks.example/done"));
     let listed = [
         "https://hooks.example/team-a".to_string(),
         "http://127.0.0.1:8080/".to_string(),
     ];
-    let asked = Asked {
+    let options = AccessOptions {
         accept_on_finish: &listed,
-        ..Asked::default()
+        ..AccessOptions::default()
     };
-    let teller = Access::new(&asked, Path::new("/")).unwrap();
+    let teller = Access::new(&options, Path::new("/")).unwrap();
     for (url, open) in [
         ("https://hooks.example/team-a", true),
         ("https://hooks.example/team-a/done", true),
@@ -391,21 +391,21 @@ fn an_end_is_told_where_that_is_listed_and_nowhere_else() {
         ("https://hooks.example.evil/team-a", false),
         ("http://127.0.0.1:8081/x", false),
     ] {
-        assert_eq!(told(&teller, url), open, "{url}");
+        assert_eq!(may_post(&teller, url), open, "{url}");
     }
     // Nor does a prefix for posting permit reading.
     assert!(!reads(&teller, "s3://b/out", "https://hooks.example/team-a/rows.jsonl"));
     let why = teller
-        .refuses_told(&Url::parse("https://other.example/x").unwrap())
+        .on_finish_refusal(&Url::parse("https://other.example/x").unwrap())
         .unwrap();
     assert!(why.contains("`--accept-on-finish https://other.example/`"), "{why}");
     for bad in ["s3://", "s3://b/", "/data/", "https://h/*"] {
         let listed = [bad.to_string()];
-        let asked = Asked {
+        let options = AccessOptions {
             accept_on_finish: &listed,
-            ..Asked::default()
+            ..AccessOptions::default()
         };
-        let why = Access::new(&asked, Path::new("/")).unwrap_err();
+        let why = Access::new(&options, Path::new("/")).unwrap_err();
         assert!(why.contains("--accept-on-finish"), "{bad}: {why}");
     }
 }

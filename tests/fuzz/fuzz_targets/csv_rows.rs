@@ -3,7 +3,7 @@
 
 use bytes::Bytes;
 use gristmill::dataset::csv::layout::{CsvColumn, CsvTable, CsvType};
-use gristmill::dataset::csv::reader::{CsvReading, scan_piece};
+use gristmill::dataset::csv::reader::{CsvRowReader, scan_piece};
 use gristmill::dataset::csv::records::CsvCutter;
 use gristmill::dataset::lines::cutter::Piece;
 use libfuzzer_sys::fuzz_target;
@@ -39,7 +39,7 @@ fuzz_target!(|data: &[u8]| {
             start: 0,
             bytes: Bytes::copy_from_slice(data),
         };
-        let rows = CsvReading::new(table.clone(), |_| true).rows(&piece, 1, |_| true).rows.len();
+        let rows = CsvRowReader::new(table.clone(), |_| true).rows(&piece, 1, |_| true).rows.len();
         assert_eq!(scan_piece(piece, &table, false).rows.len(), rows);
     }
 });

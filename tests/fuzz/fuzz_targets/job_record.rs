@@ -6,7 +6,7 @@ use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|text: &str| {
     let Ok(value) = serde_json::from_str(text) else { return };
-    match Job::of_record(&value, "job.json") {
+    match Job::from_record(&value, "job.json") {
         Ok(job) => {
             let _ = job.recorded_columns(&value, "job.json");
             assert!((1..=1024).contains(&job.generate.n) && !job.input.uris.is_empty());

@@ -22,7 +22,7 @@ fuzz_target!(|text: &str| {
                 let first = mask.iter().position(|word| *word != 0);
                 let Some(word) = first else { return };
                 let token = word as u32 * 32 + mask[word].trailing_zeros();
-                if token == eos || state.take(token).unwrap_or(true) {
+                if token == eos || state.consume(token).unwrap_or(true) {
                     return;
                 }
             }

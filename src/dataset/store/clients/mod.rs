@@ -22,8 +22,8 @@ use object_store::{
 use percent_encoding::percent_decode_str;
 use url::{Position, Url};
 
-use super::aws_profile::{self, Keys, ProfileCredentials};
-use super::credentials::{Cloud, FirstCredentials, asks_metadata};
+use super::aws_profile::{self, KeySource, ProfileCredentials};
+use super::credentials::{Cloud, FirstCredentials, uses_metadata_service};
 use super::web::{MayFollow, WebConnector};
 
 /// Timeout of one request in seconds, including the body, unless `GRISTMILL_STORE_TIMEOUT` is set.
@@ -37,7 +37,7 @@ const RETRIES_MAX: usize = 8;
 /// between its retries, so this stays well below their 5 minutes.
 const RETRY_SECONDS_MAX: u64 = 120;
 
-/// Why a store cannot be opened; one line, without secrets.
+/// The reason why a store cannot be opened: one line, without secrets.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub struct OpenError(pub String);
@@ -45,31 +45,31 @@ pub struct OpenError(pub String);
 /// The open stores of one environment.
 pub struct Stores {
     variables: BTreeMap<String, String>,
-    opened: Mutex<BTreeMap<String, Opened>>,
+    clients: Mutex<BTreeMap<String, StoreClient>>,
     /// The allowed targets of web servers' redirects, in a process that works on queued jobs.
     may_follow: OnceLock<MayFollow>,
 }
 
-/// One client.
+/// The client of one bucket or web server.
 #[derive(Clone)]
-struct Opened {
+struct StoreClient {
     store: Arc<dyn ObjectStore>,
     /// The same client, if it supports paginated listing.
-    pages: Option<Arc<dyn PaginatedListStore>>,
+    paginated: Option<Arc<dyn PaginatedListStore>>,
 }
 
-impl Opened {
-    fn paged<Store: ObjectStore + PaginatedListStore>(store: Store) -> Opened {
+impl StoreClient {
+    fn with_pagination<Store: ObjectStore + PaginatedListStore>(store: Store) -> StoreClient {
         let store = Arc::new(store);
-        Opened {
-            pages: Some(store.clone()),
+        StoreClient {
+            paginated: Some(store.clone()),
             store,
         }
     }
 }
 
 impl Stores {
-    /// The stores of this process. The environment is read on the first call.
+    /// The stores of this process. The first call reads the environment.
     pub fn of_process() -> &'static Stores {
         static OF_PROCESS: OnceLock<Stores> = OnceLock::new();
         OF_PROCESS.get_or_init(|| {
@@ -82,28 +82,28 @@ impl Stores {
     pub fn new(variables: impl IntoIterator<Item = (String, String)>) -> Stores {
         Stores {
             variables: variables.into_iter().collect(),
-            opened: Mutex::default(),
+            clients: Mutex::default(),
             may_follow: OnceLock::new(),
         }
     }
 
-    /// Restricts redirects of web servers that are opened from now on to targets that `may_follow`
+    /// Lets web servers that are opened from now on redirect only to addresses that `may_follow`
     /// allows. Only the first call has an effect.
-    pub fn confine(&self, may_follow: MayFollow) {
+    pub fn restrict_redirects(&self, may_follow: MayFollow) {
         self.may_follow.get_or_init(|| may_follow);
     }
 
     /// The store of `url`, and the key in it. Sends no request.
     pub fn open(&self, url: &Url) -> Result<(Arc<dyn ObjectStore>, Path), OpenError> {
-        self.opened(url).map(|(opened, path)| (opened.store, path))
+        self.open_client(url).map(|(client, path)| (client.store, path))
     }
 
     /// The store of `url`, if it supports paginated listing, as bucket stores do. Sends no request.
-    pub fn pages(&self, url: &Url) -> Option<Arc<dyn PaginatedListStore>> {
-        self.opened(url).ok()?.0.pages
+    pub fn paginated(&self, url: &Url) -> Option<Arc<dyn PaginatedListStore>> {
+        self.open_client(url).ok()?.0.paginated
     }
 
-    fn opened(&self, url: &Url) -> Result<(Opened, Path), OpenError> {
+    fn open_client(&self, url: &Url) -> Result<(StoreClient, Path), OpenError> {
         let (scheme, path) = ObjectStoreScheme::parse(url).map_err(|_| {
             OpenError(format!(
                 "`{}` is no scheme of a store: give a path, or an address with `s3://`, `gs://`, `az://`, `abfss://` or `https://`",
@@ -111,23 +111,23 @@ impl Stores {
             ))
         })?;
         let bucket = bucket_of(url, &path);
-        let mut opened = self.opened.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(found) = opened.get(&bucket) {
+        let mut clients = self.clients.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(found) = clients.get(&bucket) {
             return Ok((found.clone(), path));
         }
-        let plain = |store: Arc<dyn ObjectStore>| Opened { store, pages: None };
-        let made = match scheme {
-            ObjectStoreScheme::AmazonS3 => Opened::paged(self.s3(url)?),
-            ObjectStoreScheme::GoogleCloudStorage => Opened::paged(self.gcs(url)?),
-            ObjectStoreScheme::MicrosoftAzure => Opened::paged(self.azure(url)?),
+        let plain = |store: Arc<dyn ObjectStore>| StoreClient { store, paginated: None };
+        let client = match scheme {
+            ObjectStoreScheme::AmazonS3 => StoreClient::with_pagination(self.s3(url)?),
+            ObjectStoreScheme::GoogleCloudStorage => StoreClient::with_pagination(self.gcs(url)?),
+            ObjectStoreScheme::MicrosoftAzure => StoreClient::with_pagination(self.azure(url)?),
             ObjectStoreScheme::Http => plain(Arc::new(self.http(url)?)),
             _ => {
                 let (store, _) = object_store::parse_url(url).map_err(|e| OpenError(e.to_string()))?;
                 plain(Arc::from(store))
             }
         };
-        opened.insert(bucket, made.clone());
-        Ok((made, path))
+        clients.insert(bucket, client.clone());
+        Ok((client, path))
     }
 
     fn variable(&self, name: &str) -> Option<&str> {
@@ -146,14 +146,14 @@ impl Stores {
     }
 
     fn s3(&self, url: &Url) -> Result<AmazonS3, OpenError> {
-        let mut client = self.client()?;
+        let mut client = self.client_options()?;
         if let Some(file) = self.variable("AWS_CA_BUNDLE") {
             for certificate in certificates(file)? {
                 client = client.with_root_certificate(certificate);
             }
         }
         let mut builder = AmazonS3Builder::new()
-            .with_retry(self.retry()?)
+            .with_retry(self.retry_config()?)
             .with_client_options(client);
         // Amazon's own tools read this variable.
         if let Some(endpoint) = self.variable("AWS_EC2_METADATA_SERVICE_ENDPOINT") {
@@ -163,22 +163,23 @@ impl Stores {
             builder = builder.with_config(key, value);
         }
         builder = self.with_profile(builder)?;
-        let set = |key| builder.get_config_value(&key);
-        let endpoint = set(AmazonS3ConfigKey::S3Endpoint).or_else(|| set(AmazonS3ConfigKey::Endpoint));
-        let open = set(AmazonS3ConfigKey::Client(ClientConfigKey::AllowHttp)).is_some_and(|value| value == "true");
-        if let Some(endpoint) = endpoint.filter(|endpoint| endpoint.starts_with("http://") && !open) {
-            let endpoint = Url::parse(&endpoint).map_or_else(|_| "http://…".into(), |url| shown(&url));
+        let config = |key| builder.get_config_value(&key);
+        let endpoint = config(AmazonS3ConfigKey::S3Endpoint).or_else(|| config(AmazonS3ConfigKey::Endpoint));
+        let allows_http =
+            config(AmazonS3ConfigKey::Client(ClientConfigKey::AllowHttp)).is_some_and(|value| value == "true");
+        if let Some(endpoint) = endpoint.filter(|endpoint| endpoint.starts_with("http://") && !allows_http) {
+            let endpoint = Url::parse(&endpoint).map_or_else(|_| "http://…".into(), |url| redacted(&url));
             return Err(OpenError(format!(
                 "the endpoint `{endpoint}` is not encrypted: set `AWS_ALLOW_HTTP=true` to use it all the same"
             )));
         }
         builder = builder.with_url(url.as_str());
-        let store = builder.clone().build().map_err(refused)?;
-        if !asks_metadata(store.credentials()) {
+        let store = builder.clone().build().map_err(open_error)?;
+        if !uses_metadata_service(store.credentials()) {
             return Ok(store);
         }
         let first = FirstCredentials::new(store.credentials().clone(), Cloud::Aws);
-        builder.with_credentials(Arc::new(first)).build().map_err(refused)
+        builder.with_credentials(Arc::new(first)).build().map_err(open_error)
     }
 
     /// Applies the AWS profile's settings where the environment sets none.
@@ -186,32 +187,32 @@ impl Stores {
         let Some(profile) = aws_profile::find(&self.variables).map_err(OpenError)? else {
             return Ok(builder);
         };
-        let set = |builder: &AmazonS3Builder, key| builder.get_config_value(&key).is_some();
+        let is_set = |builder: &AmazonS3Builder, key| builder.get_config_value(&key).is_some();
         if let Some(region) = &profile.region
-            && !set(&builder, AmazonS3ConfigKey::Region)
+            && !is_set(&builder, AmazonS3ConfigKey::Region)
         {
             builder = builder.with_region(region);
         }
         if let Some(endpoint) = &profile.endpoint
-            && !set(&builder, AmazonS3ConfigKey::Endpoint)
+            && !is_set(&builder, AmazonS3ConfigKey::Endpoint)
         {
             builder = builder.with_endpoint(endpoint);
         }
         // Keys in the environment take precedence, as in Amazon's own tools.
-        if set(&builder, AmazonS3ConfigKey::AccessKeyId)
+        if is_set(&builder, AmazonS3ConfigKey::AccessKeyId)
             || builder
                 .get_config_value(&AmazonS3ConfigKey::SkipSignature)
                 .is_some_and(|skip| skip == "true")
         {
             return Ok(builder);
         }
-        match profile.keys().map_err(OpenError)? {
-            Keys::None => {}
-            Keys::Static(_) => {
+        match profile.key_source().map_err(OpenError)? {
+            KeySource::None => {}
+            KeySource::Static(_) => {
                 let credentials = ProfileCredentials::new(&self.variables, profile).map_err(OpenError)?;
                 builder = builder.with_credentials(Arc::new(credentials));
             }
-            Keys::WebIdentity { token_file, role } => {
+            KeySource::WebIdentity { token_file, role } => {
                 builder = builder
                     .with_config(AmazonS3ConfigKey::WebIdentityTokenFile, token_file)
                     .with_config(AmazonS3ConfigKey::RoleArn, role);
@@ -222,26 +223,26 @@ impl Stores {
 
     fn gcs(&self, url: &Url) -> Result<GoogleCloudStorage, OpenError> {
         // The metadata server, which gives out credentials, speaks plain HTTP.
-        let client = self.client()?.with_allow_http(true);
+        let client = self.client_options()?.with_allow_http(true);
         let builder = GoogleCloudStorageBuilder::new()
-            .with_retry(self.retry()?)
+            .with_retry(self.retry_config()?)
             .with_client_options(client);
         let builder = self
             .options::<GoogleConfigKey>("GOOGLE_")
             .fold(builder, |builder, (key, value)| builder.with_config(key, value))
             .with_url(url.as_str());
-        let store = builder.clone().build().map_err(refused)?;
-        if !asks_metadata(store.credentials()) {
+        let store = builder.clone().build().map_err(open_error)?;
+        if !uses_metadata_service(store.credentials()) {
             return Ok(store);
         }
         let first = FirstCredentials::new(store.credentials().clone(), Cloud::Google);
-        builder.with_credentials(Arc::new(first)).build().map_err(refused)
+        builder.with_credentials(Arc::new(first)).build().map_err(open_error)
     }
 
     fn azure(&self, url: &Url) -> Result<MicrosoftAzure, OpenError> {
         let mut builder = MicrosoftAzureBuilder::new()
-            .with_retry(self.retry()?)
-            .with_client_options(self.client()?);
+            .with_retry(self.retry_config()?)
+            .with_client_options(self.client_options()?);
         // Azure's hosts (functions, app services) provide identities at this endpoint.
         if let Some(endpoint) = self.variable("IDENTITY_ENDPOINT") {
             builder = builder.with_msi_endpoint(endpoint);
@@ -250,17 +251,17 @@ impl Stores {
             .options::<AzureConfigKey>("AZURE_")
             .fold(builder, |builder, (key, value)| builder.with_config(key, value))
             .with_url(url.as_str());
-        let store = builder.clone().build().map_err(without_account)?;
-        if !asks_metadata(store.credentials()) {
+        let store = builder.clone().build().map_err(azure_open_error)?;
+        if !uses_metadata_service(store.credentials()) {
             return Ok(store);
         }
         let first = FirstCredentials::new(store.credentials().clone(), Cloud::Azure);
-        builder.with_credentials(Arc::new(first)).build().map_err(refused)
+        builder.with_credentials(Arc::new(first)).build().map_err(open_error)
     }
 
     fn http(&self, url: &Url) -> Result<HttpStore, OpenError> {
         // Plain HTTP is allowed if the address says `http://`.
-        let client = self.client()?.with_allow_http(url.scheme() == "http");
+        let client = self.client_options()?.with_allow_http(url.scheme() == "http");
         let seconds = self.timeout_seconds()?;
         let connector = WebConnector {
             server: url.clone(),
@@ -269,23 +270,24 @@ impl Stores {
             may_follow: self.may_follow.get().cloned(),
         };
         HttpBuilder::new()
-            .with_retry(self.retry()?)
+            .with_retry(self.retry_config()?)
             .with_client_options(client)
             .with_http_connector(connector)
             .with_url(&url[..Position::BeforePath])
             .build()
-            .map_err(refused)
+            .map_err(open_error)
     }
 
-    fn client(&self) -> Result<ClientOptions, OpenError> {
+    fn client_options(&self) -> Result<ClientOptions, OpenError> {
         let seconds = self.timeout_seconds()?;
         Ok(ClientOptions::new()
             .with_timeout(Duration::from_secs_f64(seconds))
             .with_connect_timeout(Duration::from_secs_f64(seconds.min(CONNECT_SECONDS_MAX))))
     }
 
-    /// Backoff from 0.1 s on, growing by half on average: about 8 s until the last retry.
-    fn retry(&self) -> Result<RetryConfig, OpenError> {
+    /// The backoff starts at 0.1 s and grows by half on average: the last retry begins after about
+    /// 8 s.
+    fn retry_config(&self) -> Result<RetryConfig, OpenError> {
         let backoff = BackoffConfig {
             init_backoff: Duration::from_millis(100),
             max_backoff: Duration::from_secs(5),
@@ -312,7 +314,7 @@ impl Stores {
     }
 }
 
-/// `url` without its key: the part that all addresses of one client share.
+/// `url` without `path`, its key: the part that all addresses of one client share.
 pub fn bucket_of(url: &Url, path: &Path) -> String {
     let mut segments: Vec<&str> = url.path().split('/').filter(|part| !part.is_empty()).collect();
     let mut below = path.parts().count();
@@ -327,9 +329,9 @@ pub fn bucket_of(url: &Url, path: &Path) -> String {
     format!("{}/{}", &url[..Position::BeforePath], segments.join("/"))
 }
 
-/// Whether the URL's host can be a bucket's name, which is inserted unescaped into paths and host
-/// names.
-pub fn names_bucket(url: &Url) -> bool {
+/// Whether the URL's host can be the name of a bucket. object_store inserts the name unescaped into
+/// paths and host names.
+pub fn has_valid_bucket(url: &Url) -> bool {
     let authority = &url[Position::BeforeUsername..Position::BeforePath];
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_.$@:".contains(c);
     authority.chars().all(plain)
@@ -338,7 +340,7 @@ pub fn names_bucket(url: &Url) -> bool {
 }
 
 /// `url` without its secrets.
-pub fn shown(url: &Url) -> String {
+pub fn redacted(url: &Url) -> String {
     let mut url = url.clone();
     if url.password().is_some() {
         // Fails only for addresses without a host, which have no password either.
@@ -357,8 +359,8 @@ fn certificates(file: &str) -> Result<Vec<Certificate>, OpenError> {
 }
 
 /// The error of Azure's builder. Its own text about a missing account names no variable.
-fn without_account(error: object_store::Error) -> OpenError {
-    match refused(error) {
+fn azure_open_error(error: object_store::Error) -> OpenError {
+    match open_error(error) {
         OpenError(why) if why == "Account must be specified" => OpenError(
             "it names no storage account: set `AZURE_STORAGE_ACCOUNT_NAME`, or write \
              `abfss://container@account.dfs.core.windows.net/key`"
@@ -368,8 +370,8 @@ fn without_account(error: object_store::Error) -> OpenError {
     }
 }
 
-/// A builder's error, without repeating its store's name.
-fn refused(error: object_store::Error) -> OpenError {
+/// A builder's error without the name of its store, which object_store puts before the cause.
+fn open_error(error: object_store::Error) -> OpenError {
     OpenError(super::error::cause(&error))
 }
 

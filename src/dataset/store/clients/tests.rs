@@ -73,7 +73,7 @@ fn every_cloud_opens_by_its_own_variables() {
 }
 
 #[test]
-fn plain_http_wants_a_word() {
+fn plain_http_must_be_allowed() {
     let endpoint = ("AWS_ENDPOINT_URL", "http://user:hush@127.0.0.1:9000");
     let why = stores(&[KEYS[0], KEYS[1], endpoint])
         .open(&url("s3://bucket/key"))
@@ -108,7 +108,7 @@ fn wrong_settings_are_one_line_without_secrets() {
 }
 
 #[test]
-fn names_without_a_prefix_mean_nothing() {
+fn variables_without_a_prefix_are_ignored() {
     // A machine's own `ENDPOINT` or `REGION` must not redirect a client.
     let stores = stores(&[
         KEYS[0],
@@ -123,11 +123,14 @@ fn names_without_a_prefix_mean_nothing() {
 
 #[test]
 fn addresses_are_shown_without_secrets() {
-    assert_eq!(shown(&url("https://me:hush@host/a?sig=hush")), "https://me:…@host/a?…");
-    assert_eq!(shown(&url("s3://bucket/a b")), "s3://bucket/a%20b");
+    assert_eq!(
+        redacted(&url("https://me:hush@host/a?sig=hush")),
+        "https://me:…@host/a?…"
+    );
+    assert_eq!(redacted(&url("s3://bucket/a b")), "s3://bucket/a%20b");
 }
 
-/// Names the provider of a bucket's credentials.
+/// Debug output of the provider of a bucket's credentials.
 fn provider(variables: &[(&str, &str)], bucket: &str) -> String {
     let (stores, url) = (stores(variables), url(bucket));
     match url.scheme() {
@@ -139,12 +142,12 @@ fn provider(variables: &[(&str, &str)], bucket: &str) -> String {
 
 /// Only the metadata service has a time limit, and its errors are a lack of credentials.
 #[test]
-fn only_the_metadata_service_is_held_to_its_first_credentials() {
+fn only_credentials_of_the_metadata_service_are_wrapped() {
     let account = ("AZURE_STORAGE_ACCOUNT_NAME", "account");
     let wrapped = |variables: &[(&str, &str)], bucket| provider(variables, bucket).contains("FirstCredentials");
     assert!(wrapped(&[], "s3://bucket/key"));
     assert!(wrapped(&[account], "az://container/key"));
-    // A login of the person who runs the tests comes before the metadata service.
+    // A Google login of the person who runs the tests takes precedence over the metadata service.
     let login = std::env::home_dir().map(|home| home.join(".config/gcloud/application_default_credentials.json"));
     assert!(wrapped(&[], "gs://bucket/key") || login.is_some_and(|login| login.exists()));
     let web_identity = [

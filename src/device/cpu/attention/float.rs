@@ -1,16 +1,15 @@
 //! Attention over paged keys and values, for any mix of prefill and decode.
 //!
-//! A task is one tile of queries with one key-value head. The query heads of the group share the
-//! keys and values that the task loads, and so do the sequences of a tile over the blocks of their
-//! common prefix. The task walks the blocks of 16 positions in order, aligned to absolute
-//! positions, with an online softmax (Milakov and Gimelshein 2018). For each block it computes
-//! scores and their maximum, rescales the sums, and adds the weighted values. A query skips blocks
-//! without a visible position. The computation for a query thus depends on its position and window
-//! alone, and not on the chunks of its sequence, the prefix that it shares, or the rest of the
-//! batch.
+//! A task is one tile of queries with one KV head. Keys and values are loaded once for all query
+//! heads of the KV head's group and, in the blocks of a common prefix, for all sequences of the
+//! tile. The task visits the blocks of 16 positions in order, aligned to absolute positions, with
+//! an online softmax (Milakov and Gimelshein 2018). For each block it computes scores and their
+//! maximum, rescales the accumulators, and adds the weighted values. A query skips blocks without a
+//! visible position. The computation for a query thus depends only on its position and window. It
+//! is independent of how its sequence is chunked, of shared prefixes and of the rest of the batch.
 //!
-//! [`attention_int8`](super::int8) handles INT8 keys and values. It walks in the same
-//! way, in spans of 64 positions.
+//! [`int8`](super::int8) implements attention over INT8 keys and values. It visits positions in the
+//! same way, in spans of 64.
 //!
 //! See docs/decisions/065-common-prefixes-are-attended-once.md.
 
@@ -22,7 +21,7 @@ use std::sync::Mutex;
 use super::int8;
 use super::int8::Int8Scratch;
 use crate::device::cpu::BLOCK_TOKENS;
-use crate::device::cpu::gemm::tile::{Element, F32Gemm, PANEL, max_rows, product};
+use crate::device::cpu::gemm::tile::{Element, F32Gemm, PANEL, matmul, max_rows};
 use crate::device::cpu::isa::multiversion;
 use crate::device::cpu::kv::{KvPages, KvPool, KvStore, padded};
 use crate::device::cpu::math::{exp, round_bf16, soft_cap, sum16};
@@ -32,15 +31,15 @@ use crate::device::{Attention, HeadShape, KvSpec};
 
 /// An attention operation's inputs besides the pool.
 pub(crate) struct AttentionOp<'a> {
-    pub on: ExecContext<'a>,
-    pub round: bool,
-    pub of: Attention,
+    pub ctx: ExecContext<'a>,
+    pub round_to_bf16: bool,
+    pub params: Attention,
     pub step: &'a Step,
     /// `[tokens]` rows of `[q][k][v]`.
     pub qkv: &'a Buffer,
 }
 
-/// One scratch per thread. A thread locks only its own, so the locks are uncontended.
+/// One scratch per thread. A thread locks only its own scratch, so the locks are uncontended.
 #[derive(Default)]
 pub(crate) struct Scratches(Vec<Mutex<AttentionScratch>>);
 
@@ -50,7 +49,8 @@ impl Scratches {
     }
 }
 
-/// Working memory of a task. Rows are ordered by query, then by head of the group.
+/// Scratch memory of a task. A row is one query head of one query; rows are ordered by query, then
+/// by head of the group.
 #[derive(Default)]
 pub(crate) struct AttentionScratch {
     /// Queries, packed in tiles of rows: `[tile][head_dim][rows of the tile]`.
@@ -62,15 +62,15 @@ pub(crate) struct AttentionScratch {
     /// `[queries]`: positions of the queries.
     pub positions: Vec<u32>,
     /// `[rows][padded head_dim]`: weighted sums of the values.
-    pub sums: Vec<f32>,
+    pub accumulators: Vec<f32>,
     /// `[rows]`.
-    pub softmax: Vec<RowState>,
+    pub softmax: Vec<SoftmaxState>,
     pub int8: Int8Scratch,
 }
 
 /// State of a row's online softmax between two blocks.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct RowState {
+pub(crate) struct SoftmaxState {
     /// Largest score so far.
     pub max: f32,
     /// Sum of weights so far, relative to `max`.
@@ -93,26 +93,31 @@ pub(crate) fn attention(op: &AttentionOp<'_>, pool: &KvPool, out: &mut Buffer, s
     let width = out.width;
     let target = SharedMut::new(&mut out.data);
     let tasks = op.step.tiles.len() * heads.kv_heads;
-    op.on.threads.share(tasks, |thread, tasks| {
+    op.ctx.threads.parallel_for(tasks, |thread, tasks| {
         let mut scratch = scratches.0[thread]
             .lock()
             .unwrap_or_else(|poisoned| poisoned.into_inner());
         for i in tasks {
-            let (tile, head) = (&op.step.tiles[i / heads.kv_heads], i % heads.kv_heads);
-            let task = AttentionTile { op, heads, tile, head };
-            task.prepare(&mut scratch);
+            let (tile, kv_head) = (&op.step.tiles[i / heads.kv_heads], i % heads.kv_heads);
+            let task = AttentionTile {
+                op,
+                heads,
+                tile,
+                kv_head,
+            };
+            task.reset(&mut scratch);
             match &pool.store {
                 KvStore::F32(pages) => task.run(pages, pool.blocks, &mut scratch),
                 KvStore::Bf16(pages) => task.run(pages, pool.blocks, &mut scratch),
                 KvStore::Int8(pages) => int8::run(&task, pages, pool.blocks, &mut scratch),
             }
-            for (r, (token, head)) in task.rows_of(0..task.rows()).enumerate() {
+            for (r, (token, head)) in task.token_heads(0..task.rows()).enumerate() {
                 // SAFETY: this task alone owns these tokens of these heads.
                 let row = unsafe { target.slice(token * width + head * heads.head_dim, heads.head_dim) };
                 let total = scratch.softmax[r].sum;
-                for (y, x) in row.iter_mut().zip(&scratch.sums[r * padded(heads.head_dim)..]) {
+                for (y, x) in row.iter_mut().zip(&scratch.accumulators[r * padded(heads.head_dim)..]) {
                     *y = x / total;
-                    if op.round {
+                    if op.round_to_bf16 {
                         *y = round_bf16(*y);
                     }
                 }
@@ -121,83 +126,87 @@ pub(crate) fn attention(op: &AttentionOp<'_>, pool: &KvPool, out: &mut Buffer, s
     });
 }
 
-/// A tile of queries with one key-value head.
+/// A tile of queries with one KV head.
 pub(crate) struct AttentionTile<'a> {
     pub op: &'a AttentionOp<'a>,
     pub heads: HeadShape,
     tile: &'a QueryTile,
-    pub head: usize,
+    pub kv_head: usize,
 }
 
 /// A range of positions (a block or a span) and the rows that attend to it.
 pub(crate) struct VisibleSpan<'a> {
-    /// Rows that walk the same blocks: all rows of the tile, or those of one part.
-    pub within: Range<usize>,
-    /// Rows of `within` that see at least one position of the range.
+    /// Rows whose sequences have these blocks: all rows of the tile within the common prefix, after
+    /// it the rows of one part.
+    pub part_rows: Range<usize>,
+    /// The rows of `part_rows` that see at least one position of the range.
     pub rows: Range<usize>,
     /// First position of the range.
     pub start: usize,
-    /// Blocks of the range, up to the end of the sequence.
+    /// KV blocks of the range, up to the end of the sequence.
     pub blocks: &'a [u32],
 }
 
 impl AttentionTile<'_> {
-    pub(crate) fn group(&self) -> usize {
+    /// Number of query heads per KV head.
+    pub(crate) fn group_size(&self) -> usize {
         self.heads.heads / self.heads.kv_heads
     }
 
     pub(crate) fn rows(&self) -> usize {
-        self.tile.queries as usize * self.group()
+        self.tile.queries as usize * self.group_size()
     }
 
-    /// Token and query head of each of these rows.
-    pub(crate) fn rows_of(&self, rows: Range<usize>) -> impl Iterator<Item = (usize, usize)> + '_ {
-        let group = self.group();
+    /// The (token, query head) of each of these rows.
+    pub(crate) fn token_heads(&self, rows: Range<usize>) -> impl Iterator<Item = (usize, usize)> + '_ {
+        let group_size = self.group_size();
         let tokens = self
             .op
             .step
             .parts(self.tile)
             .iter()
-            .flat_map(|part| part.token as usize..(part.token + part.queries) as usize);
-        let all = tokens.flat_map(move |token| (0..group).map(move |g| (token, self.head * group + g)));
+            .flat_map(|part| part.first_token as usize..(part.first_token + part.queries) as usize);
+        let all = tokens.flat_map(move |token| (0..group_size).map(move |g| (token, self.kv_head * group_size + g)));
         all.skip(rows.start).take(rows.len())
     }
 
-    fn prepare(&self, scratch: &mut AttentionScratch) {
+    fn reset(&self, scratch: &mut AttentionScratch) {
         let rows = self.rows();
         scratch.positions.clear();
         for part in self.op.step.parts(self.tile) {
-            scratch.positions.extend(part.position..part.position + part.queries);
+            scratch
+                .positions
+                .extend(part.first_position..part.first_position + part.queries);
         }
-        scratch.sums.clear();
-        scratch.sums.resize(rows * padded(self.heads.head_dim), 0.0);
+        scratch.accumulators.clear();
+        scratch.accumulators.resize(rows * padded(self.heads.head_dim), 0.0);
         scratch.softmax.clear();
         scratch.softmax.resize(
             rows,
-            RowState {
+            SoftmaxState {
                 max: f32::NEG_INFINITY,
                 sum: 0.0,
             },
         );
     }
 
-    /// Visits all positions that the tile's queries see, in ranges of `stretch` positions: first
-    /// the common prefix of the parts, then the other positions of each part.
-    pub(crate) fn walk(&self, stretch: usize, mut visit: impl FnMut(VisibleSpan<'_>)) {
+    /// Calls `visit` for all positions that the tile's queries see, in ranges of `range_len`
+    /// positions: first the common prefix of the parts, then the other positions of each part.
+    pub(crate) fn visit_spans(&self, range_len: usize, mut visit: impl FnMut(VisibleSpan<'_>)) {
         let step = self.op.step;
         let parts = step.parts(self.tile);
-        let shared = match self.op.of.spec {
-            KvSpec::Full => self.tile.shared as usize,
+        let prefix_len = match self.op.params.spec {
+            KvSpec::Full => self.tile.prefix_len as usize,
             // The start of a window differs from query to query, so no range is shared.
             KvSpec::Window(_) => 0,
         };
         let blocks_of = |sequence: u32, start: usize| -> &[u32] {
             let blocks = &step.blocks(sequence)[start / BLOCK_TOKENS..];
-            &blocks[..blocks.len().min(stretch / BLOCK_TOKENS)]
+            &blocks[..blocks.len().min(range_len / BLOCK_TOKENS)]
         };
-        for start in (0..shared).step_by(stretch) {
+        for start in (0..prefix_len).step_by(range_len) {
             visit(VisibleSpan {
-                within: 0..self.rows(),
+                part_rows: 0..self.rows(),
                 rows: 0..self.rows(),
                 start,
                 blocks: blocks_of(parts[0].sequence, start),
@@ -205,16 +214,17 @@ impl AttentionTile<'_> {
         }
         let mut row = 0;
         for part in parts {
-            let within = row..row + part.queries as usize * self.group();
-            row = within.end;
-            let first = part.position as usize;
-            let from = (first_visible(self.op.of.spec, first) / stretch * stretch).max(shared);
-            for start in (from..first + part.queries as usize).step_by(stretch) {
-                let sees = self.queries_that_see(part, start..start + stretch);
-                let rows = within.start + sees.start * self.group()..within.start + sees.end * self.group();
+            let part_rows = row..row + part.queries as usize * self.group_size();
+            row = part_rows.end;
+            let position = part.first_position as usize;
+            let from = (first_visible(self.op.params.spec, position) / range_len * range_len).max(prefix_len);
+            for start in (from..position + part.queries as usize).step_by(range_len) {
+                let queries = self.queries_that_see(part, start..start + range_len);
+                let (first, end) = (queries.start * self.group_size(), queries.end * self.group_size());
+                let rows = part_rows.start + first..part_rows.start + end;
                 if !rows.is_empty() {
                     visit(VisibleSpan {
-                        within: within.clone(),
+                        part_rows: part_rows.clone(),
                         rows,
                         start,
                         blocks: blocks_of(part.sequence, start),
@@ -224,12 +234,12 @@ impl AttentionTile<'_> {
         }
     }
 
-    /// Queries of a part that see at least one of these positions. They are a contiguous range,
-    /// since later queries see later positions.
+    /// The queries of a part that see at least one of these positions: a contiguous range, since
+    /// later queries see later positions.
     fn queries_that_see(&self, part: &TilePart, positions: Range<usize>) -> Range<usize> {
-        let (first, queries) = (part.position as usize, part.queries as usize);
+        let (first, queries) = (part.first_position as usize, part.queries as usize);
         let from = positions.start.saturating_sub(first).min(queries);
-        let sees = |q: usize| first_visible(self.op.of.spec, first + q) < positions.end;
+        let sees = |q: usize| first_visible(self.op.params.spec, first + q) < positions.end;
         from..(from..queries).take_while(|&q| sees(q)).count() + from
     }
 
@@ -238,41 +248,43 @@ impl AttentionTile<'_> {
         scratch.scores.resize(self.rows() * PANEL, 0.0);
         scratch.weights.resize(self.rows() * PANEL, 0.0);
         let mut packed = 0..0;
-        self.walk(BLOCK_TOKENS, |seen| {
-            let block = self.head * pool_blocks + seen.blocks[0] as usize;
+        self.visit_spans(BLOCK_TOKENS, |span| {
+            let block = self.kv_head * pool_blocks + span.blocks[0] as usize;
             let keys = &pages.keys[block * dim * BLOCK_TOKENS..][..dim * BLOCK_TOKENS];
             let values = &pages.values[block * padded_dim * BLOCK_TOKENS..][..padded_dim * BLOCK_TOKENS];
-            if packed != seen.within {
-                self.pack_queries(seen.within.clone(), scratch);
-                packed = seen.within.clone();
+            if packed != span.part_rows {
+                self.pack_queries(span.part_rows.clone(), scratch);
+                packed = span.part_rows.clone();
             }
-            self.score(seen.within, keys, scratch);
+            self.score(span.part_rows, keys, scratch);
             let step = BlockSoftmax {
-                spec: self.op.of.spec,
+                spec: self.op.params.spec,
                 positions: &scratch.positions,
-                group: self.group(),
-                rows: seen.rows.clone(),
-                start: seen.start,
-                scale: self.op.of.scale,
-                soft_cap: self.op.of.soft_cap,
+                group_size: self.group_size(),
+                rows: span.rows.clone(),
+                start: span.start,
+                scale: self.op.params.scale,
+                soft_cap: self.op.params.soft_cap,
                 padded_dim,
             };
             softmax_step_on(
-                self.op.on.isa,
+                self.op.ctx.isa,
                 &step,
                 &mut scratch.scores,
                 &mut scratch.softmax,
-                &mut scratch.sums,
+                &mut scratch.accumulators,
             );
-            self.add_values(seen.rows, values, scratch);
+            self.add_values(span.rows, values, scratch);
         });
     }
 
-    /// Tiles of rows for the kernel: (first row, rows).
+    /// Divides rows into tiles for the kernel: (first row, number of rows).
     fn row_tiles(&self, range: Range<usize>) -> impl Iterator<Item = (usize, usize)> + use<> {
-        let most = max_rows(self.op.on.isa);
+        let rows_max = max_rows(self.op.ctx.isa);
         let end = range.end;
-        range.step_by(most).map(move |from| (from, most.min(end - from)))
+        range
+            .step_by(rows_max)
+            .map(move |from| (from, rows_max.min(end - from)))
     }
 
     fn pack_queries(&self, range: Range<usize>, scratch: &mut AttentionScratch) {
@@ -280,7 +292,7 @@ impl AttentionTile<'_> {
         scratch.queries.resize(self.rows() * dim, 0.0);
         for (from, rows) in self.row_tiles(range) {
             let out = &mut scratch.queries[from * dim..(from + rows) * dim];
-            for (r, (token, head)) in self.rows_of(from..from + rows).enumerate() {
+            for (r, (token, head)) in self.token_heads(from..from + rows).enumerate() {
                 for (d, x) in self.op.qkv.row(token)[head * dim..][..dim].iter().enumerate() {
                     out[d * rows + r] = *x;
                 }
@@ -288,7 +300,7 @@ impl AttentionTile<'_> {
         }
     }
 
-    /// Dot products of these rows with the block's 16 keys.
+    /// Computes the dot products of these rows with the block's 16 keys.
     fn score<E: Element>(&self, range: Range<usize>, keys: &[E], scratch: &mut AttentionScratch) {
         let dim = self.heads.head_dim;
         for (from, rows) in self.row_tiles(range) {
@@ -297,10 +309,10 @@ impl AttentionTile<'_> {
                 &mut scratch.scores[from * PANEL..],
             );
             assert!(keys.len() == dim * PANEL && c.len() >= rows * PANEL);
-            // SAFETY: `a`, `keys` and `c` have the sizes that the product names.
+            // SAFETY: `a`, `keys` and `c` have the sizes that `F32Gemm` states.
             unsafe {
-                product(
-                    self.op.on.isa,
+                matmul(
+                    self.op.ctx.isa,
                     F32Gemm {
                         k: dim,
                         rows,
@@ -317,7 +329,7 @@ impl AttentionTile<'_> {
         }
     }
 
-    /// Adds the block's values, weighted, to the sums of `range`.
+    /// Adds the block's weighted values to the accumulators of the rows `range`.
     fn add_values<E: Element>(&self, range: Range<usize>, values: &[E], scratch: &mut AttentionScratch) {
         let padded_dim = padded(self.heads.head_dim);
         for (from, rows) in self.row_tiles(range) {
@@ -327,12 +339,12 @@ impl AttentionTile<'_> {
                     a[j * rows + r] = scratch.scores[(from + r) * PANEL + j];
                 }
             }
-            let c = &mut scratch.sums[from * padded_dim..];
+            let c = &mut scratch.accumulators[from * padded_dim..];
             assert!(values.len() == padded_dim * BLOCK_TOKENS && c.len() >= rows * padded_dim);
-            // SAFETY: `a`, `values` and `c` have the sizes that the product names.
+            // SAFETY: `a`, `values` and `c` have the sizes that `F32Gemm` states.
             unsafe {
-                product(
-                    self.op.on.isa,
+                matmul(
+                    self.op.ctx.isa,
                     F32Gemm {
                         k: BLOCK_TOKENS,
                         rows,
@@ -355,7 +367,7 @@ struct BlockSoftmax<'a> {
     spec: KvSpec,
     /// Positions of the tile's queries.
     positions: &'a [u32],
-    group: usize,
+    group_size: usize,
     rows: Range<usize>,
     /// The block's first position.
     start: usize,
@@ -364,13 +376,13 @@ struct BlockSoftmax<'a> {
     padded_dim: usize,
 }
 
-/// Turns scores into weights (0 at invisible positions), updates the row states and rescales
-/// earlier sums.
+/// Turns scores into weights (0 at invisible positions), updates the softmax states and rescales
+/// the accumulators.
 #[inline(always)]
-fn softmax_step(op: &BlockSoftmax<'_>, scores: &mut [f32], states: &mut [RowState], sums: &mut [f32]) {
+fn softmax_step(op: &BlockSoftmax<'_>, scores: &mut [f32], states: &mut [SoftmaxState], accumulators: &mut [f32]) {
     let start = op.start;
     for r in op.rows.clone() {
-        let position = op.positions[r / op.group] as usize;
+        let position = op.positions[r / op.group_size] as usize;
         let from = first_visible(op.spec, position).saturating_sub(start);
         let to = (position + 1 - start).min(BLOCK_TOKENS);
         let Some(row) = scores[r * PANEL..].first_chunk_mut::<PANEL>() else {
@@ -397,13 +409,13 @@ fn softmax_step(op: &BlockSoftmax<'_>, scores: &mut [f32], states: &mut [RowStat
             weights[j] = if visible { w } else { 0.0 };
         }
         let rescale = exp(state.max - max);
-        *state = RowState {
+        *state = SoftmaxState {
             max,
             sum: state.sum.mul_add(rescale, sum16(weights)),
         };
         *row = weights;
         if rescale != 1.0 {
-            for x in &mut sums[r * op.padded_dim..(r + 1) * op.padded_dim] {
+            for x in &mut accumulators[r * op.padded_dim..(r + 1) * op.padded_dim] {
                 *x *= rescale;
             }
         }
@@ -411,7 +423,12 @@ fn softmax_step(op: &BlockSoftmax<'_>, scores: &mut [f32], states: &mut [RowStat
 }
 
 multiversion! {
-    fn softmax_step_on(op: &BlockSoftmax<'_>, scores: &mut [f32], states: &mut [RowState], sums: &mut [f32]) = softmax_step;
+    fn softmax_step_on(
+        op: &BlockSoftmax<'_>,
+        scores: &mut [f32],
+        states: &mut [SoftmaxState],
+        accumulators: &mut [f32],
+    ) = softmax_step;
 }
 
 #[cfg(test)]
@@ -419,10 +436,10 @@ mod tests {
     use super::*;
     use crate::device::batch::StepBatch;
     use crate::device::cpu::Isa;
-    use crate::device::cpu::testing::{buffer, numbers, on_threads};
+    use crate::device::cpu::testing::{buffer, ctx_with_threads, numbers};
     use crate::device::{KvFormat, RopeSpec};
 
-    /// A batch of sequences `(q_len, kv_len)`. Block numbers are assigned in descending order.
+    /// A batch of sequences given as `(q_len, kv_len)`. Block numbers are in descending order.
     fn batch(sequences: &[(u32, u32)]) -> StepBatch {
         let mut batch = StepBatch::default();
         for &(q_len, kv_len) in sequences {
@@ -447,7 +464,7 @@ mod tests {
         step
     }
 
-    /// The `[q][k][v]` row of a token, the same for any split into steps.
+    /// The `[q][k][v]` row of a token, which is independent of how the tokens are split into steps.
     fn row_of(heads: HeadShape, sequence: usize, position: u32) -> Vec<f32> {
         let scaled = numbers(1000 * sequence as u64 + position as u64, heads.qkv_width());
         scaled.into_iter().map(|x| x * 3.0).collect()
@@ -459,7 +476,7 @@ mod tests {
         isa: Isa,
         threads: usize,
         heads: HeadShape,
-        of: Attention,
+        params: Attention,
         format: KvFormat,
         /// All sequences begin with the contents of this many blocks of the first sequence.
         prefix_blocks: usize,
@@ -472,7 +489,7 @@ mod tests {
             isa,
             threads,
             heads,
-            of,
+            params,
             format,
             prefix_blocks,
             is_shared,
@@ -506,13 +523,13 @@ mod tests {
                 .collect();
             let qkv = buffer(&rows, batch.tokens.len(), heads.qkv_width());
             let op = AttentionOp {
-                on: on_threads(isa, threads),
-                round: false,
-                of,
+                ctx: ctx_with_threads(isa, threads),
+                round_to_bf16: false,
+                params,
                 step: &step,
                 qkv: &qkv,
             };
-            pool.store(op.on, &step, &qkv);
+            pool.store(op.ctx, &step, &qkv);
             attention(&op, &pool, &mut out, &Scratches::new(threads));
         }
         (0..out.rows).map(|i| out.row(i).to_vec()).collect()
@@ -527,12 +544,11 @@ mod tests {
         }
     }
 
-    fn check(heads: HeadShape, of: Attention, format: KvFormat, sequences: &[(u32, u32)]) {
-        let spec = of.spec;
-        let group = heads.heads / heads.kv_heads;
+    fn check(heads: HeadShape, params: Attention, format: KvFormat, sequences: &[(u32, u32)]) {
+        let spec = params.spec;
+        let group_size = heads.heads / heads.kv_heads;
         let dim = heads.head_dim;
-        // INT8: keys, queries and values are off by up to half a step of 3/127, and weights by as
-        // much.
+        // INT8: the error of keys, queries, values and weights is at most half a step of 3/127.
         let tolerance = if format == KvFormat::Int8 { 0.15 } else { 2e-5 };
         let mut first: Option<Vec<Vec<f32>>> = None;
         for isa in Isa::available() {
@@ -540,7 +556,7 @@ mod tests {
                 isa,
                 threads: 1 + (dim / 2) % 2,
                 heads,
-                of,
+                params,
                 format,
                 prefix_blocks: 0,
                 is_shared: false,
@@ -552,7 +568,10 @@ mod tests {
                 for position in (kv_len - q_len) as usize..kv_len as usize {
                     for head in 0..heads.heads {
                         let part = |p: usize, h: usize| &rows[p][h * dim..][..dim];
-                        let (k, v) = (heads.heads + head / group, heads.heads + heads.kv_heads + head / group);
+                        let (k, v) = (
+                            heads.heads + head / group_size,
+                            heads.heads + heads.kv_heads + head / group_size,
+                        );
                         let seen = match spec {
                             KvSpec::Full => 0,
                             KvSpec::Window(w) => (position + 1).saturating_sub(w as usize),
@@ -564,9 +583,9 @@ mod tests {
                                     .zip(part(j, k))
                                     .map(|(a, b)| *a as f64 * *b as f64)
                                     .sum();
-                                let score = dot * f64::from(of.scale);
+                                let score = dot * f64::from(params.scale);
                                 let capped = |cap: f32| f64::from(cap) * (score / f64::from(cap)).tanh();
-                                of.soft_cap.map_or(score, capped).exp()
+                                params.soft_cap.map_or(score, capped).exp()
                             })
                             .collect();
                         let total: f64 = scores.iter().sum();
@@ -579,7 +598,7 @@ mod tests {
                             let got = got[token][head * dim + d] as f64;
                             assert!(
                                 (got - want).abs() < tolerance,
-                                "{isa:?} {of:?} {format:?} sequence {i} position {position} head {head} dim {d}: {got} {want}"
+                                "{isa:?} {params:?} {format:?} sequence {i} position {position} head {head} dim {d}: {got} {want}"
                             );
                         }
                     }
@@ -594,7 +613,7 @@ mod tests {
     }
 
     #[test]
-    fn matches_the_formula_in_the_same_bits_everywhere() {
+    fn matches_the_formula_and_is_bit_identical_on_all_sets() {
         let sequences = [
             (1, 1),
             (1, 15),
@@ -608,9 +627,9 @@ mod tests {
             (3, 64),
             (1, 130),
         ];
-        for (kv_heads, group, head_dim) in [(1, 1, 2), (2, 3, 16), (1, 5, 18), (2, 1, 64)] {
+        for (kv_heads, group_size, head_dim) in [(1, 1, 2), (2, 3, 16), (1, 5, 18), (2, 1, 64)] {
             let heads = HeadShape {
-                heads: kv_heads * group,
+                heads: kv_heads * group_size,
                 kv_heads,
                 head_dim,
             };
@@ -633,7 +652,7 @@ mod tests {
     }
 
     #[test]
-    fn a_query_gets_the_same_bits_in_any_chunk() {
+    fn results_are_bit_identical_for_any_chunk_size() {
         let heads = HeadShape {
             heads: 6,
             kv_heads: 2,
@@ -645,15 +664,15 @@ mod tests {
             Attention::plain(heads, KvSpec::Window(70)),
             capped(heads, KvSpec::Window(70)),
         ];
-        for (of, format) in all
+        for (params, format) in all
             .into_iter()
-            .flat_map(|of| [KvFormat::F32, KvFormat::Int8].map(|format| (of, format)))
+            .flat_map(|params| [KvFormat::F32, KvFormat::Int8].map(|format| (params, format)))
         {
             let setup = Setup {
                 isa: Isa::detect(),
                 threads: 2,
                 heads,
-                of,
+                params,
                 format,
                 prefix_blocks: 0,
                 is_shared: false,
@@ -665,7 +684,7 @@ mod tests {
                     // Only the end of the sequence differs. A query sees the same positions.
                     assert!(
                         part[..] == whole[(end - chunk) as usize..end as usize],
-                        "{of:?} {format:?} chunk {chunk} to {end}"
+                        "{params:?} {format:?} chunk {chunk} to {end}"
                     );
                 }
             }
@@ -673,7 +692,7 @@ mod tests {
     }
 
     #[test]
-    fn a_shared_prefix_changes_no_bit() {
+    fn results_are_bit_identical_with_shared_prefixes() {
         let heads = HeadShape {
             heads: 6,
             kv_heads: 2,
@@ -687,23 +706,23 @@ mod tests {
             Attention::plain(heads, KvSpec::Window(70)),
             capped(heads, KvSpec::Full),
         ];
-        for (of, format) in all
+        for (params, format) in all
             .into_iter()
-            .flat_map(|of| [KvFormat::F32, KvFormat::Bf16, KvFormat::Int8].map(|format| (of, format)))
+            .flat_map(|params| [KvFormat::F32, KvFormat::Bf16, KvFormat::Int8].map(|format| (params, format)))
         {
             let [together, apart] = [true, false].map(|is_shared| {
                 let setup = Setup {
                     isa: Isa::detect(),
                     threads: 2,
                     heads,
-                    of,
+                    params,
                     format,
                     prefix_blocks: 9,
                     is_shared,
                 };
                 run(setup, &sequences)
             });
-            assert!(together == apart, "{of:?} {format:?}");
+            assert!(together == apart, "{params:?} {format:?}");
         }
     }
 }

@@ -1,12 +1,12 @@
-//! The online softmax of INT8 attention: turns a row's scores of a span into weight bytes, which
+//! The online softmax of INT8 attention: turns a row's scores in a span into weight bytes, which
 //! the kernel multiplies with the values.
 
 #![expect(unsafe_code, reason = "kernels take addresses and need instructions")]
 
-use super::float::RowState;
-use super::int8::{BLOCKS, ROWS_MAX};
+use super::float::SoftmaxState;
+use super::int8::{ROWS_MAX, SPAN_BLOCKS};
 use crate::device::cpu::isa::{Isa, multiversion};
-use crate::device::cpu::math::{EXP2, ROUND, exp2, max16, soft_cap};
+use crate::device::cpu::math::{EXP2_TAYLOR, ROUND, exp2, max16, soft_cap};
 use crate::device::cpu::{BLOCK_TOKENS, SPAN_TOKENS};
 
 /// The softmax step of one span for one row.
@@ -17,19 +17,19 @@ pub(crate) struct SpanSoftmax<'a> {
     /// Factor from `score * key scale` to the base-2 logarithm of a weight.
     pub scale: f32,
     pub soft_cap: Option<f32>,
-    pub key_scales: [&'a [f32; BLOCK_TOKENS]; BLOCKS],
-    pub value_scales: [&'a [f32; BLOCK_TOKENS]; BLOCKS],
-    /// Factor from `weight * value scale` to a byte.
-    pub inverse: f32,
+    pub key_scales: [&'a [f32; BLOCK_TOKENS]; SPAN_BLOCKS],
+    pub value_scales: [&'a [f32; BLOCK_TOKENS]; SPAN_BLOCKS],
+    /// Factor from `weight * value scale` to a weight byte.
+    pub inverse_value_scale: f32,
 }
 
-/// Results of a softmax step besides the weight bytes.
+/// Results of one span's softmax step, besides the weight bytes.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct SoftmaxPartial {
     /// Largest `score * key scale`.
     pub max: f32,
     /// Sums of weights relative to `max`, by slot (position within the block).
-    pub totals: [f32; BLOCK_TOKENS],
+    pub weight_sums: [f32; BLOCK_TOKENS],
 }
 
 /// # Safety
@@ -45,7 +45,7 @@ pub(crate) unsafe fn softmax_step_on(
         return capped_on(isa, cap, op, scores, weights, out);
     }
     match isa {
-        // SAFETY: as the caller vouches.
+        // SAFETY: as the caller guarantees.
         #[cfg(target_arch = "x86_64")]
         Isa::Avx512 | Isa::Avx512Vnni | Isa::Avx512Bf16 | Isa::Amx => unsafe {
             x86::softmax_step(op, scores, weights, out)
@@ -75,7 +75,8 @@ fn capped(
     out: &mut SoftmaxPartial,
 ) {
     let cap = cap * std::f32::consts::LOG2_E;
-    // All scores of a query of (nearly) zeros become 0, so its softmax is uniform.
+    // If all values of a query are (nearly) zero, all its scores become 0 and its softmax is
+    // uniform.
     let inverse = if op.scale > f32::MIN_POSITIVE {
         1.0 / op.scale
     } else {
@@ -90,10 +91,10 @@ fn capped(
     );
 }
 
-/// The softmax step. `bound` is applied to each `score * key scale` first.
+/// The softmax step. `cap_score` is applied to each `score * key scale` first.
 #[inline(always)]
 fn softmax_step(
-    bound: impl Fn(f32) -> f32,
+    cap_score: impl Fn(f32) -> f32,
     op: &SpanSoftmax<'_>,
     scores: &[i32; SPAN_TOKENS],
     weights: &mut [u8; SPAN_TOKENS],
@@ -102,29 +103,31 @@ fn softmax_step(
     let (scores, _) = scores.as_chunks::<BLOCK_TOKENS>();
     let (weights, _) = weights.as_chunks_mut::<BLOCK_TOKENS>();
     let visible = |b: usize, j: usize| op.visible.contains(&(b * BLOCK_TOKENS + j));
-    let mut scaled = [[0.0f32; BLOCK_TOKENS]; BLOCKS];
+    let mut scaled = [[0.0f32; BLOCK_TOKENS]; SPAN_BLOCKS];
     let mut largest = [f32::NEG_INFINITY; BLOCK_TOKENS];
     for b in 0..op.blocks {
         for j in 0..BLOCK_TOKENS {
-            let score = bound(scores[b][j] as f32 * op.key_scales[b][j]);
+            let score = cap_score(scores[b][j] as f32 * op.key_scales[b][j]);
             let score = if visible(b, j) { score } else { f32::NEG_INFINITY };
             largest[j] = if score > largest[j] { score } else { largest[j] };
             scaled[b][j] = score;
         }
     }
     let max = max16(largest);
-    let top = max * op.scale;
-    let mut totals = [0.0f32; BLOCK_TOKENS];
+    let scaled_max = max * op.scale;
+    let mut weight_sums = [0.0f32; BLOCK_TOKENS];
     for b in 0..op.blocks {
         for j in 0..BLOCK_TOKENS {
-            let weight = exp2(scaled[b][j].mul_add(op.scale, -top));
-            let byte = (weight * op.value_scales[b][j]).mul_add(op.inverse, ROUND).to_bits() as u8;
-            // Positions that were never written may hold anything.
-            totals[j] += if visible(b, j) { weight } else { 0.0 };
+            let weight = exp2(scaled[b][j].mul_add(op.scale, -scaled_max));
+            let byte = (weight * op.value_scales[b][j])
+                .mul_add(op.inverse_value_scale, ROUND)
+                .to_bits() as u8;
+            // Positions that were never written may have any content.
+            weight_sums[j] += if visible(b, j) { weight } else { 0.0 };
             weights[b][j] = if visible(b, j) { byte } else { 0 };
         }
     }
-    *out = SoftmaxPartial { max, totals };
+    *out = SoftmaxPartial { max, weight_sums };
 }
 
 multiversion! {
@@ -146,10 +149,10 @@ multiversion! {
     ) = capped;
 }
 
-/// Softmax steps of some rows, to be merged into the rows' running states.
+/// Parameters of [`merge_on`]: softmax steps to merge into the running states of their rows.
 pub(crate) struct SoftmaxMerge<'a> {
     pub partials: &'a [SoftmaxPartial],
-    /// `[rows]`: the largest scale of the values that the row sees in the span.
+    /// `[rows]`: the largest scale of the values that a row sees in the span.
     pub value_scale_max: &'a [f32],
     /// As [`SpanSoftmax::scale`].
     pub scales: &'a [f32],
@@ -158,31 +161,31 @@ pub(crate) struct SoftmaxMerge<'a> {
 #[inline(always)]
 fn merge(
     op: &SoftmaxMerge<'_>,
-    states: &mut [RowState],
-    totals: &mut [[f32; BLOCK_TOKENS]],
+    states: &mut [SoftmaxState],
+    weight_sums: &mut [[f32; BLOCK_TOKENS]],
     rescales: &mut [f32; ROWS_MAX],
     scales: &mut [f32; ROWS_MAX],
 ) {
     for (r, new) in op.partials.iter().enumerate() {
         let (state, scale) = (&mut states[r], op.scales[r]);
         let max = if new.max > state.max { new.max } else { state.max };
-        let before = exp2((state.max - max) * scale);
-        let here = exp2((new.max - max) * scale);
+        let old_factor = exp2((state.max - max) * scale);
+        let new_factor = exp2((new.max - max) * scale);
         state.max = max;
-        for (total, new) in totals[r].iter_mut().zip(new.totals) {
-            *total = new.mul_add(here, *total * before);
+        for (total, new) in weight_sums[r].iter_mut().zip(new.weight_sums) {
+            *total = new.mul_add(new_factor, *total * old_factor);
         }
-        (rescales[r], scales[r]) = (before, here * (op.value_scale_max[r] / 255.0));
+        (rescales[r], scales[r]) = (old_factor, new_factor * (op.value_scale_max[r] / 255.0));
     }
 }
 
 multiversion! {
-    /// Merges the steps into `states` and `totals`. Sets `rescales` to the factors of each row's
-    /// earlier sums, and `scales` to the factors of its new integer sums.
+    /// Merges the steps into `states` and `weight_sums`. Sets `rescales` to the factors of each
+    /// row's earlier accumulators, and `scales` to the factors of the integer sums to be added.
     pub(crate) fn merge_on(
         op: &SoftmaxMerge<'_>,
-        states: &mut [RowState],
-        totals: &mut [[f32; BLOCK_TOKENS]],
+        states: &mut [SoftmaxState],
+        weight_sums: &mut [[f32; BLOCK_TOKENS]],
         rescales: &mut [f32; ROWS_MAX],
         scales: &mut [f32; ROWS_MAX],
     ) = merge;
@@ -194,7 +197,7 @@ mod x86 {
 
     use std::arch::x86_64::*;
 
-    use super::{BLOCK_TOKENS, BLOCKS, EXP2, ROUND, SPAN_TOKENS, SoftmaxPartial, SpanSoftmax};
+    use super::{BLOCK_TOKENS, EXP2_TAYLOR, ROUND, SPAN_BLOCKS, SPAN_TOKENS, SoftmaxPartial, SpanSoftmax};
 
     /// The 16 lanes of a block that are visible.
     fn mask(op: &SpanSoftmax<'_>, block: usize) -> __mmask16 {
@@ -213,7 +216,7 @@ mod x86 {
         weights: &mut [u8; SPAN_TOKENS],
         out: &mut SoftmaxPartial,
     ) {
-        let mut scaled = [_mm512_setzero_ps(); BLOCKS];
+        let mut scaled = [_mm512_setzero_ps(); SPAN_BLOCKS];
         let none = _mm512_set1_ps(f32::NEG_INFINITY);
         let mut largest = none;
         for b in 0..op.blocks {
@@ -233,22 +236,22 @@ mod x86 {
         let quarter = _mm_max_ps(_mm256_extractf128_ps::<1>(half), _mm256_castps256_ps128(half));
         let pair = _mm_max_ps(_mm_movehl_ps(quarter, quarter), quarter);
         let max = _mm_cvtss_f32(_mm_max_ss(_mm_movehdup_ps(pair), pair));
-        let (row_scale, top) = (_mm512_set1_ps(op.scale), _mm512_set1_ps(-(max * op.scale)));
-        let (round, inverse) = (_mm512_set1_ps(ROUND), _mm512_set1_ps(op.inverse));
-        let mut totals = _mm512_setzero_ps();
+        let (row_scale, minus_scaled_max) = (_mm512_set1_ps(op.scale), _mm512_set1_ps(-(max * op.scale)));
+        let (round, inverse) = (_mm512_set1_ps(ROUND), _mm512_set1_ps(op.inverse_value_scale));
+        let mut weight_sums = _mm512_setzero_ps();
         for b in 0..op.blocks {
-            let exponent = _mm512_fmadd_ps(scaled[b], row_scale, top);
+            let exponent = _mm512_fmadd_ps(scaled[b], row_scale, minus_scaled_max);
             let clamped = _mm512_max_ps(_mm512_set1_ps(-125.0), exponent);
             let shifted = _mm512_add_ps(clamped, round);
             let r = _mm512_sub_ps(clamped, _mm512_sub_ps(shifted, round));
-            let mut p = _mm512_set1_ps(EXP2[0]);
-            for c in &EXP2[1..] {
+            let mut p = _mm512_set1_ps(EXP2_TAYLOR[0]);
+            for c in &EXP2_TAYLOR[1..] {
                 p = _mm512_fmadd_ps(r, p, _mm512_set1_ps(*c));
             }
             let power = _mm512_slli_epi32::<23>(_mm512_castps_si512(shifted));
             let weight = _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(p), power));
             let visible = mask(op, b);
-            totals = _mm512_mask_add_ps(totals, visible, totals, weight);
+            weight_sums = _mm512_mask_add_ps(weight_sums, visible, weight_sums, weight);
             // SAFETY: each block has 16 scales and 16 weights.
             unsafe {
                 let value_scale = _mm512_loadu_ps(op.value_scales[b].as_ptr());
@@ -258,7 +261,7 @@ mod x86 {
             }
         }
         out.max = max;
-        // SAFETY: `totals` has 16 elements.
-        unsafe { _mm512_storeu_ps(out.totals.as_mut_ptr(), totals) };
+        // SAFETY: `weight_sums` has 16 elements.
+        unsafe { _mm512_storeu_ps(out.weight_sums.as_mut_ptr(), weight_sums) };
     }
 }

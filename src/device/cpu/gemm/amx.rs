@@ -1,14 +1,15 @@
-//! The products of INT8 and BF16 on AMX tiles (Intel, Architecture Instruction Set Extensions Programming Reference, chapter 3).
+//! INT8 and BF16 matmuls on AMX tiles (Intel, Architecture Instruction Set Extensions Programming
+//! Reference, chapter 3).
 //!
 //! A tile is 16 rows of 64 bytes. Two tiles of activations times two panels of weights use all
-//! eight tile registers: four for sums and two for each factor. The panel layout of
-//! [`int8`] is that of AMX's right factor: 64 values of k of a panel are one tile. In
-//! the layout of [`bf16`], 32 values of k are one tile. `tdpbusd` multiplies unsigned
-//! by signed bytes, so its sums are the same integers as those of `vpdpbusd`.
+//! eight tile registers: four for accumulators and two for each operand. The panel layout of
+//! [`int8`] is that of AMX's right operand: 64 values of k of a panel are one tile. In the layout
+//! of [`bf16`], 32 values of k are one tile. `tdpbusd` multiplies unsigned by signed bytes, so its
+//! sums are the same integers as those of `vpdpbusd`.
 //!
 //! Rust's intrinsics for AMX are unstable. All instructions from loading the tile configuration to
-//! releasing the tiles are in one `asm!` block: only then are the tile registers sure to keep their
-//! contents.
+//! releasing the tiles are in one `asm!` block: only this guarantees that the tile registers keep
+//! their contents.
 
 #![expect(unsafe_code, reason = "AMX has no stable intrinsics")]
 
@@ -20,11 +21,11 @@ use super::int8::{QUAD, RowTile};
 use super::tile::PANEL;
 use super::{bf16, int8};
 
-/// Rows of a tile, and bytes of a row.
-const ROWS: usize = 16;
+/// Rows of a tile, and bytes of each row.
+const TILE_ROWS: usize = 16;
 const ROW_BYTES: usize = 64;
 
-/// Whether the processor has AMX-INT8 and AMX-BF16 and the system lets this process use it.
+/// Whether the processor has AMX-INT8 and AMX-BF16 and the system lets this process use them.
 pub(crate) fn is_available() -> bool {
     static AVAILABLE: OnceLock<bool> = OnceLock::new();
     *AVAILABLE.get_or_init(|| has_instructions() && system_permits())
@@ -42,16 +43,16 @@ fn has_instructions() -> bool {
     // SAFETY: a processor with XSAVE has XGETBV. Detection of AVX-512 above implies that the system
     // has enabled XGETBV.
     let enabled = unsafe { _xgetbv(0) };
-    let has = __cpuid_count(7, 0).edx & (BF16 | TILE | INT8) == BF16 | TILE | INT8;
-    has && enabled & TILE_STATE == TILE_STATE
+    let has_amx = __cpuid_count(7, 0).edx & (BF16 | TILE | INT8) == BF16 | TILE | INT8;
+    has_amx && enabled & TILE_STATE == TILE_STATE
 }
 
-/// Asks Linux for the tile registers' state, which is given only to processes that request it.
+/// Requests permission to use the tile registers, which Linux grants only on request.
 #[cfg(target_os = "linux")]
 fn system_permits() -> bool {
     const ARCH_REQ_XCOMP_PERM: libc::c_long = 0x1023;
     const XFEATURE_XTILEDATA: libc::c_long = 18;
-    // SAFETY: the call takes two numbers and only changes what this process may use.
+    // SAFETY: the call takes two numbers and only changes the permissions of this process.
     unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0 }
 }
 
@@ -71,10 +72,10 @@ struct Configuration {
 }
 
 impl Configuration {
-    /// Tiles 0 to 3 hold sums, 4 and 5 activations, 6 and 7 weights. In tiles 0 to 5, even tiles
-    /// have `upper` rows and odd tiles `lower` rows.
+    /// Tiles 0 to 3 hold accumulators, 4 and 5 activations, 6 and 7 weights. In tiles 0 to 5, even
+    /// tiles have `upper` rows and odd tiles `lower` rows.
     fn new(upper: u8, lower: u8) -> Configuration {
-        let full = ROWS as u8;
+        let full = TILE_ROWS as u8;
         let mut rows = [0; 16];
         rows[..8].copy_from_slice(&[upper, lower, upper, lower, upper, lower, full, full]);
         let mut row_bytes = [0; 16];
@@ -89,14 +90,14 @@ impl Configuration {
     }
 }
 
-/// Sums of up to 32 rows by two panels: integers, or the bits of F32.
+/// Results of up to 32 rows by two panels: integers, or the bits of F32.
 #[repr(C, align(64))]
-struct Sums([[i32; 2 * PANEL]; 2 * ROWS]);
+struct Accumulators([[i32; 2 * PANEL]; 2 * TILE_ROWS]);
 
-/// The operands of a product, in bytes: 1 to 32 rows, and one or two panels. A 32-bit lane holds
-/// four INT8 or two BF16 values of k.
+/// The operands of a matmul, measured in bytes: 1 to 32 rows, and one or two panels. A 32-bit lane
+/// holds four INT8 or two BF16 values of k.
 struct AmxOperands {
-    /// First row. The rows are contiguous.
+    /// First of the rows, which are contiguous.
     a: *const u8,
     rows: usize,
     b: *const u8,
@@ -106,8 +107,8 @@ struct AmxOperands {
     depth: usize,
 }
 
-/// Configuration, start addresses and number of iterations of the loop.
-struct Start {
+/// Tile configuration, operand addresses and remaining iterations of the kernel's loop.
+struct LoopState {
     configuration: Configuration,
     a: *const u8,
     a_lower: *const u8,
@@ -116,38 +117,46 @@ struct Start {
     steps: usize,
 }
 
-impl Start {
-    fn of(f: &AmxOperands) -> Start {
-        debug_assert!(f.rows <= 2 * ROWS && (1..=2).contains(&f.panels) && f.depth.is_multiple_of(ROW_BYTES));
-        let upper = f.rows.min(ROWS);
-        let lower = f.rows - upper;
-        Start {
+impl LoopState {
+    fn new(operands: &AmxOperands) -> LoopState {
+        debug_assert!(
+            operands.rows <= 2 * TILE_ROWS
+                && (1..=2).contains(&operands.panels)
+                && operands.depth.is_multiple_of(ROW_BYTES)
+        );
+        let upper = operands.rows.min(TILE_ROWS);
+        let lower = operands.rows - upper;
+        LoopState {
             // AMX rejects a tile of zero rows. Without a lower half, the lower tiles have one row,
-            // whose sums are ignored.
+            // whose results are ignored.
             configuration: Configuration::new(upper as u8, lower.max(1) as u8),
-            a: f.a,
-            // Without a lower half or a second panel, the first one is read in its place, and the
-            // resulting sums are ignored.
-            a_lower: f.a.wrapping_add(if lower > 0 { ROWS * f.depth } else { 0 }),
-            b: f.b,
-            b_second: f.b.wrapping_add(if f.panels == 2 { f.panel_stride } else { 0 }),
-            steps: f.depth / ROW_BYTES,
+            a: operands.a,
+            // Without a lower half or a second panel, the upper half or first panel is read
+            // instead, and the results are ignored.
+            a_lower: operands
+                .a
+                .wrapping_add(if lower > 0 { TILE_ROWS * operands.depth } else { 0 }),
+            b: operands.b,
+            b_second: operands
+                .b
+                .wrapping_add(if operands.panels == 2 { operands.panel_stride } else { 0 }),
+            steps: operands.depth / ROW_BYTES,
         }
     }
 }
 
-/// Defines a function that multiplies the [`AmxOperands`] with the instruction `$product`.
-macro_rules! tiles {
-    ($name:ident, $product:literal) => {
+/// Defines a function that multiplies the [`AmxOperands`] with the instruction `$instruction`.
+macro_rules! amx_kernel {
+    ($name:ident, $instruction:literal) => {
         /// # Safety
-        /// All memory that [`AmxOperands`] names is valid, and [`is_available`].
-        unsafe fn $name(f: &AmxOperands) -> Sums {
-            let mut sums = Sums([[0; 2 * PANEL]; 2 * ROWS]);
-            let start = Start::of(f);
-            if start.steps == 0 {
+        /// All pointers of [`AmxOperands`] are valid, and [`is_available`].
+        unsafe fn $name(operands: &AmxOperands) -> Accumulators {
+            let mut sums = Accumulators([[0; 2 * PANEL]; 2 * TILE_ROWS]);
+            let state = LoopState::new(operands);
+            if state.steps == 0 {
                 return sums;
             }
-            // SAFETY: rows and panels lie within what the caller vouches for.
+            // SAFETY: the caller guarantees these rows and panels.
             unsafe {
                 asm!(
                     "ldtilecfg [{configuration}]",
@@ -158,12 +167,12 @@ macro_rules! tiles {
                     "2:",
                     "tileloadd tmm4, [{a} + {a_stride}*1]",
                     "tileloadd tmm6, [{b} + {row}*1]",
-                    concat!($product, " tmm0, tmm4, tmm6"),
+                    concat!($instruction, " tmm0, tmm4, tmm6"),
                     "tileloadd tmm5, [{a_lower} + {a_stride}*1]",
-                    concat!($product, " tmm1, tmm5, tmm6"),
+                    concat!($instruction, " tmm1, tmm5, tmm6"),
                     "tileloadd tmm7, [{b_second} + {row}*1]",
-                    concat!($product, " tmm2, tmm4, tmm7"),
-                    concat!($product, " tmm3, tmm5, tmm7"),
+                    concat!($instruction, " tmm2, tmm4, tmm7"),
+                    concat!($instruction, " tmm3, tmm5, tmm7"),
                     "add {a}, 64",
                     "add {a_lower}, 64",
                     "add {b}, 1024",
@@ -175,16 +184,16 @@ macro_rules! tiles {
                     "tilestored [{sums} + {sums_stride}*1 + 64], tmm2",
                     "tilestored [{sums_lower} + {sums_stride}*1 + 64], tmm3",
                     "tilerelease",
-                    configuration = in(reg) &start.configuration,
-                    a = inout(reg) start.a => _,
-                    a_lower = inout(reg) start.a_lower => _,
-                    a_stride = in(reg) f.depth,
-                    b = inout(reg) start.b => _,
-                    b_second = inout(reg) start.b_second => _,
+                    configuration = in(reg) &state.configuration,
+                    a = inout(reg) state.a => _,
+                    a_lower = inout(reg) state.a_lower => _,
+                    a_stride = in(reg) operands.depth,
+                    b = inout(reg) state.b => _,
+                    b_second = inout(reg) state.b_second => _,
                     row = in(reg) ROW_BYTES,
-                    steps = inout(reg) start.steps => _,
+                    steps = inout(reg) state.steps => _,
                     sums = in(reg) sums.0.as_mut_ptr(),
-                    sums_lower = in(reg) sums.0[ROWS..].as_mut_ptr(),
+                    sums_lower = in(reg) sums.0[TILE_ROWS..].as_mut_ptr(),
                     sums_stride = in(reg) 2 * PANEL * size_of::<i32>(),
                     out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
                     out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
@@ -196,59 +205,59 @@ macro_rules! tiles {
     };
 }
 
-tiles!(int8_sums, "tdpbusd");
-tiles!(bf16_sums, "tdpbf16ps");
+amx_kernel!(int8_sums, "tdpbusd");
+amx_kernel!(bf16_sums, "tdpbf16ps");
 
-/// 1 to 32 rows times one or two panels.
+/// Multiplies 1 to 32 rows by one or two panels.
 ///
 /// # Safety
-/// As [`product`](super::int8::product) where [`is_available`]; `quads` is a multiple of 16.
-pub(crate) unsafe fn int8_product(p: &int8::Int8Gemm, tile: RowTile) {
+/// As [`matmul`](super::int8::matmul), and [`is_available`]; `quads` is a multiple of 16.
+pub(crate) unsafe fn int8_matmul(p: &int8::Int8Gemm, tile: RowTile) {
     let depth = p.quads * QUAD;
     // SAFETY: the caller upholds the same contract.
     unsafe {
-        let factors = AmxOperands {
-            a: p.a.add(tile.from * depth),
+        let operands = AmxOperands {
+            a: p.a.add(tile.first_row * depth),
             rows: tile.rows,
             b: p.b.cast(),
             panel_stride: p.panel_stride,
             panels: p.panels,
             depth,
         };
-        finish(p, tile, &int8_sums(&factors));
+        store_int8(p, tile, &int8_sums(&operands));
     }
 }
 
-/// 1 to 32 rows times one or two panels.
+/// Multiplies 1 to 32 rows by one or two panels.
 ///
 /// # Safety
-/// As [`product`](super::bf16::product) where [`is_available`]; `pairs` is a multiple of 16.
-pub(crate) unsafe fn bf16_product(p: &bf16::Bf16Gemm, tile: RowTile) {
+/// As [`matmul`](super::bf16::matmul), and [`is_available`]; `pairs` is a multiple of 16.
+pub(crate) unsafe fn bf16_matmul(p: &bf16::Bf16Gemm, tile: RowTile) {
     let depth = p.pairs * bf16::PAIR * size_of::<u16>();
     // SAFETY: the caller upholds the same contract.
     unsafe {
-        let factors = AmxOperands {
-            a: p.a.cast::<u8>().add(tile.from * depth),
+        let operands = AmxOperands {
+            a: p.a.cast::<u8>().add(tile.first_row * depth),
             rows: tile.rows,
             b: p.b.cast(),
             panel_stride: p.panel_stride * size_of::<u16>(),
             panels: p.panels,
             depth,
         };
-        finish_bf16(p, tile, &bf16_sums(&factors));
+        store_bf16(p, tile, &bf16_sums(&operands));
     }
 }
 
-/// Adds the bias, rounds if `p.round` is set, and stores.
+/// Adds the bias, rounds if `p.round_to_bf16` is set, and stores.
 #[target_feature(enable = "avx512f")]
-unsafe fn finish_bf16(p: &bf16::Bf16Gemm, tile: RowTile, sums: &Sums) {
-    // SAFETY: indices stay within the bounds that `product` asks for.
+unsafe fn store_bf16(p: &bf16::Bf16Gemm, tile: RowTile, sums: &Accumulators) {
+    // SAFETY: indices stay within the bounds that `matmul` requires.
     unsafe {
         for n in 0..p.panels {
             let bias = _mm512_loadu_ps(p.bias.add(n * PANEL));
             for r in 0..tile.rows {
                 let sum = _mm512_load_ps(sums.0[r][n * PANEL..].as_ptr().cast());
-                let c = p.c.wrapping_add((tile.from + r) * p.c_stride + n * PANEL);
+                let c = p.c.wrapping_add((tile.first_row + r) * p.c_stride + n * PANEL);
                 _mm512_storeu_ps(c, _mm512_add_ps(sum, bias));
             }
         }
@@ -258,15 +267,15 @@ unsafe fn finish_bf16(p: &bf16::Bf16Gemm, tile: RowTile, sums: &Sums) {
 
 /// Subtracts the offsets, scales, adds the bias and stores.
 #[target_feature(enable = "avx512f")]
-unsafe fn finish(p: &int8::Int8Gemm, tile: RowTile, sums: &Sums) {
-    // SAFETY: indices stay within the bounds that `product` asks for.
+unsafe fn store_int8(p: &int8::Int8Gemm, tile: RowTile, sums: &Accumulators) {
+    // SAFETY: indices stay within the bounds that `matmul` requires.
     unsafe {
         for n in 0..p.panels {
             let offset = _mm512_loadu_si512(p.offsets.add(n * PANEL).cast());
             let scale = _mm512_loadu_ps(p.column_scales.add(n * PANEL));
             let bias = _mm512_loadu_ps(p.bias.add(n * PANEL));
             for r in 0..tile.rows {
-                let row = tile.from + r;
+                let row = tile.first_row + r;
                 let sum = _mm512_load_si512(sums.0[r][n * PANEL..].as_ptr().cast());
                 let value = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_sub_epi32(sum, offset)), scale);
                 let value = _mm512_fmadd_ps(value, _mm512_set1_ps(*p.row_scales.add(row)), bias);
@@ -278,15 +287,15 @@ unsafe fn finish(p: &int8::Int8Gemm, tile: RowTile, sums: &Sums) {
 
 #[cfg(test)]
 mod tests {
-    //! A model of the instructions in plain code, after their operation in Intel's manual (Intel 64
-    //! and IA-32 Architectures Software Developer's Manual, volume 2: LDTILECFG, TILELOADD,
-    //! TDPBUSD, TDPBF16PS). It runs on every processor, over the layouts that the loop above reads.
+    //! A software model of the instructions, after Intel's manual (Intel 64 and IA-32 Architectures
+    //! Software Developer's Manual, volume 2: LDTILECFG, TILELOADD, TDPBUSD, TDPBF16PS). It runs on
+    //! every processor, with the layouts that the kernel's loop reads.
 
     use super::*;
     use crate::device::cpu::testing::{lacks, numbers};
 
     /// A tile register: 16 rows of 64 bytes.
-    type Register = [[u8; ROW_BYTES]; ROWS];
+    type Register = [[u8; ROW_BYTES]; TILE_ROWS];
 
     /// The eight registers and their configuration.
     struct AmxTiles<'a> {
@@ -300,8 +309,7 @@ mod tests {
                 (configuration.palette, configuration.start_row, configuration.reserved),
                 (1, 0, [0; 14])
             );
-            // LDTILECFG faults if rows or bytes exceed the limits of palette 1, or if one of them
-            // is zero.
+            // LDTILECFG faults if rows or bytes are zero or exceed the limits of palette 1.
             for tile in 0..8 {
                 let (rows, bytes) = (configuration.rows[tile], configuration.row_bytes[tile]);
                 assert!(
@@ -312,13 +320,13 @@ mod tests {
             assert!(configuration.rows[8..].iter().all(|rows| *rows == 0));
             AmxTiles {
                 configuration,
-                registers: [[[0; ROW_BYTES]; ROWS]; 8],
+                registers: [[[0; ROW_BYTES]; TILE_ROWS]; 8],
             }
         }
 
         /// TILELOADD: loads each configured row; the rest of the register is zero.
         unsafe fn load(&mut self, tile: usize, from: *const u8, stride: usize) {
-            self.registers[tile] = [[0; ROW_BYTES]; ROWS];
+            self.registers[tile] = [[0; ROW_BYTES]; TILE_ROWS];
             for row in 0..usize::from(self.configuration.rows[tile]) {
                 for byte in 0..usize::from(self.configuration.row_bytes[tile]) {
                     // SAFETY: the caller passes valid memory for each row of the tile.
@@ -332,8 +340,8 @@ mod tests {
             self.registers[tile][m][n * 4..][..4].try_into().unwrap()
         }
 
-        /// `c[m][n] = of(c[m][n], a[m][k], b[k][n])` for each k in order, on doublewords.
-        fn products(&mut self, [c, a, b]: [usize; 3], of: impl Fn([u8; 4], [u8; 4], [u8; 4]) -> [u8; 4]) {
+        /// `c[m][n] = instruction(c[m][n], a[m][k], b[k][n])` for each k in order, on doublewords.
+        fn products(&mut self, [c, a, b]: [usize; 3], instruction: impl Fn([u8; 4], [u8; 4], [u8; 4]) -> [u8; 4]) {
             let rows = self.configuration.rows;
             let words = |tile: usize| usize::from(self.configuration.row_bytes[tile]) / 4;
             // TDP* faults unless the shapes fit.
@@ -341,7 +349,7 @@ mod tests {
             for m in 0..usize::from(rows[c]) {
                 for k in 0..words(a) {
                     for n in 0..words(c) {
-                        let sum = of(self.word(c, m, n), self.word(a, m, k), self.word(b, k, n));
+                        let sum = instruction(self.word(c, m, n), self.word(a, m, k), self.word(b, k, n));
                         self.registers[c][m][n * 4..][..4].copy_from_slice(&sum);
                     }
                 }
@@ -355,42 +363,46 @@ mod tests {
         products.fold(i32::from_le_bytes(c), i32::wrapping_add).to_le_bytes()
     }
 
-    /// TDPBF16PS: two products of BF16. The instruction's rounding and flushing are not modelled,
-    /// since the sums of these tests are exact.
+    /// TDPBF16PS: two products of BF16. Rounding and flushing of the real instruction are not
+    /// modelled, since all sums in these tests are exact.
     fn tdpbf16ps(c: [u8; 4], a: [u8; 4], b: [u8; 4]) -> [u8; 4] {
-        let number =
-            |of: [u8; 4], i: usize| f32::from_bits(u32::from(u16::from_le_bytes([of[2 * i], of[2 * i + 1]])) << 16);
+        let number = |word: [u8; 4], i: usize| {
+            f32::from_bits(u32::from(u16::from_le_bytes([word[2 * i], word[2 * i + 1]])) << 16)
+        };
         let products = [0, 1].map(|i| number(a, i) * number(b, i));
         (f32::from_le_bytes(c) + (products[0] + products[1])).to_le_bytes()
     }
 
-    /// The loop of [`tiles`] with a function in place of its instruction.
-    unsafe fn modelled(f: &AmxOperands, of: impl Fn([u8; 4], [u8; 4], [u8; 4]) -> [u8; 4] + Copy) -> Sums {
-        let mut start = Start::of(f);
-        let configuration = Start::of(f).configuration;
+    /// The loop of [`amx_kernel`] with a function in place of its instruction.
+    unsafe fn run_model(
+        operands: &AmxOperands,
+        instruction: impl Fn([u8; 4], [u8; 4], [u8; 4]) -> [u8; 4] + Copy,
+    ) -> Accumulators {
+        let mut state = LoopState::new(operands);
+        let configuration = LoopState::new(operands).configuration;
         let mut tiles = AmxTiles::new(&configuration);
-        let mut sums = Sums([[0; 2 * PANEL]; 2 * ROWS]);
-        for _ in 0..start.steps {
-            // SAFETY: as the caller vouches.
+        let mut sums = Accumulators([[0; 2 * PANEL]; 2 * TILE_ROWS]);
+        for _ in 0..state.steps {
+            // SAFETY: as the caller guarantees.
             unsafe {
-                tiles.load(4, start.a, f.depth);
-                tiles.load(6, start.b, ROW_BYTES);
-                tiles.load(5, start.a_lower, f.depth);
-                tiles.load(7, start.b_second, ROW_BYTES);
+                tiles.load(4, state.a, operands.depth);
+                tiles.load(6, state.b, ROW_BYTES);
+                tiles.load(5, state.a_lower, operands.depth);
+                tiles.load(7, state.b_second, ROW_BYTES);
             }
             for registers in [[0, 4, 6], [1, 5, 6], [2, 4, 7], [3, 5, 7]] {
-                tiles.products(registers, of);
+                tiles.products(registers, instruction);
             }
             for (at, bytes) in [
-                (&mut start.a, 64),
-                (&mut start.a_lower, 64),
-                (&mut start.b, 1024),
-                (&mut start.b_second, 1024),
+                (&mut state.a, 64),
+                (&mut state.a_lower, 64),
+                (&mut state.b, 1024),
+                (&mut state.b_second, 1024),
             ] {
                 *at = at.wrapping_add(bytes);
             }
         }
-        for (tile, row, column) in [(0, 0, 0), (1, ROWS, 0), (2, 0, PANEL), (3, ROWS, PANEL)] {
+        for (tile, row, column) in [(0, 0, 0), (1, TILE_ROWS, 0), (2, 0, PANEL), (3, TILE_ROWS, PANEL)] {
             for m in 0..usize::from(configuration.rows[tile]) {
                 for n in 0..PANEL {
                     sums.0[row + m][column + n] = i32::from_le_bytes(tiles.word(tile, m, n));
@@ -410,7 +422,7 @@ mod tests {
     }
 
     impl OperandCase {
-        fn factors(&self) -> AmxOperands {
+        fn operands(&self) -> AmxOperands {
             AmxOperands {
                 a: self.a.as_ptr(),
                 rows: self.rows,
@@ -426,7 +438,7 @@ mod tests {
         }
 
         /// Offset of byte `i` of column `n`. A panel is `[bytes of a row / 4][16][4]`.
-        fn place(&self, n: usize, i: usize) -> usize {
+        fn offset(&self, n: usize, i: usize) -> usize {
             n / PANEL * self.stride() + i / 4 * PANEL * 4 + n % PANEL * 4 + i % 4
         }
     }
@@ -446,22 +458,22 @@ mod tests {
         })
     }
 
-    /// Byte `i` of a sequence of BF16 numbers, low byte first. They have few bits, so that F32 sums
-    /// are exact in any order.
+    /// Byte `i` of a sequence of BF16 numbers, low byte first. The numbers have few significant
+    /// bits, so that F32 sums are exact in any order.
     fn few_bits(i: usize) -> u8 {
         let number = (numbers(9, 4096)[i / 2 % 4096] * 8.0).round() / 4.0;
         (number.to_bits() >> 16).to_le_bytes()[i % 2]
     }
 
-    /// Compares the sums of two implementations, INT8 and BF16, with plain sums over the same
-    /// bytes.
-    fn check(int8: impl Fn(&AmxOperands) -> Sums, bf16: impl Fn(&AmxOperands) -> Sums) {
+    /// Compares the results of an INT8 and a BF16 implementation with sums in scalar code over the
+    /// same bytes.
+    fn check(int8: impl Fn(&AmxOperands) -> Accumulators, bf16: impl Fn(&AmxOperands) -> Accumulators) {
         let random = numbers(3, 8192);
         for case in cases(|i| (random[i % 8192] * 128.0 + 128.0) as u8) {
-            let sums = int8(&case.factors());
+            let sums = int8(&case.operands());
             for (r, n) in (0..case.rows).flat_map(|r| (0..case.panels * PANEL).map(move |n| (r, n))) {
                 let product =
-                    |i: usize| i32::from(case.a[r * case.depth + i]) * i32::from(case.b[case.place(n, i)] as i8);
+                    |i: usize| i32::from(case.a[r * case.depth + i]) * i32::from(case.b[case.offset(n, i)] as i8);
                 let want: i32 = (0..case.depth).map(product).sum();
                 assert_eq!(
                     sums.0[r][n], want,
@@ -470,18 +482,18 @@ mod tests {
                 );
             }
         }
-        // A BF16 number starts at an even byte of a row in the left factor, and at an even byte of
-        // a column's four bytes in the right factor.
+        // A BF16 number starts at an even byte of a row in the left operand, and at an even byte of
+        // a column's four bytes in the right operand.
         let table: Vec<u8> = (0..8192).map(few_bits).collect();
         for case in cases(|i| table[i % 8192]) {
             let case = aligned(case, &table);
-            let sums = bf16(&case.factors());
+            let sums = bf16(&case.operands());
             let number =
                 |low: u8, high: u8| f64::from(f32::from_bits(u32::from(u16::from_le_bytes([low, high])) << 16));
             for (r, n) in (0..case.rows).flat_map(|r| (0..case.panels * PANEL).map(move |n| (r, n))) {
                 let product = |i: usize| {
                     let a = &case.a[r * case.depth + i..];
-                    number(a[0], a[1]) * number(case.b[case.place(n, i)], case.b[case.place(n, i + 1)])
+                    number(a[0], a[1]) * number(case.b[case.offset(n, i)], case.b[case.offset(n, i + 1)])
                 };
                 let want: f64 = (0..case.depth).step_by(2).map(product).sum();
                 let got = f64::from(f32::from_bits(sums.0[r][n] as u32));
@@ -506,22 +518,25 @@ mod tests {
     }
 
     #[test]
-    fn tiles_in_plain_code_give_the_plain_sums() {
-        // SAFETY: each case's arrays have the sizes that its fields name.
+    fn the_software_model_gives_correct_sums() {
+        // SAFETY: each case's arrays have the sizes that its fields state.
         check(
-            |f| unsafe { modelled(f, tdpbusd) },
-            |f| unsafe { modelled(f, tdpbf16ps) },
+            |operands| unsafe { run_model(operands, tdpbusd) },
+            |operands| unsafe { run_model(operands, tdpbf16ps) },
         );
     }
 
     #[test]
-    fn tiles_of_the_processor_give_the_plain_sums() {
+    fn the_processor_gives_correct_sums() {
         if !is_available() {
-            let name = "device::cpu::amx::tests::tiles_of_the_processor_give_the_plain_sums";
+            let name = "device::cpu::gemm::amx::tests::the_processor_gives_correct_sums";
             return lacks(name, "AMX");
         }
-        // SAFETY: each case's arrays have the sizes that its fields name, and the processor has
+        // SAFETY: each case's arrays have the sizes that its fields state, and the processor has
         // AMX.
-        check(|f| unsafe { int8_sums(f) }, |f| unsafe { bf16_sums(f) });
+        check(
+            |operands| unsafe { int8_sums(operands) },
+            |operands| unsafe { bf16_sums(operands) },
+        );
     }
 }

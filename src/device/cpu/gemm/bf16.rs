@@ -1,15 +1,16 @@
 //! The BF16 matrix kernel: multiplies a few rows by panels of 16 columns with dot products of BF16
 //! pairs. Bias and rounding are fused.
 //!
-//! `c[r][n] = sum over k of a[r][k] * b[n][k] + bias[n]`, rounded to BF16 if [`Bf16Gemm::round`] is
-//! set. A 32-bit lane holds two values of k, the even one in the low half. `vdpbf16ps` adds the odd
-//! product to the lane's sum, then the even product. Each addition rounds once, to the nearest F32.
-//! Subnormal inputs and sums are flushed to zero. Pairs are added in the order of k, so the sum of
-//! a row is independent of the other rows and of the threads.
+//! `c[r][n] = sum over k of a[r][k] * b[n][k] + bias[n]`, rounded to BF16 if
+//! [`Bf16Gemm::round_to_bf16`] is set. A 32-bit lane holds two values of k, with the even index in
+//! the low half. `vdpbf16ps` adds the product of odd index to the lane's sum, then the product of
+//! even index. Each addition rounds once, to the nearest F32. Subnormal inputs and sums are flushed
+//! to zero. Pairs are added in the order of k, so the sum of a row is independent of the other rows
+//! and of the threads.
 //!
-//! AMX (`tdpbf16ps`) sums even and odd values separately within 32 values of k. With AMX, every row
-//! therefore goes to tiles, even a single one, so that its sum stays independent of the batch. BF16
-//! results are bit-identical on one machine but may differ between machines.
+//! AMX (`tdpbf16ps`) sums values of even and of odd index separately within 32 values of k. With
+//! AMX, even a single row is therefore multiplied in tiles, so that its sum stays independent of
+//! the batch. BF16 results are bit-identical on one machine but may differ between machines.
 //!
 //! See docs/decisions/062-bf16-depends-on-the-processor.md.
 
@@ -24,17 +25,16 @@ use crate::device::cpu::math::bf16_bits;
 pub(crate) const PAIR: usize = 2;
 /// Rows are padded to a multiple of this many values of k: the depth of an AMX tile.
 pub(crate) const K_STEP: usize = 32;
-/// Maximum rows for which a product is bound by reading the weights from memory, and not by
-/// multiplications.
+/// Maximum rows of a matmul that is limited by memory bandwidth rather than by multiplications.
 #[cfg(target_arch = "x86_64")]
 const MEMORY_BOUND_ROWS_MAX: usize = 4;
 
-/// A product of rows, in tiles, and a group of panels.
+/// Parameters of [`matmul`]: rows, in tiles, times a group of panels.
 #[derive(Clone, Copy)]
 pub(crate) struct Bf16Gemm {
-    /// Depth of the product: pairs of k that are summed.
+    /// Number of pairs of values of k to sum over.
     pub pairs: usize,
-    /// BF16 bits of the rows, tile by tile, in the layout that [`is_packed`] reports.
+    /// BF16 bits of the rows, tile by tile, in the layout that [`interleaves_rows`] describes.
     pub a: *const u16,
     /// BF16 bits of the first panel, `[pairs][16][2]`.
     pub b: *const u16,
@@ -45,7 +45,7 @@ pub(crate) struct Bf16Gemm {
     /// `[panels * 16]`.
     pub bias: *const f32,
     /// Round results to BF16 values.
-    pub round: bool,
+    pub round_to_bf16: bool,
     /// Output, `[rows][c_stride]`. 16 columns per panel are written. Only the rows of the tile need
     /// valid memory.
     pub c: *mut f32,
@@ -70,7 +70,7 @@ pub(crate) fn max_rows(isa: Isa) -> usize {
     }
 }
 
-/// Maximum panels of a product whose tiles have `rows` rows.
+/// Maximum panels per call for tiles of `rows` rows.
 pub(crate) fn panels_at_once(isa: Isa, rows: usize) -> usize {
     match isa {
         #[cfg(target_arch = "x86_64")]
@@ -84,7 +84,7 @@ pub(crate) fn panels_at_once(isa: Isa, rows: usize) -> usize {
 }
 
 /// Whether a tile is laid out as `[pairs][rows][2]`. Otherwise it is `[rows][pairs][2]`.
-pub(crate) fn is_packed(isa: Isa) -> bool {
+pub(crate) fn interleaves_rows(isa: Isa) -> bool {
     match isa {
         #[cfg(target_arch = "x86_64")]
         Isa::Amx => false,
@@ -92,25 +92,25 @@ pub(crate) fn is_packed(isa: Isa) -> bool {
     }
 }
 
-/// Runs one tile of a product.
+/// Multiplies the rows of one tile.
 ///
 /// # Safety
-/// [`is_available`] is true for `isa`. All memory that [`Bf16Gemm`] names is valid for the rows of
-/// the tile. Nobody else reads or writes these rows of `c` during the call.
-pub(crate) unsafe fn product(isa: Isa, p: &Bf16Gemm, tile: RowTile) {
+/// [`is_available`] is true for `isa`. All pointers of [`Bf16Gemm`] are valid for the rows of the
+/// tile. No other code reads or writes these rows of `c` during the call.
+pub(crate) unsafe fn matmul(isa: Isa, p: &Bf16Gemm, tile: RowTile) {
     debug_assert!(tile.rows >= 1 && tile.rows <= max_rows(isa) && is_available(isa));
-    // SAFETY: the caller upholds the same contract, and `isa` vouches for the processor.
+    // SAFETY: the caller upholds the same contract, and `isa` guarantees the instructions.
     unsafe {
         match isa {
             #[cfg(target_arch = "x86_64")]
-            Isa::Amx => super::amx::bf16_product(p, tile),
+            Isa::Amx => super::amx::bf16_matmul(p, tile),
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512Bf16 => {
                 if p.panels == panels_at_once(isa, tile.rows) {
                     x86::avx512_bf16(p, tile);
                 } else {
                     for panel in 0..p.panels {
-                        x86::avx512_bf16(&p.panel(panel), tile);
+                        x86::avx512_bf16(&p.single_panel(panel), tile);
                     }
                 }
             }
@@ -120,13 +120,13 @@ pub(crate) unsafe fn product(isa: Isa, p: &Bf16Gemm, tile: RowTile) {
 }
 
 impl Bf16Gemm {
-    /// The product with one of its panels alone.
+    /// The same matmul with only one of its panels.
     ///
     /// # Safety
     /// `panel` is below `self.panels`.
     #[cfg(target_arch = "x86_64")]
-    unsafe fn panel(&self, panel: usize) -> Bf16Gemm {
-        // SAFETY: as the caller vouches.
+    unsafe fn single_panel(&self, panel: usize) -> Bf16Gemm {
+        // SAFETY: as the caller guarantees.
         unsafe {
             Bf16Gemm {
                 b: self.b.add(panel * self.panel_stride),
@@ -149,40 +149,40 @@ fn round_row(x: &[f32], out: &mut [u16]) {
 }
 
 multiversion! {
-    /// Writes the bits of a row, rounded to BF16, to `out`, and zeros to the rest of `out`, which
-    /// is at least as long as `x`.
+    /// Rounds a row to BF16 and writes its bits to `out`, which is at least as long as `x`. The
+    /// rest of `out` is filled with zeros.
     pub(crate) fn round_row_on(x: &[f32], out: &mut [u16]) = round_row;
 }
 
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod x86 {
-    //! The kernel in intrinsics. Loops over `ROWS` and `PANELS` are unrolled, so that all sums stay in registers.
+    //! The kernel in intrinsics. Loops over `ROWS` and `PANELS` are unrolled, so that all sums stay
+    //! in registers.
 
-    // The loops index registers by number.
+    // Loops index arrays of registers.
     #![allow(clippy::needless_range_loop)]
 
     use std::arch::x86_64::*;
 
     use super::{Bf16Gemm, PAIR, PANEL, RowTile};
 
-    /// Numbers of a panel in one pair of k, over all 16 columns.
-    const STEP: usize = PANEL * PAIR;
+    /// Numbers of one pair of k in all 16 columns of a panel.
+    const PAIR_NUMBERS: usize = PANEL * PAIR;
 
     #[target_feature(enable = "avx512f,avx512bf16")]
     unsafe fn pairs_512<const ROWS: usize, const PANELS: usize>(p: &Bf16Gemm, tile: RowTile) {
-        // SAFETY: indices stay within the bounds that `product` asks for. A register of pairs is
-        // 512 bits in either type.
+        // SAFETY: indices stay within the bounds that `matmul` requires. Both register types have
+        // 512 bits.
         unsafe {
             let pairs = |bits: __m512i| -> __m512bh { std::mem::transmute(bits) };
             let mut sums = [[_mm512_setzero_ps(); PANELS]; ROWS];
-            let (mut a, mut b) = (p.a.add(tile.from * p.pairs * PAIR), p.b);
+            let (mut a, mut b) = (p.a.add(tile.first_row * p.pairs * PAIR), p.b);
             let mut prefetch = tile.prefetch;
             for _ in 0..p.pairs {
-                // A single panel is read sequentially, which the hardware prefetcher handles
-                // better.
+                // A single panel is read sequentially, which the hardware prefetches better.
                 if PANELS > 1 {
                     for n in 0..PANELS {
-                        _mm_prefetch::<_MM_HINT_T1>(prefetch.wrapping_add(n * STEP * size_of::<u16>()));
+                        _mm_prefetch::<_MM_HINT_T1>(prefetch.wrapping_add(n * PAIR_NUMBERS * size_of::<u16>()));
                     }
                     prefetch = prefetch.wrapping_add(tile.prefetch_step);
                 }
@@ -197,36 +197,35 @@ pub(crate) mod x86 {
                     }
                 }
                 a = a.add(ROWS * PAIR);
-                b = b.add(STEP);
+                b = b.add(PAIR_NUMBERS);
             }
             for n in 0..PANELS {
                 let bias = _mm512_loadu_ps(p.bias.add(n * PANEL));
                 for r in 0..ROWS {
-                    let c = p.c.wrapping_add((tile.from + r) * p.c_stride + n * PANEL);
+                    let c = p.c.wrapping_add((tile.first_row + r) * p.c_stride + n * PANEL);
                     _mm512_storeu_ps(c, _mm512_add_ps(sums[r][n], bias));
                 }
             }
-            // Rounding is a separate pass: with more work per sum, the compiler would spill the
-            // sums to memory.
+            // Rounding is a separate pass: otherwise the compiler would spill the sums to memory.
             round_tile(p, tile);
         }
     }
 
-    /// Rounds the results of the tile in place if `p.round` is set.
+    /// Rounds the results of the tile in place if `p.round_to_bf16` is set.
     ///
     /// # Safety
-    /// As [`super::product`], on a processor with AVX-512.
+    /// As [`super::matmul`], on a processor with AVX-512.
     #[target_feature(enable = "avx512f")]
     pub(crate) unsafe fn round_tile(p: &Bf16Gemm, tile: RowTile) {
-        if !p.round {
+        if !p.round_to_bf16 {
             return;
         }
         for r in 0..tile.rows {
             for n in 0..p.panels {
-                // SAFETY: indices stay within the bounds that `product` asks for.
+                // SAFETY: indices stay within the bounds that `matmul` requires.
                 unsafe {
-                    let c = p.c.wrapping_add((tile.from + r) * p.c_stride + n * PANEL);
-                    _mm512_storeu_ps(c, round(_mm512_loadu_ps(c)));
+                    let c = p.c.wrapping_add((tile.first_row + r) * p.c_stride + n * PANEL);
+                    _mm512_storeu_ps(c, round_512(_mm512_loadu_ps(c)));
                 }
             }
         }
@@ -236,7 +235,7 @@ pub(crate) mod x86 {
     /// would flush subnormal numbers to zero.
     #[inline]
     #[target_feature(enable = "avx512f")]
-    fn round(x: __m512) -> __m512 {
+    fn round_512(x: __m512) -> __m512 {
         let bits = _mm512_castps_si512(x);
         let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
         let rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
@@ -247,7 +246,8 @@ pub(crate) mod x86 {
     }
 
     /// # Safety
-    /// As [`super::product`], with one panel or [`super::panels_at_once`], on a processor with AVX-512 BF16.
+    /// As [`super::matmul`], with one panel or [`super::panels_at_once`], on a processor with
+    /// AVX-512 BF16.
     pub(crate) unsafe fn avx512_bf16(p: &Bf16Gemm, tile: RowTile) {
         // SAFETY: the caller upholds the same contract.
         unsafe {
@@ -287,42 +287,42 @@ mod tests {
         numbers(seed, n).into_iter().map(bf16_bits).collect()
     }
 
-    fn check(isa: Isa, rows: usize, panels: usize, pairs: usize, round: bool) {
+    fn check(isa: Isa, rows: usize, panels: usize, pairs: usize, round_to_bf16: bool) {
         let k = pairs * PAIR;
-        // Another tile, of 2 rows, precedes this one.
-        let from = 2;
-        let all = from + rows;
+        // Another tile, of 2 rows, precedes this tile.
+        let first_row = 2;
+        let all = first_row + rows;
         let columns = panels * PANEL;
         let (a, b, bias) = (bits(1, all * k), bits(2, columns * k), numbers(5, columns));
         let mut c = vec![0.0f32; all * (columns + 3)];
-        let product_of = Bf16Gemm {
+        let gemm = Bf16Gemm {
             pairs,
             a: a.as_ptr(),
             b: b.as_ptr(),
             panel_stride: PANEL * k,
             panels,
             bias: bias.as_ptr(),
-            round,
+            round_to_bf16,
             c: c.as_mut_ptr(),
             c_stride: columns + 3,
         };
         let tile = RowTile {
-            from,
+            first_row,
             rows,
             prefetch: b.as_ptr().cast(),
             prefetch_step: 3,
         };
-        // SAFETY: the vectors have the sizes that the product names.
-        unsafe { product(isa, &product_of, tile) };
-        assert!(c[..from * (columns + 3)].iter().all(|x| *x == 0.0));
+        // SAFETY: the vectors have the sizes that `gemm` states.
+        unsafe { matmul(isa, &gemm, tile) };
+        assert!(c[..first_row * (columns + 3)].iter().all(|x| *x == 0.0));
         let widen = |bits: u16| f32::from_bits(u32::from(bits) << 16);
         for r in 0..rows {
             for n in 0..columns {
                 let value = |i: usize| {
-                    if is_packed(isa) {
-                        a[from * k + (i / PAIR * rows + r) * PAIR + i % PAIR]
+                    if interleaves_rows(isa) {
+                        a[first_row * k + (i / PAIR * rows + r) * PAIR + i % PAIR]
                     } else {
-                        a[(from + r) * k + i]
+                        a[(first_row + r) * k + i]
                     }
                 };
                 let weight =
@@ -330,10 +330,10 @@ mod tests {
                 let product = |i: usize, sum: f32| widen(value(i)).mul_add(widen(weight(i)), sum);
                 let sum = (0..pairs).fold(0.0, |sum, pair| product(pair * PAIR, product(pair * PAIR + 1, sum)));
                 let want = sum + bias[n];
-                let want = if round { round_bf16(want) } else { want };
-                let got = c[(from + r) * (columns + 3) + n];
+                let want = if round_to_bf16 { round_bf16(want) } else { want };
+                let got = c[(first_row + r) * (columns + 3) + n];
                 // AMX tiles sum in another order, so their results are only close.
-                let is_right = if is_packed(isa) {
+                let is_right = if interleaves_rows(isa) {
                     got.to_bits() == want.to_bits()
                 } else {
                     (got - want).abs() <= 1e-2 * want.abs().max(1.0)
@@ -347,7 +347,7 @@ mod tests {
     }
 
     #[test]
-    fn sums_go_in_the_order_that_is_promised() {
+    fn sums_have_the_documented_order() {
         let sets: Vec<Isa> = Isa::available().into_iter().filter(|isa| is_available(*isa)).collect();
         if sets.is_empty() {
             println!("skipped: this processor has no dot products of BF16");
@@ -365,31 +365,31 @@ mod tests {
     }
 
     #[test]
-    fn values_that_are_not_finite_stay_so() {
+    fn nan_inputs_give_nan_results() {
         for isa in Isa::available().into_iter().filter(|isa| is_available(*isa)) {
             let mut a = [0u16; K_STEP];
             a[3] = bf16_bits(f32::NAN);
             let (b, bias) = ([bf16_bits(1.0); PANEL * K_STEP], [0.0; PANEL]);
             let mut c = [0.0; PANEL];
-            let product_of = Bf16Gemm {
+            let gemm = Bf16Gemm {
                 pairs: K_STEP / PAIR,
                 a: a.as_ptr(),
                 b: b.as_ptr(),
                 panel_stride: 0,
                 panels: 1,
                 bias: bias.as_ptr(),
-                round: true,
+                round_to_bf16: true,
                 c: c.as_mut_ptr(),
                 c_stride: PANEL,
             };
             let tile = RowTile {
-                from: 0,
+                first_row: 0,
                 rows: 1,
                 prefetch: b.as_ptr().cast(),
                 prefetch_step: 0,
             };
-            // SAFETY: the arrays have the sizes that the product names.
-            unsafe { product(isa, &product_of, tile) };
+            // SAFETY: the arrays have the sizes that `gemm` states.
+            unsafe { matmul(isa, &gemm, tile) };
             assert!(c.iter().all(|x| x.is_nan()), "{isa:?}: {c:?}");
         }
     }

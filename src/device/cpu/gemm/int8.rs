@@ -1,12 +1,13 @@
-//! The INT8 matrix kernel: a few quantized rows times panels of 16 columns, with scales and bias fused.
+//! The INT8 matrix kernel: a few quantized rows times panels of 16 columns. Scales and bias are
+//! fused.
 //!
 //! `c[r][n] = (sum over k of a[r][k] * b[n][k] - offset[n]) * column_scale[n] * row_scale[r] + bias[n]`.
 //! `a` is unsigned, as `vpdpbusd` requires of its left operand: a signed 8-bit activation + 128.
-//! `offset[n]` is 128 times the sum of `b[n]`. Kernels that multiply signed activations skip the
-//! offset. Activations and weights range from -127 to 127.
+//! `offset[n]` is 128 times the sum of `b[n]`. Kernels that multiply signed activations do not need
+//! the offset. Activations and weights range from -127 to 127.
 //!
-//! Sums are exact in 32 bits, so every instruction set gives the same integers in any order.
-//! Scaling has the same order of roundings everywhere.
+//! Sums are exact in 32 bits, so all instruction sets give the same integers, in any order of
+//! additions. Scaling rounds in the same order everywhere.
 //!
 //! See docs/decisions/061-int8-does-not-depend-on-the-batch.md.
 
@@ -21,22 +22,21 @@ pub(crate) const QUAD: usize = 4;
 pub(crate) const OFFSET: i32 = 128;
 /// Rows are padded to a multiple of this many values of k: the depth of an AMX tile.
 pub(crate) const K_STEP: usize = 64;
-/// Maximum rows for which a product is bound by reading the weights from memory, and not by
-/// multiplications.
+/// Maximum rows of a matmul that is limited by memory bandwidth rather than by multiplications.
 #[cfg(target_arch = "x86_64")]
 const MEMORY_BOUND_ROWS_MAX: usize = 4;
-/// A tile of more rows than this uses AMX. Fewer rows would leave most of an AMX tile empty.
+/// Tiles with more rows than this use AMX. Fewer rows would leave most of an AMX tile empty.
 #[cfg(target_arch = "x86_64")]
 const AMX_ROWS_ABOVE: usize = 12;
 /// Maximum k whose sums fit in 32 bits: `255 * 127 * k < 2^31`.
 pub(crate) const K_MAX: usize = 1 << 16;
 
-/// A product of rows, in tiles, and a group of panels.
+/// Parameters of [`matmul`]: rows, in tiles, times a group of panels.
 #[derive(Clone, Copy)]
 pub(crate) struct Int8Gemm {
-    /// Depth of the product: quads of k that are summed.
+    /// Number of quads of values of k to sum over.
     pub quads: usize,
-    /// The rows, tile by tile, in the layout that [`is_packed`] reports.
+    /// The rows, tile by tile, in the layout that [`interleaves_rows`] describes.
     pub a: *const u8,
     /// First panel, `[quads][16][4]`.
     pub b: *const i8,
@@ -58,13 +58,13 @@ pub(crate) struct Int8Gemm {
     pub c_stride: usize,
 }
 
-/// A range of a product's rows.
+/// A range of a matmul's rows.
 #[derive(Clone, Copy)]
 pub(crate) struct RowTile {
-    pub from: usize,
+    pub first_row: usize,
     /// Number of rows, 1 to [`max_rows`].
     pub rows: usize,
-    /// Address from which to prefetch during the product. It may be invalid. It advances by
+    /// First address to prefetch during the matmul, which may be invalid. The address advances by
     /// `prefetch_step` bytes per 32-bit lane of k.
     pub prefetch: *const i8,
     pub prefetch_step: usize,
@@ -81,7 +81,7 @@ pub(crate) fn max_rows(isa: Isa) -> usize {
     }
 }
 
-/// Maximum panels of a product whose tiles have `rows` rows.
+/// Maximum panels per call for tiles of `rows` rows.
 pub(crate) fn panels_at_once(isa: Isa, rows: usize) -> usize {
     match isa {
         #[cfg(target_arch = "x86_64")]
@@ -98,7 +98,7 @@ pub(crate) fn panels_at_once(isa: Isa, rows: usize) -> usize {
 
 /// Whether a tile of `rows` rows is laid out as `[quads][rows][4]`. Otherwise it is
 /// `[rows][quads][4]`.
-pub(crate) fn is_packed(isa: Isa, rows: usize) -> bool {
+pub(crate) fn interleaves_rows(isa: Isa, rows: usize) -> bool {
     match isa {
         #[cfg(target_arch = "x86_64")]
         Isa::Amx => rows <= AMX_ROWS_ABOVE,
@@ -106,41 +106,41 @@ pub(crate) fn is_packed(isa: Isa, rows: usize) -> bool {
     }
 }
 
-/// Runs one tile of a product.
+/// Multiplies the rows of one tile.
 ///
 /// # Safety
-/// All memory that [`Int8Gemm`] names is valid for the rows of the tile. Nobody else reads or writes
+/// All pointers of [`Int8Gemm`] are valid for the rows of the tile. No other code reads or writes
 /// these rows of `c` during the call.
-pub(crate) unsafe fn product(isa: Isa, p: &Int8Gemm, tile: RowTile) {
+pub(crate) unsafe fn matmul(isa: Isa, p: &Int8Gemm, tile: RowTile) {
     debug_assert!(tile.rows >= 1 && tile.rows <= max_rows(isa));
-    // SAFETY: the caller upholds the same contract, and `isa` vouches for the processor.
+    // SAFETY: the caller upholds the same contract, and `isa` guarantees the instructions.
     unsafe {
         match isa {
             #[cfg(target_arch = "x86_64")]
-            Isa::Amx if tile.rows > AMX_ROWS_ABOVE => super::amx::int8_product(p, tile),
+            Isa::Amx if tile.rows > AMX_ROWS_ABOVE => super::amx::int8_matmul(p, tile),
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512Vnni | Isa::Avx512Bf16 | Isa::Amx => {
                 if tile.rows <= MEMORY_BOUND_ROWS_MAX {
                     for panel in 0..p.panels {
-                        x86::avx512_vnni_stream(&p.panel(panel), tile);
+                        x86::avx512_vnni_stream(&p.single_panel(panel), tile);
                     }
                 } else if p.panels <= 2 || p.panels == panels_at_once(isa, tile.rows) {
                     x86::avx512_vnni(p, tile);
                 } else {
                     for panel in 0..p.panels {
-                        x86::avx512_vnni(&p.panel(panel), tile);
+                        x86::avx512_vnni(&p.single_panel(panel), tile);
                     }
                 }
             }
             _ => {
                 for panel in 0..p.panels {
-                    let one = p.panel(panel);
+                    let single = p.single_panel(panel);
                     match isa {
                         #[cfg(target_arch = "x86_64")]
-                        Isa::AvxVnni => x86::avx_vnni(&one, tile),
+                        Isa::AvxVnni => x86::avx_vnni(&single, tile),
                         #[cfg(target_arch = "x86_64")]
-                        Isa::Avx512 | Isa::Avx2 => x86::avx2(&one, tile),
-                        _ => portable(&one, tile),
+                        Isa::Avx512 | Isa::Avx2 => x86::avx2(&single, tile),
+                        _ => portable(&single, tile),
                     }
                 }
             }
@@ -149,12 +149,12 @@ pub(crate) unsafe fn product(isa: Isa, p: &Int8Gemm, tile: RowTile) {
 }
 
 impl Int8Gemm {
-    /// The product with one of its panels alone.
+    /// The same matmul with only one of its panels.
     ///
     /// # Safety
     /// `panel` is below `self.panels`.
-    unsafe fn panel(&self, panel: usize) -> Int8Gemm {
-        // SAFETY: as the caller vouches.
+    unsafe fn single_panel(&self, panel: usize) -> Int8Gemm {
+        // SAFETY: as the caller guarantees.
         unsafe {
             Int8Gemm {
                 b: self.b.add(panel * self.panel_stride),
@@ -172,11 +172,11 @@ impl Int8Gemm {
 /// The kernel without intrinsics: one panel.
 ///
 /// # Safety
-/// As [`product`].
+/// As [`matmul`].
 unsafe fn portable(p: &Int8Gemm, tile: RowTile) {
-    // SAFETY: indices stay within the bounds that `product` asks for.
+    // SAFETY: indices stay within the bounds that `matmul` requires.
     unsafe {
-        let a = p.a.add(tile.from * p.quads * QUAD);
+        let a = p.a.add(tile.first_row * p.quads * QUAD);
         for r in 0..tile.rows {
             let mut sums: [i32; PANEL] = std::array::from_fn(|n| -*p.offsets.add(n));
             for q in 0..p.quads {
@@ -187,7 +187,7 @@ unsafe fn portable(p: &Int8Gemm, tile: RowTile) {
                     }
                 }
             }
-            let row = tile.from + r;
+            let row = tile.first_row + r;
             for (n, sum) in sums.iter().enumerate() {
                 let value = *sum as f32 * *p.column_scales.add(n);
                 *p.c.wrapping_add(row * p.c_stride + n) = value.mul_add(*p.row_scales.add(row), *p.bias.add(n));
@@ -201,19 +201,19 @@ pub(crate) mod x86 {
     //! The kernels in intrinsics. Loops over `ROWS` and `PANELS` are unrolled, so that all sums
     //! stay in registers. Sums start at `-offset`, except in `avx2`.
 
-    // The loops index registers by number.
+    // Loops index arrays of registers.
     #![allow(clippy::needless_range_loop)]
 
     use std::arch::x86_64::*;
 
     use super::{Int8Gemm, OFFSET, PANEL, QUAD, RowTile};
 
-    /// Bytes of a panel in one quad of k, over all 16 columns.
-    const STEP: usize = PANEL * QUAD;
+    /// Bytes of one quad of k in all 16 columns of a panel.
+    const QUAD_BYTES: usize = PANEL * QUAD;
 
     #[target_feature(enable = "avx512f,avx512vnni")]
     unsafe fn vnni_512<const ROWS: usize, const PANELS: usize>(p: &Int8Gemm, tile: RowTile) {
-        // SAFETY: indices stay within the bounds that `product` asks for.
+        // SAFETY: indices stay within the bounds that `matmul` requires.
         unsafe {
             let mut sums = [[_mm512_setzero_si512(); PANELS]; ROWS];
             for n in 0..PANELS {
@@ -223,14 +223,14 @@ pub(crate) mod x86 {
                     sums[r][n] = start;
                 }
             }
-            let (mut a, mut b) = (p.a.add(tile.from * p.quads * QUAD), p.b);
+            let (mut a, mut b) = (p.a.add(tile.first_row * p.quads * QUAD), p.b);
             let mut prefetch = tile.prefetch;
             for _ in 0..p.quads {
                 for n in 0..PANELS {
-                    _mm_prefetch::<_MM_HINT_T1>(prefetch.wrapping_add(n * STEP));
+                    _mm_prefetch::<_MM_HINT_T1>(prefetch.wrapping_add(n * QUAD_BYTES));
                 }
                 prefetch = prefetch.wrapping_add(tile.prefetch_step);
-                // The panels are kept in registers; the sums take up to 24 of the 32.
+                // The weights are kept in registers; the sums take up to 24 of the 32 registers.
                 let mut w = [_mm512_setzero_si512(); PANELS];
                 for n in 0..PANELS {
                     w[n] = _mm512_loadu_si512(b.add(n * p.panel_stride).cast());
@@ -242,13 +242,13 @@ pub(crate) mod x86 {
                     }
                 }
                 a = a.add(ROWS * QUAD);
-                b = b.add(STEP);
+                b = b.add(QUAD_BYTES);
             }
             for n in 0..PANELS {
                 let scale = _mm512_loadu_ps(p.column_scales.add(n * PANEL));
                 let bias = _mm512_loadu_ps(p.bias.add(n * PANEL));
                 for r in 0..ROWS {
-                    let row = tile.from + r;
+                    let row = tile.first_row + r;
                     let value = _mm512_mul_ps(_mm512_cvtepi32_ps(sums[r][n]), scale);
                     let value = _mm512_fmadd_ps(value, _mm512_set1_ps(*p.row_scales.add(row)), bias);
                     _mm512_storeu_ps(p.c.wrapping_add(row * p.c_stride + n * PANEL), value);
@@ -257,35 +257,35 @@ pub(crate) mod x86 {
         }
     }
 
-    /// The kernel for few rows: one panel, whose weights are read sequentially. The hardware
-    /// prefetcher follows this order faster than prefetch instructions would. `LINES` quads have
-    /// separate sums, so that their multiplications run independently of each other.
+    /// The kernel for few rows: one panel, whose weights are read sequentially, because hardware
+    /// prefetching in this order is faster than prefetch instructions. `UNROLL` quads have separate
+    /// sums, so that their multiplications do not wait for each other.
     #[target_feature(enable = "avx512f,avx512vnni")]
-    unsafe fn stream_512<const ROWS: usize, const LINES: usize>(p: &Int8Gemm, tile: RowTile) {
-        debug_assert!(p.quads.is_multiple_of(LINES));
-        // SAFETY: indices stay within the bounds that `product` asks for.
+    unsafe fn stream_512<const ROWS: usize, const UNROLL: usize>(p: &Int8Gemm, tile: RowTile) {
+        debug_assert!(p.quads.is_multiple_of(UNROLL));
+        // SAFETY: indices stay within the bounds that `matmul` requires.
         unsafe {
-            let mut sums = [[_mm512_setzero_si512(); ROWS]; LINES];
+            let mut sums = [[_mm512_setzero_si512(); ROWS]; UNROLL];
             let start = _mm512_sub_epi32(_mm512_setzero_si512(), _mm512_loadu_si512(p.offsets.cast()));
             sums[0] = [start; ROWS];
-            let (mut a, mut b) = (p.a.add(tile.from * p.quads * QUAD), p.b);
-            for _ in 0..p.quads / LINES {
-                for line in 0..LINES {
-                    let w = _mm512_loadu_si512(b.add(line * STEP).cast());
+            let (mut a, mut b) = (p.a.add(tile.first_row * p.quads * QUAD), p.b);
+            for _ in 0..p.quads / UNROLL {
+                for unrolled in 0..UNROLL {
+                    let w = _mm512_loadu_si512(b.add(unrolled * QUAD_BYTES).cast());
                     for r in 0..ROWS {
-                        let x = _mm512_set1_epi32(a.add((line * ROWS + r) * QUAD).cast::<i32>().read_unaligned());
-                        sums[line][r] = _mm512_dpbusd_epi32(sums[line][r], x, w);
+                        let x = _mm512_set1_epi32(a.add((unrolled * ROWS + r) * QUAD).cast::<i32>().read_unaligned());
+                        sums[unrolled][r] = _mm512_dpbusd_epi32(sums[unrolled][r], x, w);
                     }
                 }
-                a = a.add(LINES * ROWS * QUAD);
-                b = b.add(LINES * STEP);
+                a = a.add(UNROLL * ROWS * QUAD);
+                b = b.add(UNROLL * QUAD_BYTES);
             }
             let (scale, bias) = (_mm512_loadu_ps(p.column_scales), _mm512_loadu_ps(p.bias));
             for r in 0..ROWS {
-                let row = tile.from + r;
+                let row = tile.first_row + r;
                 let mut sum = sums[0][r];
-                for line in 1..LINES {
-                    sum = _mm512_add_epi32(sum, sums[line][r]);
+                for unrolled in 1..UNROLL {
+                    sum = _mm512_add_epi32(sum, sums[unrolled][r]);
                 }
                 let value = _mm512_mul_ps(_mm512_cvtepi32_ps(sum), scale);
                 let value = _mm512_fmadd_ps(value, _mm512_set1_ps(*p.row_scales.add(row)), bias);
@@ -295,7 +295,8 @@ pub(crate) mod x86 {
     }
 
     /// # Safety
-    /// As [`super::product`], with one panel and at most [`super::MEMORY_BOUND_ROWS_MAX`] rows, on a processor with AVX-512 VNNI.
+    /// As [`super::matmul`], with one panel and at most [`super::MEMORY_BOUND_ROWS_MAX`] rows, on a
+    /// processor with AVX-512 VNNI.
     pub(crate) unsafe fn avx512_vnni_stream(p: &Int8Gemm, tile: RowTile) {
         // SAFETY: the caller upholds the same contract.
         unsafe {
@@ -309,7 +310,7 @@ pub(crate) mod x86 {
     }
 
     /// # Safety
-    /// As [`super::product`], with 1, 2 or [`super::panels_at_once`] panels and more than
+    /// As [`super::matmul`], with 1, 2 or [`super::panels_at_once`] panels and more than
     /// [`super::MEMORY_BOUND_ROWS_MAX`] rows, on a processor with AVX-512 VNNI.
     pub(crate) unsafe fn avx512_vnni(p: &Int8Gemm, tile: RowTile) {
         // SAFETY: the caller upholds the same contract.
@@ -337,13 +338,13 @@ pub(crate) mod x86 {
         }
     }
 
-    /// Finishes one panel as two halves of 8 columns: scales, adds the bias and stores.
+    /// Scales the sums of one row and panel (two halves of 8 columns), adds the bias and stores.
     ///
     /// # Safety
-    /// As [`super::product`], on a processor with AVX2.
+    /// As [`super::matmul`], on a processor with AVX2.
     #[target_feature(enable = "avx2,fma")]
-    unsafe fn finish_256(p: &Int8Gemm, row: usize, sums: [__m256i; 2]) {
-        // SAFETY: indices stay within the bounds that `product` asks for.
+    unsafe fn store_256(p: &Int8Gemm, row: usize, sums: [__m256i; 2]) {
+        // SAFETY: indices stay within the bounds that `matmul` requires.
         unsafe {
             for (half, sum) in sums.into_iter().enumerate() {
                 let at = half * PANEL / 2;
@@ -359,16 +360,19 @@ pub(crate) mod x86 {
 
     #[target_feature(enable = "avx2,fma,avxvnni")]
     unsafe fn vnni_256<const ROWS: usize>(p: &Int8Gemm, tile: RowTile) {
-        // SAFETY: indices stay within the bounds that `product` asks for.
+        // SAFETY: indices stay within the bounds that `matmul` requires.
         unsafe {
             let start = [0, PANEL / 2].map(|at| {
                 let offset = _mm256_loadu_si256(p.offsets.add(at).cast());
                 _mm256_sub_epi32(_mm256_setzero_si256(), offset)
             });
             let mut sums = [start; ROWS];
-            let (mut a, mut b) = (p.a.add(tile.from * p.quads * QUAD), p.b);
+            let (mut a, mut b) = (p.a.add(tile.first_row * p.quads * QUAD), p.b);
             for _ in 0..p.quads {
-                let w = [_mm256_loadu_si256(b.cast()), _mm256_loadu_si256(b.add(STEP / 2).cast())];
+                let w = [
+                    _mm256_loadu_si256(b.cast()),
+                    _mm256_loadu_si256(b.add(QUAD_BYTES / 2).cast()),
+                ];
                 for r in 0..ROWS {
                     let x = _mm256_set1_epi32(a.add(r * QUAD).cast::<i32>().read_unaligned());
                     for half in 0..2 {
@@ -376,16 +380,16 @@ pub(crate) mod x86 {
                     }
                 }
                 a = a.add(ROWS * QUAD);
-                b = b.add(STEP);
+                b = b.add(QUAD_BYTES);
             }
             for (r, row) in sums.into_iter().enumerate() {
-                finish_256(p, tile.from + r, row);
+                store_256(p, tile.first_row + r, row);
             }
         }
     }
 
     /// # Safety
-    /// As [`super::product`] with one panel, on a processor with AVX-VNNI.
+    /// As [`super::matmul`] with one panel, on a processor with AVX-VNNI.
     pub(crate) unsafe fn avx_vnni(p: &Int8Gemm, tile: RowTile) {
         // SAFETY: the caller upholds the same contract.
         unsafe {
@@ -398,45 +402,48 @@ pub(crate) mod x86 {
         }
     }
 
-    /// Adds to each 32-bit sum four products `u * s` of bytes. `u` is at most 128 and `s` from -127
-    /// to 127, or `u` at most 127 and `s` from -128 to 127. Two products thus fit in 16 bits, where
-    /// `vpmaddubsw` would saturate.
+    /// Adds four products `u * s` of bytes to each 32-bit sum. Either `u` is at most 128 and `s`
+    /// from -127 to 127, or `u` is at most 127 and `s` from -128 to 127. Thus the sum of two
+    /// products fits in 16 bits, where `vpmaddubsw` would otherwise saturate.
     #[target_feature(enable = "avx2")]
     pub(crate) fn add_quads(sums: __m256i, u: __m256i, s: __m256i) -> __m256i {
         let pairs = _mm256_maddubs_epi16(u, s);
         _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)))
     }
 
-    /// Uses signed activations, without their offset. The sign of each weight is moved to the
-    /// activation, and the weight's magnitude becomes the unsigned operand.
+    /// Multiplies signed activations, without their offset. The sign of each weight is moved to the
+    /// activation, so that the weight's magnitude is the unsigned operand.
     #[target_feature(enable = "avx2,fma")]
     unsafe fn avx2_rows<const ROWS: usize>(p: &Int8Gemm, tile: RowTile) {
-        // SAFETY: indices stay within the bounds that `product` asks for.
+        // SAFETY: indices stay within the bounds that `matmul` requires.
         unsafe {
             let mut sums = [[_mm256_setzero_si256(); 2]; ROWS];
-            let (mut a, mut b) = (p.a.add(tile.from * p.quads * QUAD), p.b);
+            let (mut a, mut b) = (p.a.add(tile.first_row * p.quads * QUAD), p.b);
             let offset = _mm256_set1_epi8(OFFSET as u8 as i8);
             for _ in 0..p.quads {
-                let w = [_mm256_loadu_si256(b.cast()), _mm256_loadu_si256(b.add(STEP / 2).cast())];
-                let sizes = w.map(|w| _mm256_abs_epi8(w));
+                let w = [
+                    _mm256_loadu_si256(b.cast()),
+                    _mm256_loadu_si256(b.add(QUAD_BYTES / 2).cast()),
+                ];
+                let magnitudes = w.map(|w| _mm256_abs_epi8(w));
                 for r in 0..ROWS {
                     let x = _mm256_set1_epi32(a.add(r * QUAD).cast::<i32>().read_unaligned());
                     let x = _mm256_xor_si256(x, offset);
                     for half in 0..2 {
-                        sums[r][half] = add_quads(sums[r][half], sizes[half], _mm256_sign_epi8(x, w[half]));
+                        sums[r][half] = add_quads(sums[r][half], magnitudes[half], _mm256_sign_epi8(x, w[half]));
                     }
                 }
                 a = a.add(ROWS * QUAD);
-                b = b.add(STEP);
+                b = b.add(QUAD_BYTES);
             }
             for (r, row) in sums.into_iter().enumerate() {
-                finish_256(p, tile.from + r, row);
+                store_256(p, tile.first_row + r, row);
             }
         }
     }
 
     /// # Safety
-    /// As [`super::product`] with one panel, on a processor with AVX2.
+    /// As [`super::matmul`] with one panel, on a processor with AVX2.
     pub(crate) unsafe fn avx2(p: &Int8Gemm, tile: RowTile) {
         // SAFETY: the caller upholds the same contract.
         unsafe {
@@ -464,9 +471,9 @@ mod tests {
 
     fn check(isa: Isa, rows: usize, panels: usize, quads: usize, extreme: bool) {
         let k = quads * QUAD;
-        // Another tile, of 2 rows, precedes this one.
-        let from = 2;
-        let all = from + rows;
+        // Another tile, of 2 rows, precedes this tile.
+        let first_row = 2;
+        let all = first_row + rows;
         let mut a: Vec<u8> = bytes(1, all * k).into_iter().map(|x| x.max(1)).collect();
         let b = bytes(2, panels * PANEL * k).into_iter().map(|x| (x as i8).max(-127));
         let mut b: Vec<i8> = b.collect();
@@ -483,7 +490,7 @@ mod tests {
         let sum_of = |n: usize| (0..k).map(|i| i32::from(b[place(n, i)])).sum::<i32>();
         let offsets: Vec<i32> = (0..columns).map(|n| OFFSET * sum_of(n)).collect();
         let mut c = vec![0.0f32; all * (columns + 3)];
-        let product_of = Int8Gemm {
+        let gemm = Int8Gemm {
             quads,
             a: a.as_ptr(),
             b: b.as_ptr(),
@@ -497,28 +504,28 @@ mod tests {
             c_stride: columns + 3,
         };
         let tile = RowTile {
-            from,
+            first_row,
             rows,
             prefetch: b.as_ptr(),
             prefetch_step: 3,
         };
-        // SAFETY: the vectors have the sizes that the product names.
-        unsafe { product(isa, &product_of, tile) };
-        assert!(c[..from * (columns + 3)].iter().all(|x| *x == 0.0));
+        // SAFETY: the vectors have the sizes that `gemm` states.
+        unsafe { matmul(isa, &gemm, tile) };
+        assert!(c[..first_row * (columns + 3)].iter().all(|x| *x == 0.0));
         for r in 0..rows {
             for n in 0..columns {
                 let value = |i: usize| {
                     let (quad, i) = (i / QUAD, i % QUAD);
-                    if is_packed(isa, rows) {
-                        a[from * k + (quad * rows + r) * QUAD + i]
+                    if interleaves_rows(isa, rows) {
+                        a[first_row * k + (quad * rows + r) * QUAD + i]
                     } else {
-                        a[(from + r) * k + quad * QUAD + i]
+                        a[(first_row + r) * k + quad * QUAD + i]
                     }
                 };
                 let sum: i64 = (0..k).map(|i| i64::from(value(i)) * i64::from(b[place(n, i)])).sum();
                 let scaled = (sum - i64::from(offsets[n])) as i32 as f32 * column_scales[n];
-                let want = scaled.mul_add(row_scales[from + r], bias[n]);
-                let got = c[(from + r) * (columns + 3) + n];
+                let want = scaled.mul_add(row_scales[first_row + r], bias[n]);
+                let got = c[(first_row + r) * (columns + 3) + n];
                 assert_eq!(
                     got.to_bits(),
                     want.to_bits(),
@@ -529,7 +536,7 @@ mod tests {
     }
 
     #[test]
-    fn every_set_gives_the_integers_of_the_plain_sum() {
+    fn every_set_is_bit_identical_to_scalar_code() {
         for isa in Isa::available() {
             for rows in 1..=max_rows(isa) {
                 for panels in 1..=panels_at_once(isa, rows) {

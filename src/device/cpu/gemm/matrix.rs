@@ -1,8 +1,9 @@
 //! Weights in the layout that the kernels read: panels of 16 output features, which are the columns
-//! of a product: `[panel][in feature][16]`.
+//! of the matmul: `[panel][in feature][16]`.
 //!
 //! Lanes past the last output feature are zero. There are three storage formats:
-//! - Weights keep their 16 or 32 bits and are widened in registers, which is exact.
+//! - F32, BF16 and F16 weights are stored unchanged and widened to F32 in registers, which is
+//!   exact.
 //! - BF16 weights are stored in pairs, `[panel][pair of in features][16][2]`, for dot products of
 //!   pairs.
 //! - INT8 weights are stored in quads, `[panel][quad of in features][16][4]`. Each output feature
@@ -13,7 +14,7 @@ use rayon::prelude::*;
 use super::bf16;
 use super::int8::{K_MAX, K_STEP, OFFSET, QUAD};
 use super::tile::{Bf16, Element, F16, PANEL};
-use crate::device::cpu::aligned::Aligned;
+use crate::device::cpu::aligned::AlignedArray;
 use crate::device::cpu::math::round_bf16;
 use crate::device::{Dtype, Precision, Tensor, TensorError};
 
@@ -28,31 +29,32 @@ pub struct Matrix {
 }
 
 pub(crate) enum Panels {
-    F32(Aligned<f32>),
-    Bf16(Aligned<Bf16>),
-    F16(Aligned<F16>),
-    Pairs(Pairs),
+    F32(AlignedArray<f32>),
+    Bf16(AlignedArray<Bf16>),
+    F16(AlignedArray<F16>),
+    Bf16Pairs(Bf16PairPanels),
     Int8(Int8Panels),
 }
 
 /// BF16 weights in pairs of input features.
-pub(crate) struct Pairs {
+pub(crate) struct Bf16PairPanels {
     /// Padded with zeros to whole tiles and panels.
-    pub data: Aligned<Bf16>,
-    /// `[rows]`, rounded up to whole panels: the bias of layers without one.
-    pub zeros: Vec<f32>,
+    pub data: AlignedArray<Bf16>,
+    /// `[rows]`, rounded up to whole panels: the bias of layers that have none.
+    pub zero_bias: Vec<f32>,
 }
 
-/// Quantized weights: `w` is about `data * scales`. The vectors are as long as whole panels.
+/// Quantized weights: a weight is about its byte times the scale of its row. The length of the
+/// vectors is rounded up to whole panels.
 pub(crate) struct Int8Panels {
     /// Padded with zeros to whole tiles and panels.
-    pub data: Aligned<i8>,
+    pub data: AlignedArray<i8>,
     /// `[rows]`.
     pub scales: Vec<f32>,
-    /// `[rows]`: the amount that [`OFFSET`] adds to each sum.
+    /// `[rows]`: the amount that the activations' [`OFFSET`] adds to each sum.
     pub offsets: Vec<i32>,
-    /// `[rows]`: the bias of layers without one.
-    pub zeros: Vec<f32>,
+    /// `[rows]`: the bias of layers that have none.
+    pub zero_bias: Vec<f32>,
 }
 
 /// A vector of F32, rounded to BF16 values if packed in BF16.
@@ -60,7 +62,7 @@ pub struct Vector(pub(crate) Vec<f32>);
 
 impl Matrix {
     /// Stacks `parts` (of equal width) by rows. At F32 precision, the matrix keeps the format of
-    /// the parts if all parts have the same.
+    /// the parts if it is the same for all.
     pub(crate) fn pack(parts: &[Tensor<'_>], precision: Precision) -> Result<Matrix, TensorError> {
         let columns = parts.first().map_or(0, |p| p.columns);
         assert!(
@@ -71,7 +73,7 @@ impl Matrix {
         let rows = parts.iter().map(|p| p.rows).sum();
         let first = parts.first().map_or(Dtype::F32, |p| p.dtype);
         if precision == Precision::Int8 {
-            let row_of = |at: usize| (at < rows).then_some(at);
+            let row_of = |lane: usize| (lane < rows).then_some(lane);
             let panels = Panels::Int8(Int8Panels::pack(parts, rows.div_ceil(PANEL), columns, row_of)?);
             return Ok(Matrix { rows, columns, panels });
         }
@@ -89,28 +91,28 @@ impl Matrix {
     }
 
     /// As [`pack`](Self::pack), in BF16 for dot products of pairs.
-    pub(crate) fn pack_pairs(parts: &[Tensor<'_>]) -> Result<Matrix, TensorError> {
+    pub(crate) fn pack_bf16_pairs(parts: &[Tensor<'_>]) -> Result<Matrix, TensorError> {
         let columns = parts.first().map_or(0, |p| p.columns);
         let rows: usize = parts.iter().map(|p| p.rows).sum();
         let depth = columns.next_multiple_of(bf16::K_STEP);
-        let panels = Panels::Pairs(Pairs {
+        let panels = Panels::Bf16Pairs(Bf16PairPanels {
             data: pack_as(parts, (rows, columns), bf16::PAIR, depth)?,
-            zeros: vec![0.0; rows.next_multiple_of(PANEL)],
+            zero_bias: vec![0.0; rows.next_multiple_of(PANEL)],
         });
         Ok(Matrix { rows, columns, panels })
     }
 
     /// Stacks the rows of a gate projection and as many rows of an up projection, in INT8. Gate and
-    /// up panels alternate, so that the factors of a gated activation are computed side by side.
-    /// Such a matrix serves the gated operation only.
+    /// up panels alternate, so that one thread computes both factors of a gated activation. The
+    /// matrix is for the gated operation only.
     pub(crate) fn pack_gated(parts: &[Tensor<'_>]) -> Result<Matrix, TensorError> {
         let columns = parts.first().map_or(0, |p| p.columns);
         let rows: usize = parts.iter().map(|p| p.rows).sum();
         let half = rows / 2;
-        let row_of = |at: usize| {
-            let (pair, lane) = (at / (2 * PANEL), at % PANEL);
-            let row = pair * PANEL + lane;
-            let is_up = at / PANEL % 2 == 1;
+        let row_of = |lane: usize| {
+            let pair_of_panels = lane / (2 * PANEL);
+            let row = pair_of_panels * PANEL + lane % PANEL;
+            let is_up = lane / PANEL % 2 == 1;
             (row < half).then_some(if is_up { half + row } else { row })
         };
         let panels = Panels::Int8(Int8Panels::pack(parts, 2 * half.div_ceil(PANEL), columns, row_of)?);
@@ -124,7 +126,7 @@ impl Matrix {
             Panels::F32(p) => gather(&p[at..], 1, out),
             Panels::Bf16(p) => gather(&p[at..], 1, out),
             Panels::F16(p) => gather(&p[at..], 1, out),
-            Panels::Pairs(p) => {
+            Panels::Bf16Pairs(p) => {
                 let depth = self.columns.next_multiple_of(bf16::K_STEP);
                 let at = (row / PANEL) * depth * PANEL + row % PANEL * bf16::PAIR;
                 gather(&p.data[at..], bf16::PAIR, out);
@@ -136,7 +138,7 @@ impl Matrix {
 
 impl Int8Panels {
     /// `row_of(panel * 16 + lane)` is the row of the stack that is stored in this lane, or `None`
-    /// for zeros.
+    /// for zeros. `count` is the number of panels.
     fn pack(
         parts: &[Tensor<'_>],
         count: usize,
@@ -146,10 +148,10 @@ impl Int8Panels {
         assert!(columns <= K_MAX, "sums over {columns} products do not fit in 32 bits");
         let (depth, padded) = (columns.next_multiple_of(K_STEP), count * PANEL);
         let mut panels = Int8Panels {
-            data: Aligned::new(padded * depth),
+            data: AlignedArray::new(padded * depth),
             scales: vec![0.0; padded],
             offsets: vec![0; padded],
-            zeros: vec![0.0; padded],
+            zero_bias: vec![0.0; padded],
         };
         if panels.data.is_empty() {
             return Ok(panels);
@@ -169,17 +171,17 @@ impl Int8Panels {
                     if !values.iter().all(|x| x.is_finite()) {
                         return Err(TensorError::NotFinite { part, row });
                     }
-                    let most = values.iter().fold(0.0f32, |most, x| most.max(x.abs()));
-                    let inverse = if most > 0.0 { 127.0 / f64::from(most) } else { 0.0 };
+                    let max_abs = values.iter().fold(0.0f32, |max_abs, x| max_abs.max(x.abs()));
+                    let inverse = if max_abs > 0.0 { 127.0 / f64::from(max_abs) } else { 0.0 };
                     let mut sum = 0;
                     for (k, x) in values.iter().enumerate() {
-                        // Adding ROUND leaves no bits for a fraction: rounds to the nearest
-                        // integer, ties to even.
+                        // Rounds to the nearest integer, ties to even: adding ROUND leaves no bits
+                        // for a fraction.
                         let q = ((f64::from(*x) * inverse + ROUND) - ROUND) as i8;
                         data[(k / QUAD * PANEL + lane) * QUAD + k % QUAD] = q;
                         sum += i32::from(q);
                     }
-                    scales[lane] = most / 127.0;
+                    scales[lane] = max_abs / 127.0;
                     offsets[lane] = sum * OFFSET;
                 }
                 Ok(())
@@ -219,7 +221,8 @@ impl Vector {
     }
 }
 
-/// Reads a row from its first value on. `interleave` consecutive values are adjacent in the panel.
+/// Copies a row from a panel that begins at the row's first value. `interleave` consecutive values
+/// of a row are adjacent.
 fn gather<E: Element>(panel: &[E], interleave: usize, out: &mut [f32]) {
     for (x, w) in out.chunks_mut(interleave).zip(panel.chunks(interleave * PANEL)) {
         for (x, w) in x.iter_mut().zip(w) {
@@ -228,14 +231,15 @@ fn gather<E: Element>(panel: &[E], interleave: usize, out: &mut [f32]) {
     }
 }
 
-/// Packs `parts` into panels of `depth` values of k. `interleave` consecutive values are adjacent.
+/// Packs `parts` into panels of `depth` values of k. `interleave` consecutive values of a row are
+/// adjacent.
 fn pack_as<E: Element>(
     parts: &[Tensor<'_>],
     (rows, columns): (usize, usize),
     interleave: usize,
     depth: usize,
-) -> Result<Aligned<E>, TensorError> {
-    let mut packed = Aligned::new(rows.div_ceil(PANEL) * depth * PANEL);
+) -> Result<AlignedArray<E>, TensorError> {
+    let mut packed = AlignedArray::new(rows.div_ceil(PANEL) * depth * PANEL);
     if packed.is_empty() {
         return Ok(packed);
     }
@@ -245,13 +249,13 @@ fn pack_as<E: Element>(
             for lane in 0..PANEL.min(rows - panel * PANEL) {
                 let (part, row) = locate(parts, panel * PANEL + lane);
                 parts[part].read_row(row, row_values);
-                let mut finite = true;
+                let mut is_finite = true;
                 for (k, &x) in row_values.iter().enumerate() {
                     let stored = E::narrow(x);
-                    finite &= stored.widen().is_finite();
+                    is_finite &= stored.widen().is_finite();
                     out[(k / interleave * PANEL + lane) * interleave + k % interleave] = stored;
                 }
-                if !finite {
+                if !is_finite {
                     return Err(TensorError::NotFinite { part, row });
                 }
             }
@@ -278,7 +282,7 @@ mod tests {
     use crate::device::cpu::testing::{bytes_of, numbers};
 
     #[test]
-    fn rows_come_back_from_a_stack_of_parts() {
+    fn rows_of_a_stack_are_read_back() {
         let (a, b) = (numbers(1, 17 * 5), numbers(2, 3 * 5));
         for dtype in [Dtype::F32, Dtype::Bf16, Dtype::F16] {
             let (da, db) = (bytes_of(&a, dtype), bytes_of(&b, dtype));
@@ -297,7 +301,7 @@ mod tests {
                 },
             ];
             let matrix = Matrix::pack(&parts, Precision::F32).unwrap();
-            let pairs = Matrix::pack_pairs(&parts).unwrap();
+            let pairs = Matrix::pack_bf16_pairs(&parts).unwrap();
             let mut got = [0.0; 5];
             let mut want = [0.0; 5];
             for row in 0..20 {
@@ -312,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn values_that_are_not_finite_are_named() {
+    fn values_that_are_not_finite_are_reported() {
         let mut a = numbers(1, 4 * 3);
         a[7] = f32::NAN;
         let data = bytes_of(&a, Dtype::F32);

@@ -1,5 +1,4 @@
-//! Matrix products: packed weights, kernels for each number format and instruction set, and linear
-//! layers.
+//! Matmuls: packed weights, kernels for each number format and instruction set, and linear layers.
 
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod amx;
@@ -7,4 +6,5 @@ pub(crate) mod bf16;
 pub(crate) mod int8;
 pub(crate) mod linear;
 pub(crate) mod matrix;
+pub(crate) mod row_tiles;
 pub(crate) mod tile;

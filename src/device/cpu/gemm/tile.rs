@@ -1,9 +1,9 @@
 //! The F32 matrix kernel: a few packed rows times panels of 16 columns.
 //!
 //! `c[r][n] (+)= sum over k of a[k][r] * b[panel(n)][k][n % 16]`. Each output element is summed
-//! over k in order with fused multiply-add. The sum starts from 0, or from `c` if the product
-//! continues an earlier part of k. That order is the same for every row count, instruction set and
-//! split of the work, so results do not depend on the batch.
+//! over k in order, with fused multiply-adds. The sum starts from 0, or from `c` if an earlier call
+//! multiplied the previous part of k. The order is the same for every row count, instruction set
+//! and division of the work, so results do not depend on the batch.
 //!
 //! Linear layers pass weights as panels. Attention passes keys (`[head_dim][16 positions]`) and
 //! values (`[16 positions][16 dims]`) as panels.
@@ -16,10 +16,10 @@ use crate::device::cpu::isa::Isa;
 /// Columns of a panel.
 pub(crate) const PANEL: usize = 16;
 
-/// A product of `rows` packed rows and `panels` panels.
+/// Parameters of [`matmul`]: `rows` packed rows times `panels` panels.
 #[derive(Clone, Copy)]
 pub(crate) struct F32Gemm<E> {
-    /// Depth of the product: values of k that are summed.
+    /// Number of values of k to sum over.
     pub k: usize,
     /// Rows, at most [`max_rows`].
     pub rows: usize,
@@ -33,11 +33,11 @@ pub(crate) struct F32Gemm<E> {
     /// Output, `[rows][c_stride]`. 16 columns per panel are written.
     pub c: *mut f32,
     pub c_stride: usize,
-    /// Add to the numbers already in `c`.
+    /// Whether to add to the contents of `c` instead of overwriting them.
     pub accumulate: bool,
 }
 
-/// Maximum rows of a product.
+/// Maximum rows per call.
 pub(crate) fn max_rows(isa: Isa) -> usize {
     match isa {
         #[cfg(target_arch = "x86_64")]
@@ -48,7 +48,7 @@ pub(crate) fn max_rows(isa: Isa) -> usize {
     }
 }
 
-/// Maximum panels whose sums [`product`] keeps in registers at once, for `rows` rows.
+/// Maximum number of panels whose sums for `rows` rows fit in the registers together.
 pub(crate) fn panels_at_once(isa: Isa, rows: usize) -> usize {
     match isa {
         #[cfg(target_arch = "x86_64")]
@@ -73,10 +73,10 @@ pub(crate) trait Element: ZeroBits + Default + Send + Sync + 'static {
     fn widen(self) -> f32;
     /// The number nearest to `x`.
     fn narrow(x: f32) -> Self;
-    /// Runs a product whose `panels` are 1 or [`panels_at_once`].
+    /// Runs a matmul of 1 or [`panels_at_once`] panels.
     ///
     /// # Safety
-    /// As [`product`].
+    /// As [`matmul`].
     unsafe fn tile(isa: Isa, p: F32Gemm<Self>);
 }
 
@@ -90,19 +90,19 @@ pub(crate) struct Bf16(pub u16);
 #[repr(transparent)]
 pub(crate) struct F16(pub u16);
 
-/// Runs a product.
+/// Multiplies as described by `p`.
 ///
 /// # Safety
-/// `a` holds `k * rows` numbers and `b` holds `(panels - 1) * panel_stride + k * 16` elements. The
-/// caller has exclusive access to `rows` rows of `panels * 16` numbers at stride `c_stride` from
-/// `c`.
-pub(crate) unsafe fn product<E: Element>(isa: Isa, p: F32Gemm<E>) {
+/// `a` has `k * rows` numbers and `b` has `(panels - 1) * panel_stride + k * 16` elements. The
+/// caller has exclusive access to `rows` rows of `panels * 16` numbers, which start at `c` with
+/// stride `c_stride`.
+pub(crate) unsafe fn matmul<E: Element>(isa: Isa, p: F32Gemm<E>) {
     debug_assert!(p.rows >= 1 && p.rows <= max_rows(isa));
     let at_once = panels_at_once(isa, p.rows);
     let mut done = 0;
     while done < p.panels {
         let panels = if p.panels - done >= at_once { at_once } else { 1 };
-        // SAFETY: panels `done .. done + panels` lie within what the caller vouches for.
+        // SAFETY: the caller guarantees panels `done .. done + panels`.
         unsafe {
             let part = F32Gemm {
                 b: p.b.add(done * p.panel_stride),
@@ -119,7 +119,7 @@ pub(crate) unsafe fn product<E: Element>(isa: Isa, p: F32Gemm<E>) {
 /// The kernel without intrinsics: one panel, `ROWS` rows.
 #[inline(always)]
 unsafe fn portable<E: Element, const ROWS: usize>(p: F32Gemm<E>) {
-    // SAFETY: indices stay within the bounds that `product` asks for.
+    // SAFETY: indices stay within the bounds that `matmul` requires.
     unsafe {
         let mut sums = [[0f32; PANEL]; ROWS];
         if p.accumulate {
@@ -160,7 +160,8 @@ unsafe fn portable_tile<E: Element>(p: F32Gemm<E>) {
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
-    //! The kernels in intrinsics. Loops over `ROWS` and `PANELS` are unrolled, so that all sums stay in registers.
+    //! The kernels in intrinsics. Loops over `ROWS` and `PANELS` are unrolled, so that all sums
+    //! stay in registers.
 
     use std::arch::x86_64::*;
 
@@ -170,7 +171,7 @@ mod x86 {
         ($name:ident, $pick:ident, $element:ty, |$at:ident| $load:expr) => {
             #[target_feature(enable = "avx512f")]
             unsafe fn $name<const ROWS: usize, const PANELS: usize>(p: F32Gemm<$element>) {
-                // SAFETY: indices stay within the bounds that `product` asks for.
+                // SAFETY: indices stay within the bounds that `matmul` requires.
                 unsafe {
                     let mut sums = [[_mm512_setzero_ps(); PANELS]; ROWS];
                     if p.accumulate {
@@ -182,8 +183,8 @@ mod x86 {
                     }
                     let (mut a, mut b) = (p.a, p.b);
                     for _ in 0..p.k {
-                        // The operand with fewer vectors, rows or panels, is kept in registers. The
-                        // sums take up to 24 of the 32.
+                        // The operand with fewer vectors (rows or panels) is kept in registers. The
+                        // sums take up to 24 of the 32 registers.
                         if ROWS < PANELS {
                             let mut x = [_mm512_setzero_ps(); ROWS];
                             for r in 0..ROWS {
@@ -221,7 +222,7 @@ mod x86 {
             }
 
             /// # Safety
-            /// As [`super::product`], on a processor with AVX-512.
+            /// As [`super::matmul`], on a processor with AVX-512.
             pub(crate) unsafe fn $pick(p: F32Gemm<$element>) {
                 // SAFETY: the caller upholds the same contract.
                 unsafe {
@@ -268,7 +269,7 @@ mod x86 {
         ($name:ident, $pick:ident, $element:ty, |$at:ident| $load:expr) => {
             #[target_feature(enable = "avx2,fma,f16c")]
             unsafe fn $name<const ROWS: usize, const PANELS: usize>(p: F32Gemm<$element>) {
-                // SAFETY: indices stay within the bounds that `product` asks for.
+                // SAFETY: indices stay within the bounds that `matmul` requires.
                 unsafe {
                     let mut sums = [[[_mm256_setzero_ps(); 2]; PANELS]; ROWS];
                     if p.accumulate {
@@ -308,7 +309,7 @@ mod x86 {
             }
 
             /// # Safety
-            /// As [`super::product`], on a processor with AVX2, FMA and F16C.
+            /// As [`super::matmul`], on a processor with AVX2, FMA and F16C.
             pub(crate) unsafe fn $pick(p: F32Gemm<$element>) {
                 // SAFETY: the caller upholds the same contract.
                 unsafe {
@@ -348,7 +349,8 @@ macro_rules! element {
                 $narrow
             }
             unsafe fn tile(isa: Isa, p: F32Gemm<Self>) {
-                // SAFETY: the caller vouches for the product, and `isa` for the processor.
+                // SAFETY: the caller guarantees the operands, and `isa` guarantees the
+                // instructions.
                 unsafe {
                     match isa {
                         #[cfg(target_arch = "x86_64")]
@@ -397,7 +399,7 @@ mod tests {
                 }
             }
         }
-        let product_of = F32Gemm {
+        let gemm = F32Gemm {
             k,
             rows,
             a: a.as_ptr(),
@@ -408,8 +410,8 @@ mod tests {
             c_stride: panels * PANEL,
             accumulate,
         };
-        // SAFETY: the vectors have the sizes that the product names.
-        unsafe { product(isa, product_of) };
+        // SAFETY: the vectors have the sizes that `gemm` states.
+        unsafe { matmul(isa, gemm) };
         for (i, (got, want)) in c.iter().zip(&want).enumerate() {
             assert_eq!(
                 got.to_bits(),
@@ -420,7 +422,7 @@ mod tests {
     }
 
     #[test]
-    fn every_shape_gives_the_bits_of_the_plain_sum() {
+    fn every_shape_is_bit_identical_to_scalar_code() {
         for isa in Isa::available() {
             for rows in 1..=max_rows(isa) {
                 for panels in [1, 2, 3, 4, 5, 8, 9, 17] {

@@ -1,4 +1,4 @@
-//! Bounds on shapes: shapes beyond them, shapes just within, and ordinary shapes.
+//! Tests of the bounds on shapes: shapes beyond a bound, shapes at a bound, and ordinary shapes.
 
 use std::time::{Duration, Instant};
 
@@ -96,7 +96,7 @@ fn refused_schemas() -> Vec<(Value, &'static str)> {
 }
 
 #[test]
-fn what_would_take_too_much_is_refused_before_it_is_compiled() {
+fn shapes_beyond_a_bound_are_refused_before_compilation() {
     for (at, (value, words)) in refused_schemas().into_iter().enumerate() {
         let began = Instant::now();
         let error = schema(value).expect_err(&format!("case {at}")).to_string();
@@ -124,7 +124,7 @@ fn what_would_take_too_much_is_refused_before_it_is_compiled() {
     }
 }
 
-/// Schemas at the bounds. Each uses its thread's stack or time in another way.
+/// Schemas at the bounds. Each uses its thread's stack or time in a different way.
 fn largest_schemas() -> Vec<Value> {
     let properties = |count: usize| -> Value {
         (0..count)
@@ -180,11 +180,11 @@ fn largest_schemas() -> Vec<Value> {
 /// With half of a thread's stack, nothing within the bounds overflows it (an overflow would abort
 /// the test process), and each case stays well below the time limit.
 #[test]
-fn what_is_within_the_bounds_needs_neither_the_stack_nor_the_time() {
+fn shapes_within_the_bounds_need_less_than_the_stack_and_time_limits() {
     let bounded = std::thread::Builder::new().stack_size(STACK_BYTES / 2).spawn(|| {
         let tokenizer = tokenizer();
         let eos = ends(&tokenizer);
-        let factory = build::factory(&tokenizer, &eos).unwrap();
+        let factory = build::parser_factory(&tokenizer, &eos).unwrap();
         let memory = memory::ShapeMemory::default();
         let regexes = [
             "a?".repeat(1000),
@@ -195,11 +195,11 @@ fn what_is_within_the_bounds_needs_neither_the_stack_nor_the_time() {
         let schemas = largest_schemas().into_iter().map(OutputConstraint::JsonSchema);
         for (at, shape) in schemas.chain(regexes.map(OutputConstraint::Regex)).enumerate() {
             let began = Instant::now();
-            let compiled = build::constraint(&shape, &tokenizer, &eos, &memory, || Ok(&factory));
+            let compiled = build::compile(&shape, &tokenizer, &eos, &memory, || Ok(&factory));
             assert!(
                 !matches!(
                     compiled,
-                    Err(ConstraintError::TooLarge { .. } | ConstraintError::Work { .. })
+                    Err(ConstraintError::TooLarge { .. } | ConstraintError::TooMuchWork { .. })
                 ),
                 "case {at} is not within the bounds: {compiled:?}"
             );
@@ -215,7 +215,7 @@ fn what_is_within_the_bounds_needs_neither_the_stack_nor_the_time() {
 }
 
 #[test]
-fn ordinary_schemas_are_taken() {
+fn ordinary_schemas_compile() {
     let labels: Vec<String> = (0..1000).map(|i| format!("label number {i}")).collect();
     let properties: Value = (0..100)
         .map(|i| {
@@ -324,17 +324,17 @@ fn ordinary_schemas_are_taken() {
 }
 
 #[test]
-fn a_shape_that_takes_too_long_is_given_up_and_its_thread_awaited() {
+fn a_shape_that_takes_too_long_is_given_up_and_occupies_its_thread() {
     let (t, slow) = (tokenizer(), |tail: &str| {
         OutputConstraint::Regex(format!("{}{tail}", r"\w?".repeat(1000)))
     });
     let eos = ends(&t);
-    let mut compiler = Compiler::with(1, Duration::from_millis(1));
+    let mut compiler = Compiler::with_limits(1, Duration::from_millis(1));
     // Building the vocabulary's trie does not count against the shape's time.
-    let none = OutputConstraint::Regex("b+".into());
+    let quick = OutputConstraint::Regex("b+".into());
     assert!(
-        Compiler::with(1, Duration::from_secs(60))
-            .compile(&none, &t, &eos)
+        Compiler::with_limits(1, Duration::from_secs(60))
+            .compile(&quick, &t, &eos)
             .is_ok()
     );
     let given_up = compiler.compile(&slow("a"), &t, &eos).unwrap_err();
@@ -350,10 +350,10 @@ fn a_shape_that_takes_too_long_is_given_up_and_its_thread_awaited() {
         compiler.find(&slow("a"), &t, &eos),
         ShapeState::Ready(Err(ConstraintError::TooSlow { .. }))
     ));
-    let held = compiler.compile(&slow("b"), &t, &eos).unwrap_err();
+    let busy = compiler.compile(&slow("b"), &t, &eos).unwrap_err();
     assert_eq!(
-        held,
-        ConstraintError::Held {
+        busy,
+        ConstraintError::ThreadsBusy {
             field: "regex",
             threads: 1
         }
@@ -364,7 +364,7 @@ fn a_shape_that_takes_too_long_is_given_up_and_its_thread_awaited() {
         probabilities: false,
     };
     while let Err(error) = compiler.compile(&quick, &t, &eos) {
-        assert!(matches!(error, ConstraintError::Held { .. }), "{error}");
+        assert!(matches!(error, ConstraintError::ThreadsBusy { .. }), "{error}");
         assert!(began.elapsed() < Duration::from_secs(60), "the thread never ends");
         std::thread::sleep(Duration::from_millis(20));
     }
@@ -372,21 +372,21 @@ fn a_shape_that_takes_too_long_is_given_up_and_its_thread_awaited() {
 
 /// Shapes in use delay those that come after them, but only until they are dropped.
 #[test]
-fn shapes_that_are_there_are_bounded_together() {
+fn memory_of_live_shapes_is_bounded() {
     let t = tokenizer();
     let (mut compiler, eos) = (Compiler::new(), ends(&t));
-    compiler.live_max = 15_000;
+    compiler.live_bytes_max = 15_000;
     let shape = |i: usize| OutputConstraint::Regex(format!("{}{i}", "a?".repeat(50)));
     // Shapes that are only cached make room.
     for i in 0..4 {
         assert!(compiler.compile(&shape(i), &t, &eos).is_ok());
     }
-    assert!(compiler.remembered() <= 2);
+    assert!(compiler.cached_results() <= 2);
     let used: Vec<_> = (4..6).map(|i| compiler.compile(&shape(i), &t, &eos)).collect();
-    assert!(matches!(compiler.find(&shape(6), &t, &eos), ShapeState::Underway(_)));
+    assert!(matches!(compiler.find(&shape(6), &t, &eos), ShapeState::Compiling(_)));
     assert!(
         compiler.collect(Duration::from_millis(300)).is_empty(),
-        "two are in use, and more than there may be"
+        "two shapes are in use, and their bytes exceed the limit"
     );
     drop(used);
     assert!(compiler.compile(&shape(6), &t, &eos).is_ok());
@@ -394,7 +394,7 @@ fn shapes_that_are_there_are_bounded_together() {
 
 #[test]
 fn a_panic_is_the_error_of_its_shape() {
-    let error = compiler::guarded("regex", || panic!("it broke\nhere")).unwrap_err();
+    let error = compiler::catch_panic("regex", || panic!("it broke\nhere")).unwrap_err();
     assert_eq!(error.to_string(), "`regex` cannot be compiled: panic: it broke here");
     // A panic of llguidance itself, which cuts a text in the middle of a character.
     let cut = json!({"type": "string", "minLength": {"x": format!("{}{}", "a".repeat(93), "é".repeat(50))}});
@@ -404,18 +404,18 @@ fn a_panic_is_the_error_of_its_shape() {
 
 /// A mask that would take too long fails its sequence, and a sequence of another grammar goes on.
 #[test]
-fn a_mask_that_takes_too_much_fails_its_sequence_alone() {
+fn a_mask_that_takes_too_long_fails_only_its_sequence() {
     let hard = regex(&"(x{0,99}y?z{0,999}){0,50}".repeat(190)).unwrap();
     let mut state = GrammarState::new(hard);
     let began = Instant::now();
-    let failed = (0..50).find_map(|_| state.take(120).err().or_else(|| allowed(&mut state).err()));
+    let failed = (0..50).find_map(|_| state.consume(120).err().or_else(|| allowed(&mut state).err()));
     assert!(
         failed.as_ref().is_some_and(|why| why.contains("too many")),
         "{failed:?}"
     );
     assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
     let mut other = GrammarState::new(regex("a[bc]d").unwrap());
-    assert_eq!((other.take(97), allowed(&mut other)), (Ok(false), Ok(vec![98, 99])));
+    assert_eq!((other.consume(97), allowed(&mut other)), (Ok(false), Ok(vec![98, 99])));
 }
 
 /// Feeds a pseudorandom sequence of the letters `a` and `b` to a state. Returns the error that ends
@@ -428,7 +428,7 @@ fn walk_at_random(state: &mut GrammarState, seed: u64, steps: usize) -> Result<(
         dice = dice
             .wrapping_mul(6_364_136_223_846_793_005)
             .wrapping_add(1_442_695_040_888_963_407);
-        state.take(97 + (dice >> 63) as u32)?;
+        state.consume(97 + (dice >> 63) as u32)?;
     }
     Ok(())
 }
@@ -436,11 +436,11 @@ fn walk_at_random(state: &mut GrammarState, seed: u64, steps: usize) -> Result<(
 /// The growth of lexers is bounded over all lanes of all grammars: a sequence whose lexer has grown
 /// too large fails, and the others go on.
 #[test]
-fn what_rows_lead_lexers_to_is_bounded_over_all_of_them() {
-    const MOST: u64 = 4 << 20;
+fn growth_of_lexers_is_bounded_over_all_grammars() {
+    const LIMIT_BYTES: u64 = 4 << 20;
     let t = tokenizer();
     let (mut compiler, eos) = (Compiler::new(), ends(&t));
-    compiler.memory.lexer_memory = lexer_memory::LexerMemory::with_limit(MOST);
+    compiler.memory.lexer_memory = lexer_memory::LexerMemory::with_limit(LIMIT_BYTES);
     let lexer_memory = compiler.memory.lexer_memory.clone();
     let mut state_of = |text: &str| match compiler.compile(&OutputConstraint::Regex(text.into()), &t, &eos) {
         Ok(Constraint::Grammar(grammar)) => GrammarState::new(grammar),
@@ -451,25 +451,25 @@ fn what_rows_lead_lexers_to_is_bounded_over_all_of_them() {
         .map(|i| state_of(&format!("(a|b)*a(a|b){{60}}{}", i % 4)))
         .collect();
     let mut small = state_of("(a|b)*[cd]");
-    let (mut failed, mut most) = (0, 0);
+    let (mut failed, mut peak) = (0, 0);
     for round in 0..40u64 {
         let mut seed = round * 1000;
         hostile.retain_mut(|state| {
             seed += 1;
             let walked = walk_at_random(state, seed, 25);
-            most = most.max(lexer_memory.bytes());
+            peak = peak.max(lexer_memory.bytes());
             let Err(why) = walked else { return true };
             assert!(
                 why.contains("take more than 4 MiB") && why.contains("a simpler schema or expression"),
                 "{why}"
             );
             failed += 1;
-            assert!(lexer_memory.bytes() > MOST);
+            assert!(lexer_memory.bytes() > LIMIT_BYTES);
             walk_at_random(&mut small, round, 5).unwrap();
             false
         });
     }
-    assert!(failed > 0 && most < 3 * MOST, "{failed} failed, {most} bytes");
+    assert!(failed > 0 && peak < 3 * LIMIT_BYTES, "{failed} failed, {peak} bytes");
     assert!(allowed(&mut small).unwrap().contains(&99));
     drop((hostile, small, compiler));
     assert_eq!(lexer_memory.bytes(), 0);
@@ -477,11 +477,11 @@ fn what_rows_lead_lexers_to_is_bounded_over_all_of_them() {
 
 /// A lane keeps its lexer's states for its next sequence, unless memory is tight.
 #[test]
-fn a_lexer_that_nobody_uses_goes_where_memory_is_tight() {
-    const MOST: u64 = 1 << 20;
+fn an_unused_lexer_is_dropped_where_memory_is_short() {
+    const LIMIT_BYTES: u64 = 1 << 20;
     let t = tokenizer();
     let (mut compiler, eos) = (Compiler::new(), ends(&t));
-    compiler.memory.lexer_memory = lexer_memory::LexerMemory::with_limit(MOST);
+    compiler.memory.lexer_memory = lexer_memory::LexerMemory::with_limit(LIMIT_BYTES);
     let lexer_memory = compiler.memory.lexer_memory.clone();
     let Ok(Constraint::Grammar(grammar)) =
         compiler.compile(&OutputConstraint::Regex("(a|b)*a(a|b){60}".into()), &t, &eos)
@@ -492,10 +492,10 @@ fn a_lexer_that_nobody_uses_goes_where_memory_is_tight() {
     walk_at_random(&mut state, 1, 50).unwrap();
     drop(state);
     let kept = lexer_memory.bytes();
-    assert!(kept > 0 && kept < MOST / 2, "{kept} bytes");
+    assert!(kept > 0 && kept < LIMIT_BYTES / 2, "{kept} bytes");
     let mut state = GrammarState::new(grammar.clone());
     let mut seed = 2;
-    while lexer_memory.bytes() <= MOST / 2 + kept {
+    while lexer_memory.bytes() <= LIMIT_BYTES / 2 + kept {
         walk_at_random(&mut state, seed, 10).unwrap();
         seed += 1;
     }

@@ -4,7 +4,7 @@ mod bounds;
 
 use super::build::without_anchors;
 use super::compiler::CACHED_BYTES_MAX;
-use super::grammar::{LANE_SEQUENCES, locked};
+use super::grammar::{LANE_SEQUENCES_MAX, lock};
 use super::text::{QUOTED_CHARS_MAX, one_line, same_shape};
 use super::*;
 use llguidance::Matcher;
@@ -84,7 +84,7 @@ fn schemas_are_compact_json() {
 }
 
 #[test]
-fn numbers_that_would_become_others_are_refused() {
+fn numbers_that_would_change_are_refused() {
     for (value, words) in [
         (
             json!({"const": 9_007_199_254_740_993_u64}),
@@ -223,7 +223,7 @@ fn numbers_of_durations_have_nine_digits_at_most() {
 }
 
 #[test]
-fn what_is_not_supported_is_named_with_its_place_and_what_to_do() {
+fn unsupported_keywords_are_named_with_location_and_remedy() {
     for (value, words) in [
         (
             json!({"type": "object", "properties": {"a/b": {"type": "object", "propertyNames": {"pattern": "x"}}}}),
@@ -279,23 +279,23 @@ fn a_sequence_is_masked_and_ends_with_its_shape() {
     let eos = t.eos_id().unwrap();
     let mut state = GrammarState::new(regex("a[bc]d").unwrap());
     let allowed = |state: &mut GrammarState| allowed(state).unwrap();
-    assert_eq!(state.forced(), [97]);
-    assert_eq!(state.take(97), Ok(false));
-    assert!(state.forced().is_empty() && !state.is_complete());
+    assert_eq!(state.forced_tokens(), [97]);
+    assert_eq!(state.consume(97), Ok(false));
+    assert!(state.forced_tokens().is_empty() && !state.is_complete());
     assert_eq!(allowed(&mut state), [98, 99]);
-    assert_eq!(state.take(99), Ok(false));
+    assert_eq!(state.consume(99), Ok(false));
     assert!(!state.is_complete());
-    assert_eq!((allowed(&mut state), state.forced()), (vec![100], vec![100]));
-    assert_eq!(state.take(100), Ok(true), "nothing can follow");
+    assert_eq!((allowed(&mut state), state.forced_tokens()), (vec![100], vec![100]));
+    assert_eq!(state.consume(100), Ok(true), "nothing can follow");
     assert!(state.is_complete());
     let mut open = GrammarState::new(regex("a+").unwrap());
-    assert_eq!(open.take(97), Ok(false));
+    assert_eq!(open.consume(97), Ok(false));
     assert_eq!(allowed(&mut open), [97, eos]);
     assert!(open.is_complete());
 }
 
 #[test]
-fn what_cannot_work_is_refused_with_one_line() {
+fn invalid_shapes_are_refused_with_one_line() {
     let deep = (0..200).fold(json!({}), |inner, _| json!({"items": inner}));
     let cases = [
         regex("a("),
@@ -352,7 +352,7 @@ fn a_shape_is_compiled_once() {
 }
 
 #[test]
-fn the_order_of_members_makes_another_shape() {
+fn shapes_differ_by_the_order_of_members() {
     let t = tokenizer();
     let (mut compiler, eos) = (Compiler::new(), ends(&t));
     let ordered = |text: &str| OutputConstraint::JsonSchema(serde_json::from_str(text).unwrap());
@@ -368,63 +368,61 @@ fn the_order_of_members_makes_another_shape() {
 }
 
 #[test]
-fn remembered_shapes_are_bounded_by_their_bytes() {
+fn cached_shapes_are_bounded_by_their_bytes() {
     let t = tokenizer();
     let (mut compiler, eos) = (Compiler::new(), ends(&t));
     let large =
         |i: usize| OutputConstraint::JsonSchema(json!({"title": format!("{i}{}", "x".repeat(900 << 10)), "const": 1}));
     for i in 0..12 {
         assert!(compiler.compile(&large(i), &t, &eos).is_ok());
-        assert!(compiler.compiled_bytes <= CACHED_BYTES_MAX && compiler.remembered() <= 9);
+        assert!(compiler.compiled_bytes <= CACHED_BYTES_MAX && compiler.cached_results() <= 9);
     }
-    assert_eq!(compiler.remembered(), 3, "emptied once, when the tenth came");
+    assert_eq!(compiler.cached_results(), 3, "emptied once, when the tenth came");
 }
 
 /// A waiting sequence has no matcher before a token is sampled.
 #[test]
 fn a_waiting_sequence_has_no_matcher() {
     let mut state = GrammarState::new(regex("ab?c").unwrap());
-    assert_eq!(state.forced(), [97]);
-    assert_eq!(state.take(97), Ok(false));
-    assert!(state.handle.is_none() && state.forced().is_empty());
+    assert_eq!(state.forced_tokens(), [97]);
+    assert_eq!(state.consume(97), Ok(false));
+    assert!(state.handle.is_none() && state.forced_tokens().is_empty());
     assert_eq!(allowed(&mut state).unwrap(), [98, 99]);
     assert!(state.handle.is_none());
-    assert_eq!(state.take(98), Ok(false));
+    assert_eq!(state.consume(98), Ok(false));
     assert!(state.handle.is_some() && !state.is_complete());
 }
 
-/// The lexer states that sequences of a lane share may break, and are discarded after many
-/// sequences.
+/// A lane's lexer is discarded after many sequences, and after it breaks.
 #[test]
-fn lanes_begin_anew_and_decide_nothing() {
+fn lanes_restart_and_do_not_affect_results() {
     let grammar = regex("(?:ab?c){3}d").unwrap();
-    let all: Vec<u32> = (0..3 * LANE_SEQUENCES * GrammarState::lanes())
+    let all: Vec<u32> = (0..3 * LANE_SEQUENCES_MAX * GrammarState::lane_count())
         .map(|_| {
             let mut state = GrammarState::new(grammar.clone());
             for token in [97, 98, 99] {
-                assert_eq!(state.take(token), Ok(false));
+                assert_eq!(state.consume(token), Ok(false));
             }
             assert_eq!(allowed(&mut state).unwrap(), [97]);
-            locked(&grammar.lanes[state.lane()]).sequences as u32
+            lock(&grammar.lanes[state.lane()]).sequences as u32
         })
         .collect();
-    assert_eq!(all.iter().max(), Some(&(LANE_SEQUENCES as u32)));
-    assert_eq!(all.iter().filter(|n| **n == 1).count(), 3 * GrammarState::lanes());
+    assert_eq!(all.iter().max(), Some(&(LANE_SEQUENCES_MAX as u32)));
+    assert_eq!(all.iter().filter(|n| **n == 1).count(), 3 * GrammarState::lane_count());
     for lane in &grammar.lanes {
-        let mut lane = locked(lane);
+        let mut lane = lock(lane);
         lane.handle.as_mut().unwrap().matcher = Matcher::new(Err(anyhow::anyhow!("it broke")));
         lane.sequences = 1;
     }
     let mut state = GrammarState::new(grammar);
-    assert_eq!((state.take(97), state.take(99)), (Ok(false), Ok(false)));
+    assert_eq!((state.consume(97), state.consume(99)), (Ok(false), Ok(false)));
     assert_eq!(allowed(&mut state).unwrap(), [97]);
-    assert!(state.take(98).is_err(), "alone it fails as well");
+    assert!(state.consume(98).is_err(), "alone it fails as well");
 }
 
-/// Shapes that would be huge if expanded: they compile or are refused, and their first steps are
-/// quick.
+/// Shapes that would be huge if expanded compile or are refused, and their first steps are quick.
 #[test]
-fn hostile_shapes_do_no_harm() {
+fn hostile_shapes_are_compiled_or_refused_quickly() {
     let many: Vec<String> = (0..5000).map(|i| format!("value {i}")).collect();
     let results = [
         regex("(?:(?:a{1000}){1000}){1000}"),
@@ -449,7 +447,7 @@ fn hostile_shapes_do_no_harm() {
             let Some(token) = allowed(&mut state).ok().and_then(|ids| ids.first().copied()) else {
                 break;
             };
-            if state.take(token).unwrap_or(true) {
+            if state.consume(token).unwrap_or(true) {
                 break;
             }
         }
@@ -457,7 +455,7 @@ fn hostile_shapes_do_no_harm() {
 }
 
 #[test]
-fn foreign_messages_become_one_line() {
+fn external_messages_become_one_line() {
     assert_eq!(
         one_line("regex parse error:\n    a(\n     ^\nerror: unclosed group."),
         "regex parse error: a( error: unclosed group"
@@ -470,7 +468,7 @@ fn foreign_messages_become_one_line() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
     #[test]
-    fn foreign_regexes_never_panic(text in "\\PC{0,24}") {
+    fn arbitrary_regexes_never_panic(text in "\\PC{0,24}") {
         if let Ok(g) = regex(&text) {
             g.accepts("a");
         }

@@ -40,7 +40,7 @@ fn raised_renderer(template: &str, context: u32, job: Value, max_tokens: Option<
     Renderer::new(
         &job,
         RenderSetup {
-            max_tokens,
+            retry_max_tokens: max_tokens,
             tokenizer: tokenizer(template),
             model_vocabulary: 1 << 20,
             context_tokens: context,
@@ -154,21 +154,21 @@ fn jobs_of_older_records_go_on() {
     for name in ["add_generation_prompt", "continue_final_message"] {
         assert_eq!(prompt.remove(name), Some(Value::Null));
     }
-    let job = Job::of_record(&record, "job.json").unwrap();
+    let job = Job::from_record(&record, "job.json").unwrap();
     let setup = RenderSetup {
         tokenizer: tokenizer(CHATML),
         model_vocabulary: 1 << 20,
         context_tokens: 4096,
         seed: 9,
         now: Default::default(),
-        max_tokens: None,
+        retry_max_tokens: None,
     };
     let renderer = Renderer::new(&job, setup).unwrap();
     let rendered = renderer.render(&row(json!({"a": "b"}))).unwrap();
     assert_eq!(rendered.text, "<|im_start|>user\nb<|im_end|>\n");
     // The hash is unchanged, so it is the same job.
     let hashed = json!([job.prompt.kind, CHATML, job.prompt.chat_template_kwargs]);
-    assert_eq!(renderer.template_hash(), sha256(hashed.to_string()));
+    assert_eq!(renderer.template_hash(), sha256_hex(hashed.to_string()));
     let error = renderer.check_templates().unwrap_err().to_string();
     assert!(error.contains("unknown filter `uper`"), "{error}");
 }

@@ -1,5 +1,5 @@
-//! Reads an input object as it was planned: every request carries the planned ETag or version, and
-//! every response is checked against it.
+//! Reads one version of an object, usually the planned version of an input: every request carries
+//! its ETag or version id, and every response is compared with them.
 
 use std::io::{Read, Seek, SeekFrom};
 use std::ops::Range;
@@ -24,60 +24,60 @@ const LOCAL_STEP_BYTES: u64 = 1 << 20;
 /// Ranges separated by smaller gaps are fetched with one request.
 const GAP_BYTES: u64 = 1 << 20;
 
-/// If more than [`REQUESTS_WANTED`] requests would remain, gaps up to this size are read as well.
+/// If more than [`REQUESTS_TARGET`] requests would remain, gaps up to this size are read as well.
 const GAP_BYTES_MAX: u64 = 8 << 20;
 
 /// Target for the number of requests of one read.
-const REQUESTS_WANTED: usize = 2;
+const REQUESTS_TARGET: usize = 2;
 
-/// The identity of an object's state.
+/// The ETag and version id by which the states of an object are told apart.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
-pub struct Pin {
+pub struct FileVersion {
     pub etag: Option<String>,
     pub version: Option<String>,
 }
 
-impl Pin {
-    /// The state that a store's response describes. If the store gives no ETag, a weak ETag made of
-    /// `Last-Modified` replaces it.
-    pub fn of(meta: &ObjectMeta) -> Pin {
-        Pin {
-            etag: meta.e_tag.clone().or_else(|| stand_in(meta)),
+impl FileVersion {
+    /// The version that a store's response describes. If the store gives no ETag, a weak ETag made
+    /// of `Last-Modified` replaces it.
+    pub fn of(meta: &ObjectMeta) -> FileVersion {
+        FileVersion {
+            etag: meta.e_tag.clone().or_else(|| time_etag(meta)),
             version: meta.version.clone(),
         }
     }
 
-    /// Whether the pin cannot tell two states apart.
+    /// Whether there is neither an ETag nor a version id, so that a change goes unnoticed.
     pub fn is_blank(&self) -> bool {
         self.etag.is_none() && self.version.is_none()
     }
 }
 
 /// Prefix of an ETag made of `Last-Modified`.
-const STAND_IN: &str = "W/\"modified-";
+const TIME_ETAG_PREFIX: &str = "W/\"modified-";
 
-fn stand_in(meta: &ObjectMeta) -> Option<String> {
+fn time_etag(meta: &ObjectMeta) -> Option<String> {
     let seconds = meta.last_modified.timestamp();
-    (seconds != 0).then(|| format!("{STAND_IN}{seconds}\""))
+    (seconds != 0).then(|| format!("{TIME_ETAG_PREFIX}{seconds}\""))
 }
 
 /// The ETag of a response if it differs from the planned one. Servers may omit the ETag in some
 /// responses.
-fn other_etag(planned: &str, meta: &ObjectMeta) -> Option<String> {
-    let found = if planned.starts_with(STAND_IN) {
-        stand_in(meta)
+fn differing_etag(planned: &str, meta: &ObjectMeta) -> Option<String> {
+    let found = if planned.starts_with(TIME_ETAG_PREFIX) {
+        time_etag(meta)
     } else {
         meta.e_tag.clone()
     };
     found.filter(|found| found != planned)
 }
 
-/// The digits of a finished hash.
+/// The hash in lower-case hex.
 pub(crate) fn hex(hasher: Sha256) -> String {
     HEXLOWER.encode(&hasher.finalize())
 }
 
-/// One pinned object.
+/// One version of an object.
 #[derive(Debug, Clone)]
 pub struct PinnedFile {
     pub location: Location,
@@ -89,7 +89,7 @@ pub struct PinnedFile {
 }
 
 impl PinnedFile {
-    /// The file as the plan pins it.
+    /// The planned version of an input. Sends no request.
     pub fn open(file: &InputFile) -> Result<PinnedFile, DatasetError> {
         Ok(PinnedFile {
             location: Location::parse(&file.url, FsPath::new("/"))?,
@@ -121,8 +121,8 @@ impl PinnedFile {
         ranges
             .iter()
             .map(|range| {
-                let at = fetched.partition_point(|f| f.start <= range.start).saturating_sub(1);
-                match (fetched.get(at), bodies.get(at)) {
+                let index = fetched.partition_point(|f| f.start <= range.start).saturating_sub(1);
+                match (fetched.get(index), bodies.get(index)) {
                     (Some(f), Some(body))
                         if f.start <= range.start && range.end <= f.end && range.start <= range.end =>
                     {
@@ -130,7 +130,7 @@ impl PinnedFile {
                     }
                     _ => Err(DatasetError::unreadable(
                         &self.name,
-                        format!("it points to bytes {range:?}"),
+                        format!("it refers to the invalid byte range {range:?}"),
                     )),
                 }
             })
@@ -150,16 +150,16 @@ impl PinnedFile {
         match result.payload {
             GetResultPayload::Stream(body) => Ok(body.map_err(move |e| this.store_error(e)).boxed()),
             GetResultPayload::File(file, _) => {
-                let steps = stream::try_unfold((file, range.start), move |(file, at)| {
+                let steps = stream::try_unfold((file, range.start), move |(file, offset)| {
                     let (this, end) = (this.clone(), range.end);
                     async move {
-                        let step = LOCAL_STEP_BYTES.min(end - at);
+                        let step = LOCAL_STEP_BYTES.min(end - offset);
                         if step == 0 {
                             return Ok(None);
                         }
-                        let read = tokio::task::spawn_blocking(move || read_at(file, at, step)).await;
+                        let read = tokio::task::spawn_blocking(move || read_at(file, offset, step)).await;
                         match read {
-                            Ok(Ok((file, bytes))) => Ok(Some((bytes, (file, at + step)))),
+                            Ok(Ok((file, bytes))) => Ok(Some((bytes, (file, offset + step)))),
                             Ok(Err(e)) => Err(this.changed(e.to_string())),
                             Err(e) => Err(DatasetError::unreadable(&this.name, e)),
                         }
@@ -170,28 +170,29 @@ impl PinnedFile {
         }
     }
 
-    /// The same object, pinned to `pin`.
-    pub fn at(&self, pin: Pin) -> PinnedFile {
+    /// Another version of the same object.
+    pub fn with_version(&self, version: FileVersion) -> PinnedFile {
         PinnedFile {
-            etag: pin.etag,
-            version: pin.version,
+            etag: version.etag,
+            version: version.version,
             ..self.clone()
         }
     }
 
-    /// The object's current pin. Fails if the size alone shows that the object has changed.
-    pub async fn look(&self) -> Result<Pin, DatasetError> {
+    /// The current version of the object. Fails if the size alone shows that the object has
+    /// changed.
+    pub async fn current_version(&self) -> Result<FileVersion, DatasetError> {
         self.check_regular().await?;
         let meta = self.location.store.head(&self.location.path).await;
         let meta = meta.map_err(|e| self.store_error(e))?;
         if meta.size == self.size {
-            Ok(Pin::of(&meta))
+            Ok(FileVersion::of(&meta))
         } else {
             Err(self.changed(format!("it had {} bytes and has {}", self.size, meta.size)))
         }
     }
 
-    /// SHA-256 of all bytes of the pinned object, in lower-case hex.
+    /// SHA-256 of all bytes of this version, in lower-case hex.
     pub async fn sha256(&self) -> Result<String, DatasetError> {
         let mut hasher = Sha256::new();
         let mut bytes = self.stream(0..self.size).await?;
@@ -228,7 +229,7 @@ impl PinnedFile {
             return Err(self.changed(format!("it had {} bytes and has {}", self.size, result.meta.size)));
         }
         match &self.etag {
-            Some(planned) if let Some(found) = other_etag(planned, &result.meta) => {
+            Some(planned) if let Some(found) = differing_etag(planned, &result.meta) => {
                 Err(self.changed(format!("its ETag was {planned} and is {found}")))
             }
             _ => Ok(result),
@@ -242,7 +243,7 @@ impl PinnedFile {
         };
         // A missing file is reported by the store.
         match tokio::fs::metadata(path).await {
-            Ok(meta) => crate::regular::check(meta.file_type()).map_err(|why| self.changed(why.to_string())),
+            Ok(meta) => crate::regular::check_is_regular(meta.file_type()).map_err(|why| self.changed(why.to_string())),
             Err(_) => Ok(()),
         }
     }
@@ -265,14 +266,14 @@ impl PinnedFile {
     }
 }
 
-fn read_at(mut file: std::fs::File, at: u64, bytes: u64) -> std::io::Result<(std::fs::File, Bytes)> {
-    file.seek(SeekFrom::Start(at))?;
+fn read_at(mut file: std::fs::File, offset: u64, bytes: u64) -> std::io::Result<(std::fs::File, Bytes)> {
+    file.seek(SeekFrom::Start(offset))?;
     let mut buffer = vec![0; bytes as usize];
     file.read_exact(&mut buffer)?;
     Ok((file, buffer.into()))
 }
 
-/// The local path, if the URL is one, else the URL without credentials and query.
+/// The path of a `file://` URL; any other URL without credentials and query.
 pub fn display_name(url: &str) -> String {
     let Ok(parsed) = Url::parse(url) else {
         return url.to_string();
@@ -291,7 +292,7 @@ fn coalesce(ranges: &[Range<u64>]) -> Vec<Range<u64>> {
     let mut sorted: Vec<_> = ranges.iter().filter(|r| r.start < r.end).cloned().collect();
     sorted.sort_by_key(|r| (r.start, r.end));
     let merged = merge(sorted, GAP_BYTES);
-    if merged.len() <= REQUESTS_WANTED {
+    if merged.len() <= REQUESTS_TARGET {
         merged
     } else {
         merge(merged, GAP_BYTES_MAX)
@@ -380,7 +381,10 @@ mod tests {
             Err(DatasetError::InputMissing { .. })
         ));
         crate::regular::make_pipe(&path);
-        for error in [pinned.bytes(0..1).await.unwrap_err(), pinned.look().await.unwrap_err()] {
+        for error in [
+            pinned.bytes(0..1).await.unwrap_err(),
+            pinned.current_version().await.unwrap_err(),
+        ] {
             assert!(error.to_string().contains("a pipe"), "{error}");
         }
     }

@@ -1,5 +1,5 @@
-//! Memory cost of a Parquet file's rows: the pages that hold the rows are fetched and walked column
-//! by column.
+//! Memory cost of each row of a Parquet file: fetches and measures the pages that hold the rows,
+//! column by column.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -8,70 +8,76 @@ use std::sync::Arc;
 use parquet::arrow::ProjectionMask;
 
 use super::chunks::check_chunk_pages;
-use super::cost::{Claims, LeafCost};
+use super::cost::{LeafCost, PageClaims};
 use super::measure::{Pages, add_row_costs};
-use super::pages::pages_of;
+use super::pages::page_headers;
 use super::reader::{INDEX_BYTES_MIN, ParquetFile};
 use crate::dataset::error::DatasetError;
 use crate::dataset::row_memory::PAGES_BYTES_MAX;
 
 impl ParquetFile {
-    /// The cost of each of `rows` in the named columns, found without decoding. If a column's pages
-    /// exceed the decompression limit together, their whole size is added to the cost of each row.
+    /// The memory cost of each of `rows` in the named columns, measured without decoding values. If
+    /// decoding a column needs more than the decompression limit, these bytes are added to the cost
+    /// of each row.
     pub async fn row_costs(
         self: &Arc<Self>,
         rows: Range<u64>,
         columns: &[String],
-        shown: &[String],
+        json_columns: &[String],
     ) -> Result<Vec<u64>, DatasetError> {
-        let (this, costs, mask) = (self.clone(), self.costs(shown), self.mask(columns));
+        let (this, costs, mask) = (self.clone(), self.costs(json_columns), self.mask(columns));
         let walked = tokio::spawn(async move {
-            let mut sums = vec![0; (rows.end - rows.start) as usize];
-            for group in this.groups_of(std::slice::from_ref(&rows)) {
-                let (start, end) = (this.starts[group], this.starts[group + 1]);
+            let mut row_costs = vec![0; (rows.end - rows.start) as usize];
+            for group in this.groups_with_rows(std::slice::from_ref(&rows)) {
+                let (start, end) = (this.group_starts[group], this.group_starts[group + 1]);
                 let (from, to) = (rows.start.max(start), rows.end.min(end));
                 if from < to {
-                    let sums = &mut sums[(from - rows.start) as usize..(to - rows.start) as usize];
-                    this.group_costs(group, from - start..to - start, (&costs, &mask), sums)
+                    let row_costs = &mut row_costs[(from - rows.start) as usize..(to - rows.start) as usize];
+                    this.add_group_costs(group, from - start..to - start, &costs, &mask, row_costs)
                         .await?;
                 }
             }
-            Ok(sums)
+            Ok(row_costs)
         });
-        // As on reading, a panic on broken pages becomes an error.
+        // This is a separate task, so that a panic on broken pages becomes an error.
         walked
             .await
             .map_err(|e| DatasetError::unreadable(&self.pinned.name, e))
             .and_then(|r| r)
     }
 
-    async fn group_costs(
+    async fn add_group_costs(
         &self,
         group: usize,
         rows: Range<u64>,
-        (costs, mask): (&[LeafCost], &ProjectionMask),
-        sums: &mut [u64],
+        costs: &[LeafCost],
+        mask: &ProjectionMask,
+        row_costs: &mut [u64],
     ) -> Result<(), DatasetError> {
-        // Bytes held while decoding, by root column.
-        let mut held: HashMap<usize, u64> = HashMap::new();
+        // Uncompressed bytes held while decoding, by root column.
+        let mut decoding_bytes: HashMap<usize, u64> = HashMap::new();
         for (leaf, cost) in costs.iter().enumerate().filter(|(leaf, _)| mask.leaf_included(*leaf)) {
             let root = self.footer.parquet_schema().get_column_root_idx(leaf);
             let chunk = self.footer.metadata().row_group(group).column(leaf);
-            let pages = self.pages_at(group, leaf, &rows).await?;
+            let pages = self.fetch_pages(group, leaf, &rows).await?;
             check_chunk_pages(&self.pinned.name, group, chunk, &pages.bytes, |_| None)?;
-            let mut claims = Claims::default();
-            pages_of(&pages.bytes).for_each(|(header, _)| claims.add(&header));
-            let held = held.entry(root).or_default();
-            *held = held.saturating_add(claims.held());
-            for sum in sums.iter_mut() {
-                *sum = sum.saturating_add(cost.row);
+            let mut claims = PageClaims::default();
+            page_headers(&pages.bytes).for_each(|(header, _)| claims.add(&header));
+            let decoding_bytes = decoding_bytes.entry(root).or_default();
+            *decoding_bytes = decoding_bytes.saturating_add(claims.decoding_bytes());
+            for row_cost in row_costs.iter_mut() {
+                *row_cost = row_cost.saturating_add(cost.per_row);
             }
-            if *held > PAGES_BYTES_MAX {
-                sums.iter_mut().for_each(|sum| *sum = sum.saturating_add(*held));
+            if *decoding_bytes > PAGES_BYTES_MAX {
+                row_costs
+                    .iter_mut()
+                    .for_each(|row_cost| *row_cost = row_cost.saturating_add(*decoding_bytes));
             } else if cost.is_flat && !cost.is_text {
-                sums.iter_mut().for_each(|sum| *sum = sum.saturating_add(cost.value));
+                row_costs
+                    .iter_mut()
+                    .for_each(|row_cost| *row_cost = row_cost.saturating_add(cost.per_value));
             } else {
-                add_row_costs(&pages, chunk, cost, &rows, sums).map_err(|why| {
+                add_row_costs(&pages, chunk, cost, &rows, row_costs).map_err(|why| {
                     let why = format!("row group {group}, column `{}`: {why}", chunk.column_path().string());
                     DatasetError::unreadable(&self.pinned.name, why)
                 })?;
@@ -80,8 +86,8 @@ impl ParquetFile {
         Ok(())
     }
 
-    /// The pages of a leaf column that hold these rows of a group, with the dictionary.
-    async fn pages_at(&self, group: usize, leaf: usize, rows: &Range<u64>) -> Result<Pages, DatasetError> {
+    /// The dictionary page of a leaf column, and the data pages with these rows of a group.
+    async fn fetch_pages(&self, group: usize, leaf: usize, rows: &Range<u64>) -> Result<Pages, DatasetError> {
         let chunk = self.footer.metadata().row_group(group).column(leaf);
         let (start, length) = chunk.byte_range();
         let is_part = (rows.end - rows.start).saturating_mul(2) < self.group_rows(group);

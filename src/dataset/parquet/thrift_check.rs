@@ -1,36 +1,37 @@
-//! The field types of a Parquet footer and of page headers, which are checked before the decoder
-//! sees the bytes.
+//! Checks the field types of Parquet footers and page headers before the decoder sees the bytes.
 //!
-//! The decoder goes by a field's number and assumes its type. It misreads a field of another type,
-//! and everything after it, up to a schema that claims gigabytes. [`check_footer`] and
-//! [`check_page_header`] refuse such bytes, so the decoder and the checks here see the same fields
-//! at the same offsets.
+//! The decoder goes by a field's number and assumes its type. If the type differs, it misreads the
+//! field and all bytes after it: for example, as a schema that claims gigabytes. [`check_footer`]
+//! and [`check_page_header`] refuse such bytes, so the decoder and gristmill's own checks see the
+//! same fields at the same offsets.
 //!
 //! The table follows
 //! <https://github.com/apache/parquet-format/blob/master/src/main/thrift/parquet.thrift>. It must
 //! hold each field that the decoder knows, even unused ones; unknown fields are skipped by their
 //! encoded type, as in the decoder.
 
-use self::Type::{Binary, Bool, Byte, Double, Int, List, Struct};
-use super::thrift::{BINARY, BOOL_FALSE, BOOL_TRUE, BYTE, Compact, DOUBLE, I16, I32, I64, LIST, STRUCT, ThriftError};
+use self::FieldType::{Binary, Bool, Byte, Double, Int, List, Struct};
+use super::thrift::{
+    BINARY, BOOL_FALSE, BOOL_TRUE, BYTE, CompactReader, DOUBLE, I16, I32, I64, LIST, STRUCT, ThriftError,
+};
 
 /// A type of the format. No type contains itself, so recursion is bounded by the table.
-enum Type {
+enum FieldType {
     Bool,
     Byte,
-    /// 16, 32 or 64 bits, which are encoded alike. fastparquet changes all of them to 64 bits when
-    /// it edits another writer's footer.
+    /// An integer of 16, 32 or 64 bits, which are encoded alike. fastparquet changes all integers
+    /// to 64 bits when it edits another writer's footer.
     Int,
     Double,
     /// Bytes or text.
     Binary,
-    List(&'static Type),
-    /// The name for errors, and the fields. A union is a struct with a single field; the decoder
-    /// checks that there is only one.
-    Struct(&'static str, &'static [(i64, Type)]),
+    List(&'static FieldType),
+    /// The name for errors, and the fields by their numbers. A union is a struct with a single
+    /// field; the decoder checks that there is only one.
+    Struct(&'static str, &'static [(i64, FieldType)]),
 }
 
-const FILE: Type = Struct(
+const FILE: FieldType = Struct(
     "file metadata",
     &[
         (1, Int), // version
@@ -45,7 +46,7 @@ const FILE: Type = Struct(
     ],
 );
 
-const SCHEMA: Type = Struct(
+const SCHEMA: FieldType = Struct(
     "a schema",
     &[
         (1, Int),    // type
@@ -61,7 +62,7 @@ const SCHEMA: Type = Struct(
     ],
 );
 
-const LOGICAL_TYPE: Type = Struct(
+const LOGICAL_TYPE: FieldType = Struct(
     "a logical type",
     &[
         (1, EMPTY),                                                 // STRING
@@ -86,7 +87,7 @@ const LOGICAL_TYPE: Type = Struct(
 );
 
 /// isAdjustedToUTC, and the unit: MILLIS, MICROS or NANOS.
-const TIME: Type = Struct(
+const TIME: FieldType = Struct(
     "a time type",
     &[
         (1, Bool),
@@ -94,11 +95,11 @@ const TIME: Type = Struct(
     ],
 );
 
-const EMPTY: Type = Struct("an empty struct", &[]);
+const EMPTY: FieldType = Struct("an empty struct", &[]);
 
-const KEY_VALUE: Type = Struct("key-value metadata", &[(1, Binary), (2, Binary)]);
+const KEY_VALUE: FieldType = Struct("key-value metadata", &[(1, Binary), (2, Binary)]);
 
-const ROW_GROUP: Type = Struct(
+const ROW_GROUP: FieldType = Struct(
     "a row group",
     &[
         (1, List(&COLUMN_CHUNK)),
@@ -112,9 +113,9 @@ const ROW_GROUP: Type = Struct(
 );
 
 /// column_idx, descending, nulls_first.
-const SORTING_COLUMN: Type = Struct("a sorting column", &[(1, Int), (2, Bool), (3, Bool)]);
+const SORTING_COLUMN: FieldType = Struct("a sorting column", &[(1, Int), (2, Bool), (3, Bool)]);
 
-const COLUMN_CHUNK: Type = Struct(
+const COLUMN_CHUNK: FieldType = Struct(
     "a column chunk",
     &[
         (1, Binary), // file_path
@@ -129,7 +130,7 @@ const COLUMN_CHUNK: Type = Struct(
     ],
 );
 
-const COLUMN: Type = Struct(
+const COLUMN: FieldType = Struct(
     "column metadata",
     &[
         (1, Int),           // type
@@ -152,7 +153,7 @@ const COLUMN: Type = Struct(
     ],
 );
 
-const STATISTICS: Type = Struct(
+const STATISTICS: FieldType = Struct(
     "statistics",
     &[
         (1, Binary), // max
@@ -168,16 +169,16 @@ const STATISTICS: Type = Struct(
 );
 
 /// page_type, encoding, count.
-const ENCODING_STATISTICS: Type = Struct("encoding statistics", &[(1, Int), (2, Int), (3, Int)]);
+const ENCODING_STATISTICS: FieldType = Struct("encoding statistics", &[(1, Int), (2, Int), (3, Int)]);
 
 /// unencoded_byte_array_data_bytes, repetition_level_histogram, definition_level_histogram.
-const SIZE_STATISTICS: Type = Struct("size statistics", &[(1, Int), (2, List(&Int)), (3, List(&Int))]);
+const SIZE_STATISTICS: FieldType = Struct("size statistics", &[(1, Int), (2, List(&Int)), (3, List(&Int))]);
 
 /// bbox, geospatial_types.
-const GEOSPATIAL_STATISTICS: Type = Struct("geospatial statistics", &[(1, BOUNDING_BOX), (2, List(&Int))]);
+const GEOSPATIAL_STATISTICS: FieldType = Struct("geospatial statistics", &[(1, BOUNDING_BOX), (2, List(&Int))]);
 
 /// Minimum and maximum of x, y, z and m.
-const BOUNDING_BOX: Type = Struct(
+const BOUNDING_BOX: FieldType = Struct(
     "a bounding box",
     &[
         (1, Double),
@@ -192,21 +193,21 @@ const BOUNDING_BOX: Type = Struct(
 );
 
 /// TYPE_ORDER, IEEE_754_TOTAL_ORDER, INT96_TIMESTAMP_ORDER.
-const COLUMN_ORDER: Type = Struct("a column order", &[(1, EMPTY), (2, EMPTY), (3, EMPTY)]);
+const COLUMN_ORDER: FieldType = Struct("a column order", &[(1, EMPTY), (2, EMPTY), (3, EMPTY)]);
 
 /// AES_GCM_V1, AES_GCM_CTR_V1.
-const ENCRYPTION: Type = Struct("an encryption algorithm", &[(1, AES), (2, AES)]);
+const ENCRYPTION: FieldType = Struct("an encryption algorithm", &[(1, AES), (2, AES)]);
 
 /// aad_prefix, aad_file_unique, supply_aad_prefix.
-const AES: Type = Struct("an encryption algorithm", &[(1, Binary), (2, Binary), (3, Bool)]);
+const AES: FieldType = Struct("an encryption algorithm", &[(1, Binary), (2, Binary), (3, Bool)]);
 
 /// ENCRYPTION_WITH_FOOTER_KEY, ENCRYPTION_WITH_COLUMN_KEY.
-const COLUMN_ENCRYPTION: Type = Struct("a column's encryption", &[(1, EMPTY), (2, COLUMN_KEY)]);
+const COLUMN_ENCRYPTION: FieldType = Struct("a column's encryption", &[(1, EMPTY), (2, COLUMN_KEY)]);
 
 /// path_in_schema, key_metadata.
-const COLUMN_KEY: Type = Struct("a column's key", &[(1, List(&Binary)), (2, Binary)]);
+const COLUMN_KEY: FieldType = Struct("a column's key", &[(1, List(&Binary)), (2, Binary)]);
 
-const PAGE_HEADER: Type = Struct(
+const PAGE_HEADER: FieldType = Struct(
     "a page header",
     &[
         (1, Int), // type
@@ -221,15 +222,15 @@ const PAGE_HEADER: Type = Struct(
 );
 
 /// num_values, encoding, definition_level_encoding, repetition_level_encoding, statistics.
-const DATA_PAGE: Type = Struct(
+const DATA_PAGE: FieldType = Struct(
     "a data page's header",
     &[(1, Int), (2, Int), (3, Int), (4, Int), (5, STATISTICS)],
 );
 
 /// num_values, encoding, is_sorted.
-const DICTIONARY_PAGE: Type = Struct("a dictionary page's header", &[(1, Int), (2, Int), (3, Bool)]);
+const DICTIONARY_PAGE: FieldType = Struct("a dictionary page's header", &[(1, Int), (2, Int), (3, Bool)]);
 
-const DATA_PAGE_V2: Type = Struct(
+const DATA_PAGE_V2: FieldType = Struct(
     "a data page's header",
     &[
         (1, Int),  // num_values
@@ -245,54 +246,54 @@ const DATA_PAGE_V2: Type = Struct(
 
 /// Refuses a footer with a field of another type, or with fields that are not in ascending order.
 pub fn check_footer(footer: &[u8]) -> Result<(), String> {
-    walk(&mut Compact::new(footer), STRUCT, &FILE, "").map_err(|(within, error)| match error {
-        ThriftError::Short => format!("its footer is broken: it ends within {within}"),
-        ThriftError::Bad(why) => format!("its footer is broken: it has {within} with {why}"),
+    check_value(&mut CompactReader::new(footer), STRUCT, &FILE, "").map_err(|(within, error)| match error {
+        ThriftError::Truncated => format!("its footer is broken: it ends within {within}"),
+        ThriftError::Invalid(why) => format!("its footer is broken: it has {within} with {why}"),
     })
 }
 
 /// Like [`check_footer`], for the page header at the start of `bytes`.
 pub fn check_page_header(bytes: &[u8]) -> Result<(), ThriftError> {
-    walk(&mut Compact::new(bytes), STRUCT, &PAGE_HEADER, "").map_err(|(_, error)| error)
+    check_value(&mut CompactReader::new(bytes), STRUCT, &PAGE_HEADER, "").map_err(|(_, error)| error)
 }
 
-/// Skips a value in struct `within` that must be of type `wanted` and is encoded as `kind`. Errors
-/// name the struct.
-fn walk(
-    reader: &mut Compact,
+/// Checks and skips a value of struct `within`. `kind` is its encoded type, and must fit
+/// `expected`. Errors name the struct.
+fn check_value(
+    reader: &mut CompactReader,
     kind: u8,
-    wanted: &Type,
+    expected: &FieldType,
     within: &'static str,
 ) -> Result<(), (&'static str, ThriftError)> {
-    match (wanted, kind) {
+    match (expected, kind) {
         (Struct(name, fields), STRUCT) => {
             let (mut id, mut last) = (0, 0);
             while let Some(kind) = reader.field(&mut id).map_err(|e| (*name, e))? {
-                // All writers use ascending order. The check could see one value of a duplicate
-                // field, and the decoder the other.
+                // All writers use ascending order. If a field came twice, the check might use one
+                // value, and the decoder the other.
                 if id <= last {
-                    return Err((name, ThriftError::Bad("fields out of order")));
+                    return Err((name, ThriftError::Invalid("fields out of order")));
                 }
                 last = id;
                 match fields.iter().find(|(known, _)| *known == id) {
-                    Some((_, field)) => walk(reader, kind, field, name)?,
+                    Some((_, field)) => check_value(reader, kind, field, name)?,
                     None => reader.skip(kind).map_err(|e| (*name, e))?,
                 }
             }
             Ok(())
         }
-        // An empty list may have any element type, since some writers give none. Each element takes
-        // at least a byte, so the loop is bounded by the input's length.
+        // The element type of an empty list is not checked, since some writers give none. Each
+        // element takes at least a byte, so the loop is bounded by the input's length.
         (List(element), LIST) => {
             let (kind, count) = reader.list().map_err(|e| (within, e))?;
-            (0..count).try_for_each(|_| walk(reader, kind, element, within))
+            (0..count).try_for_each(|_| check_value(reader, kind, element, within))
         }
         (Bool, BOOL_TRUE | BOOL_FALSE)
         | (Byte, BYTE)
         | (Int, I16 | I32 | I64)
         | (Double, DOUBLE)
         | (Binary, BINARY) => reader.skip(kind).map_err(|e| (within, e)),
-        _ => Err((within, ThriftError::Bad("a field of another type"))),
+        _ => Err((within, ThriftError::Invalid("a field of another type"))),
     }
 }
 
@@ -317,7 +318,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_the_decoder_would_read_otherwise_is_refused() {
+    fn fields_that_the_decoder_would_misread_are_refused() {
         let check = |footer: &[u8], why: &str| {
             assert_eq!(
                 check_footer(footer),
@@ -330,8 +331,8 @@ mod tests {
         check(&[0x17], "it has file metadata with a field of another type");
         check(&[0x28], "it has file metadata with a field of another type");
         check(&[0x29, 0x15, 0x02], "it has file metadata with a field of another type");
-        // Within logical types, field 10 of a schema's only element: a scale that is a double, a sign that is a number, a width of
-        // 32 bits, a unit that is a text.
+        // Within logical types, field 10 of a schema's only element: a scale that is a double, a
+        // sign that is a number, a width of 32 bits, a unit that is a text.
         let logical = |bytes: &[u8]| [&[0x29, 0x1c, 0xac][..], bytes].concat();
         check(
             &logical(&[0x5c, 0x17]),
@@ -375,7 +376,7 @@ mod tests {
     }
 
     #[test]
-    fn what_both_read_alike_passes() {
+    fn fields_that_the_decoder_reads_alike_pass() {
         // A version of 64 bits, an empty list without a type, field 10 (text), field 32767 (a list
         // of numbers), and trailing bytes.
         let version = [0x16, 0x02];
