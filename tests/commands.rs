@@ -226,7 +226,7 @@ fn commands_that_come_too_late_or_too_early_say_so() {
         run(&["extend", arg(&output), "--deadline", "6h"])
             .expect(0)
             .stdout
-            .contains("it is finished: the limits hold for what `gristmill retry")
+            .contains("the job is finished: the new limits apply only to a later `gristmill retry")
     );
     assert!(
         run(&["retry", arg(&output)])
@@ -539,7 +539,7 @@ fn lines_of_somebody_else_stay_what_they_are_and_are_not_counted() {
     fs::write(&part, "x\n".repeat(4)).unwrap();
     let refused = run(&["run", arg(&job), "--quiet"]);
     assert_ne!(refused.code, Some(0));
-    refused.one_line(&["part-00001.jsonl", "is no part of job `small`", "move it away"]);
+    refused.one_line(&["part-00001.jsonl", "is not a part of job `small`", "move it away"]);
     assert_eq!(fs::read_to_string(&part).unwrap(), "x\n".repeat(4));
     run(&["verify", arg(&output)]).expect(1);
     fs::remove_file(&part).unwrap();

@@ -50,6 +50,10 @@ async fn detect_format(
         Some(job_format) => job_format == format,
         None => text.has_extension(extensions),
     };
+    let text_formats = [
+        (Format::Text, &["txt", "text"][..]),
+        (Format::Csv, &["csv", "tsv", "tab"]),
+    ];
     let is_named_arrow = is_named(Format::Arrow, &["arrow", "feather", "ipc", "arrows"]);
     // An empty text file has no rows; an empty table file lacks its columns, which is an error.
     if file.size == 0 && !is_named_parquet && !is_named_arrow {
@@ -61,13 +65,10 @@ async fn detect_format(
         } else {
             text.read_head(bytes).await?
         };
-        let named_text_format = if is_named(Format::Text, &["txt", "text"]) {
-            Some(Format::Text)
-        } else if is_named(Format::Csv, &["csv", "tsv", "tab"]) {
-            Some(Format::Csv)
-        } else {
-            None
-        };
+        let named_text_format = text_formats
+            .iter()
+            .find(|(format, extensions)| is_named(*format, extensions));
+        let named_text_format = named_text_format.map(|(format, _)| *format);
         if is_named_arrow || head.starts_with(b"ARROW1\0\0") {
             return check_arrow(text, &head, job_format).map(Some);
         }

@@ -4,7 +4,7 @@
 //! - AWS: `latest/meta-data/spot/instance-action` answers 404 until two minutes before the end, behind a session token
 //!   (IMDSv2). <https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html>
 //! - Google Cloud: `computeMetadata/v1/instance/preempted` answers `TRUE` 30 seconds before the
-//! end.   <https://cloud.google.com/compute/docs/instances/create-use-preemptible>
+//!   end. <https://cloud.google.com/compute/docs/instances/create-use-preemptible>
 
 use std::time::Duration;
 

@@ -98,7 +98,7 @@ async fn ended_workers_hold_nothing_and_others_an_interval() {
     assert!(budget.reached(0.0).is_some(), "it may spend 60 seconds more");
     let bill = budget.explain(0.0);
     assert!(
-        bill.starts_with("$0.0050 of $0.0100 are spent, and $0.01") && bill.contains("for 1 other worker at it"),
+        bill.starts_with("$0.0050 of $0.0100 are spent, and $0.01") && bill.contains("for 1 other worker"),
         "{bill}"
     );
     ledger.write_spend("other", 18.0, true).await.unwrap();

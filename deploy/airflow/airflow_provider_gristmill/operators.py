@@ -1,4 +1,7 @@
-"""Runs a job: in the task itself, or by the workers of a queue while the task waits in the triggerer."""
+"""Runs a job: in the task itself, or by the workers of a queue while the task waits in the triggerer.
+
+Why no try has an id of its own: docs/decisions/090-airflow-knows-a-job-by-its-output.md.
+"""
 
 from __future__ import annotations
 
