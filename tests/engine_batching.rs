@@ -940,7 +940,10 @@ fn max_tokens_and_context_cut() {
     );
     assert_eq!(ask(11, 5).unwrap().token_ids.len(), 1);
     let error = ask(12, 1).unwrap_err();
-    assert!(error.contains("the prompt has 12 tokens") && !error.contains('\n'), "{error}");
+    assert!(
+        error.contains("the prompt has 12 tokens") && !error.contains('\n'),
+        "{error}"
+    );
     for shape in &shapes()[4..] {
         let params = GenerationParams {
             sampling: Sampling {

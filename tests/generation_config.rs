@@ -309,7 +309,8 @@ fn what_is_not_done_is_refused_and_neutral_goes_on() {
         plan.stderr
     );
     assert!(
-        plan.stderr.contains("`do_sample: false` in generation_config.json has no effect"),
+        plan.stderr
+            .contains("`do_sample: false` in generation_config.json has no effect"),
         "{}",
         plan.stderr
     );

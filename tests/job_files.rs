@@ -200,11 +200,11 @@ fn a_queue_is_read_and_takes_no_secrets() {
         ),
         (
             "{url: 'kafka://h/t', kafka: {linger.ms: 5, security.protocol: plaintext}}",
-            "`queue.kafka.security.protocol` says how the broker is trusted",
+            "`queue.kafka.security.protocol` is a security setting (how the broker is trusted)",
         ),
         (
             "{url: 'kafka://h/t', kafka: {sasl.mechanism: PLAIN}}",
-            "`queue.kafka.sasl.mechanism` says how the broker is trusted",
+            "`queue.kafka.sasl.mechanism` is a security setting (how the broker is trusted)",
         ),
         (
             "{url: 'kafka://h/t', kafka: {ssl_ca: x}}",

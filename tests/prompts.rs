@@ -104,7 +104,7 @@ fn plan_shows_the_prompts_that_run() {
     let before = planned(&path, &[]);
     assert!(before[0]["text"].as_str().unwrap().contains(&today), "{}", before[0]);
     let said = run(&["plan", arg(&path)]).expect(0).stdout;
-    assert!(said.contains("in the job that of its creation"), "{said}");
+    assert!(said.contains("the job will have the date of its creation"), "{said}");
     run(&["run", arg(&path), "--quiet"]).expect(0);
     let trial = run(&["run", arg(&path), "--quiet", "--json", "--limit", "1"]).expect(0);
     // The clock goes on; the job's prompts do not.
