@@ -37,6 +37,16 @@ pub async fn sniff(file: &PinnedFile, job_format: Option<Format>) -> Result<(Tex
     Ok((text, format))
 }
 
+/// Refuses a Parquet file that is compressed as a whole.
+fn check_not_compressed(text: &TextFile) -> Result<(), DatasetError> {
+    let Some(codec) = text.codec else { return Ok(()) };
+    let why = format!(
+        "it is Parquet, compressed with {} as a whole; decompress it first",
+        codec.as_str()
+    );
+    Err(DatasetError::unreadable(&text.file.name, why))
+}
+
 /// `stored_head`: the first bytes of the file, not decompressed. `is_named_parquet`: whether the
 /// job or the file's name says Parquet.
 async fn detect_format(
@@ -80,13 +90,7 @@ async fn detect_format(
         let is_parquet = (head.starts_with(b"PARE") && named_text_format.is_none())
             || (head.starts_with(b"PAR1") && (!is_text || ends_as_parquet(text).await?));
         if is_named_parquet || is_parquet {
-            if let Some(codec) = text.codec {
-                let why = format!(
-                    "it is Parquet, compressed with {} as a whole; decompress it first",
-                    codec.as_str()
-                );
-                return Err(DatasetError::unreadable(&file.name, why));
-            }
+            check_not_compressed(text)?;
             return check_parquet(file, &head, job_format).map(Some);
         }
         if let Some(why) = unsupported_content(&head) {
