@@ -177,7 +177,7 @@ impl CsvRowReader {
     }
 
     /// Pure: the rows of a piece that begins on line `line` of its file. `is_wanted` gets a row's
-    /// index in the piece; other rows become rows with the error [`NOT_READ`].
+    /// index in the piece; other rows become rows with the error `NOT_READ`.
     pub fn rows(&self, piece: &Piece, line: u64, is_wanted: impl Fn(u64) -> bool) -> LineRows {
         let (start, bytes) = match piece {
             Piece::TooLong { start, end, lines } => {

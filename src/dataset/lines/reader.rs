@@ -411,7 +411,7 @@ impl LinesPosition {
 }
 
 /// Reads lines piece by piece. `wanted`: row ranges of the file; other rows become rows with the
-/// error [`NOT_READ`].
+/// error `NOT_READ`.
 pub fn read(
     text: &TextFile,
     reader: LineReader,
