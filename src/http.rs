@@ -1,0 +1,159 @@
+//! An HTTP/1.1 server for an axum router: limits the connections, and the time that a client may
+//! take to send a request's headers.
+
+use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Router;
+use hyper::server::conn::http1;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::server::graceful::GracefulShutdown;
+use hyper_util::service::TowerToHyperService;
+use tokio::net::TcpListener;
+use tokio::sync::Semaphore;
+
+/// Pause after a failed accept, for example because no file descriptor is free.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
+/// Maximum size of a request's line and headers.
+const HEADER_BYTES_MAX: usize = 64 << 10;
+
+/// Limits of a server.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct HttpLimits {
+    /// Maximum number of open connections. Further ones wait until another one ends.
+    pub connections: usize,
+    /// Maximum time between two requests of a connection, and for the headers of a request.
+    pub header_timeout: Duration,
+    /// Maximum time that running requests may take after the server was told to stop.
+    pub drain_timeout: Duration,
+}
+
+/// Parses an address to listen at: `PORT` on loopback, or `ADDRESS:PORT`.
+///
+/// # Errors
+/// The text is neither.
+pub(crate) fn parse_address(text: &str) -> Result<SocketAddr, String> {
+    if let Ok(port) = text.parse::<u16>() {
+        return Ok((Ipv4Addr::LOCALHOST, port).into());
+    }
+    text.parse().map_err(|_| {
+        "give a port (`8080`: for clients on this machine alone) or an address and a port (`0.0.0.0:8080`, `[::]:8080`)"
+            .into()
+    })
+}
+
+/// Serves `router` until `stop` completes and the running requests have ended.
+pub(crate) async fn serve(listener: TcpListener, router: Router, limits: HttpLimits, stop: impl Future<Output = ()>) {
+    let slots = Arc::new(Semaphore::new(limits.connections));
+    let graceful = GracefulShutdown::new();
+    let mut builder = http1::Builder::new();
+    builder
+        .timer(TokioTimer::new())
+        .header_read_timeout(limits.header_timeout)
+        .max_buf_size(HEADER_BYTES_MAX);
+    let mut stop = std::pin::pin!(stop);
+    loop {
+        let accepted = async {
+            // The semaphore is never closed.
+            let slot = slots.clone().acquire_owned().await.ok();
+            (listener.accept().await, slot)
+        };
+        let (accepted, slot) = tokio::select! {
+            accepted = accepted => accepted,
+            () = &mut stop => break,
+        };
+        let Ok((stream, _)) = accepted else {
+            tokio::time::sleep(ACCEPT_PAUSE).await;
+            continue;
+        };
+        // Small responses must not wait for the acknowledgement of earlier ones.
+        let _ = stream.set_nodelay(true);
+        let service = TowerToHyperService::new(router.clone());
+        let connection = graceful.watch(builder.serve_connection(TokioIo::new(stream), service));
+        tokio::spawn(async move {
+            // A client that disconnects early gets no response, and nobody else is concerned.
+            let _ = connection.await;
+            drop(slot);
+        });
+    }
+    drop(listener);
+    let _ = tokio::time::timeout(limits.drain_timeout, graceful.shutdown()).await;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use axum::routing::get;
+    use std::time::Instant;
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    use tokio::net::TcpStream;
+    use tokio::sync::oneshot;
+
+    async fn server(connections: usize) -> (SocketAddr, oneshot::Sender<()>) {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let router = Router::new().route("/", get(|| async { "here" }));
+        let limits = HttpLimits {
+            connections,
+            header_timeout: Duration::from_millis(300),
+            drain_timeout: Duration::from_secs(1),
+        };
+        let (stop, stopped) = oneshot::channel::<()>();
+        tokio::spawn(serve(listener, router, limits, async move {
+            let _ = stopped.await;
+        }));
+        (address, stop)
+    }
+
+    async fn ask(address: SocketAddr) -> String {
+        let mut stream = TcpStream::connect(address).await.unwrap();
+        let request = b"GET / HTTP/1.1\r\nhost: h\r\nconnection: close\r\n\r\n";
+        stream.write_all(request).await.unwrap();
+        let mut response = String::new();
+        stream.read_to_string(&mut response).await.unwrap();
+        response
+    }
+
+    #[tokio::test]
+    async fn silent_connections_are_closed_and_make_room() {
+        let (address, _stop) = server(2).await;
+        let mut silent = Vec::new();
+        for _ in 0..6 {
+            silent.push(TcpStream::connect(address).await.unwrap());
+        }
+        let asked = Instant::now();
+        let response = tokio::time::timeout(Duration::from_secs(5), ask(address)).await;
+        assert!(response.unwrap().starts_with("HTTP/1.1 200 OK"));
+        // Two at a time are let go.
+        assert!(asked.elapsed() >= Duration::from_millis(600), "{:?}", asked.elapsed());
+        let mut first = silent.remove(0);
+        let mut rest = Vec::new();
+        first.read_to_end(&mut rest).await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn a_stopped_server_accepts_nothing_more() {
+        let (address, stop) = server(8).await;
+        assert!(ask(address).await.ends_with("here"));
+        drop(stop);
+        for _ in 0..100 {
+            if TcpStream::connect(address).await.is_err() {
+                return;
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        panic!("the port is still open");
+    }
+
+    #[test]
+    fn a_port_alone_is_on_loopback() {
+        let shown = |text: &str| parse_address(text).map(|address| address.to_string());
+        assert_eq!(shown("8080").unwrap(), "127.0.0.1:8080");
+        assert_eq!(shown("0.0.0.0:8080").unwrap(), "0.0.0.0:8080");
+        assert_eq!(shown("[::]:8080").unwrap(), "[::]:8080");
+        for text in ["", "x", ":8080", "70000", "host:8080", "0.0.0.0"] {
+            assert!(shown(text).unwrap_err().contains("give a port"), "{text}");
+        }
+    }
+}
