@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
-"""Runs the DAGs of deploy/airflow/ and of dags.py beside this file in a real Airflow, over a real broker.
+"""Runs the DAGs of deploy/airflow/ and of dags.py beside this file in a real Airflow, over a real broker and, if there is one, a real S3 store.
 
     eval "$(tests/services/services.py env --dir DIR)"; .venv/bin/python tests/airflow/run.py PROGRAM [--only CASE]
 
 Installs Airflow and the provider into `.airflow/` of the checkout, starts Airflow's own processes (API server, scheduler, DAG processor,
-triggerer) and a gristmill worker, and kills some of them at bad moments. The last line counts the cases. It is no part of the check, since
-Airflow takes longer to install and start than its share of the check's time.
+triggerer), a gristmill worker and for some cases `gristmill serve`, and kills some of them at bad moments. The last line counts the cases. It
+is no part of the check, since Airflow takes longer to install and start than its share of the check's time.
 """
 
 import argparse
 import contextlib
+import hashlib
 import json
 import os
 import pathlib
@@ -24,6 +25,7 @@ import urllib.error
 import urllib.request
 import uuid
 
+import pyarrow.fs as fs
 import pyarrow.parquet as pq
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -33,6 +35,9 @@ BIN = AIRFLOW / "bin"
 # The broker: RabbitMQ, else Kafka.
 BROKERS = ("GRISTMILL_TEST_RABBITMQ", "GRISTMILL_TEST_KAFKA")
 SECONDS_MAX = 300
+# A service's key, as a connection's password.
+KEY = "airflow-key"
+CONNECTIONS = {"gristmill_openai": "openai", "gristmill_llm": "pydanticai"}
 ENDED = {"success", "failed", "skipped", "upstream_failed", "removed"}
 
 
@@ -63,17 +68,54 @@ def free_port():
         return one.getsockname()[1]
 
 
+class Store:
+    """Where jobs write and the batch service keeps its files: a bucket of S3 if there is one, else the folder."""
+
+    def __init__(self, folder):
+        self.env = {}
+        if "GRISTMILL_TEST_S3" not in os.environ:
+            self.files, self.base, self.scheme = fs.LocalFileSystem(), str(folder), "file://"
+            return
+        endpoint, key, secret, bucket = (os.environ[f"GRISTMILL_TEST_S3{name}"] for name in ("", "_KEY", "_SECRET", "_BUCKET"))
+        self.env = {
+            "AWS_ENDPOINT_URL": endpoint, "AWS_ALLOW_HTTP": "true", "AWS_REGION": "us-east-1", "AWS_ACCESS_KEY_ID": key,
+            "AWS_SECRET_ACCESS_KEY": secret,
+        }  # fmt: skip
+        scheme, host = endpoint.split("://")
+        self.files = fs.S3FileSystem(access_key=key, secret_key=secret, endpoint_override=host, scheme=scheme, region="us-east-1")
+        self.base, self.scheme = f"{bucket}/airflow-{uuid.uuid4().hex[:8]}", "s3://"
+
+    def url(self, path):
+        """As gristmill prints it."""
+        return f"{self.scheme}{self.base}/{path}"
+
+    def paths(self, path):
+        """Paths of all files below a path."""
+        found = self.files.get_file_info(fs.FileSelector(f"{self.base}/{path}", allow_not_found=True, recursive=True))
+        return [file.path.removeprefix(f"{self.base}/") for file in found if file.type == fs.FileType.File]
+
+    def delete(self, path):
+        for file in self.paths(path):
+            self.files.delete_file(f"{self.base}/{file}")
+        if self.scheme == "file://":
+            shutil.rmtree(f"{self.base}/{path}", ignore_errors=True)
+
+    def fetch(self, path, folder):
+        fs.copy_files(f"{self.base}/{path}", str(folder), source_filesystem=self.files, destination_filesystem=fs.LocalFileSystem())
+
+
 class Scene:
-    """Airflow's processes, a worker of gristmill's, and the folder in which they work."""
+    """Airflow's processes, a worker of gristmill's, a batch service where a case asks for it, and the folder in which they work."""
 
     def __init__(self, folder, program):
         self.folder, self.program = folder, program
+        self.store = Store(folder)
         self.processes = {}
-        self.port = free_port()
+        self.port, self.service_port = free_port(), free_port()
         self.token = None
         self.queue = self._queue()
         self._files()
-        self.env = os.environ | {
+        self.env = os.environ | self.store.env | {
             "AIRFLOW_HOME": str(folder / "airflow"),
             "AIRFLOW__CORE__DAGS_FOLDER": str(folder / "dags"),
             "AIRFLOW__CORE__LOAD_EXAMPLES": "False",
@@ -92,9 +134,15 @@ class Scene:
             "GRISTMILL_QUEUE": self.queue,
             "GRISTMILL_JOBS": str(folder / "jobs"),
             "GRISTMILL_TABLE": str(folder / "table"),
-            "GRISTMILL_LABELS": str(folder / "out/labels"),
+            "GRISTMILL_LABELS": self.store.url("out/labels"),
             "GRISTMILL_MODEL": str(DEMO / "model"),
+            "GRISTMILL_REQUESTS": str(folder / "requests.jsonl"),
+            "GRISTMILL_TICKETS": str(folder / "tickets.jsonl"),
+            "GRISTMILL_ANSWERS": str(folder / "answers"),
             "GRISTMILL_TEST_FOLDER": str(folder),
+            "GRISTMILL_TEST_OUTPUTS": self.store.url("out"),
+            # A DAG that fails to check its connection's host reaches nobody.
+            "OPENAI_BASE_URL": "http://127.0.0.1:9/v1",
             "PATH": f"{program.parent}:{BIN}:{os.environ['PATH']}",
         }
 
@@ -109,7 +157,7 @@ class Scene:
         """Jobs whose addresses are of this folder, two days of a table, and nights for each date that a schedule may ask for."""
         (self.folder / "jobs").mkdir()
         text = (ROOT / "jobs/nightly.yaml").read_text().replace("demo/nightly/", f"{self.folder}/nights/").replace("demo/", f"{DEMO}/")
-        text = text.replace("../out/", f"{self.folder}/out/").replace("rows: 64", "rows: 10")
+        text = text.replace("../out/", self.store.url("out/")).replace("rows: 64", "rows: 10")
         (self.folder / "jobs/nightly.yaml").write_text(text)
         for days in range(-2, 3):
             day = time.strftime("%Y-%m-%d", time.gmtime(time.time() + days * 86400))
@@ -135,6 +183,23 @@ class Scene:
             "shards": {"rows": 50},
         }
         (self.folder / "label-tickets.json").write_text(json.dumps(job))
+        self._batch_files(rows.slice(0, 200).to_pylist(), system, categories.split(", "))
+
+    def _batch_files(self, tickets, system, categories):
+        """What the batch service reads, and 200 tickets as lines and as requests."""
+        models = f"models:\n- {{name: demo, model: {DEMO / 'model'}, precision: f32, shards: {{rows: 50}}}}\n"
+        (self.folder / "models.yaml").write_text(models)
+        key = hashlib.sha256(KEY.encode()).hexdigest()
+        (self.folder / "keys.yaml").write_text(f"keys:\n- {{tenant: airflow, sha256: {key}}}\n")
+        (self.folder / "tickets.jsonl").write_text("".join(json.dumps(ticket, default=str) + "\n" for ticket in tickets))
+        with open(self.folder / "requests.jsonl", "w") as out:
+            for ticket in tickets:
+                text = f"{ticket['subject']}\n\n{ticket['body']}"
+                messages = [{"role": "system", "content": system}, {"role": "user", "content": text}]
+                body = {"model": "demo", "messages": messages, "max_completion_tokens": 8, "temperature": 0}
+                body["structured_outputs"] = {"choice": categories}
+                line = {"custom_id": ticket["ticket_id"], "method": "POST", "url": "/v1/chat/completions", "body": body}
+                out.write(json.dumps(line) + "\n")
 
     def start(self, name, *command):
         log = open(self.folder / f"{name}.log", "ab")
@@ -146,6 +211,7 @@ class Scene:
             self.start(name, BIN / "airflow", name)
         until("Airflow's API answers", self.reachable, 120)
         names = {"nightly_tickets", "use_tickets", "label_growing_table", "nightly_bash", "waits", "cancelled"}
+        names |= {"openai_batch", "llm_batch", "nightly_kubernetes", "failed_batches", "structured", "marked_batch"}
 
         def all_read():
             errors = self.api("GET", "importErrors")["import_errors"]
@@ -155,9 +221,40 @@ class Scene:
         until("all DAGs are there", all_read, 120)
 
     def start_worker(self):
-        below = f"file://{self.folder}"
-        options = ["--accept", below, "--accept-inputs", f"file://{DEMO}", "--accept-models", f"file://{DEMO}", "--log-interval", "0.5"]
+        inputs = f"file://{DEMO},file://{self.folder}"
+        options = ["--accept", self.store.url("out"), "--accept-inputs", inputs, "--accept-models", f"file://{DEMO}", "--log-interval", "0.5"]
         self.start("worker", self.program, "worker", "--queue", self.queue, "--precision", "f32", "--model", DEMO / "model", *options)
+
+    def start_service(self):
+        """The batch service, to which two connections lead. Its queue is one of its own, without a worker at first."""
+        options = ["--store", self.store.url("store"), "--models", self.folder / "models.yaml", "--keys", self.folder / "keys.yaml"]
+        options += ["--poll", "0.2", "--reconcile-every", "5", "--queue", f"{self.queue}-batches"]
+        self.start("service", self.program, "serve", "--listen", self.service_port, *options)
+        until("the service answers", lambda: self.batches() is not None, 60)
+        for name in CONNECTIONS:
+            self.connect(name, f"http://127.0.0.1:{self.service_port}/v1")
+
+    def start_batch_worker(self):
+        options = ["--queue", f"{self.queue}-batches", "--model", DEMO / "model", "--precision", "f32", "--log-interval", "0.5"]
+        self.start("batch-worker", self.program, "worker", *options)
+
+    def end_service(self):
+        for name in ("service", "batch-worker"):
+            if name in self.processes:
+                self.kill(name)
+
+    def batches(self):
+        """The service's batches, or None while it is away."""
+        url = f"http://127.0.0.1:{self.service_port}/v1/batches?limit=100"
+        with contextlib.suppress(OSError):
+            with urllib.request.urlopen(urllib.request.Request(url, headers={"Authorization": f"Bearer {KEY}"}), timeout=5) as answer:
+                return json.loads(answer.read())["data"]
+
+    def connect(self, name, host):
+        """Makes a connection anew."""
+        with contextlib.suppress(OSError):
+            self.api("DELETE", f"connections/{name}")
+        self.api("POST", "connections", {"connection_id": name, "conn_type": CONNECTIONS[name], "host": host, "password": KEY})
 
     def kill(self, name, by=signal.SIGKILL):
         process = self.processes.pop(name)
@@ -220,16 +317,19 @@ class Scene:
     def xcom(self, dag, run, task, index=-1):
         path = f"dags/{dag}/dagRuns/{run}/taskInstances/{task}/xcomEntries/return_value?map_index={index}"
         value = self.api("GET", path)["value"]
-        return json.loads(value) if isinstance(value, str) else value
+        return json.loads(value) if isinstance(value, str) and value.startswith("{") else value
 
     def logged(self, output):
         """Log records of a job's ledger."""
-        return len(list(output.glob("_gristmill/**/log/*")))
+        return sum("/_gristmill/" in path and "/log/" in path for path in self.store.paths(output))
 
     def check(self, output, source, carry, codes=(0,)):
         """Each row once, by a checker that shares no code with gristmill."""
-        subprocess.run([sys.executable, ROOT / "tests/check_output.py", output, source, "--carry", carry], check=True, stdout=subprocess.DEVNULL)
-        verified = subprocess.run([self.program, "verify", output], capture_output=True, text=True)
+        with tempfile.TemporaryDirectory() as folder:
+            self.store.fetch(output, folder)
+            checker = [sys.executable, ROOT / "tests/check_output.py", folder, source, "--carry", carry]
+            subprocess.run(checker, check=True, stdout=subprocess.DEVNULL)
+        verified = subprocess.run([self.program, "verify", self.store.url(output)], capture_output=True, text=True, env=self.env)
         assert verified.returncode in codes, verified.stderr
 
     def children(self, words):
@@ -253,28 +353,28 @@ def nightly_tickets(scene):
     assert tasks["write_tickets", -1]["state"] == "success", tasks
     result = scene.xcom("nightly_tickets", run, "write_tickets")
     assert result["rows"]["total"] == pq.read_metadata(DEMO / "nightly/date=2026-11-24/briefs.parquet").num_rows, result
-    output = pathlib.Path(result["output"].removeprefix("file://"))
+    output = result["output"].removeprefix(scene.store.url(""))
     scene.check(output, DEMO / "nightly/date=2026-11-24/briefs.parquet", "brief_id")
     used = scene.latest("use_tickets")
     scene.wait("use_tickets", used)
     event = scene.xcom("use_tickets", used, "use")
     assert event["output"] == result["output"] and event["rows"] == result["rows"], event
     # The next case runs the same night by other means.
-    shutil.rmtree(output)
+    scene.store.delete(output)
 
 
 def nightly_bash(scene):
     """The task's process is killed, its program lives on, and the retry works beside it: each row once."""
     scene.unpause("nightly_bash")
     run = scene.latest("nightly_bash")
-    nights = scene.folder / "out/nightly"
-    until("the job has begun", lambda: any(scene.logged(night) for night in nights.glob("*")))
+    until("the job has begun", lambda: scene.logged("out/nightly"))
     ((program, task),) = scene.children(["run", "nightly.yaml"])
     os.kill(task, signal.SIGKILL)
     tasks = scene.wait("nightly_bash", run)
     assert tasks["write_tickets", -1]["state"] == "success" and tasks["write_tickets", -1]["try_number"] == 2, tasks
-    (night,) = nights.iterdir()
-    assert scene.xcom("nightly_bash", run, "write_tickets")["output"] == f"file://{night}"
+    (night,) = {path.split("/")[2] for path in scene.store.paths("out/nightly")}
+    night = f"out/nightly/{night}"
+    assert scene.xcom("nightly_bash", run, "write_tickets")["output"] == scene.store.url(night)
     until("the old program has ended", lambda: not os.path.exists(f"/proc/{program}"))
     scene.check(night, DEMO / "nightly/date=2026-11-24/briefs.parquet", "brief_id")
 
@@ -289,7 +389,7 @@ def label_growing_table(scene):
         for index, day in enumerate(days):
             result = scene.xcom("label_growing_table", run, "label", index)
             assert result["rows"]["succeeded"] == 100 and result["output"].endswith(day), result
-            scene.check(scene.folder / f"out/labels/{day}", scene.folder / f"table/date={day}/tickets.parquet", "ticket_id")
+            scene.check(f"out/labels/{day}", scene.folder / f"table/date={day}/tickets.parquet", "ticket_id")
         if number == 0:
             days.append("2026-11-03")
             shutil.copytree(scene.folder / "table/date=2026-11-01", scene.folder / "table/date=2026-11-03")
@@ -298,7 +398,7 @@ def label_growing_table(scene):
 def killed_in_task(scene):
     """The task's process is killed while it computes: its program ends, and the retry goes on with the same job."""
     run = scene.trigger("killed_in_task")
-    output = scene.folder / "out/killed_in_task"
+    output = "out/killed_in_task"
     until("the job has begun", lambda: scene.logged(output) > 0)
     ((program, task),) = scene.children(["run", "/gristmill-"])
     os.kill(task, signal.SIGKILL)
@@ -315,7 +415,7 @@ def waits(scene):
     scene.kill("worker")
     run = scene.trigger("waits")
     scene.until_state("waits", run, "run", "deferred")
-    output = scene.folder / "out/waits"
+    output = "out/waits"
     scene.start_worker()
     until("the job has begun", lambda: scene.logged(output) > 0)
     scene.kill("worker")
@@ -377,14 +477,171 @@ def cancelled(scene):
         scene.api("PATCH", f"dags/cancelled/dagRuns/{run}/taskInstances/{task}", {"new_state": "failed"})
 
     def state(name):
-        status = subprocess.run([scene.program, "status", scene.folder / "out" / name, "--json"], capture_output=True, text=True, check=True)
+        status = [scene.program, "status", scene.store.url(f"out/{name}"), "--json"]
+        status = subprocess.run(status, capture_output=True, text=True, check=True, env=scene.env)
         return json.loads(status.stdout)["state"]
 
     until("the job is cancelled", lambda: state("cancelled") == "cancelled", 60)
     assert state("kept") == "running"
 
 
-CASES = [nightly_tickets, nightly_bash, label_growing_table, killed_in_task, waits, sensed, budget, failed_rows, refused, cancelled]
+def openai_batch(scene):
+    """Triggerer and service are killed while the task waits: its retry waits for the same batch, and each request is answered once."""
+    scene.start_service()
+    scene.unpause("openai_batch")
+    run = scene.latest("openai_batch")
+    scene.until_state("openai_batch", run, "answer", "deferred")
+    scene.kill("triggerer")
+    scene.start("triggerer", BIN / "airflow", "triggerer")
+    # This operator's trigger gives up at the first poll that fails.
+    scene.kill("service")
+
+    def try_ended():
+        return any(task["task_id"] == "answer" and task["state"] == "up_for_retry" for task in scene.tasks("openai_batch", run))
+
+    until("the trigger gives up", try_ended)
+    scene.start_service()
+    scene.start_batch_worker()
+    tasks = scene.wait("openai_batch", run, of=3)
+    assert {task["state"] for task in tasks.values()} == {"success"}, tasks
+    assert tasks["answer", -1]["try_number"] > 1, tasks
+    (batch,) = scene.batches()
+    assert batch["id"] == scene.xcom("openai_batch", run, "answer"), batch
+    result = scene.xcom("openai_batch", run, "download")
+    assert (result["answered"], result["failed"]) == (200, 0), result
+    answers = [json.loads(line) for line in (pathlib.Path(result["folder"].removeprefix("file://")) / "answers.jsonl").open()]
+    rows = pq.read_table(DEMO / "tickets.parquet").slice(0, 200).to_pylist()
+    assert [answer["custom_id"] for answer in answers] == [row["ticket_id"] for row in rows]
+    given = [answer["response"]["body"]["choices"][0]["message"]["content"] for answer in answers]
+    assert sum(answer == row["category"] for answer, row in zip(given, rows)) > 180
+
+
+def llm_batch(scene):
+    """The triggerer is killed while the task waits, and the worker while it computes: one batch, one try, each request answered once."""
+    scene.start_service()
+    before = len(scene.batches())
+    scene.unpause("llm_batch")
+    run = scene.latest("llm_batch")
+    scene.until_state("llm_batch", run, "label", "deferred")
+    scene.kill("triggerer")
+    scene.start_batch_worker()
+    until("some are done", lambda: scene.batches()[0]["request_counts"]["completed"] > 0)
+    scene.kill("batch-worker")
+    scene.start("triggerer", BIN / "airflow", "triggerer")
+    scene.start_batch_worker()
+    tasks = scene.wait("llm_batch", run, of=3)
+    assert {task["state"] for task in tasks.values()} == {"success"}, tasks
+    assert tasks["label", -1]["try_number"] == 1 and len(scene.batches()) == before + 1, tasks
+    manifest = scene.xcom("llm_batch", run, "label")
+    assert manifest["counts"]["succeeded"] == manifest["request_count"] == 200, manifest
+    assert manifest["duplicate_result_count"] == 0, manifest
+    counts = scene.xcom("llm_batch", run, "count")
+    rows = pq.read_table(DEMO / "tickets.parquet").slice(0, 200).to_pylist()
+    assert sum(counts.values()) == 200 and set(counts) <= {row["category"] for row in rows} | {"other"}, counts
+
+
+def structured(scene):
+    """Answers by a Pydantic model, through this provider's adapter."""
+    scene.start_service()
+    scene.start_batch_worker()
+    run = scene.trigger("structured")
+    tasks = scene.wait("structured", run)
+    assert tasks["label", -1]["state"] == "success", tasks
+    manifest = scene.xcom("structured", run, "label")
+    assert manifest["adapter"] == "gristmill" and manifest["counts"]["succeeded"] == 20, manifest
+    rows = [json.loads(line) for line in open(manifest["result_uri"].removeprefix("file://"))]
+    assert all(set(row["output"]) == {"category", "urgent"} for row in rows), rows
+
+
+def failed_batches(scene):
+    """A batch that fails fails its task, whichever operator waits; so do requests that fail, where the DAG says so."""
+    scene.start_service()
+    scene.start_batch_worker()
+    run = scene.trigger("failed_batches")
+    tasks = scene.wait("failed_batches", run, of=5)
+    states = {name: task["state"] for (name, _), task in tasks.items()}
+    expected = {"upload": "success", "broken_line": "failed", "unknown_model": "failed", "partial": "failed", "kept": "success"}
+    assert states == expected, states
+    counts = scene.xcom("failed_batches", run, "kept")["counts"]
+    assert (counts["succeeded"], counts["errored"]) == (1, 1), counts
+    logs = scene.folder / f"airflow/logs/dag_id=failed_batches/run_id={run}"
+
+    def logged(task, text):
+        return any(text in file.read_text() for file in (logs / f"task_id={task}").iterdir())
+
+    assert logged("unknown_model", "model_not_found") and logged("broken_line", "Batch failed") and logged("partial", "errored=1")
+
+
+def no_host(scene):
+    """No DAG sends anything by a connection without a host, which the openai package takes for OpenAI's."""
+    scene.start_service()
+    before = scene.batches()
+    for name in CONNECTIONS:
+        scene.connect(name, "")
+    for dag, task in (("openai_batch", "upload"), ("llm_batch", "label"), ("structured", "label")):
+        run = scene.trigger(dag)
+        tasks = scene.wait(dag, run)
+        assert tasks[task, -1]["state"] == "failed" and tasks[task, -1]["try_number"] == 1, tasks
+        logs = scene.folder / f"airflow/logs/dag_id={dag}/run_id={run}/task_id={task}"
+        assert any("as in http://gristmill:8000/v1" in file.read_text() for file in logs.iterdir()), logs
+    assert scene.batches() == before
+
+
+def marked_batch(scene):
+    """Marking a task that waits in `LLMBatchOperator` cancels its batch."""
+    scene.start_service()
+    run = scene.trigger("marked_batch")
+    scene.until_state("marked_batch", run, "label", "deferred")
+    log = f"airflow/logs/dag_id=marked_batch/run_id={run}/task_id=label/*.trigger.*"
+    until("the trigger runs", lambda: any("HTTP Request" in file.read_text() for file in scene.folder.glob(log)), 60)
+    scene.api("PATCH", f"dags/marked_batch/dagRuns/{run}/taskInstances/label", {"new_state": "failed"})
+    work = f"store/tenants/airflow/work/{scene.batches()[0]['id']}"
+    until("the job's workers are told", lambda: any("/control/" in path for path in scene.store.paths(work)), 60)
+    # A worker ends the requests.
+    scene.start_batch_worker()
+    until("the batch is cancelled", lambda: scene.batches()[0]["status"] == "cancelled", 60)
+
+
+def nightly_kubernetes(scene):
+    """The pod fits the schema of Kubernetes; its command, run here, leaves a result, an exit code and a message, and gets signals."""
+    pod_file = ROOT / "tests/airflow/pod.py"
+    made = subprocess.run([BIN / "python", pod_file, scene.folder / "dags/nightly_kubernetes.py"], env=scene.env, capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr[-2000:]
+    pod = json.loads(made.stdout.splitlines()[-1])
+    container = next(one for one in pod["spec"]["containers"] if one["name"] == "base")
+    (text,) = container["args"]
+    xcom = scene.folder / "return.json"
+    text = text.replace("/airflow/xcom/return.json", str(xcom)).replace("/jobs/", f"{scene.folder}/jobs/")
+    assert str(xcom) in text and container["command"] == ["/bin/sh", "-c"]
+    (night, *_) = sorted(path.name.removeprefix("date=") for path in (scene.folder / "nights").iterdir())
+
+    def start(date):
+        env = scene.env | {"DATE": date}
+        return subprocess.Popen([*container["command"], text], env=env, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+    # No such night: the message is what Kubernetes would take from the end of the log.
+    gone = start("2020-01-01")
+    _, message = gone.communicate(timeout=120)
+    assert gone.returncode in (1, 2) and "2020-01-01" in message and xcom.read_text() == "", (gone.returncode, message)
+    output = f"out/nightly/{night}"
+    scene.store.delete(output)
+    stopped = start(night)
+    until("the job has begun", lambda: any("/_gristmill/" in path for path in scene.store.paths(output)))
+    # Kubernetes signals the container's first process alone.
+    os.kill(stopped.pid, signal.SIGTERM)
+    assert stopped.wait(40) == 6, stopped.returncode
+    ended = start(night)
+    _, message = ended.communicate(timeout=SECONDS_MAX)
+    result = json.loads(xcom.read_text())
+    assert ended.returncode in (0, 3) and result["output"] == scene.store.url(output), (ended.returncode, message)
+    scene.check(output, DEMO / "nightly/date=2026-11-24/briefs.parquet", "brief_id")
+    scene.store.delete(output)
+
+
+CASES = [
+    nightly_tickets, nightly_bash, nightly_kubernetes, label_growing_table, killed_in_task, waits, sensed, budget, failed_rows, refused,
+    cancelled, openai_batch, llm_batch, structured, failed_batches, marked_batch, no_host,
+]  # fmt: skip
 
 
 def main():
@@ -409,6 +666,7 @@ def main():
             except (AssertionError, OSError, ValueError, KeyError, subprocess.SubprocessError) as why:
                 failed += 1
                 print(f"{case.__name__}: WRONG: {type(why).__name__}: {why}", flush=True)
+            scene.end_service()
     finally:
         scene.end()
         if failed or asked.keep:

@@ -1,0 +1,5 @@
+"""`python -m gristmill` is the program `gristmill`."""
+
+from gristmill._program import main
+
+main()
