@@ -30,6 +30,12 @@ pub(crate) fn short_line(text: &str) -> String {
     line
 }
 
+/// The error of a YAML file on one line, without the lines of the file that it is about: they may
+/// hold secrets.
+pub(crate) fn yaml_line(error: &serde_saphyr::Error) -> String {
+    short_line(&error.without_snippet().to_string())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -11,15 +11,18 @@ mod say;
 
 mod error_line;
 mod failpoint;
+mod http;
 mod notice;
 mod printable;
 mod python_json;
 mod regular;
 mod signing;
+mod traces;
 
 pub mod worker;
 
 pub mod bench;
+pub mod dashboard;
 pub mod dataset;
 pub mod device;
 pub mod doctor;
@@ -31,6 +34,7 @@ pub mod ledger;
 pub mod model;
 pub mod queue;
 pub mod report;
+pub mod serve;
 pub mod tokenizer;
 
 pub mod cli;

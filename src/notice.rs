@@ -133,7 +133,7 @@ impl Notice {
 }
 
 /// For each key, `v1,` and the base64 of HMAC-SHA-256 over id, time and body.
-fn signatures(keys: &Signing, id: &str, seconds: u64, body: &str) -> String {
+pub(crate) fn signatures(keys: &Signing, id: &str, seconds: u64, body: &str) -> String {
     let tags = keys.tags(format!("{id}.{seconds}.{body}").as_bytes());
     let tags: Vec<String> = tags
         .iter()

@@ -11,6 +11,8 @@ use std::fmt;
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
+use base64::Engine;
+use base64::prelude::BASE64_STANDARD;
 use bytes::Bytes;
 use data_encoding::HEXLOWER;
 use hmac::{Hmac, KeyInit, Mac};
@@ -27,7 +29,11 @@ const KEY_BYTES_MIN: usize = 32;
 /// Maximum number of keys: a rotation needs few, and each key costs one try.
 const KEYS_MAX: usize = 16;
 /// Maximum size of all keys together.
-const KEYS_BYTES_MAX: u64 = 16 << 10;
+pub(crate) const KEYS_BYTES_MAX: u64 = 16 << 10;
+/// What a secret of Standard Webhooks begins with; base64 follows.
+pub(crate) const SECRET_PREFIX: &str = "whsec_";
+/// Minimum length of such a secret in bytes, as Standard Webhooks has it.
+const SECRET_BYTES_MIN: usize = 24;
 
 /// Environment variables with the keys that sign `on_finish` posts. The recipient has these keys
 /// too, and must not be able to sign records with them.
@@ -139,13 +145,7 @@ impl Signing {
     /// # Errors
     /// A line is not a valid key. The error names the line, not the key.
     pub(crate) fn parse(text: &str) -> Result<Signing, String> {
-        let lines: Vec<&str> = text.trim_end_matches(['\r', '\n']).lines().collect();
-        if lines.len() > KEYS_MAX {
-            return Err(format!(
-                "it has {} lines, and at most {KEYS_MAX} keys are used",
-                lines.len()
-            ));
-        }
+        let lines = lines_of(text, "key")?;
         let key = |(index, line): (usize, &&str)| {
             let (number, length) = (index + 1, line.len());
             if length < KEY_BYTES_MIN {
@@ -162,16 +162,37 @@ impl Signing {
             Hmac::<Sha256>::new_from_slice(line.as_bytes())
                 .map_err(|error| format!("the key in line {number}: {error}"))
         };
-        if lines.is_empty() {
-            Err("it holds no key".into())
-        } else {
-            lines
-                .iter()
-                .enumerate()
-                .map(key)
-                .collect::<Result<_, _>>()
-                .map(|keys| Signing { keys })
-        }
+        let keys = lines.iter().enumerate().map(key).collect::<Result<_, _>>()?;
+        Ok(Signing { keys })
+    }
+
+    /// Parses secrets in the form of Standard Webhooks (`whsec_` and base64), one per line.
+    /// Trailing line ends are ignored.
+    ///
+    /// # Errors
+    /// A line is no such secret. The error names the line, not the secret.
+    pub(crate) fn parse_secrets(text: &str) -> Result<Signing, String> {
+        let lines = lines_of(text, "secret")?;
+        let secret = |(index, line): (usize, &&str)| {
+            let number = index + 1;
+            let encoded = line.strip_prefix(SECRET_PREFIX);
+            let Some(secret) = encoded.and_then(|encoded| BASE64_STANDARD.decode(encoded).ok()) else {
+                return Err(format!(
+                    "the secret in line {number} is not `{SECRET_PREFIX}` and base64: \
+                     `echo {SECRET_PREFIX}$(openssl rand -base64 32)` makes one"
+                ));
+            };
+            if secret.len() < SECRET_BYTES_MIN {
+                return Err(format!(
+                    "the secret in line {number} has {} bytes, and needs {SECRET_BYTES_MIN} at least: \
+                     `echo {SECRET_PREFIX}$(openssl rand -base64 32)` makes one",
+                    secret.len()
+                ));
+            }
+            Hmac::<Sha256>::new_from_slice(&secret).map_err(|error| format!("the secret in line {number}: {error}"))
+        };
+        let keys = lines.iter().enumerate().map(secret).collect::<Result<_, _>>()?;
+        Ok(Signing { keys })
     }
 
     pub(crate) fn is_on(&self) -> bool {
@@ -239,6 +260,21 @@ impl Signing {
     }
 }
 
+/// The lines of a text, each of which is a key or a secret: `what`. Trailing line ends are ignored.
+fn lines_of<'t>(text: &'t str, what: &str) -> Result<Vec<&'t str>, String> {
+    let lines: Vec<&str> = text.trim_end_matches(['\r', '\n']).lines().collect();
+    if lines.is_empty() {
+        return Err(format!("it holds no {what}"));
+    }
+    if lines.len() > KEYS_MAX {
+        return Err(format!(
+            "it has {} lines, and at most {KEYS_MAX} {what}s are used",
+            lines.len()
+        ));
+    }
+    Ok(lines)
+}
+
 /// Authenticates purpose, address, and the hash of the bytes. The lengths of purpose and address
 /// precede them.
 fn mac(key: &Hmac<Sha256>, purpose: Purpose, address: &str, digest: &[u8]) -> Hmac<Sha256> {
@@ -296,6 +332,27 @@ mod tests {
     const ONE: &str = "0123456789abcdef0123456789abcdef";
     const TWO: &str = "another key, of thirty-two bytes";
     const RECORD: &[u8] = b"{\"v\":1,\"name\":\"n\"}\n";
+
+    #[test]
+    fn secrets_of_webhooks_are_base64_of_24_bytes_at_least() {
+        let secret = |bytes: usize| format!("{SECRET_PREFIX}{}", BASE64_STANDARD.encode(vec![7; bytes]));
+        let count = |text: &str| Signing::parse_secrets(text).map(|signing| signing.keys.len());
+        assert_eq!(count(&secret(24)), Ok(1));
+        assert_eq!(count(&format!("{}\r\n{}\n", secret(24), secret(32))), Ok(2));
+        let unprefixed = BASE64_STANDARD.encode([7; 32]);
+        for (text, why) in [
+            ("", "no secret"),
+            (secret(23).as_str(), "line 1 has 23 bytes"),
+            (unprefixed.as_str(), "line 1 is not `whsec_`"),
+            ("whsec_???", "line 1 is not `whsec_`"),
+            (&format!("{}\n{}", secret(24), secret(3)), "line 2 has 3 bytes"),
+            (&format!("{}\n", secret(24)).repeat(17), "17 lines"),
+        ] {
+            let error = Signing::parse_secrets(text).unwrap_err();
+            assert!(error.contains(why), "{error}");
+            assert!(!error.contains("BwcH"), "the error shows a secret: {error}");
+        }
+    }
 
     fn with(text: &str) -> Signing {
         Signing::parse(text).unwrap()

@@ -101,13 +101,13 @@ async fn check_store(job: &Job) -> Check {
         trial?;
         if let Some(ledger) = begun {
             return Ok(format!(
-                "`{url}`: creates once, reads and removes (tried below `_gristmill/tmp/`); it holds job `{}`, which only its own job file goes on with",
+                "`{url}`: conditional create and read work (tried below `_gristmill/tmp/`); it holds job `{}`, and only that job's file can continue it",
                 ledger.job().name
             ));
         }
         check_empty(&output).await?;
         Ok(format!(
-            "`{url}`: creates once, reads and removes (tried below `_gristmill/tmp/`)"
+            "`{url}`: conditional create and read work (tried below `_gristmill/tmp/`)"
         ))
     };
     Check::of("store", checked.await)

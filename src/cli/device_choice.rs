@@ -1,5 +1,6 @@
 //! The device that a command computes on: `--device`.
 
+use std::fmt::{self, Display, Formatter};
 use std::str::FromStr;
 
 use crate::cli::exit::Failure;
@@ -73,6 +74,15 @@ impl DeviceChoice {
                     ResolvedDevice::Cpu
                 }
             }),
+        }
+    }
+}
+
+impl Display for ResolvedDevice {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        match self {
+            ResolvedDevice::Cpu => f.write_str("cpu"),
+            ResolvedDevice::Cuda(number) => write!(f, "cuda:{number}"),
         }
     }
 }

@@ -105,12 +105,14 @@ impl QueueTarget {
 
     /// Connects as a producer.
     pub(super) async fn connect(&self) -> Result<Enqueuer, Failure> {
-        let publisher = Publisher::open(&self.url, &self.settings)
-            .await
-            .map_err(queue_failure)?;
+        self.open().await.map_err(queue_failure)
+    }
+
+    /// Like [`QueueTarget::connect`], for callers that distinguish errors.
+    pub(super) async fn open(&self) -> Result<Enqueuer, QueueError> {
         Ok(Enqueuer {
             url: self.url.to_string(),
-            publisher,
+            publisher: Publisher::open(&self.url, &self.settings).await?,
         })
     }
 }
@@ -181,7 +183,7 @@ fn order_for_partitions(shards: &[u32], partitions: u32) -> Vec<u32> {
 
 /// Settings that cannot reach the broker are the caller's error (exit code 2); other errors are
 /// failures.
-fn queue_failure(error: QueueError) -> Failure {
+pub(super) fn queue_failure(error: QueueError) -> Failure {
     match error {
         QueueError::Settings { .. } | QueueError::UnknownHost { .. } => Failure::bad_job(error),
         _ => Failure::from(error),

@@ -8,7 +8,8 @@ use serde_json::json;
 use crate::cli::args::{ExtendArgs, shell_word};
 use crate::cli::exit::{Exit, Failure};
 use crate::cli::limits::{LimitUse, limit_lines};
-use crate::cli::output::ledger_at;
+use crate::cli::output::own_ledger_at;
+use crate::ledger::control::ControlLog;
 use crate::ledger::spend::OtherSpendings;
 use crate::ledger::spend::dollars;
 use crate::ledger::{JobLimits, Ledger, LimitsFrom, StopWhy};
@@ -24,28 +25,17 @@ pub(super) async fn extend(args: ExtendArgs) -> Result<Exit, Failure> {
             "neither `--usd` nor `--deadline` is given: name the limit to raise, or both"
         )));
     }
-    let ledger = ledger_at(&args.output).await?;
+    let ledger = own_ledger_at(&args.output).await?;
     let name = &ledger.job().name;
     let is_finished = ledger.finish_check(None).await?.is_some();
     let mut control = ledger.control().await?;
-    let limits = loop {
-        let stopped = control.stop_reason();
-        if stopped == Some(StopWhy::Cancelled) {
-            eprintln!("gristmill: job `{name}` was cancelled: more money or time does not bring it back");
+    let limits = match raise_limits(&ledger, &mut control, args.usd, args.deadline).await? {
+        Ok(limits) => limits,
+        Err(ExtendRefusal::Cancelled) => {
+            eprintln!("gristmill: job `{name}` {}", ExtendRefusal::Cancelled);
             return Ok(Exit::Cancelled);
         }
-        let current = ledger.limits(&control);
-        let wanted = JobLimits {
-            usd: args.usd.or(current.usd),
-            deadline_seconds: args.deadline.or(current.deadline_seconds),
-            ..current
-        };
-        let used = LimitUse::of(&ledger).await?;
-        check_limits(&used, &current, &wanted).map_err(|why| Failure::bad_job(anyhow!("job `{name}`: {why}")))?;
-        let command = control.extend_command(&wanted, Some(LimitsFrom::Extend));
-        if control.try_append(command).await? {
-            break wanted;
-        }
+        Err(refusal) => return Err(Failure::bad_job(anyhow!("job `{name}`: {refusal}"))),
     };
     let used = LimitUse::of(&ledger).await?;
     if args.json {
@@ -75,6 +65,43 @@ pub(super) async fn extend(args: ExtendArgs) -> Result<Exit, Failure> {
         println!("            enqueues the shards whose workers have stopped");
     }
     Ok(Exit::Done)
+}
+
+/// Why limits are not raised.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum ExtendRefusal {
+    #[error("was cancelled: more money or time does not bring it back")]
+    Cancelled,
+    #[error("{0}")]
+    Limits(String),
+}
+
+/// Replaces these limits of a job, and returns those that are then in force.
+pub(super) async fn raise_limits(
+    ledger: &Ledger,
+    control: &mut ControlLog,
+    usd: Option<f64>,
+    deadline_seconds: Option<u64>,
+) -> Result<Result<JobLimits, ExtendRefusal>, Failure> {
+    loop {
+        if control.stop_reason() == Some(StopWhy::Cancelled) {
+            return Ok(Err(ExtendRefusal::Cancelled));
+        }
+        let current = ledger.limits(control);
+        let wanted = JobLimits {
+            usd: usd.or(current.usd),
+            deadline_seconds: deadline_seconds.or(current.deadline_seconds),
+            ..current
+        };
+        let used = LimitUse::of(ledger).await?;
+        if let Err(why) = check_limits(&used, &current, &wanted) {
+            return Ok(Err(ExtendRefusal::Limits(why)));
+        }
+        let command = control.extend_command(&wanted, Some(LimitsFrom::Extend));
+        if control.try_append(command).await? {
+            return Ok(Ok(wanted));
+        }
+    }
 }
 
 /// Warns if the workers would still stop at once under the new limits: each worker reserves what

@@ -47,16 +47,17 @@ const PROGRESS_EVERY: Duration = Duration::from_secs(10);
 
 /// A job, for the table and for `--json`.
 #[derive(Debug, Serialize)]
-struct ListedJob {
-    output: String,
+pub(super) struct ListedJob {
+    pub output: String,
     job: String,
-    id: String,
+    pub id: String,
     state: State,
     note: Option<String>,
     generation: u32,
     /// Whether it is a trial of `run --limit`.
     trial: bool,
-    created_at: String,
+    /// As RFC 3339 has it, in UTC.
+    pub created_at: String,
     /// Rows with a final result.
     rows_done: u64,
     rows: RowCounts,
@@ -66,16 +67,16 @@ struct ListedJob {
 
 /// An output or folder that could not be read.
 #[derive(Debug, Serialize)]
-struct UnreadableOutput {
-    output: String,
-    error: String,
+pub(super) struct UnreadableOutput {
+    pub output: String,
+    pub error: String,
 }
 
 /// The result of a search below a prefix.
 #[derive(Debug, Default)]
-struct SearchResult {
-    jobs: Vec<ListedJob>,
-    unreadable: Vec<UnreadableOutput>,
+pub(super) struct SearchResult {
+    pub jobs: Vec<ListedJob>,
+    pub unreadable: Vec<UnreadableOutput>,
     /// Number of inspected folders.
     folders: u64,
     /// Number of skipped folders of trials.
@@ -97,11 +98,7 @@ enum Inspection {
 }
 
 pub(super) async fn jobs(args: JobsArgs) -> Result<Exit, Failure> {
-    let here = std::env::current_dir()?;
-    let prefix = Location::parse(&args.prefix, &here).map_err(Failure::bad_job)?;
-    if prefix.local_path().is_some_and(|path| !path.is_dir()) {
-        return Err(Failure::bad_job(anyhow!("`{}` is no folder", args.prefix)));
-    }
+    let prefix = prefix_of(&args.prefix)?;
     let result = search(prefix.clone(), args.trials).await?;
     if args.json {
         let object = json!({
@@ -121,7 +118,18 @@ pub(super) async fn jobs(args: JobsArgs) -> Result<Exit, Failure> {
     })
 }
 
-async fn search(prefix: Location, include_trials: bool) -> Result<SearchResult, Failure> {
+/// The prefix that somebody names.
+pub(super) fn prefix_of(text: &str) -> Result<Location, Failure> {
+    let here = std::env::current_dir()?;
+    let prefix = Location::parse(text, &here).map_err(Failure::bad_job)?;
+    if prefix.local_path().is_some_and(|path| !path.is_dir()) {
+        return Err(Failure::bad_job(anyhow!("`{text}` is no folder")));
+    }
+    Ok(prefix)
+}
+
+/// Finds the jobs at and below `prefix`.
+pub(super) async fn search(prefix: Location, include_trials: bool) -> Result<SearchResult, Failure> {
     let (mut result, records) = (SearchResult::default(), Semaphore::new(JOBS_AT_ONCE as usize));
     let mut last_progress = Instant::now();
     let mut pending = vec![PendingFolder {

@@ -43,9 +43,9 @@ pub(super) enum LogFormat {
     Json,
 }
 
-/// Initializes the program's log.
-pub(super) fn init(format: LogFormat) {
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("warn"));
+/// Initializes the program's log. `default`: the filter without `RUST_LOG`.
+pub(super) fn init(format: LogFormat, default: &str) {
+    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(default));
     match format {
         LogFormat::Text => {
             let colours = std::io::stderr().is_terminal();

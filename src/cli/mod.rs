@@ -8,6 +8,8 @@ mod calibrate;
 mod cancel;
 mod checkup;
 mod clean;
+mod completions;
+mod dashboard;
 mod device_choice;
 mod doctor;
 mod enqueue;
@@ -18,6 +20,7 @@ mod inputs;
 mod jobs;
 mod limits;
 mod log;
+mod man;
 mod on_finish;
 mod output;
 mod plan;
@@ -27,12 +30,14 @@ mod reconcile;
 mod retry;
 mod run;
 mod sampling;
+mod serve;
 mod setup;
 mod status;
 mod submit;
 mod summary;
 mod trial;
 mod verify;
+mod version;
 mod worker;
 
 use std::io::ErrorKind;
@@ -44,6 +49,7 @@ use crate::cli::args::{Arguments, Command};
 use crate::cli::exit::{Exit, Failure, one_line};
 use crate::say;
 use crate::signing::Signing;
+use crate::traces;
 
 /// Exit code if the reader closed stdout early: 128 plus the number of SIGPIPE.
 const STDOUT_CLOSED: u8 = 141;
@@ -51,7 +57,7 @@ const STDOUT_CLOSED: u8 = 141;
 /// Parses the arguments, runs the command and maps its outcome to an exit code.
 pub fn main() -> ExitCode {
     let arguments = Arguments::parse();
-    log::init(arguments.log_format);
+    log::init(arguments.log_format, default_log_filter(&arguments.command));
     disable_core_dumps();
     let result = tokio::runtime::Builder::new_multi_thread()
         .enable_all()
@@ -59,6 +65,7 @@ pub fn main() -> ExitCode {
         .map_err(Failure::from)
         .and_then(|runtime| {
             let result = runtime.block_on(run_command(arguments.command));
+            traces::end();
             // Background tasks that still run after a stop must not delay the exit.
             runtime.shutdown_background();
             result
@@ -70,6 +77,15 @@ pub fn main() -> ExitCode {
             say::error(format_args!("{}", one_line(&failure.error)));
             failure.exit.into()
         }
+    }
+}
+
+/// What the log shows without `RUST_LOG`. A service says when a batch begins and ends; other
+/// commands report their progress themselves.
+fn default_log_filter(command: &Command) -> &'static str {
+    match command {
+        Command::Serve(_) => "warn,gristmill::serve=info,gristmill::cli::serve=info",
+        _ => "warn",
     }
 }
 
@@ -105,13 +121,18 @@ async fn run_command(command: Command) -> Result<Exit, Failure> {
     // Unusable keys are reported by every command before anything is read or written, since most
     // commands open a ledger.
     Signing::of_process().map_err(|why| Failure::bad_job(anyhow::anyhow!(why)))?;
+    if let Some(args) = command.traces() {
+        traces::start(args.otlp_endpoint.as_deref()).map_err(|why| Failure::bad_job(anyhow::anyhow!(why)))?;
+    }
     match command {
         Command::Run(args) => run::run(args).await,
         Command::Plan(args) => plan::plan(args).await,
-        Command::Worker(args) => worker::worker(args).await,
+        Command::Worker(args) => worker::worker(*args).await,
+        Command::Serve(args) => serve::serve(*args).await,
         Command::Status(args) => status::status(args).await,
         Command::Jobs(args) => jobs::jobs(args).await,
         Command::Watch(args) => status::watch(args).await,
+        Command::Dashboard(args) => dashboard::dashboard(args).await,
         Command::Verify(args) => verify::verify(args).await,
         Command::Recheck(args) => recheck::recheck(args).await,
         Command::Calibrate(args) => calibrate::calibrate(args).await,
@@ -123,5 +144,7 @@ async fn run_command(command: Command) -> Result<Exit, Failure> {
         Command::Clean(args) => clean::clean(args).await,
         Command::Bench(args) => bench::bench(args).await,
         Command::Doctor(args) => doctor::doctor(args).await,
+        Command::Completions(args) => completions::completions(&args),
+        Command::Man(args) => man::man(&args),
     }
 }

@@ -47,6 +47,24 @@ pub(super) async fn ledger_at(output: &str) -> Result<Ledger, Failure> {
     opened.ok_or_else(|| no_job_failure(&location))
 }
 
+/// The ledger of the job at `output`, to be changed by hand; an error if there is none, or if it is
+/// the job of a batch.
+pub(super) async fn own_ledger_at(output: &str) -> Result<Ledger, Failure> {
+    let ledger = ledger_at(output).await?;
+    if is_job_of_batch(&ledger.job().name, ledger.store().url().as_str()) {
+        return Err(Failure::bad_job(anyhow::anyhow!(
+            "`{output}` is the job of a batch of `gristmill serve`, whose files are recorded when it ends: submit the \
+             requests again as a new batch"
+        )));
+    }
+    Ok(ledger)
+}
+
+/// Whether a job with this name and output is that of a batch of the service.
+pub(super) fn is_job_of_batch(name: &str, output: &str) -> bool {
+    crate::serve::is_batch_id(name) && output.trim_end_matches('/').ends_with(&format!("/work/{name}/output"))
+}
+
 /// The ledger at `output`, if any. Reports a slow store, which is retried for up to half a minute.
 pub(super) async fn open_ledger(output: &Location) -> ledger::Result<Option<Ledger>> {
     let mut opening = std::pin::pin!(Ledger::open(output));
@@ -68,4 +86,18 @@ pub(super) fn no_job_failure(output: &Location) -> Failure {
         "`{}` holds no job: there is no `_gristmill/job.json`; `gristmill jobs` lists the jobs below a folder",
         output.url
     ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn jobs_of_batches_are_told_by_name_and_place() {
+        let id = format!("batch_{}", "0".repeat(26));
+        let output = format!("s3://bucket/tenants/a/work/{id}/output/");
+        assert!(is_job_of_batch(&id, &output));
+        assert!(!is_job_of_batch("nightly", &output));
+        assert!(!is_job_of_batch(&id, "s3://bucket/output"));
+    }
 }

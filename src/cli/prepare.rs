@@ -100,6 +100,25 @@ impl PreparedJob {
         })
     }
 
+    /// A job that was made from a request instead of a file, for a model that is open already.
+    pub(super) fn of_request(job: Job, model: ModelFiles, device: ResolvedDevice) -> Result<PreparedJob, Failure> {
+        Ok(PreparedJob {
+            args: JobArgs {
+                path: PathBuf::from(&job.file),
+                set: Vec::new(),
+            },
+            output: output_of(&job)?,
+            job: Arc::new(job),
+            model,
+            limit: None,
+            recheck: None,
+            device,
+            sampling: SamplingReport::default(),
+            thinking: None,
+            same_prompt_warning: None,
+        })
+    }
+
     /// Fills in settings that the job leaves to its checkpoint. If the job has begun, they come
     /// from its record.
     ///
@@ -183,7 +202,7 @@ impl PreparedJob {
             // The renderer checks the columns below, since it knows the field that names each
             // column.
             columns: None,
-            carry: self.carried_columns(),
+            carry: self.job.carried_columns(),
             reserved: self.reserved_names(),
             shard_rows: self.job.shard_rows,
             output_row_bytes: self.answer_bytes() * u64::from(generate.n),
@@ -312,11 +331,6 @@ impl PreparedJob {
         }
     }
 
-    /// The input columns that are carried to the output.
-    pub(super) fn carried_columns(&self) -> Vec<String> {
-        self.job.carried_columns()
-    }
-
     /// The seed, date and `max_tokens` of this job's prompts, and whether the job has begun. If
     /// `begun` is the ledger of another job, they are those of a job created now.
     pub(super) fn stream(&self, begun: Option<&Ledger>) -> (PromptSettings, bool) {
@@ -373,9 +387,14 @@ impl PreparedJob {
 
     /// The identity that two runs of the same job share. Reads the whole checkpoint once.
     pub(super) fn identity(&self) -> Result<JobIdentity, Failure> {
+        self.identity_with(self.model.hash(self.formats().precision).map_err(Failure::bad_job)?)
+    }
+
+    /// As [`PreparedJob::identity`], for a checkpoint whose hash is known.
+    pub(super) fn identity_with(&self, model_hash: String) -> Result<JobIdentity, Failure> {
         Ok(JobIdentity {
             job_hash: self.job_hash(),
-            model_hash: self.model.hash(self.formats().precision).map_err(Failure::bad_job)?,
+            model_hash,
             tokenizer_hash: self.model.tokenizer.hash().to_string(),
             template_hash: Some(self.renderer(&PromptSettings::UNKNOWN)?.template_hash().to_string()),
             precision: self.formats().precision_name().into(),

@@ -28,7 +28,7 @@ const BACKOFF_SCANS_MAX: u32 = 64;
 const SHARDS_AT_ONCE: usize = 8;
 
 /// A job that is reconciled.
-struct ReconciledJob {
+pub(super) struct ReconciledJob {
     output: String,
     /// `None` until it could be opened.
     ledger: Option<Ledger>,
@@ -43,9 +43,9 @@ struct ReconciledJob {
 
 /// What a scan needs besides the job.
 #[derive(Clone, Copy)]
-struct ScanContext<'a> {
-    enqueuer: &'a Enqueuer,
-    notifier: &'a FinishNotifier,
+pub(super) struct ScanContext<'a> {
+    pub enqueuer: &'a Enqueuer,
+    pub notifier: &'a FinishNotifier,
 }
 
 /// Backoffs of enqueued shards, counted in scans. Pure.
@@ -98,15 +98,7 @@ pub(super) async fn reconcile(args: ReconcileArgs) -> Result<Exit, Failure> {
     };
     let access = Access::new(&requested, &std::env::current_dir()?).map_err(|why| Failure::bad_job(anyhow!(why)))?;
     let notifier = FinishNotifier::new(access)?;
-    let new_job = |output: &String| ReconciledJob {
-        output: output.clone(),
-        ledger: None,
-        last_progress: None,
-        backoff: Backoff::default(),
-        ended: None,
-        failed: None,
-    };
-    let mut jobs: Vec<ReconciledJob> = args.outputs.iter().map(new_job).collect();
+    let mut jobs: Vec<ReconciledJob> = args.outputs.iter().cloned().map(ReconciledJob::new).collect();
     // Errors of outputs are reported whether or not the queue responds.
     for job in &mut jobs {
         if let Err(failure) = ledger_at(&job.output).await {
@@ -161,7 +153,7 @@ fn worst_exit(jobs: &[ReconciledJob]) -> Exit {
 async fn scan_all(jobs: &mut [ReconciledJob], context: ScanContext<'_>, args: &ReconcileArgs, is_loop: bool) -> u64 {
     let mut enqueued = 0;
     for job in jobs.iter_mut().filter(|job| is_loop || job.failed.is_none()) {
-        match job.scan(context, args).await {
+        match job.scan(context, args.until_finished).await {
             Ok(sent) => {
                 enqueued += sent;
                 job.failed = None;
@@ -173,6 +165,17 @@ async fn scan_all(jobs: &mut [ReconciledJob], context: ScanContext<'_>, args: &R
 }
 
 impl ReconciledJob {
+    pub(super) fn new(output: String) -> ReconciledJob {
+        ReconciledJob {
+            output,
+            ledger: None,
+            last_progress: None,
+            backoff: Backoff::default(),
+            ended: None,
+            failed: None,
+        }
+    }
+
     /// Reports and records the error of a scan.
     fn fail(&mut self, failure: Failure) {
         crate::say::error(format_args!("{}: {}", self.output, one_line(&failure.error)));
@@ -186,8 +189,10 @@ impl ReconciledJob {
         self.ended.is_some() || self.failed.as_ref().is_some_and(is_hopeless)
     }
 
-    async fn scan(&mut self, context: ScanContext<'_>, args: &ReconcileArgs) -> Result<u64, Failure> {
-        if self.ended.is_some() && args.until_finished {
+    /// Enqueues the shards without progress since the last scan, and returns their number.
+    /// `until_finished`: a job that has ended is not looked at again.
+    pub(super) async fn scan(&mut self, context: ScanContext<'_>, until_finished: bool) -> Result<u64, Failure> {
+        if self.ended.is_some() && until_finished {
             return Ok(0);
         }
         // A retry may have started another generation since the last scan.

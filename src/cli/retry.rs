@@ -8,7 +8,7 @@ use crate::cli::args::{RetryArgs, shell_word};
 use crate::cli::enqueue::{Enqueued, QueueTarget};
 use crate::cli::exit::{Exit, Failure};
 use crate::cli::limits::LimitUse;
-use crate::cli::output::ledger_at;
+use crate::cli::output::own_ledger_at;
 use crate::job::Job;
 use crate::job::spec::PromptKind;
 use crate::ledger::keys::JOB;
@@ -16,7 +16,7 @@ use crate::ledger::{Ledger, LedgerError, Tally};
 use crate::report::summary::number;
 
 /// The generation that a retry has created or resumed.
-struct RetryGeneration {
+pub(super) struct RetryGeneration {
     ledger: Ledger,
     /// Its rows, counted by the status that they had before.
     rows: Tally,
@@ -30,7 +30,7 @@ pub(super) async fn retry(args: RetryArgs) -> Result<Exit, Failure> {
         return Err(Failure::bad_job(anyhow!(why)));
     }
     let target = QueueTarget::find(&args.queue, None)?;
-    let ledger = ledger_at(&args.output).await?;
+    let ledger = own_ledger_at(&args.output).await?;
     let Some(generation) = next_generation(&ledger, args.max_tokens).await? else {
         if args.json {
             println!("{}", as_json(&ledger, None, None));
@@ -94,7 +94,10 @@ fn check_max_tokens(ledger: &Ledger, max_tokens: u32) -> anyhow::Result<()> {
 
 /// Creates the next generation, or finds the one in progress; `None` if there are no rows to retry.
 /// With `max_tokens`, truncated rows are retried instead of failed ones.
-async fn next_generation(ledger: &Ledger, max_tokens: Option<u32>) -> Result<Option<RetryGeneration>, Failure> {
+pub(super) async fn next_generation(
+    ledger: &Ledger,
+    max_tokens: Option<u32>,
+) -> Result<Option<RetryGeneration>, Failure> {
     if ledger.finish_check(None).await?.is_none() {
         if ledger.generation() == 0 {
             return Err(Failure::bad_job(anyhow!(

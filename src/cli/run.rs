@@ -26,6 +26,7 @@ use crate::report::progress::show_duration;
 use crate::report::progress::{self, Goal};
 use crate::report::summary::Summary;
 use crate::worker::jobs::{JobLookup, JobState, Jobs};
+use crate::worker::metrics::Metrics;
 use crate::worker::retry_policy::RetryPolicy;
 use crate::worker::stop::{Stop, StopCause};
 use crate::worker::watched::WatchedJobs;
@@ -197,6 +198,7 @@ async fn work(
         jobs,
         watched: WatchedJobs::default(),
         meter: meter.clone(),
+        metrics: Arc::new(Metrics::new()?),
         retry_policy: RetryPolicy::new(false),
         watchdog: watchdog(),
         render_threads: render_threads(&args.engine)?,

@@ -25,6 +25,7 @@ use crate::report::progress;
 use crate::report::summary::{RowCounts, counted, number, rate};
 use crate::worker::access::{Access, AccessOptions};
 use crate::worker::jobs::Jobs;
+use crate::worker::metrics::Metrics;
 use crate::worker::model::{Formats, ModelFiles};
 use crate::worker::retry_policy::RetryPolicy;
 use crate::worker::step_watchdog::StepWatchdog;
@@ -44,8 +45,8 @@ pub(super) async fn worker(args: WorkerArgs) -> Result<Exit, Failure> {
     let access = access(&args)?;
     let notifier = FinishNotifier::new(access.clone())?;
     print_signing(args.quiet)?;
-    let watchdog = watchdog();
-    start_liveness(&args, &watchdog).await?;
+    let (watchdog, metrics) = (watchdog(), Arc::new(Metrics::new()?));
+    start_liveness(&args, &watchdog, &metrics).await?;
     if let Some(cloud) = args.spot {
         spot::watch(cloud, stop.clone())?;
     }
@@ -56,17 +57,11 @@ pub(super) async fn worker(args: WorkerArgs) -> Result<Exit, Failure> {
     let queue = target.consume().await?;
     let device = args.engine.device.resolve()?;
     let watched = open_watched_jobs(&args).await?;
-    let search_result = find_model(
-        &args,
-        device,
-        QueueAccess {
-            queue: &queue,
-            access: &access,
-        },
-        &watched,
-        &stop,
-    )
-    .await?;
+    let queue_access = QueueAccess {
+        queue: &queue,
+        access: &access,
+    };
+    let search_result = find_model(&args, device, queue_access, &watched, &stop).await?;
     let wanted = match search_result {
         ModelSearch::Model(wanted) => *wanted,
         ModelSearch::Nothing { refused } => return report_early_end(&args, Some(refused), &stop),
@@ -82,11 +77,13 @@ pub(super) async fn worker(args: WorkerArgs) -> Result<Exit, Failure> {
         jobs: Jobs::with_access(loaded.model, access),
         watched,
         meter: meter.clone(),
+        metrics,
         retry_policy: retry_policy(&args),
         watchdog,
         render_threads: render_threads(&args.engine)?,
         options: options(&args),
     }));
+    worker.metrics.attach(&worker, &device.to_string());
     for (output, error) in &wanted.failing_outputs {
         // Messages of these outputs will be delivered again, so until then this worker is not idle.
         worker.troubles.note_failure(JobStore::Output, output, error);
@@ -196,14 +193,18 @@ fn options(args: &WorkerArgs) -> worker::WorkerOptions {
     }
 }
 
-async fn start_liveness(args: &WorkerArgs, watchdog: &Arc<StepWatchdog>) -> Result<(), Failure> {
+async fn start_liveness(
+    args: &WorkerArgs,
+    watchdog: &Arc<StepWatchdog>,
+    metrics: &Arc<Metrics>,
+) -> Result<(), Failure> {
     if let Some(path) = &args.liveness_file {
         liveness::touch(path.clone(), watchdog.clone())
             .with_context(|| format!("`--liveness-file`: cannot write `{}`", path.display()))
             .map_err(Failure::bad_job)?;
     }
     if let Some(address) = args.liveness_port {
-        liveness::listen(address, watchdog.clone())
+        liveness::listen(address, watchdog.clone(), metrics.clone())
             .await
             .with_context(|| format!("`--liveness-port`: cannot listen at {address}"))
             .map_err(Failure::bad_job)?;

@@ -1,4 +1,5 @@
-//! Memory of carried columns, and the cut at their memory limit.
+//! Functions for the memory limit of carried columns (input columns that are copied to the output):
+//! they measure rows, count the leading rows that fit, and replace the other rows by nulls.
 
 use arrow::array::{ArrayRef, RecordBatch, new_null_array};
 use arrow::compute::concat;

@@ -11,6 +11,7 @@ use serde_json::{Value, json};
 
 use super::error::{DatasetError, output_error};
 use super::part_in;
+use super::row::CUT_OFF;
 use super::value::cell;
 use super::writing::WriteOptions;
 
@@ -102,13 +103,18 @@ pub struct OpenaiMeta {
     pub created: i64,
 }
 
+/// The endpoint whose answers are responses.
+pub const RESPONSES_URL: &str = "/v1/responses";
+/// The `object` of a response.
+pub const RESPONSE_OBJECT: &str = "response";
+
 /// OpenAI batch result lines, one per row, in the order of `batches`.
 ///
 /// `custom_id` is the carried column of that name, or `row-N` if there is no such column. It is
 /// null if the row's line has none or can no longer be read, since a made-up id could belong to
 /// another row. With a carried `url` that ends in `/completions` but not in `/chat/completions`,
-/// the body is a text completion. A row without a completion has `"response": null` and an `error`;
-/// a row with invalid output has both a response and an error.
+/// the body is a text completion, and with [`RESPONSES_URL`] a response. A row without a completion
+/// has `"response": null` and an `error`; a row with invalid output has both a response and an error.
 pub fn part_openai(batches: &[RecordBatch], meta: &OpenaiMeta) -> Result<Bytes, DatasetError> {
     let mut out = Vec::new();
     for batch in batches {
@@ -159,6 +165,10 @@ impl<'a> OpenaiColumns<'a> {
             })
     }
 
+    fn count(&self, name: &str, i: usize) -> Result<i64, DatasetError> {
+        Ok(self.value(name, i)?.as_i64().unwrap_or(0))
+    }
+
     fn line(&self, i: usize, meta: &OpenaiMeta) -> Result<Value, DatasetError> {
         let row = self
             .batch
@@ -192,12 +202,16 @@ impl<'a> OpenaiColumns<'a> {
     }
 
     fn body(&self, i: usize, row: i64, completion: Value, meta: &OpenaiMeta) -> Result<Value, DatasetError> {
+        let url = self.value("url", i)?;
+        if url == RESPONSES_URL {
+            return self.response(i, row, completion, meta);
+        }
         // A column of a completion holds a list only if the job asks for several samples per row.
         let per_sample = |value: Value| match value {
             Value::Array(values) => values,
             value => vec![value],
         };
-        let is_text = match self.value("url", i)? {
+        let is_text = match url {
             Value::String(url) => url.ends_with("/completions") && !url.ends_with("/chat/completions"),
             _ => false,
         };
@@ -221,7 +235,7 @@ impl<'a> OpenaiColumns<'a> {
             choice["finish_reason"] = reason;
             choice
         });
-        let count = |name: &str| self.value(name, i).map(|v| v.as_i64().unwrap_or(0));
+        let count = |name: &str| self.count(name, i);
         let (prompt, completion) = (count("prompt_tokens")?, count("completion_tokens")?);
         let (object, prefix) = if is_text {
             ("text_completion", "cmpl")
@@ -244,6 +258,58 @@ impl<'a> OpenaiColumns<'a> {
             "model": meta.model,
             "choices": choices.collect::<Vec<_>>(),
             "usage": usage,
+        }))
+    }
+
+    /// The body of a response. It has one answer, since no other number is accepted for its
+    /// endpoint.
+    fn response(&self, i: usize, row: i64, completion: Value, meta: &OpenaiMeta) -> Result<Value, DatasetError> {
+        let first = |value: Value| match value {
+            Value::Array(values) => values.into_iter().next().unwrap_or(Value::Null),
+            value => value,
+        };
+        let is_cut = first(self.value("finish_reason", i)?) == CUT_OFF;
+        let status = if is_cut { "incomplete" } else { "completed" };
+        let id = |prefix: &str| format!("{prefix}_{}_{row}", meta.job);
+        let mut output = Vec::new();
+        if let thought @ Value::String(_) = first(self.value("reasoning", i)?) {
+            output.push(json!({
+                "id": id("rs"),
+                "type": "reasoning",
+                "summary": [],
+                "content": [{"type": "reasoning_text", "text": thought}],
+            }));
+        }
+        let text = json!({"type": "output_text", "text": first(completion), "annotations": [], "logprobs": []});
+        output.push(json!({
+            "id": id("msg"), "type": "message", "role": "assistant", "status": status, "content": [text],
+        }));
+        let [prompt, cached] = [self.count("prompt_tokens", i)?, self.count("cached_tokens", i)?];
+        let [completion, reasoning] = [self.count("completion_tokens", i)?, self.count("reasoning_tokens", i)?];
+        Ok(json!({
+            "id": id("resp"),
+            "object": RESPONSE_OBJECT,
+            "created_at": meta.created,
+            "status": status,
+            "incomplete_details": if is_cut { json!({"reason": "max_output_tokens"}) } else { Value::Null },
+            "error": null,
+            "model": meta.model,
+            "output": output,
+            "instructions": null,
+            "metadata": {},
+            "parallel_tool_calls": true,
+            "temperature": null,
+            "tool_choice": "auto",
+            "tools": [],
+            "top_p": null,
+            "usage": {
+                "input_tokens": prompt,
+                // Clients' types need both; nothing is kept beyond the job that others would pay for.
+                "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+                "output_tokens": completion,
+                "output_tokens_details": {"reasoning_tokens": reasoning},
+                "total_tokens": prompt + completion,
+            },
         }))
     }
 }
@@ -370,6 +436,45 @@ mod tests {
             assert_eq!(rows, batch, "{codec:?}");
         }
         assert_eq!(sizes[0], sizes[1], "the usual level");
+    }
+
+    #[test]
+    fn lines_of_responses_have_their_own_form() {
+        let (_, batch) = batch_of(1, true);
+        let urls: ArrayRef = Arc::new(StringArray::from(vec![Some(RESPONSES_URL); 3]));
+        let schema = batch.schema();
+        let names = schema.fields().iter().map(|field| field.name().as_str());
+        let all = names.zip(batch.columns().to_vec()).chain([("url", urls)]);
+        let batch = RecordBatch::try_from_iter(all).unwrap();
+        let meta = OpenaiMeta {
+            job: "j1".into(),
+            model: "m".into(),
+            created: 7,
+        };
+        let bytes = part_openai(&[batch], &meta).unwrap();
+        let first = bytes.split(|&b| b == b'\n').next().unwrap();
+        let body = serde_json::from_slice::<Value>(first).unwrap()["response"]["body"].take();
+        assert_eq!(
+            (&body["id"], &body["object"]),
+            (&json!("resp_j1_0"), &json!("response"))
+        );
+        assert_eq!(body["status"], "incomplete");
+        assert_eq!(body["incomplete_details"], json!({"reason": "max_output_tokens"}));
+        assert_eq!(body["output"][0]["content"][0]["text"], "about t0");
+        assert_eq!(
+            body["output"][1],
+            json!({
+                "id": "msg_j1_0", "type": "message", "role": "assistant", "status": "incomplete",
+                "content": [{"type": "output_text", "text": "t0", "annotations": [], "logprobs": []}],
+            })
+        );
+        assert_eq!(
+            body["usage"],
+            json!({
+                "input_tokens": 4, "input_tokens_details": {"cached_tokens": 1, "cache_write_tokens": 0},
+                "output_tokens": 3, "output_tokens_details": {"reasoning_tokens": 2}, "total_tokens": 7,
+            })
+        );
     }
 
     #[test]

@@ -44,6 +44,8 @@ pub const WITHOUT_COLUMNS: &str = "its columns are not there: ";
 
 /// The `finish_reason` of a completion that `max_tokens` or the context length cut off.
 pub const CUT_OFF: &str = "length";
+/// The `finish_reason` of a completion that ended by itself.
+pub const WHOLE: &str = "stop";
 
 /// One sample of a row's completion.
 #[derive(Debug, Clone, PartialEq)]

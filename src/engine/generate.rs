@@ -2,6 +2,7 @@
 
 use crate::engine::ForwardError;
 use crate::engine::request::{FinishedSample, Request, RequestError};
+use crate::engine::totals::EngineLoad;
 
 /// Turns requests into completions. [`Engine`](crate::engine::Engine) computes them with a model;
 /// fault tests use a generator whose answers are known beforehand.
@@ -31,6 +32,11 @@ pub trait Generator: Send {
     /// Tokens computed for each `SampleId::job` in the step that gave the last results. The worker
     /// splits the step's time among jobs in proportion.
     fn step_tokens(&self) -> &[(u32, u64)];
+
+    /// What the engine holds now.
+    fn load(&self) -> EngineLoad {
+        EngineLoad::default()
+    }
 
     /// Drops the samples of `job` for whose row `rows` returns true. They get no result.
     fn cancel(&mut self, job: u32, rows: &dyn Fn(u64) -> bool);

@@ -2,10 +2,10 @@
 //!
 //! A step is: plan (scheduler) → begin the step → compute masks of constrained sequences → draw
 //! tokens → apply the tokens to the sequences. Where the model runs ahead, the next step begins
-//! before the drawn tokens are known to the CPU. The scheduler then guesses that each sequence goes
-//! on, and the model reads the drawn tokens from the device. If a sequence has ended after all, its
-//! part of the next step is discarded. Every accepted request gets exactly one result, unless it is
-//! cancelled: a completion, or one line that says why there is no completion.
+//! before the drawn tokens are known to the CPU. The scheduler then plans placeholders for the
+//! drawn tokens, and the model reads the tokens from the device. If a sequence has ended after all,
+//! its part of the next step is discarded. Every accepted request gets exactly one result, unless
+//! it is cancelled: a completion, or one line that says why there is no completion.
 //!
 //! Greedy requests of one job with the same prompt and parameters have the same answer. A request
 //! that arrives while an equal request waits or runs is not computed. It gets a copy of the result.
@@ -32,7 +32,7 @@ use crate::engine::scheduler::{Scheduler, SequenceId, StepLimits, StepPlan};
 use crate::engine::sequence::{Continuation, SampleState, TokenOutcome};
 use crate::engine::shapes::Shapes;
 use crate::engine::thinking::CompletionStart;
-use crate::engine::totals::{StepSize, StepTotals};
+use crate::engine::totals::{EngineLoad, StepSize, StepTotals};
 use crate::engine::work::{self, ActiveSample, LogitsRow, PendingStep, SampleWork};
 use crate::engine::{EngineOptions, Forward, ForwardError};
 use crate::tokenizer::Tokenizer;
@@ -329,7 +329,7 @@ impl Engine {
     fn begin_draw(&mut self, plan: &StepPlan) -> Result<(Vec<(SequenceId, usize)>, usize), EngineError> {
         let sampled = plan.sequences.iter().filter(|planned| planned.needs_logits);
         let logits_rows = sampled.clone().count();
-        // Since the step was planned, sequences may have ended or got more tokens than guessed.
+        // Since the step was planned, sequences may have ended or got more tokens than planned.
         let rows: Vec<(SequenceId, usize)> = sampled
             .enumerate()
             .filter(|(_, planned)| self.scheduler.is_computed(planned.id))
@@ -348,11 +348,11 @@ impl Engine {
         // Ids that only one of model and tokenizer knows are padding and are never drawn.
         let id_limit = self.forward.vocab_size().min(tokenizer.vocab_size());
         let drawing = self.call_model(|model| model.draw(id_limit, &draws));
-        let may_guess = drawing.is_ok() && self.forward.runs_ahead();
+        let may_plan_ahead = drawing.is_ok() && self.forward.runs_ahead();
         for item in work {
-            if may_guess && item.sample.state.may_guess_next() {
+            if may_plan_ahead && item.sample.state.may_plan_ahead() {
                 for row in &item.rows {
-                    self.scheduler.guess(row.sequence, row.index as u32);
+                    self.scheduler.add_placeholder(row.sequence, row.index as u32);
                 }
             }
             self.samples.insert(item.sample_key, item.sample);
@@ -537,6 +537,7 @@ impl Generator for Engine {
         let began = Instant::now();
         let plan = self.scheduler.plan();
         self.totals.last_step = StepSize::of(&plan);
+        self.totals.preemptions += plan.preempted.len() as u64;
         for (sequence, cached) in &plan.started {
             let sample = self
                 .sequences
@@ -559,6 +560,16 @@ impl Generator for Engine {
 
     fn step_tokens(&self) -> &[(u32, u64)] {
         &self.step_tokens
+    }
+
+    fn load(&self) -> EngineLoad {
+        EngineLoad {
+            running: self.scheduler.running(),
+            waiting: self.scheduler.waiting() + self.shapes.waiting(),
+            kv_blocks_held: self.scheduler.held_blocks(),
+            kv_blocks: self.scheduler.blocks(),
+            preemptions: self.totals.preemptions,
+        }
     }
 
     fn cancel(&mut self, job: u32, rows: &dyn Fn(u64) -> bool) {

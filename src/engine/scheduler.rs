@@ -12,8 +12,9 @@
 //!   each running sequence. Its first blocks are taken from the prefix index as far as the index
 //!   has them, including blocks that older sequences compute *in the same step*. A sequence always
 //!   computes its last token itself. Deterministic sequences share blocks only with each other.
-//! - Where steps run ahead, a sequence's next token may be [guessed](Scheduler::guess): the token
-//!   is planned before it is known. Its block is indexed once the token is known.
+//! - A step may be planned while the tokens of the step before are still being drawn. A
+//!   [placeholder](Scheduler::add_placeholder) then stands for a sequence's next token, and the
+//!   placeholder's block is indexed once the token is known.
 //! - Where no block is available, the youngest running sequence is preempted: its blocks are
 //!   released (and may still be in the index when it resumes), and its tokens are kept. If the
 //!   sequence that needs a block is the youngest, it waits for the next step. The oldest sequence
@@ -40,8 +41,8 @@ pub type SequenceId = u64;
 pub struct StepLimits {
     /// Maximum tokens computed in one step.
     pub max_step_tokens: usize,
-    /// Maximum sequences in one step, without those whose tokens are being drawn while the step is
-    /// planned.
+    /// Maximum number of sequences in one step. A sequence is started only if fewer are running,
+    /// not counting those that have nothing to compute until their next token is drawn.
     pub max_sequences: usize,
     pub policy: Policy,
 }
@@ -94,9 +95,9 @@ struct Sequence {
     prompt: Option<Arc<[u32]>>,
     /// Prompt (unless it is in `prompt`) and completion so far.
     tokens: Vec<u32>,
-    /// If the last of `tokens` is not known yet: the row of the step's logits from which it is
-    /// drawn.
-    guessed_row: Option<u32>,
+    /// If the last of `tokens` is a placeholder: the row of the step's logits from which the token
+    /// is drawn.
+    placeholder_row: Option<u32>,
     /// Maximum tokens that will be added; used only to order the window.
     max_tokens: u32,
     sharing: Sharing,
@@ -124,7 +125,7 @@ impl Sequence {
 
     /// Number of leading tokens that are known.
     fn known_tokens(&self) -> usize {
-        self.tokens.len() - usize::from(self.guessed_row.is_some())
+        self.tokens.len() - usize::from(self.placeholder_row.is_some())
     }
 
     /// The key of its full block with this index.
@@ -152,9 +153,9 @@ pub struct PlannedSequence {
     /// Whether the last token computed is the sequence's last, so that the next token is sampled
     /// from its logits.
     pub needs_logits: bool,
-    /// If the last token computed is not known yet: the row of the previous step's logits from
-    /// which it is drawn.
-    pub guessed_row: Option<u32>,
+    /// If the last token computed is a placeholder: the row of the previous step's logits from
+    /// which the token is drawn.
+    pub placeholder_row: Option<u32>,
     /// Whether its results must be bitwise independent of other sequences.
     pub deterministic: bool,
 }
@@ -236,6 +237,16 @@ impl Scheduler {
         tokens.div_ceil(self.pool.block_tokens()) <= self.pool.total()
     }
 
+    /// Number of KV blocks that sequences hold.
+    pub fn held_blocks(&self) -> usize {
+        self.pool.total() - self.pool.available()
+    }
+
+    /// Number of all KV blocks.
+    pub fn blocks(&self) -> usize {
+        self.pool.total()
+    }
+
     /// Tokens that the whole pool can hold.
     pub fn pool_tokens(&self) -> usize {
         self.pool.total() * self.pool.block_tokens()
@@ -251,7 +262,7 @@ impl Scheduler {
             age: (0, 0),
             prompt: Some(prompt),
             tokens,
-            guessed_row: None,
+            placeholder_row: None,
             max_tokens,
             sharing,
             computed_tokens: 0,
@@ -261,14 +272,14 @@ impl Scheduler {
         });
     }
 
-    /// Guesses that a running sequence goes on with the token that is drawn from `row` of the
+    /// Adds a placeholder to a running sequence, for the token that is drawn from `row` of the
     /// logits of the last planned step. The caller must later provide the token by
     /// [`extend`](Self::extend), or end the sequence by [`remove`](Self::remove).
-    pub fn guess(&mut self, id: SequenceId, row: u32) {
+    pub fn add_placeholder(&mut self, id: SequenceId, row: u32) {
         if let Some(index) = self.running_index(id) {
             let sequence = &mut self.running[index];
             sequence.tokens.push(0);
-            sequence.guessed_row = Some(row);
+            sequence.placeholder_row = Some(row);
         }
     }
 
@@ -279,7 +290,7 @@ impl Scheduler {
     }
 
     /// Adds tokens, sampled or forced, to a running or preempted sequence. The next steps compute
-    /// them. If a token was guessed, the first of `tokens` replaces it.
+    /// them. The first of `tokens` replaces a placeholder.
     pub fn extend(&mut self, id: SequenceId, tokens: &[u32]) {
         let index = self.running_index(id);
         let sequence = match index {
@@ -289,7 +300,7 @@ impl Scheduler {
         let Some(sequence) = sequence else {
             return;
         };
-        if sequence.guessed_row.take().is_some() {
+        if sequence.placeholder_row.take().is_some() {
             sequence.tokens.pop();
         }
         let known = sequence.tokens.len();
@@ -542,7 +553,7 @@ impl Scheduler {
             tokens: SmallVec::from_slice(&sequence.tokens[start..end]),
             blocks: first_block..plan.blocks.len(),
             needs_logits: end == sequence.tokens.len(),
-            guessed_row: sequence.guessed_row.filter(|_| end == sequence.tokens.len()),
+            placeholder_row: sequence.placeholder_row.filter(|_| end == sequence.tokens.len()),
             deterministic: sequence.sharing.deterministic,
         };
         let known = sequence.known_tokens();
@@ -594,7 +605,7 @@ mod tests {
         Scheduler::new(limits, BlockPool::new(blocks, 4), BlockKey::root("test"))
     }
 
-    fn shares(plan: &StepPlan) -> Vec<(SequenceId, usize, usize, bool)> {
+    fn planned_ranges(plan: &StepPlan) -> Vec<(SequenceId, usize, usize, bool)> {
         plan.sequences
             .iter()
             .map(|p| (p.id, p.start, p.tokens.len(), p.needs_logits))
@@ -607,7 +618,10 @@ mod tests {
         let prompt = |last: u32| (0..9).chain([last]).collect::<Vec<u32>>();
         (0..3).for_each(|i| submit(&mut s, i, prompt(100 + i as u32), 4));
         let plan = s.plan();
-        assert_eq!(shares(&plan), [(0, 0, 10, true), (1, 8, 2, true), (2, 8, 2, true)]);
+        assert_eq!(
+            planned_ranges(&plan),
+            [(0, 0, 10, true), (1, 8, 2, true), (2, 8, 2, true)]
+        );
         assert_eq!(plan.started, [(0, 0), (1, 8), (2, 8)]);
         let [first, second] = [0, 1].map(|i| &plan.blocks[plan.sequences[i].blocks.clone()]);
         assert_eq!(first[..2], second[..2]);
@@ -631,7 +645,7 @@ mod tests {
         let mut plan = s.plan();
         plan.sequences.sort_by_key(|planned| planned.id);
         assert_eq!(
-            shares(&plan),
+            planned_ranges(&plan),
             [(0, 0, 10, true), (1, 0, 10, true), (2, 8, 2, true), (3, 8, 2, true)]
         );
         assert_eq!(
@@ -679,20 +693,20 @@ mod tests {
     fn the_last_token_is_always_computed() {
         let mut s = scheduler(32, 64, 8);
         (0..2).for_each(|i| submit(&mut s, i, (0..8).collect(), 4));
-        assert_eq!(shares(&s.plan()), [(0, 0, 8, true), (1, 4, 4, true)]);
+        assert_eq!(planned_ranges(&s.plan()), [(0, 0, 8, true), (1, 4, 4, true)]);
     }
 
     #[test]
     fn long_prompts_are_cut_and_mixed_with_decoding() {
         let mut s = scheduler(32, 6, 8);
         submit(&mut s, 0, vec![1, 2], 20);
-        assert_eq!(shares(&s.plan()), [(0, 0, 2, true)]);
+        assert_eq!(planned_ranges(&s.plan()), [(0, 0, 2, true)]);
         s.extend(0, &[3]);
         submit(&mut s, 1, (50..60).collect(), 1);
-        assert_eq!(shares(&s.plan()), [(0, 2, 1, true), (1, 0, 5, false)]);
+        assert_eq!(planned_ranges(&s.plan()), [(0, 2, 1, true), (1, 0, 5, false)]);
         s.extend(0, &[4, 5]);
-        assert_eq!(shares(&s.plan()), [(0, 3, 2, true), (1, 5, 4, false)]);
-        assert_eq!(shares(&s.plan()), [(1, 9, 1, true)]);
+        assert_eq!(planned_ranges(&s.plan()), [(0, 3, 2, true), (1, 5, 4, false)]);
+        assert_eq!(planned_ranges(&s.plan()), [(1, 9, 1, true)]);
     }
 
     #[test]
@@ -701,24 +715,28 @@ mod tests {
         submit(&mut s, 0, (0..7).collect(), 9);
         assert_eq!(s.plan().sequences.len(), 1);
         submit(&mut s, 1, vec![90, 91, 92], 9);
-        assert_eq!(shares(&s.plan()), [(1, 0, 3, true)]);
+        assert_eq!(planned_ranges(&s.plan()), [(1, 0, 3, true)]);
         s.extend(1, &[93, 94]);
         assert_eq!(
-            shares(&s.plan()),
+            planned_ranges(&s.plan()),
             [(1, 3, 2, true)],
             "the last block goes to sequence 1"
         );
         s.extend(0, &[7, 8]);
         assert_eq!(
-            shares(&s.plan()),
+            planned_ranges(&s.plan()),
             [(0, 7, 1, false)],
             "the tokens that fit are computed without preemption"
         );
         let plan = s.plan();
         assert_eq!(plan.preempted, [1]);
-        assert_eq!(shares(&plan), [(0, 8, 1, true)]);
+        assert_eq!(planned_ranges(&plan), [(0, 8, 1, true)]);
         s.remove(0);
-        assert_eq!(shares(&s.plan()), [(1, 4, 1, true)], "its first block was still there");
+        assert_eq!(
+            planned_ranges(&s.plan()),
+            [(1, 4, 1, true)],
+            "its first block was still there"
+        );
     }
 
     #[test]
@@ -729,7 +747,7 @@ mod tests {
         s.fork(0, 1, &[70]);
         s.extend(0, &[60]);
         let plan = s.plan();
-        assert_eq!(shares(&plan), [(0, 6, 1, true), (1, 6, 1, true)]);
+        assert_eq!(planned_ranges(&plan), [(0, 6, 1, true), (1, 6, 1, true)]);
         assert_eq!(plan.copies.len(), 1, "the last holder keeps the block");
         let [first, second] = [0, 1].map(|i| &plan.blocks[plan.sequences[i].blocks.clone()]);
         assert_eq!(first[0], second[0]);
@@ -749,27 +767,27 @@ mod tests {
         s.extend(0, &[4]);
         submit(&mut s, 1, (50..62).collect(), 9);
         assert_eq!(
-            shares(&s.plan()),
+            planned_ranges(&s.plan()),
             [(0, 3, 1, true)],
             "three blocks are free, and one of them is a spare block"
         );
         s.extend(0, &[5]);
         let plan = s.plan();
-        assert_eq!((shares(&plan), plan.preempted), (vec![(0, 4, 1, true)], vec![]));
+        assert_eq!((planned_ranges(&plan), plan.preempted), (vec![(0, 4, 1, true)], vec![]));
         s.remove(0);
         assert_eq!(s.plan().started, [(1, 0)]);
     }
 
     #[test]
-    fn a_guessed_token_is_planned_before_it_is_known() {
+    fn a_placeholder_is_planned_before_its_token_is_known() {
         let mut s = scheduler(32, 64, 8);
         submit(&mut s, 0, vec![1, 2, 3], 9);
         s.plan();
-        s.guess(0, 5);
+        s.add_placeholder(0, 5);
         let plan = s.plan();
         let planned = &plan.sequences[0];
         assert_eq!(
-            (planned.start, planned.tokens.len(), planned.guessed_row),
+            (planned.start, planned.tokens.len(), planned.placeholder_row),
             (3, 1, Some(5))
         );
         assert!(planned.needs_logits && s.is_computed(0));
@@ -781,8 +799,8 @@ mod tests {
         assert!(s.is_computed(0));
         submit(&mut s, 2, vec![1, 2, 3, 4, 6], 9);
         assert_eq!(s.plan().started, [(2, 4)]);
-        // More tokens than guessed follow: the guessed one is computed already.
-        s.guess(0, 1);
+        // More tokens than the placeholder follow: the first one is computed already.
+        s.add_placeholder(0, 1);
         s.plan();
         s.extend(0, &[70, 71]);
         assert!(!s.is_computed(0));
@@ -824,8 +842,8 @@ mod tests {
         s.plan();
         s.extend(0, &[8, 9, 10, 11]);
         s.plan();
-        s.guess(0, 0);
-        s.guess(1, 1);
+        s.add_placeholder(0, 0);
+        s.add_placeholder(1, 1);
         assert_eq!(s.plan().preempted, [1]);
         s.extend(1, &[94]);
         s.fork(1, 2, &[95]);
@@ -834,7 +852,7 @@ mod tests {
         let tokens: Vec<_> = plan
             .sequences
             .iter()
-            .map(|p| (p.id, p.guessed_row, p.tokens.to_vec()))
+            .map(|p| (p.id, p.placeholder_row, p.tokens.to_vec()))
             .collect();
         // The parent's own block was given away; the fork shares the block that the parent computes
         // in this step.
@@ -843,15 +861,15 @@ mod tests {
         s.pool.check(std::iter::empty());
     }
 
-    /// A step that did not run leaves no state behind, not even a guessed token.
+    /// A step that did not run leaves no state behind, not even a placeholder.
     #[test]
     fn a_step_that_did_not_run_is_planned_again_in_halves() {
         let mut s = scheduler(8, 9, 2);
         submit(&mut s, 0, (0..6).collect(), 9);
         submit(&mut s, 1, vec![50, 51], 9);
-        assert_eq!(shares(&s.plan()), [(0, 0, 6, true), (1, 0, 2, true)]);
-        s.guess(0, 0);
-        s.guess(1, 1);
+        assert_eq!(planned_ranges(&s.plan()), [(0, 0, 6, true), (1, 0, 2, true)]);
+        s.add_placeholder(0, 0);
+        s.add_placeholder(1, 1);
         s.plan();
         let limits = s.start_over().unwrap();
         assert_eq!((limits.max_step_tokens, limits.max_sequences), (4, 1));
@@ -859,8 +877,8 @@ mod tests {
         s.extend(0, &[6]);
         s.remove(1);
         assert_eq!((s.running(), s.waiting()), (0, 1));
-        assert_eq!(shares(&s.plan()), [(0, 0, 4, false)], "no block is found");
-        assert_eq!(shares(&s.plan()), [(0, 4, 3, true)]);
+        assert_eq!(planned_ranges(&s.plan()), [(0, 0, 4, false)], "no block is found");
+        assert_eq!(planned_ranges(&s.plan()), [(0, 4, 3, true)]);
         assert!(s.start_over().is_some_and(|limits| limits.max_step_tokens == 2));
         assert!(s.start_over().is_some_and(|limits| limits.max_step_tokens == 1));
         assert!(s.start_over().is_none());

@@ -228,9 +228,9 @@ impl SampleState {
         self.cached_tokens.get_or_insert(tokens.min(self.prompt.len()) as u32);
     }
 
-    /// Whether a step may be planned with the next token before the token is known. False where the
-    /// completion certainly ends, or where a choice may fork.
-    pub fn may_guess_next(&self) -> bool {
+    /// Whether a step may be planned with a placeholder for the next token, before the token is
+    /// known. False where the completion certainly ends, or where a choice may fork.
+    pub fn may_plan_ahead(&self) -> bool {
         let may_fork = matches!(self.output, OutputState::Choice(_)) && !self.thought_state.is_thinking();
         !may_fork && self.completion.len() + 1 < self.max_tokens
     }

@@ -38,10 +38,27 @@ impl StepSize {
     }
 }
 
+/// What an engine holds after a step, for metrics.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct EngineLoad {
+    /// Sequences that run.
+    pub running: usize,
+    /// Sequences that wait to be started or resumed, and requests whose shape is being compiled.
+    pub waiting: usize,
+    /// KV blocks that sequences hold. A cached block that no sequence holds does not count.
+    pub kv_blocks_held: usize,
+    /// All KV blocks.
+    pub kv_blocks: usize,
+    /// How often a sequence has lost its blocks so far.
+    pub preemptions: u64,
+}
+
 /// Sums over an engine's steps.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct StepTotals {
     pub steps: u64,
+    /// How often a sequence has lost its blocks.
+    pub preemptions: u64,
     /// Time spent planning steps.
     pub planning: Duration,
     /// Time in the model, from input tokens to drawn tokens. On a GPU, the time spent waiting for

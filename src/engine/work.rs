@@ -95,7 +95,7 @@ pub(super) fn batch(plan: &StepPlan) -> StepBatch {
         let end = planned.start + planned.tokens.len();
         let blocks = &plan.blocks[planned.blocks.clone()];
         batch.push(planned.tokens.iter().copied(), end as u32, blocks.iter().copied());
-        if let Some(row) = planned.guessed_row {
+        if let Some(row) = planned.placeholder_row {
             batch.pending_tokens.push((batch.tokens.len() as u32 - 1, row));
         }
         if planned.needs_logits {

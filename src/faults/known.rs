@@ -3,8 +3,9 @@
 //!
 //! The function is the SHA-256 of the prompt's token ids, each as four little-endian bytes. The
 //! text is `k-` and the first 8 bytes in hex. Completion token i is the little-endian number in
-//! bytes 2i and 2i + 1 (modulo 32), modulo 2000. Two first ids have a special meaning: [`ABORT_ID`]
-//! ends the process, like a row that crashes the device, and [`ERROR_ID`] makes the row an error.
+//! bytes 2i and 2i + 1 (modulo 32), modulo 2000. Two values of a prompt's first id have a special
+//! meaning: [`ABORT_ID`] ends the process, like a row that crashes the device, and [`ERROR_ID`]
+//! makes the row an error.
 
 use std::collections::VecDeque;
 use std::fs::{File, OpenOptions};
@@ -220,7 +221,7 @@ fn number_variable<T: std::str::FromStr>(variable: &str, default: T, is_valid: i
     };
     match text.parse().ok().filter(is_valid) {
         Some(number) => number,
-        None => super::refuse(variable, &format!("`{text}` is no number that it can be")),
+        None => super::refuse(variable, &format!("`{text}` is not a number, or is out of range")),
     }
 }
 
@@ -262,8 +263,9 @@ mod tests {
         all
     }
 
+    /// `tests/faults/known.py` has the same function in Python, for the checks of the fault suite.
     #[test]
-    fn the_function_equals_the_checkers() {
+    fn the_function_equals_that_of_known_py() {
         let mut device = KnownDevice::new(WITHOUT_DELAY, None);
         device.submit(request(0, 0, &[1, 2, 300])).unwrap();
         let done = drain(&mut device).remove(0).result.unwrap();

@@ -7,11 +7,13 @@
 //!   checks again. `sampling` fills unset values from the checkpoint.
 //! * `prompt`: converts rows to token ids, using `template` (column templates; `names` finds the
 //!   names in them, `python` provides Python's behaviour), `chat` (the checkpoint's chat template),
-//!   `guard` (keeps control tokens out of row data) and `openai` (lines of OpenAI batch files).
+//!   `guard` (keeps control tokens out of row data), `openai` (lines of OpenAI batch files) and
+//!   `responses` (those of its Responses API); `row_error` has the API's codes for rows' errors.
 
 pub mod carry;
 pub mod chat;
 mod check;
+mod closed_schema;
 pub mod difference;
 pub mod file;
 pub mod generate;
@@ -30,6 +32,8 @@ mod python;
 pub mod queue;
 pub mod recheck;
 mod record;
+mod responses;
+pub mod row_error;
 pub mod sampling;
 pub mod spec;
 mod template;
@@ -44,7 +48,7 @@ use std::path::PathBuf;
 pub use file::JobFile;
 pub use generate::Generate;
 pub use parameters::Parameters;
-pub use prompt::{RenderSetup, RenderedRow, Renderer};
+pub use prompt::{PromptPreview, RenderSetup, RenderedRow, Renderer};
 pub use spec::Job;
 
 use data_encoding::HEXLOWER;

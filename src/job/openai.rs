@@ -4,16 +4,20 @@
 //! which names it. `model` is ignored, since the job's model answers. `n` and `logprobs` must equal
 //! the job's, since results have the same columns in all rows.
 
+use std::borrow::Cow;
+
 use serde_json::{Map, Value};
 
 use super::chat::Turn;
+use super::closed_schema::closed;
 use super::file::{GenerateFile, OneOrMany, Role};
 use super::generate::Generate;
+use super::responses;
 use super::suggest;
 use super::thinking::{ThinkingFile, ThinkingSettings};
 
-/// Fields that have no effect on the answer.
-const IGNORED_FIELDS: [&str; 14] = [
+/// Fields that have no effect on the answer, in requests of any endpoint.
+pub(super) const IGNORED_FIELDS: [&str; 13] = [
     "model",
     "user",
     "metadata",
@@ -25,13 +29,12 @@ const IGNORED_FIELDS: [&str; 14] = [
     "prompt_cache_key",
     "prompt_cache_retention",
     "parallel_tool_calls",
-    "prediction",
     "priority",
     "request_id",
 ];
 
 /// Fields that this module reads, or accepts with the value that changes nothing.
-const USED_FIELDS: [&str; 34] = [
+const USED_FIELDS: [&str; 35] = [
     "messages",
     "prompt",
     "max_tokens",
@@ -66,7 +69,26 @@ const USED_FIELDS: [&str; 34] = [
     "add_special_tokens",
     "modalities",
     "thinking_token_budget",
+    "prediction",
 ];
+
+/// Fields that are refused whatever they hold, unless they say nothing.
+const UNSUPPORTED_FIELDS: [&str; 7] = [
+    "tools",
+    "functions",
+    "function_call",
+    "logit_bias",
+    "audio",
+    "web_search_options",
+    "verbosity",
+];
+
+/// Whether a name is that of a field of a body, or of a value within it, such as `messages[0].role`.
+pub(super) fn is_field(name: &str) -> bool {
+    let field = name.split(['.', '[']).next().unwrap_or_default();
+    let known = [&USED_FIELDS[..], &IGNORED_FIELDS, &UNSUPPORTED_FIELDS];
+    known.iter().any(|names| names.contains(&field)) || responses::is_field(field)
+}
 
 /// Fields that only chat requests may have: they concern the chat template.
 const CHAT_FIELDS: [&str; 4] = [
@@ -88,8 +110,29 @@ pub(super) enum LinePrompt {
     Tokens(Vec<Value>),
 }
 
-/// Checks the fields around a line's body. Returns the body, and whether it is a chat request.
-pub(super) fn request_body(fields: &Map<String, Value>) -> Result<(&Map<String, Value>, bool), String> {
+/// The endpoint that a line is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Endpoint {
+    ChatCompletions,
+    Completions,
+    Responses,
+}
+
+/// The body of a line. That of a response is the body of an equal chat request.
+#[derive(Debug)]
+pub(super) struct RequestBody<'a> {
+    pub fields: Cow<'a, Map<String, Value>>,
+    pub endpoint: Endpoint,
+}
+
+impl RequestBody<'_> {
+    pub(super) fn is_chat(&self) -> bool {
+        self.endpoint != Endpoint::Completions
+    }
+}
+
+/// Checks the fields around a line's body, and returns the body.
+pub(super) fn request_body(fields: &Map<String, Value>) -> Result<RequestBody<'_>, String> {
     if let Some(method) = fields
         .get("method")
         .filter(|method| !method.is_null() && *method != "POST")
@@ -99,17 +142,23 @@ pub(super) fn request_body(fields: &Map<String, Value>) -> Result<(&Map<String, 
     let Some(Value::Object(body)) = fields.get("body") else {
         return Err("the line has no `body` object".into());
     };
-    let is_chat = match fields.get("url").and_then(Value::as_str) {
-        Some("/v1/chat/completions") => true,
-        Some("/v1/completions") => false,
+    let endpoint = match fields.get("url").and_then(Value::as_str) {
+        Some("/v1/chat/completions") => Endpoint::ChatCompletions,
+        Some("/v1/completions") => Endpoint::Completions,
+        Some("/v1/responses") => Endpoint::Responses,
         Some(other) => {
             return Err(format!(
-                "`url` is `{other}`; supported are `/v1/chat/completions` and `/v1/completions`"
+                "`url` is `{other}`; supported are `/v1/chat/completions`, `/v1/completions` and `/v1/responses`"
             ));
         }
-        None => body.contains_key("messages"),
+        None if body.contains_key("messages") => Endpoint::ChatCompletions,
+        None => Endpoint::Completions,
     };
-    Ok((body, is_chat))
+    let fields = match endpoint {
+        Endpoint::Responses => Cow::Owned(responses::chat_body(body)?),
+        Endpoint::ChatCompletions | Endpoint::Completions => Cow::Borrowed(body),
+    };
+    Ok(RequestBody { fields, endpoint })
 }
 
 /// The prompt of a body.
@@ -130,15 +179,16 @@ pub(super) fn prompt(body: &Map<String, Value>, is_chat: bool) -> Result<LinePro
                 Ok(LinePrompt::Text(items[0].as_str().unwrap_or_default().to_string()))
             }
             Some(Value::Array(_)) => Err("`prompt` is a list of prompts; a line takes one".into()),
-            _ => Err("`prompt` is missing or neither a text nor token ids".into()),
+            None | Some(Value::Null) => Err("`prompt` is missing".into()),
+            Some(_) => Err("`prompt` is neither a text nor token ids".into()),
         };
     }
-    let Some(Value::Array(items)) = body.get("messages") else {
-        return Err("`messages` is missing or no list".into());
+    let items = match body.get("messages") {
+        Some(Value::Array(items)) if !items.is_empty() => items,
+        Some(Value::Array(_)) => return Err("`messages` is empty".into()),
+        None | Some(Value::Null) => return Err("`messages` is missing".into()),
+        Some(_) => return Err("`messages` is no list".into()),
     };
-    if items.is_empty() {
-        return Err("`messages` is empty".into());
-    }
     let messages = items
         .iter()
         .enumerate()
@@ -250,7 +300,7 @@ pub(super) fn generate(body: &Map<String, Value>, job: &Generate) -> Result<Gene
     // All rows of the results have this column, or none has. The same holds for lists of samples.
     if logprobs != job.logprobs {
         return Err(format!(
-            "`logprobs` is {}, but the job's `generate.logprobs` is {}; they must agree",
+            "`logprobs` is {}, but `generate.logprobs` of all rows is {}; they must agree",
             body["logprobs"], job.logprobs
         ));
     }
@@ -258,13 +308,45 @@ pub(super) fn generate(body: &Map<String, Value>, job: &Generate) -> Result<Gene
         && n != i64::from(job.n)
     {
         return Err(format!(
-            "`n` is {n}, but the job's `generate.n` is {}; they must agree",
+            "`n` is {n}, but `generate.n` of all rows is {}; they must agree",
             job.n
         ));
     }
     replace_constraint(body, &mut file)?;
-    let checked = Generate::check(&file).map_err(|error| error.to_string())?;
+    let checked = Generate::check(&file).map_err(|error| in_its_words(body, error.to_string()))?;
     Ok(checked.with_job_values(job))
+}
+
+/// Fields of a job file, and those of a body that set them. The first one that is there has set it.
+const JOB_NAMES: [(&str, &[&str]); 5] = [
+    ("`max_tokens`", &["max_completion_tokens"]),
+    ("`thinking.max_tokens`", &["thinking_token_budget"]),
+    ("`choice`", &["guided_choice", "structured_outputs.choice"]),
+    (
+        "`json_schema`",
+        &[
+            "response_format.json_schema.schema",
+            "guided_json",
+            "structured_outputs.json",
+        ],
+    ),
+    ("`regex`", &["guided_regex", "structured_outputs.regex"]),
+];
+
+/// An error of a check that a job file's fields have, too, with the name that the body has for the
+/// field.
+pub(super) fn in_its_words(body: &Map<String, Value>, error: String) -> String {
+    let Some((name, fields)) = JOB_NAMES.iter().find(|(name, _)| error.starts_with(name)) else {
+        return error;
+    };
+    let is_given = |field: &&&str| {
+        let field = field.split('.').next().unwrap_or_default();
+        body.get(field).is_some_and(|value| !value.is_null())
+    };
+    match fields.iter().find(is_given) {
+        Some(field) => error.replacen(name, &format!("`{field}`"), 1),
+        None => error,
+    }
 }
 
 /// Sets the maximum tokens of a thought from vLLM's `thinking_token_budget`; -1 means no limit.
@@ -285,25 +367,28 @@ fn set_thought_limit(tokens: Option<i64>, file: &mut GenerateFile) -> Result<(),
     Ok(())
 }
 
+/// Whether a field is there without a value.
+pub(super) fn says_nothing(value: &Value) -> bool {
+    match value {
+        Value::Null => true,
+        Value::Array(items) => items.is_empty(),
+        Value::Object(map) => map.is_empty(),
+        _ => false,
+    }
+}
+
 /// Refuses unsupported fields by name.
 fn check_fields(body: &Map<String, Value>) -> Result<(), String> {
     for (name, value) in body {
-        let is_empty = match value {
-            Value::Null => true,
-            Value::Array(items) => items.is_empty(),
-            Value::Object(map) => map.is_empty(),
-            _ => false,
-        };
-        if is_empty || IGNORED_FIELDS.contains(&name.as_str()) {
+        if says_nothing(value) || IGNORED_FIELDS.contains(&name.as_str()) {
             continue;
         }
         let is_supported = match name.as_str() {
-            "tools" | "functions" | "function_call" | "logit_bias" | "audio" | "web_search_options" => false,
+            name if UNSUPPORTED_FIELDS.contains(&name) => false,
             "echo" => value == false,
             "best_of" => *value == 1,
             "suffix" => value == "",
             "modalities" => *value == serde_json::json!(["text"]),
-            "verbosity" => false,
             "tool_choice" => value == "none" || value == "auto",
             "top_logprobs" => *value == 0,
             "add_special_tokens" => value == true,
@@ -336,10 +421,10 @@ fn replace_constraint(body: &Map<String, Value>, file: &mut GenerateFile) -> Res
                 constraint.choice = Some(choices.map_err(|_| format!("`{name}` is no list of texts"))?);
             }
             ("regex", Value::String(regex)) => constraint.regex = Some(regex.clone()),
-            ("json", Value::Object(_)) => constraint.json_schema = Some(value.clone()),
+            ("json", Value::Object(_)) => constraint.json_schema = Some(closed(value.clone())),
             ("json", Value::String(text)) => {
-                let schema = serde_json::from_str(text);
-                constraint.json_schema = Some(schema.map_err(|e| format!("`{name}` is no JSON: {e}"))?);
+                let schema = serde_json::from_str(text).map_err(|e| format!("`{name}` is no JSON: {e}"))?;
+                constraint.json_schema = Some(closed(schema));
             }
             _ => return Err(format!("`{name}` asks for `{kind}` in a form that is not supported")),
         }
@@ -395,7 +480,7 @@ fn response_format(format: &Value) -> Result<GenerateFile, String> {
             if !schema.is_object() {
                 return Err("`response_format.json_schema.schema` is no object".into());
             }
-            Some(schema)
+            Some(closed(schema))
         }
         _ => {
             return Err(format!(
@@ -483,7 +568,7 @@ mod tests {
         for (body, message) in [
             (
                 json!({"n": 4_000_000_000_u64}),
-                "`n` is 4000000000, but the job's `generate.n` is 1",
+                "`n` is 4000000000, but `generate.n` of all rows is 1",
             ),
             (json!({"n": 0}), "`n` is 0"),
             (
@@ -521,7 +606,16 @@ mod tests {
                 "`stop_token_ids` has 65 entries",
             ),
             (json!({"stop_token_ids": [-1]}), "is not a list of token ids"),
-            (json!({"guided_choice": labels(10_001)}), "`choice` has 10001 texts"),
+            (json!({"max_completion_tokens": 0}), "`max_completion_tokens` is 0"),
+            (
+                json!({"guided_choice": labels(10_001)}),
+                "`guided_choice` has 10001 texts",
+            ),
+            (
+                json!({"structured_outputs": {"choice": []}}),
+                "`structured_outputs.choice` has 0 texts",
+            ),
+            (json!({"guided_regex": ""}), "`guided_regex` is empty"),
             (json!({"guided_choice": long(70)}), "bytes together, more than 1048576"),
             (json!({"guided_choice": ["a", "a"]}), "holds `a` twice"),
             (

@@ -50,7 +50,7 @@ pub struct ThinkingSettings {
     /// Closing delimiter of a thought.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub close: Option<String>,
-    /// Most tokens of a thought; a longer one is ended by `end_text`.
+    /// Maximum number of tokens of a thought; `end_text` ends a longer thought.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 0, max = 1_048_576))]
     pub max_tokens: Option<i64>,
@@ -330,8 +330,9 @@ impl ModelThinking {
         (self.thinking.forced_close.len() + self.thinking.forced_gap.len()) as u32
     }
 
-    /// Checks that a thought of maximum length leaves tokens for an answer. The error begins inside
-    /// the first field's backticks.
+    /// Checks that a thought of maximum length leaves tokens for an answer. The error begins with
+    /// a field's name and a closing backtick: the caller writes the opening backtick and the names
+    /// of outer fields.
     fn check_answer_room(&self, generate: &Generate) -> Result<(), String> {
         let Some(max_tokens) = generate.thinking.as_ref().and_then(|spec| spec.max_tokens) else {
             return Ok(());
@@ -401,11 +402,12 @@ fn none_detected(
     }
 }
 
-/// The ids of the opening delimiter, the closing delimiter and the header. The error begins inside
-/// the field's backticks.
+/// The ids of the opening delimiter, the closing delimiter and the header. The error begins with
+/// `open` or `close` and a closing backtick: the caller writes the opening backtick and the names
+/// of outer fields.
 fn delimiter_ids(pair: &Delimiters<'_>, tokenizer: &Tokenizer) -> Result<[Vec<u32>; 3], String> {
     let ids = |field: &str, text: &str| {
-        let ids = tokenizer.encode(text, false)?;
+        let ids = tokenizer.encode(text, false).map_err(|e| format!("{field}`: {e}"))?;
         let first = tokenizer
             .added_tokens()
             .iter()

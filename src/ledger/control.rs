@@ -26,7 +26,33 @@ pub struct ControlLog {
     bytes: usize,
 }
 
+/// Result of [`Ledger::stop`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum StopOutcome {
+    Stopped,
+    AlreadyStopped,
+    AlreadyFinished,
+}
+
 impl Ledger {
+    /// Stops the job, unless it is finished or already stopped for this reason. `close`: its
+    /// workers publish the unfinished rows as `cancelled` or `expired`.
+    pub async fn stop(&self, why: StopWhy, close: bool) -> Result<StopOutcome> {
+        if self.finish_check(None).await?.is_some() {
+            return Ok(StopOutcome::AlreadyFinished);
+        }
+        let mut control = self.control().await?;
+        loop {
+            if control.stop_reason() == Some(why) && (control.is_closing() || !close) {
+                return Ok(StopOutcome::AlreadyStopped);
+            }
+            // If another process has written a command in the meantime, that command is read first.
+            if control.try_append(JobCommand::stop(why, close)).await? {
+                return Ok(StopOutcome::Stopped);
+            }
+        }
+    }
+
     /// Reads the control log.
     pub async fn control(&self) -> Result<ControlLog> {
         let mut control = ControlLog {

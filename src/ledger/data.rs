@@ -37,31 +37,31 @@ pub(super) fn select(batch: &RecordBatch, keep: &RowSet) -> Result<RecordBatch, 
     take_record_batch(batch, &indices).map_err(|error| error.to_string())
 }
 
-/// The rows of `batch` that are in `counts` and did not succeed.
-pub(super) fn failed_rows(batch: &RecordBatch, counts: &RowSet) -> Result<RowSet, String> {
+/// The rows of `batch` that are in `selected` and did not succeed.
+pub(super) fn failed_rows(batch: &RecordBatch, selected: &RowSet) -> Result<RowSet, String> {
     let rows = row_numbers(batch)?;
     let status = statuses(batch)?;
     let succeeded = RowStatus::Succeeded.as_str();
     let failed = (0..rows.len()).filter(|&i| status.is_null(i) || status.value(i) != succeeded);
-    Ok(RowSet::from_rows(failed.map(|i| rows[i])).intersection(counts))
+    Ok(RowSet::from_rows(failed.map(|i| rows[i])).intersection(selected))
 }
 
-/// The rows of `batch` that are in `counts`, except expired and cancelled rows, which were not
+/// The rows of `batch` that are in `selected`, except expired and cancelled rows, which were not
 /// finished when their job ended.
-pub(super) fn finished_rows(batch: &RecordBatch, counts: &RowSet) -> Result<RowSet, String> {
+pub(super) fn finished_rows(batch: &RecordBatch, selected: &RowSet) -> Result<RowSet, String> {
     let rows = row_numbers(batch)?;
     let status = statuses(batch)?;
     let unfinished = [RowStatus::Expired, RowStatus::Cancelled].map(|status| status.as_str());
     let finished = (0..rows.len()).filter(|&i| status.is_null(i) || !unfinished.contains(&status.value(i)));
-    Ok(RowSet::from_rows(finished.map(|i| rows[i])).intersection(counts))
+    Ok(RowSet::from_rows(finished.map(|i| rows[i])).intersection(selected))
 }
 
-/// The rows of `batch` that are in `counts` and have a truncated completion.
-pub(super) fn truncated_rows(batch: &RecordBatch, counts: &RowSet) -> Result<RowSet, String> {
+/// The rows of `batch` that are in `selected` and have a truncated completion.
+pub(super) fn truncated_rows(batch: &RecordBatch, selected: &RowSet) -> Result<RowSet, String> {
     let rows = row_numbers(batch)?;
     let is_truncated = truncated_flags(batch)?.ok_or("column `finish_reason` is missing")?;
     let truncated = (0..rows.len()).filter(|&i| is_truncated[i]);
-    Ok(RowSet::from_rows(truncated.map(|i| rows[i])).intersection(counts))
+    Ok(RowSet::from_rows(truncated.map(|i| rows[i])).intersection(selected))
 }
 
 /// For each row, whether one of its completions was truncated. `None`: the batch lacks the column
@@ -88,8 +88,8 @@ fn truncated_flags(batch: &RecordBatch) -> Result<Option<Vec<bool>>, String> {
     lists.iter().map(any_truncated).collect::<Result<_, String>>().map(Some)
 }
 
-/// Counts rows by status, and tokens, over the rows of `batch` that are in `counts`.
-pub(super) fn tally(batch: &RecordBatch, counts: &RowSet) -> Result<Tally, String> {
+/// Counts rows by status, and tokens, over the rows of `batch` that are in `selected`.
+pub(super) fn tally(batch: &RecordBatch, selected: &RowSet) -> Result<Tally, String> {
     let rows = row_numbers(batch)?;
     let status = statuses(batch)?;
     let (prompt, cached) = (int64(batch, "prompt_tokens")?, int64(batch, "cached_tokens")?);
@@ -106,7 +106,7 @@ pub(super) fn tally(batch: &RecordBatch, counts: &RowSet) -> Result<Tally, Strin
         truncated: truncated.is_some().then_some(0),
         ..Tally::default()
     };
-    for (i, _) in rows.iter().enumerate().filter(|(_, row)| counts.contains(**row)) {
+    for (i, _) in rows.iter().enumerate().filter(|(_, row)| selected.contains(**row)) {
         let name = if status.is_null(i) { "" } else { status.value(i) };
         let known = RowStatus::ALL.into_iter().find(|status| status.as_str() == name);
         out.add_row(known.ok_or_else(|| format!("row {}: unknown status `{name}`", rows[i]))?);
@@ -140,8 +140,8 @@ pub(super) fn decode(bytes: Bytes) -> Result<RecordBatch, String> {
 
 fn decode_all(bytes: Bytes) -> Result<RecordBatch, String> {
     let builder = part_in::open(&bytes)?;
-    // The schemas of all batches must be equal. Data objects carry no schema metadata, so that of
-    // parts is dropped.
+    // The schemas of all batches must be equal. Data objects have no schema metadata, so the
+    // metadata of parts is dropped.
     let schema = Arc::new(
         builder
             .schema()
@@ -161,8 +161,8 @@ fn decode_all(bytes: Bytes) -> Result<RecordBatch, String> {
     concat_batches(&schema, &batches).map_err(|error| error.to_string())
 }
 
-/// Merges the rows that count in each source, in row order. They must be the rows of `wanted`, each
-/// once.
+/// Merges the selected rows of the sources, in row order. Each source is a data object or a part,
+/// with the rows that are taken from it. Together they must be the rows of `wanted`, each once.
 ///
 /// The resulting batches depend only on the rows, so that two publishers make identical parts.
 pub(super) fn merge(
@@ -170,7 +170,7 @@ pub(super) fn merge(
     wanted: std::ops::Range<u64>,
 ) -> Result<Vec<RecordBatch>, String> {
     let mut sources_of_rows = Vec::new();
-    for (source, (batch, counts)) in sources.iter().enumerate() {
+    for (source, (batch, selected)) in sources.iter().enumerate() {
         if batch.schema() != sources[0].0.schema() {
             return Err("its data objects differ in their columns".into());
         }
@@ -178,23 +178,24 @@ pub(super) fn merge(
         for (i, row) in row_numbers(batch)?
             .into_iter()
             .enumerate()
-            .filter(|(_, row)| counts.contains(*row))
+            .filter(|(_, row)| selected.contains(*row))
         {
             sources_of_rows.push((row, source, i));
             seen += 1;
         }
-        if seen != counts.len() {
+        if seen != selected.len() {
             return Err(format!(
-                "a data object holds {seen} of the {} rows that count in it",
-                counts.len()
+                "a data object must hold {} recorded rows, each once, but {seen} were found",
+                selected.len()
             ));
         }
     }
     sources_of_rows.sort_unstable();
     if !sources_of_rows.iter().map(|&(row, _, _)| row).eq(wanted.clone()) {
         return Err(format!(
-            "the rows that count are not rows {} to {} once each",
-            wanted.start, wanted.end
+            "the recorded rows are not rows {} to {}, each once",
+            wanted.start,
+            wanted.end.saturating_sub(1)
         ));
     }
     let batches: Vec<&RecordBatch> = sources.iter().map(|(batch, _)| batch).collect();
@@ -274,7 +275,7 @@ mod tests {
             let batch = ended(Some(reasons));
             assert_eq!(truncated_rows(&batch, &all).unwrap(), RowSet::from_rows([row]));
             assert_eq!(tally(&batch, &all).unwrap().truncated, Some(1));
-            // Only rows that count are counted.
+            // Only selected rows are counted.
             assert_eq!(tally(&batch, &RowSet::from_rows([2])).unwrap().truncated, Some(0));
         }
         assert_eq!(
@@ -305,7 +306,7 @@ mod tests {
             let again = decode(encode(&second).unwrap()).unwrap();
             let merged = merge(&[(first, counted_first.clone()), (again, counted_second)], 10..40).unwrap();
             prop_assert_eq!(merged, vec![rows(&(10..40).collect::<Vec<_>>())]);
-            // Both a row that counts but is absent and a wanted row that does not count are errors.
+            // A selected row that is absent is an error. So is a wanted row that is not selected.
             prop_assert!(merge(&[(rows(&order[1..]), counted_first.clone())], 10..40).is_err());
             prop_assert!(merge(&[(rows(&order), counted_first)], 10..40).is_err());
         }

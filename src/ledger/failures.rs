@@ -1,25 +1,24 @@
 //! The most frequent error messages of failed rows, from published parts.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 
 use arrow::array::{Array, AsArray, RecordBatch};
 use bytes::Bytes;
-use futures::TryStreamExt;
 use parquet::arrow::ProjectionMask;
 use serde::Serialize;
 
 use super::Ledger;
 use super::error::Result;
 use super::lines::lines;
+use super::published::PART_BYTES_MAX;
 use super::record::Commit;
 use crate::dataset::part_in;
 use crate::dataset::row::RowStatus;
 
 /// Maximum number of parts that are read: the parts with the most failed rows.
 const PARTS_MAX: usize = 4;
-const PART_BYTES_MAX: u64 = 64 << 20;
-/// Maximum number of messages that are returned.
-const REASONS_MAX: usize = 3;
+/// Number of messages in a report.
+const REPORTED_REASONS: usize = 3;
 
 /// The most frequent messages of rows that did not succeed.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
@@ -38,19 +37,17 @@ pub struct Reason {
 }
 
 impl Ledger {
-    /// The most frequent messages of published rows that are errored or invalid. Reads only a few
-    /// parts, so a large job is sampled.
+    /// The most frequent messages of published rows that are errored or invalid, as a report has
+    /// them. Reads only a few parts, so a large job is sampled.
     pub async fn failures(&self) -> Result<Failures> {
-        let mut newest: BTreeMap<u32, Commit> = BTreeMap::new();
-        for generation in 0..=self.generation() {
-            let ledger = self.up_to_generation(generation);
-            let mut blocks = std::pin::pin!(ledger.commits_by_block().await?);
-            while let Some((commits, _)) = blocks.try_next().await? {
-                newest.extend(commits.into_iter().map(|commit| (commit.shard, commit)));
-            }
-        }
+        let commits = self.published_commits().await?;
+        self.failures_in(commits.into_values(), REPORTED_REASONS).await
+    }
+
+    /// As [`Ledger::failures`], of these commits, with up to `reasons_max` messages.
+    pub async fn failures_in(&self, commits: impl IntoIterator<Item = Commit>, reasons_max: usize) -> Result<Failures> {
         let failed = |commit: &Commit| commit.tally.errored + commit.tally.invalid_output;
-        let mut parts: Vec<Commit> = newest.into_values().filter(|commit| failed(commit) > 0).collect();
+        let mut parts: Vec<Commit> = commits.into_iter().filter(|commit| failed(commit) > 0).collect();
         parts.retain(|commit| commit.part.size <= PART_BYTES_MAX);
         parts.sort_by_key(|commit| std::cmp::Reverse(failed(commit)));
         let mut count = ReasonCounts::default();
@@ -64,7 +61,7 @@ impl Ledger {
                 _ => part_in::catch_panics(|| count.parquet(&bytes)),
             };
         }
-        Ok(count.into_failures())
+        Ok(count.into_failures(reasons_max))
     }
 }
 
@@ -123,11 +120,11 @@ impl ReasonCounts {
         Ok(())
     }
 
-    fn into_failures(self) -> Failures {
+    fn into_failures(self, reasons_max: usize) -> Failures {
         let mut most: Vec<Reason> = self.by_pattern.into_values().collect();
         most.sort_by(|a, b| b.rows.cmp(&a.rows).then_with(|| a.message.cmp(&b.message)));
         let looked_at = most.iter().map(|reason| reason.rows).sum();
-        most.truncate(REASONS_MAX);
+        most.truncate(reasons_max);
         Failures { looked_at, most }
     }
 }
@@ -151,7 +148,7 @@ mod tests {
         ] {
             count.add(status, message);
         }
-        let found = count.into_failures();
+        let found = count.into_failures(REPORTED_REASONS);
         let named: Vec<(&str, u64)> = found.most.iter().map(|one| (one.message.as_str(), one.rows)).collect();
         assert_eq!(
             named,

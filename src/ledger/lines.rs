@@ -11,7 +11,8 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use super::record::Tally;
-use crate::dataset::row::{CUT_OFF, RowStatus};
+use crate::dataset::part::{RESPONSE_OBJECT, RESPONSES_URL};
+use crate::dataset::row::{CUT_OFF, RowStatus, WHOLE};
 
 /// The fields of a result line that depend on its row.
 #[derive(Debug, Deserialize)]
@@ -30,7 +31,90 @@ struct LineError {
 
 #[derive(Debug, Deserialize)]
 struct Response {
-    body: Body,
+    body: AnswerBody,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(untagged)]
+enum AnyBody {
+    Completion(Body),
+    Response(ResponseBody),
+}
+
+/// The body of `/v1/responses`.
+#[derive(Debug, Deserialize)]
+struct ResponseBody {
+    object: String,
+    incomplete_details: Option<Value>,
+    output: Vec<ResponseItem>,
+    usage: ResponseUsage,
+}
+
+#[derive(Debug, Deserialize)]
+struct ResponseItem {
+    #[serde(rename = "type")]
+    kind: String,
+    content: Vec<ResponseText>,
+}
+
+#[derive(Debug, Deserialize)]
+struct ResponseText {
+    text: String,
+}
+
+#[derive(Debug, Deserialize)]
+struct ResponseUsage {
+    input_tokens: u64,
+    input_tokens_details: PromptDetails,
+    output_tokens: u64,
+    output_tokens_details: CompletionDetails,
+}
+
+impl From<ResponseBody> for Body {
+    fn from(body: ResponseBody) -> Body {
+        let finish_reason = match body.incomplete_details {
+            Some(_) => CUT_OFF,
+            None => WHOLE,
+        };
+        let text_of = |kind: &str| {
+            let mut items = body.output.iter();
+            let item = items.find(|item| item.kind == kind)?;
+            Some(item.content.first()?.text.clone())
+        };
+        let choice = Choice {
+            finish_reason: Some(finish_reason.into()),
+            message: ResponseMessage {
+                content: text_of("message"),
+                reasoning_content: text_of("reasoning"),
+            },
+            text: None,
+            reasoning_content: None,
+        };
+        Body {
+            choices: vec![choice],
+            usage: Usage {
+                prompt_tokens: body.usage.input_tokens,
+                completion_tokens: body.usage.output_tokens,
+                prompt_tokens_details: body.usage.input_tokens_details,
+                completion_tokens_details: body.usage.output_tokens_details,
+            },
+            object: body.object,
+        }
+    }
+}
+
+/// A body of any endpoint, in the form of a completion.
+#[derive(Debug, Deserialize)]
+#[serde(from = "AnyBody")]
+struct AnswerBody(Body);
+
+impl From<AnyBody> for AnswerBody {
+    fn from(body: AnyBody) -> AnswerBody {
+        AnswerBody(match body {
+            AnyBody::Completion(body) => body,
+            AnyBody::Response(body) => body.into(),
+        })
+    }
 }
 
 #[derive(Debug, Deserialize)]
@@ -108,7 +192,7 @@ impl ResultLine {
     pub(super) fn tally(&self) -> Result<Tally, String> {
         let mut tally = Tally::default();
         tally.add_row(self.status()?);
-        if let Some(Response { body }) = &self.response {
+        if let Some(body) = self.body() {
             tally.prompt_tokens = body.usage.prompt_tokens;
             tally.cached_tokens = body.usage.prompt_tokens_details.cached_tokens;
             tally.completion_tokens = body.usage.completion_tokens;
@@ -119,7 +203,7 @@ impl ResultLine {
     }
 
     fn body(&self) -> Option<&Body> {
-        self.response.as_ref().map(|response| &response.body)
+        self.response.as_ref().map(|response| &response.body.0)
     }
 
     /// One text per sample. `None`: the row has no completion.
@@ -197,15 +281,12 @@ fn column(field: &Field, lines: &[ResultLine], first_row: u64) -> Result<ArrayRe
             other => Some(other.to_string()),
         }),
         "url" => texts(&|line| {
-            let is_text = line.body().is_some_and(|body| body.object == "text_completion");
-            Some(
-                if is_text {
-                    "/v1/completions"
-                } else {
-                    "/v1/chat/completions"
-                }
-                .into(),
-            )
+            let url = match line.body().map(|body| body.object.as_str()) {
+                Some("text_completion") => "/v1/completions",
+                Some(RESPONSE_OBJECT) => RESPONSES_URL,
+                _ => "/v1/chat/completions",
+            };
+            Some(url.into())
         }),
         _ => Ok(new_null_array(field.data_type(), lines.len())),
     }
@@ -230,16 +311,14 @@ mod tests {
     use crate::dataset::part::{OpenaiMeta, part_openai};
     use crate::dataset::row::{RowResult, SampleResult};
 
+    const URLS: [Option<&str>; 3] = [Some("/v1/completions"), None, Some("/v1/chat/completions")];
+
     /// Rows 4 to 6 of a job: one succeeded, one has no answer, and one has a truncated answer.
-    fn rows(samples: u32, thinking: bool) -> RecordBatch {
+    fn rows(samples: u32, thinking: bool, urls: [Option<&str>; 3]) -> RecordBatch {
         let text = |texts: [Option<&str>; 3]| Arc::new(StringArray::from(texts.to_vec())) as ArrayRef;
         let carry = RecordBatch::try_from_iter_with_nullable([
             ("custom_id", text([Some("a"), None, Some("c")]), true),
-            (
-                "url",
-                text([Some("/v1/completions"), None, Some("/v1/chat/completions")]),
-                true,
-            ),
+            ("url", text(urls), true),
         ])
         .unwrap();
         let columns = OutputColumns {
@@ -289,8 +368,16 @@ mod tests {
             model: "m".into(),
             created: 7,
         };
-        for (samples, thinking) in [(1, false), (1, true), (2, false), (3, true)] {
-            let batch = rows(samples, thinking);
+        let responses = [Some(RESPONSES_URL), None, Some(RESPONSES_URL)];
+        for (samples, thinking, urls) in [
+            (1, false, URLS),
+            (1, true, URLS),
+            (2, false, URLS),
+            (3, true, URLS),
+            (1, false, responses),
+            (1, true, responses),
+        ] {
+            let batch = rows(samples, thinking, urls);
             let bytes = part_openai(std::slice::from_ref(&batch), &meta).unwrap();
             let back = decode(&bytes, 4, &batch.schema()).unwrap();
             assert_eq!(part_openai(&[back], &meta).unwrap(), bytes);

@@ -27,8 +27,9 @@ pub(super) struct PartContents {
     pub generation: u32,
     /// Counts over the whole part.
     pub tally: Tally,
-    /// Counts over the rows that the ledger's generation does.
-    pub to_do_tally: Tally,
+    /// Counts over those rows that the ledger's generation runs: all rows in the first generation,
+    /// only the retried rows in a later one.
+    pub generation_tally: Tally,
 }
 
 impl Ledger {
@@ -39,11 +40,11 @@ impl Ledger {
             "jsonl" => jsonl_generation(bytes),
             _ => self.parquet_generation(shard, bytes)?,
         };
-        let (tally, to_do_tally) = self.count_part_rows(shard, bytes)?;
+        let (tally, generation_tally) = self.count_part_rows(shard, bytes)?;
         Ok(PartContents {
             generation,
             tally,
-            to_do_tally,
+            generation_tally,
         })
     }
 
@@ -63,7 +64,7 @@ impl Ledger {
     }
 
     /// Counts the rows of `bytes`, which must be the shard's rows, each once and in order. Returns
-    /// the counts of all rows and of those that the ledger's generation does.
+    /// the counts of all rows, and of those that the ledger's generation runs.
     pub(super) fn count_part_rows(&self, shard: u32, bytes: &Bytes) -> Result<(Tally, Tally), String> {
         let planned = self.job().shard(shard).map_err(|error| error.to_string())?;
         let mut count = PartCounter {
@@ -71,14 +72,14 @@ impl Ledger {
             end: planned.first_row + planned.rows,
             rows_to_do: self.rows_to_do(shard),
             tally: Tally::default(),
-            to_do_tally: Tally::default(),
+            generation_tally: Tally::default(),
         };
         match self.job().part_extension.as_str() {
             "jsonl" => count.lines(bytes, self.job().job.as_str())?,
             _ => part_in::catch_panics(|| count.parquet(bytes))?,
         }
         if count.next == count.end {
-            Ok((count.tally, count.to_do_tally))
+            Ok((count.tally, count.generation_tally))
         } else {
             Err(format!(
                 "ends before row {}; its shard ends before row {}",
@@ -96,7 +97,7 @@ struct PartCounter {
     end: u64,
     rows_to_do: RowSet,
     tally: Tally,
-    to_do_tally: Tally,
+    generation_tally: Tally,
 }
 
 impl PartCounter {
@@ -107,7 +108,7 @@ impl PartCounter {
             let rows = data::row_numbers(&batch)?;
             rows.iter().try_for_each(|&row| self.expect_row(row))?;
             self.tally.add(&data::tally(&batch, &RowSet::from_range(0..u64::MAX))?);
-            self.to_do_tally.add(&data::tally(&batch, &self.rows_to_do)?);
+            self.generation_tally.add(&data::tally(&batch, &self.rows_to_do)?);
         }
         Ok(())
     }
@@ -124,7 +125,7 @@ impl PartCounter {
             let tally = line.tally().map_err(|why| format!("line {number}: {why}"))?;
             self.tally.add(&tally);
             if self.rows_to_do.contains(row) {
-                self.to_do_tally.add(&tally);
+                self.generation_tally.add(&tally);
             }
         }
         Ok(())

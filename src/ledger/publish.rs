@@ -180,7 +180,7 @@ impl ShardLog {
         let contents = PartContents {
             generation: ledger.generation(),
             tally: count(&ledger.all_rows(shard))?,
-            to_do_tally: count(self.rows_to_do())?,
+            generation_tally: count(self.rows_to_do())?,
         };
         let mut bytes = make_part(&batches, &ledger.provenance(shard)).map_err(|why| damaged(&why))?;
         drop(batches);
@@ -228,7 +228,7 @@ impl ShardLog {
             tally: current.contents.tally,
             generation: ledger.generation(),
             part_etag: current.etag.clone(),
-            retried: (ledger.generation() > 0).then_some(current.contents.to_do_tally),
+            retried: (ledger.generation() > 0).then_some(current.contents.generation_tally),
         };
         let key = ledger.keys().commit(shard);
         let bytes_of_commit = encode(&commit)?;

@@ -1,5 +1,6 @@
 //! The progress of a job, from its ledger alone: digests of closed blocks, commits of open blocks,
-//! and logs of open shards.
+//! and logs of open shards. A block is a fixed range of shards. It is closed when all of its shards
+//! are committed and its digest, one record with all of these commits, is written.
 
 use chrono::{DateTime, TimeDelta, Utc};
 use futures::{Stream, StreamExt, TryStreamExt};
@@ -73,8 +74,8 @@ pub struct OpenShard {
     pub rows_again: u64,
     /// Attempts that have not ended: running or dead.
     pub attempts: u32,
-    /// Whether two attempts at its unfinished rows have not ended, and nothing was written for a
-    /// minute or two log intervals, whichever is longer.
+    /// Whether two attempts at its unfinished rows have not ended, and nothing was written for the
+    /// longer of two times: 1 minute, and 2 log intervals.
     pub stuck: bool,
     /// Worker of the newest of these attempts.
     pub worker: Option<String>,
@@ -113,9 +114,9 @@ impl Ledger {
     /// Reads the progress of the job.
     ///
     /// Requests: one per closed block, one per open block and one per commit in it, a listing of
-    /// the shards' folders, and the reads of each open shard's log. They are sent concurrently. For
-    /// a retry, the counts are those of the published rows that it does not retry, and of its own
-    /// finished rows.
+    /// the shards' folders, and the reads of each open shard's log. They are sent concurrently.
+    /// During a retry, the counts include two kinds of rows: published rows that are not retried,
+    /// and retried rows that are finished.
     pub async fn status(&self) -> Result<Status> {
         self.status_at(Utc::now()).await
     }
@@ -298,8 +299,8 @@ impl Ledger {
             let damaged = log.damaged_rows().len();
             let plan = log.plan_attempt();
             let last_progress = log.last_progress().unwrap_or_else(|| self.created_at());
-            // A time without writes is required too: two workers that run the shard side by side
-            // have not ended their attempts either.
+            // Two open attempts alone are no sign of trouble: two workers may be running the shard
+            // side by side. So a time without writes is required, too.
             let is_silent = now - last_progress > stuck_after(&log);
             let is_stuck = is_silent && (plan.is_alone() || !plan.accused.is_empty());
             // Attempts are listed by their ids, which are random.

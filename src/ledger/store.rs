@@ -321,22 +321,6 @@ impl Store {
             .await
     }
 
-    /// All objects below `prefix`, sorted by key.
-    pub async fn list(&self, prefix: &str) -> Result<Vec<ListedObject>> {
-        let path = self.path(prefix);
-        let mut found: Vec<ListedObject> = self
-            .with_retries(prefix, "listing", || async {
-                match self.shared.inner.list(Some(&path)).try_collect::<Vec<_>>().await {
-                    Ok(all) => Ok(all.into_iter().filter_map(|meta| self.listed_object(&meta)).collect()),
-                    Err(error) if matches!(store_error_kind(&error), StoreErrorKind::Missing) => Ok(Vec::new()),
-                    Err(error) => Err(error),
-                }
-            })
-            .await?;
-        found.sort_by(|a, b| a.key.cmp(&b.key));
-        Ok(found)
-    }
-
     /// Objects and folders directly below `prefix` (`""`: the output), sorted. Listed local folders
     /// may be empty.
     pub async fn list_folder(&self, prefix: &str) -> Result<(Vec<ListedObject>, Vec<String>)> {
@@ -489,7 +473,7 @@ impl Store {
         }
     }
 
-    async fn delete(&self, key: &str) -> Result<()> {
+    pub async fn delete(&self, key: &str) -> Result<()> {
         let path = self.path(key);
         self.with_retries(key, "removing", || async {
             match self.shared.inner.delete(&path).await {
@@ -505,7 +489,7 @@ impl Store {
         self.shared.stages.fetch_add(1, Ordering::Relaxed)
     }
 
-    fn listed_object(&self, meta: &object_store::ObjectMeta) -> Option<ListedObject> {
+    pub(super) fn listed_object(&self, meta: &object_store::ObjectMeta) -> Option<ListedObject> {
         let parts = meta.location.prefix_match(&self.shared.root)?;
         let names: Vec<String> = parts.map(|part| part.as_ref().to_string()).collect();
         // An object without a name is the output itself: S3 consoles create such empty objects for
@@ -519,7 +503,12 @@ impl Store {
     }
 
     /// Runs `request` until it succeeds, fails with a permanent error, or has used up its tries.
-    async fn with_retries<T, Request>(&self, key: &str, operation: &str, request: impl Fn() -> Request) -> Result<T>
+    pub(super) async fn with_retries<T, Request>(
+        &self,
+        key: &str,
+        operation: &str,
+        request: impl Fn() -> Request,
+    ) -> Result<T>
     where
         Request: Future<Output = Result<T, StoreError>> + Send,
     {

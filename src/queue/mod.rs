@@ -23,7 +23,7 @@ mod servers;
 pub mod settings;
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use tokio::sync::oneshot;
@@ -76,6 +76,8 @@ pub struct Delivery {
     pub hops: u32,
     /// Distinguishes this delivery from others of the same message.
     pub receipt: u64,
+    /// When the worker received it.
+    pub received_at: Instant,
     /// Called when the delivery is dropped.
     on_drop: Option<Box<dyn FnOnce() + Send + Sync>>,
 }
@@ -94,6 +96,7 @@ impl Delivery {
             deliveries,
             hops,
             receipt,
+            received_at: Instant::now(),
             on_drop,
         }
     }
@@ -121,6 +124,7 @@ impl std::fmt::Debug for Delivery {
             deliveries,
             hops,
             receipt,
+            received_at: _,
             on_drop: _,
         } = self;
         write!(

@@ -76,6 +76,11 @@ impl Meter {
         self.lost_micros.store((seconds * 1e6) as u64, Relaxed);
     }
 
+    /// Number of finished rows by status.
+    pub fn rows_by_status(&self) -> [(RowStatus, u64); RowStatus::ALL.len()] {
+        RowStatus::ALL.map(|status| (status, self.rows[status as usize].load(Relaxed)))
+    }
+
     pub fn read(&self) -> MeterReading {
         let rows: Vec<u64> = self.rows.iter().map(|count| count.load(Relaxed)).collect();
         let total: u64 = rows.iter().sum();
@@ -154,6 +159,7 @@ mod tests {
         meter.add_device_time(Duration::from_millis(1500));
         let reading = meter.read();
         assert_eq!((reading.rows, reading.failed_rows), (2, 1));
+        assert_eq!(meter.rows_by_status().map(|(_, rows)| rows), [1, 0, 1, 0, 0]);
         assert_eq!(
             (reading.prompt_tokens, reading.cached_tokens, reading.completion_tokens),
             (10, 4, 0)

@@ -18,8 +18,8 @@ pub struct ShardSample {
 /// of the job file.
 ///
 /// Each shard gives its proportional share of rows, to within one. If there are more shards than
-/// rows, the shards that give a row are evenly spaced. A hash of job and row selects the rows
-/// within a shard, so their order in the input does not matter.
+/// rows, the shards that give a row are evenly spaced. A hash of `job_hash` and the row's number
+/// selects the rows within a shard, so a sorted input does not bias the sample.
 pub fn sample(shards: &[Shard], wanted: u64, job_hash: &str) -> Vec<ShardSample> {
     let all: u128 = shards.iter().map(|shard| u128::from(shard.rows)).sum();
     let wanted = u128::from(wanted).min(all);

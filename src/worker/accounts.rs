@@ -1,9 +1,9 @@
 //! One account per job: records this worker's spending, reads the job's commands and the other
 //! workers' spendings, and stops the job at its budget or deadline.
 //!
-//! Requests per job and update: this worker's spending and the next command. A deadline adds the
-//! timestamp of the spending. A budget adds the list of spendings instead and, close to the budget,
-//! each changed spending.
+//! Requests per job and update: a write of this worker's spending, and a read of the next command.
+//! For a deadline, a third request reads the store's time of that write. For a budget, the third
+//! request lists all spendings instead; close to the budget, each changed spending is read, too.
 //!
 //! See docs/decisions/024-each-job-has-an-account.md.
 
@@ -15,6 +15,7 @@ use tokio::task::JoinSet;
 use tokio::time::{Interval, MissedTickBehavior};
 use tracing::Instrument;
 
+use crate::ledger::spend::dollars;
 use crate::ledger::{JobCommand, StopWhy, Unfinished};
 use crate::worker::budget::Budget;
 use crate::worker::jobs::{JobState, OpenJob};
@@ -52,7 +53,10 @@ pub(super) async fn run(worker: Arc<Worker>, stop: Stop) -> anyhow::Result<()> {
 async fn keep_account(worker: Arc<Worker>, job: Weak<OpenJob>) -> anyhow::Result<()> {
     let (mut update_ticks, mut budget_ticks) = (ticks(worker.options.log_interval), ticks(budget_every(&worker)));
     let mut budget = Budget::new(&worker.name, worker.options.log_interval);
-    let (mut has_updated, mut has_rested) = (false, false);
+    // `was_idle`: an update was due while the worker had no work on the job.
+    let (mut has_updated, mut was_idle) = (false, false);
+    // Device seconds that earlier accounts of the job have billed.
+    let mut billed_seconds = job.upgrade().map_or(0.0, |job| job.device_seconds());
     loop {
         let is_due = tokio::select! {
             biased;
@@ -61,25 +65,36 @@ async fn keep_account(worker: Arc<Worker>, job: Weak<OpenJob>) -> anyhow::Result
         };
         // Hold the job only during an update: its other holders decide how long it stays open.
         let Some(job) = job.upgrade() else { return Ok(()) };
-        // Update as soon as the worker hears of the job, and as soon as work on it resumes, because
-        // other workers make an allowance for this one. A job without work here needs no more
-        // updates.
+        // Update as soon as the worker hears of the job, and as soon as work on it resumes: other
+        // workers reserve a part of the budget only for workers that have written lately. A job
+        // without work here needs no more updates.
         let is_busy = worker.in_flight.count_of_job(job.number) > 0 || job.has_unwritten_spend();
-        if !has_updated || is_busy && (is_due || has_rested) {
-            (has_updated, has_rested) = (true, false);
+        if !has_updated || is_busy && (is_due || was_idle) {
+            (has_updated, was_idle) = (true, false);
             if let Err(error) = update(&worker, &job, &mut budget, false).await {
-                backoff(&worker, &job, error)?;
+                handle_error(&worker, &job, error)?;
             }
         }
-        has_rested |= is_due && !is_busy;
+        was_idle |= is_due && !is_busy;
         if let Err(error) = enforce(&worker, &job, &mut budget).await {
-            backoff(&worker, &job, error)?;
+            handle_error(&worker, &job, error)?;
         }
+        bill(&worker, &job, &budget, &mut billed_seconds);
     }
 }
 
-/// Waits out or logs the error; returns an error that must end the worker.
-fn backoff(worker: &Worker, job: &OpenJob, error: anyhow::Error) -> anyhow::Result<()> {
+/// Adds the price of the device time since the last call to the metrics, if the job has a price.
+fn bill(worker: &Worker, job: &OpenJob, budget: &Budget, billed_seconds: &mut f64) {
+    let seconds = job.device_seconds();
+    if let Some(usd) = dollars(seconds - *billed_seconds, budget.limits().usd_per_hour) {
+        worker.metrics.add_dollars(usd);
+        *billed_seconds = seconds;
+    }
+}
+
+/// Reports an outage, and leaves to other workers a job that this worker cannot continue. Returns
+/// any other error, which must end the worker.
+fn handle_error(worker: &Worker, job: &OpenJob, error: anyhow::Error) -> anyhow::Result<()> {
     match worker.retry_policy.decision(&error) {
         RetryDecision::Wait => worker.retry_policy.report(&error),
         RetryDecision::LeaveShard => job.leave_to_others(&error),
@@ -103,8 +118,9 @@ fn ticks(every: Duration) -> Interval {
 /// other workers' spendings. `force_write`: write even if nothing was spent, because the timestamp
 /// of the write is the store's current time.
 async fn update(worker: &Worker, job: &OpenJob, budget: &mut Budget, force_write: bool) -> anyhow::Result<()> {
-    // `write_spend` writes at the first update in any case, because others make an allowance for
-    // every worker on the job. A worker with shards of the job writes each time, as a heartbeat.
+    // `write_spend` writes at the first update in any case: other workers reserve a part of the
+    // budget only for workers that have written. A worker with shards of the job writes each time,
+    // as a heartbeat.
     let is_working = worker.in_flight.count_of_job(job.number) > 0 && worker.watchdog.is_alive();
     if force_write || is_working {
         job.write_heartbeat(&worker.name).await?

@@ -123,6 +123,7 @@ impl Device {
                     // open.
                     self.tries.clear();
                     self.jobs.clear();
+                    self.worker.metrics.set_load(&self.engine.load());
                     ready.blocking_recv()
                 }
                 Err(TryRecvError::Empty) => break,
@@ -144,6 +145,7 @@ impl Device {
             .step(|| self.engine.step())
             .context("the device cannot go on")?;
         self.charge(began.elapsed());
+        worker.metrics.set_load(&self.engine.load());
         crate::failpoint!(blocking "device.after-step");
         for sample in finished {
             self.tokens.finished += sample.computed_tokens;
@@ -160,6 +162,9 @@ impl Device {
         let tokens = self.engine.step_tokens();
         let all: u64 = tokens.iter().map(|(_, tokens)| tokens).sum();
         self.tokens.computed += all;
+        if all > 0 {
+            self.worker.metrics.observe_step(all);
+        }
         for (number, tokens) in tokens {
             if let Some(job) = self.jobs.get(number) {
                 job.add_device_time(time.mul_f64(*tokens as f64 / all as f64));
@@ -176,10 +181,12 @@ impl Device {
             range,
             rows,
             is_unwanted,
+            generation_span,
         } = shard;
         if is_unwanted.load(Ordering::Acquire) {
             return;
         }
+        generation_span.begin();
         self.jobs.insert(key.job, job);
         self.tries.push(Try {
             job: key.job,

@@ -94,6 +94,11 @@ impl InFlight {
         all.any(|held| receipts.contains(&held.delivery.receipt))
     }
 
+    /// Number of shards in flight.
+    pub fn count(&self) -> usize {
+        self.shards().len()
+    }
+
     /// Number of one job's shards in flight.
     pub fn count_of_job(&self, job: u32) -> usize {
         self.shards().keys().filter(|key| key.job == job).count()
@@ -143,7 +148,7 @@ mod tests {
         assert!(in_flight.is_wanted(key));
         assert_eq!(in_flight.mark_recalled(&[2]), [key]);
         assert!(!in_flight.is_wanted(key) && in_flight.holds_any(&[2]));
-        assert_eq!(in_flight.deliveries().len(), 2);
+        assert_eq!((in_flight.deliveries().len(), in_flight.count()), (2, 1));
         assert_eq!(in_flight.remove(key).len(), 2);
         assert!(in_flight.is_empty());
         assert!(in_flight.add(key, delivery(3)), "it may come again");

@@ -11,6 +11,7 @@ use crate::queue::Delivery;
 use crate::worker::Worker;
 use crate::worker::in_flight::ShardKey;
 use crate::worker::jobs::OpenJob;
+use crate::worker::shard_trace::ShardTrace;
 
 /// Pause before a shard whose last rows may be running on another worker goes back to the queue.
 const WAITING_PAUSE: Duration = Duration::from_secs(5);
@@ -19,6 +20,8 @@ const WAITING_PAUSE: Duration = Duration::from_secs(5);
 pub(super) struct ReceivedShard {
     worker: Arc<Worker>,
     pub key: ShardKey,
+    /// Without spans until the shard is open.
+    pub trace: ShardTrace,
     give_back_on_drop: bool,
 }
 
@@ -28,6 +31,7 @@ impl ReceivedShard {
         ReceivedShard {
             worker: worker.clone(),
             key,
+            trace: ShardTrace::default(),
             give_back_on_drop: true,
         }
     }

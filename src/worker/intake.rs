@@ -10,6 +10,7 @@ use tracing::Instrument;
 
 use crate::dataset::row::RowStatus;
 use crate::ledger::attempts::AttemptPlan;
+use crate::traces::names;
 use crate::worker::idle::IdleState;
 use crate::worker::in_hand::ReceivedShard;
 use crate::worker::jobs::OpenJob;
@@ -210,6 +211,7 @@ impl Intake {
             _permit: permit,
             pending: Vec::new(),
             is_unwanted: Arc::default(),
+            trace: received_shard.trace.clone(),
             log: *log,
         };
         // Read the state only once, because the job may be resumed meanwhile: the shard's task must
@@ -250,6 +252,7 @@ impl Intake {
         } = planned_shard;
         let (key, job) = (shard.key, shard.job.clone());
         let (range, is_unwanted) = (shard.log.rows(), shard.is_unwanted.clone());
+        let trace = shard.trace.clone();
         let output = job.ledger.store().url().to_string();
         let began = Instant::now();
         // The attempt covers reading, too: a row may end the process before it is on the device.
@@ -257,10 +260,11 @@ impl Intake {
             Err(error) => (JobStore::Output, Some(error), Vec::new()),
             Ok(()) => {
                 self.worker.troubles.note_recovery(JobStore::Output, &output);
+                let read = self.read(&job, &mut shard, &plan, close_status, pauses.rounds());
                 let read = tokio::select! {
                     biased;
                     () = self.stop.wait() => None,
-                    read = self.read(&job, &mut shard, &plan, close_status, pauses.rounds()) => Some(read),
+                    read = trace.step(names::READ, read) => Some(read),
                 };
                 let Some(read) = read else {
                     self.end_attempt_unread(&mut shard).await;
@@ -283,6 +287,7 @@ impl Intake {
             // A changed input stops the job for all workers, with the reason. This holds for `run`,
             // too.
             if is_input_changed(&error) || decision == RetryDecision::LeaveShard {
+                trace.fail(&error);
                 openings.opener.leave_shard(&job, received_shard, &error).await?;
             } else if decision == RetryDecision::Wait && !self.stop.is_set() {
                 let log = Box::new(shard.log);
@@ -295,6 +300,7 @@ impl Intake {
                 };
                 openings.set_aside(opened, failed_store, error, began.elapsed());
             } else {
+                trace.fail(&error);
                 return Err(error);
             }
             return Ok(Handover::NotBegun);
@@ -316,6 +322,7 @@ impl Intake {
                 range,
                 rows,
                 is_unwanted,
+                generation_span: trace.generation(),
             });
         }
         Ok(Handover::ToRouter)
@@ -332,6 +339,7 @@ impl Intake {
             .log
             .begin(self.worker.attempt_worker.clone(), &rows_to_read, plan.is_alone())
             .await?;
+        shard.trace.note_attempt(&attempt);
         shard.attempt = Some(attempt);
         crate::failpoint!("intake.after-attempt");
         Ok(())

@@ -21,6 +21,7 @@ mod accounts;
 pub mod assemble;
 pub mod budget;
 mod device;
+pub mod error_counts;
 mod fate;
 pub mod idle;
 pub mod in_flight;
@@ -29,6 +30,7 @@ mod intake;
 pub mod jobs;
 mod limits;
 pub mod liveness;
+pub mod metrics;
 pub mod model;
 pub mod opening;
 mod owner;
@@ -43,6 +45,7 @@ pub mod retry_policy;
 pub mod room;
 mod shard;
 mod shard_router;
+mod shard_trace;
 mod spans;
 pub mod spot;
 pub mod step_watchdog;
@@ -69,8 +72,10 @@ use crate::report::meter::Meter;
 use crate::worker::in_flight::{InFlight, ShardKey};
 use crate::worker::jobs::{JobState, Jobs, OpenJob};
 pub use crate::worker::limits::WorkerLimits;
+use crate::worker::metrics::Metrics;
 use crate::worker::process::Process;
 use crate::worker::retry_policy::{RetryDecision, RetryPolicy};
+use crate::worker::shard_trace::GenerationSpan;
 use crate::worker::step_watchdog::StepWatchdog;
 use crate::worker::stop::{Stop, StopCause};
 use crate::worker::troubles::Troubles;
@@ -95,6 +100,7 @@ pub struct Worker {
     pub watched: WatchedJobs,
     pub in_flight: InFlight,
     pub meter: Arc<Meter>,
+    pub metrics: Arc<Metrics>,
     pub retry_policy: RetryPolicy,
     /// Stores that have failed lately, and jobs that are not for this worker.
     pub troubles: Troubles,
@@ -141,6 +147,7 @@ pub struct WorkerConfig {
     pub jobs: Jobs,
     pub watched: WatchedJobs,
     pub meter: Arc<Meter>,
+    pub metrics: Arc<Metrics>,
     pub retry_policy: RetryPolicy,
     pub watchdog: Arc<StepWatchdog>,
     pub render_threads: rayon::ThreadPool,
@@ -156,6 +163,7 @@ struct ReadyShard {
     rows: Vec<ReadyRow>,
     /// Set when the rows are no longer needed: the shard was given back, stopped or closed.
     is_unwanted: Arc<AtomicBool>,
+    generation_span: GenerationSpan,
 }
 
 /// A rendered and tokenized row.
@@ -191,6 +199,7 @@ impl Worker {
             jobs,
             watched,
             meter,
+            metrics,
             retry_policy,
             watchdog,
             render_threads,
@@ -209,6 +218,7 @@ impl Worker {
             jobs,
             watched,
             meter,
+            metrics,
             retry_policy,
             troubles: Troubles::default(),
             watchdog,
@@ -276,6 +286,7 @@ impl Worker {
     /// Logs the error of a shard that this worker cannot do, and passes its deliveries on: other
     /// workers, or a person, must deal with it.
     fn leave_to_others(&self, shard: u32, job: &OpenJob, error: &anyhow::Error, deliveries: Vec<Arc<Delivery>>) {
+        self.retry_policy.errors().add(error);
         tracing::error!(
             shard,
             job = job.ledger.job().name,

@@ -28,6 +28,7 @@ use crate::worker::jobs::{JobLookup, JobState, OpenJob};
 use crate::worker::process::process_state;
 use crate::worker::refusals::Refusals;
 use crate::worker::retry_policy::{Pauses, RetryDecision};
+use crate::worker::shard_trace::ShardTrace;
 use crate::worker::stop::Stop;
 use crate::worker::troubles::JobStore;
 use crate::worker::{Worker, one_line, spans};
@@ -306,6 +307,7 @@ impl Opener {
             job: job.number,
             shard: delivery.message.shard,
         };
+        let received_at = delivery.received_at;
         if !worker.in_flight.add(key, delivery) {
             tracing::info!(
                 "shard {} of {} is in progress already: both messages are acknowledged or given back together",
@@ -314,7 +316,7 @@ impl Opener {
             );
             return Ok(None);
         }
-        let received_shard = ReceivedShard::new(worker, key);
+        let mut received_shard = ReceivedShard::new(worker, key);
         let log = loop {
             let error = match self.read_log(&job, key.shard).await {
                 Ok(Some(log)) => break log,
@@ -347,6 +349,7 @@ impl Opener {
             received_shard.give_back_later(&job, &plan.waiting);
             return Ok(None);
         }
+        received_shard.trace = ShardTrace::begin(worker, &job, key.shard, received_at);
         Ok(Some(OpenedShard {
             received_shard,
             job,
@@ -504,6 +507,7 @@ mod tests {
     use crate::queue::{LocalQueue, Queue, QueueError, Recall};
     use crate::report::meter::Meter;
     use crate::worker::jobs::Jobs;
+    use crate::worker::metrics::Metrics;
     use crate::worker::model::{Formats, Model, ModelFiles};
     use crate::worker::retry_policy::RetryPolicy;
     use crate::worker::step_watchdog::StepWatchdog;
@@ -567,6 +571,7 @@ mod tests {
             jobs: Jobs::new(model),
             watched: WatchedJobs::default(),
             meter: Arc::new(Meter::default()),
+            metrics: Arc::new(Metrics::new().unwrap()),
             retry_policy: RetryPolicy::new(true),
             watchdog: Arc::new(StepWatchdog::new(Duration::from_secs(60))),
             render_threads: rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap(),

@@ -14,6 +14,7 @@ use crate::dataset::carried::memory_bytes;
 use crate::dataset::plan::Shard;
 use crate::dataset::row::{InputRow, RowResult, RowStatus, WITHOUT_COLUMNS};
 use crate::job::RenderedRow;
+use crate::job::row_error::DEADLY_ROW;
 use crate::ledger::RowSet;
 use crate::ledger::attempts::AttemptPlan;
 use crate::ledger::log::ShardLog;
@@ -154,6 +155,6 @@ async fn read_carry(
 fn accused_row(row: u64) -> RowResult {
     errored_row(
         row,
-        "the process died three times while this row was alone on the device".into(),
+        format!("{DEADLY_ROW} three times while this row was alone on the device"),
     )
 }

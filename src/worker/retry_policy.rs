@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use crate::dataset::DatasetError;
 use crate::ledger::LedgerError;
 use crate::queue::QueueError;
+use crate::worker::error_counts::ErrorCounts;
 use crate::worker::stop::Stop;
 
 /// First pause of an outage; doubles from there.
@@ -69,6 +70,7 @@ pub struct RetryPolicy {
     /// Maximum waiting time of one operation; `None`: unbounded.
     wait_max: Option<Duration>,
     outage: Mutex<Option<ReportedOutage>>,
+    errors: ErrorCounts,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -108,6 +110,7 @@ impl RetryPolicy {
             is_patient,
             wait_max: None,
             outage: Mutex::new(None),
+            errors: ErrorCounts::default(),
         }
     }
 
@@ -117,6 +120,11 @@ impl RetryPolicy {
             wait_max: Some(wait_max),
             ..RetryPolicy::new(true)
         }
+    }
+
+    /// The errors that were waited out, or left to other workers.
+    pub fn errors(&self) -> &ErrorCounts {
+        &self.errors
     }
 
     /// Whether outages are waited out.
@@ -136,10 +144,11 @@ impl RetryPolicy {
     /// Pauses after an error that is waited out, and logs it; returns any other error, and every
     /// error once the worker stops.
     pub async fn backoff(&self, error: anyhow::Error, pauses: &mut Pauses, stop: &Stop) -> anyhow::Result<()> {
-        self.wait(error, pauses, stop, |error| self.report(error)).await
+        self.wait(error, pauses, stop, |error| self.log(error)).await
     }
 
-    /// As [`RetryPolicy::backoff`], but calls `report` for an error that is waited out.
+    /// As [`RetryPolicy::backoff`], but calls `report` for an error that is waited out. Counts the
+    /// error.
     pub async fn wait(
         &self,
         error: anyhow::Error,
@@ -154,6 +163,7 @@ impl RetryPolicy {
         if self.is_wait_over(waited) {
             return Err(error.context(format!("waited for {} s", waited.as_secs())));
         }
+        self.errors.add(&error);
         report(&error);
         let pause = PAUSE_MIN.saturating_mul(1 << pauses.rounds.min(16)).min(PAUSE_MAX);
         pauses.rounds += 1;
@@ -189,8 +199,14 @@ impl RetryPolicy {
         }
     }
 
-    /// Logs an error that is waited out, at most once per `REPORT_EVERY` of an outage.
+    /// Counts an error that is waited out, and logs it, at most once per `REPORT_EVERY` of an
+    /// outage.
     pub fn report(&self, error: &anyhow::Error) {
+        self.errors.add(error);
+        self.log(error);
+    }
+
+    fn log(&self, error: &anyhow::Error) {
         let now = Instant::now();
         let mut outage = self.outage.lock().unwrap_or_else(PoisonError::into_inner);
         let is_due = outage.is_none_or(|o| now - o.reported_at >= REPORT_EVERY);
@@ -232,6 +248,8 @@ mod tests {
             assert!(retry_policy.backoff(away(), &mut pauses, &stop).await.is_ok());
         }
         assert!(began.elapsed() >= 3 * PAUSE_MIN, "the pauses grow");
+        let unavailable = retry_policy.errors().store_errors()[0];
+        assert_eq!((unavailable.0.as_str(), unavailable.1), ("unavailable", 2));
         retry_policy.note_success();
         let damaged = anyhow::Error::from(LedgerError::damaged("x"));
         assert_eq!(retry_policy.decision(&damaged), RetryDecision::LeaveShard);

@@ -18,13 +18,17 @@ use crate::ledger::LedgerError;
 use crate::ledger::keys::Id;
 use crate::ledger::log::ShardLog;
 use crate::queue::Delivery;
+use crate::traces::names;
 use crate::worker::in_flight::ShardKey;
 use crate::worker::jobs::{JobState, OpenJob, RunningShardGuard};
 use crate::worker::retry_policy::{Pauses, RetryDecision};
+use crate::worker::shard_trace::ShardTrace;
 use crate::worker::stop::Stop;
 use crate::worker::{Worker, assemble};
 
-/// A shard, or the narrowed part of it that is tried, while its rows are on the device.
+/// A try at a shard's unfinished rows. Where two attempts at the same rows never ended, one of the
+/// rows may have crashed the worker. The try is then narrowed: a narrowed try has at most 256 rows
+/// and the device to itself (see [`attempts`](crate::ledger::attempts)).
 pub(super) struct ShardWork {
     pub job: Arc<OpenJob>,
     pub key: ShardKey,
@@ -41,6 +45,7 @@ pub(super) struct ShardWork {
     pub pending: Vec<RowResult>,
     /// Set to tell the device that these rows are no longer needed.
     pub is_unwanted: Arc<AtomicBool>,
+    pub trace: ShardTrace,
 }
 
 /// Commands to a shard's task.
@@ -61,7 +66,8 @@ pub(super) enum ShardCommand {
 /// How work on a shard ended.
 enum ShardOutcome {
     Committed,
-    /// A narrowed try has ended; the message comes again for the rest of the shard.
+    /// The try has ended, but unfinished rows are left: the try was narrowed, or data of finished
+    /// rows was lost. The message comes again for these rows.
     TriedSome,
     /// Another worker should continue the shard.
     GivenBack,
@@ -69,6 +75,19 @@ enum ShardOutcome {
     LeftToOthers,
     /// The job is stopped, so its messages are obsolete.
     JobStopped,
+}
+
+impl ShardOutcome {
+    /// The outcome's name in traces.
+    fn as_str(&self) -> &'static str {
+        match self {
+            ShardOutcome::Committed => "committed",
+            ShardOutcome::TriedSome => "tried_some",
+            ShardOutcome::GivenBack => "given_back",
+            ShardOutcome::LeftToOthers => "left_to_others",
+            ShardOutcome::JobStopped => "job_stopped",
+        }
+    }
 }
 
 /// Works on a shard until its messages are acknowledged, given back or passed on. Returns only an
@@ -92,9 +111,16 @@ pub(super) async fn run_shard(
     if !matches!(outcome, Ok(ShardOutcome::Committed | ShardOutcome::TriedSome)) {
         shard.is_unwanted.store(true, Ordering::Release);
     }
+    match &outcome {
+        Ok(outcome) => shard.trace.note_outcome(outcome.as_str()),
+        Err(error) => shard.trace.fail(error),
+    }
     let deliveries = worker.in_flight.remove(key);
     match outcome {
         Ok(ShardOutcome::Committed) => {
+            if let Some(received_at) = deliveries.iter().map(|delivery| delivery.received_at).min() {
+                worker.metrics.observe_shard(received_at.elapsed());
+            }
             crate::failpoint!("keeper.before-acknowledge");
             acknowledge(&worker, &deliveries).await?;
             crate::failpoint!("keeper.after-acknowledge");
@@ -225,6 +251,7 @@ impl ShardTask<'_> {
         // A row of an earlier try may come late; it is ignored.
         if self.shard.expected.remove(&row.row) {
             self.worker.meter.add_row(&row);
+            self.shard.trace.add_row(&row);
             self.shard.pending.push(row);
         }
     }
@@ -277,8 +304,9 @@ impl ShardTask<'_> {
         }
     }
 
-    /// Logs the pending rows, waiting out outages of the store.
+    /// Logs the pending rows once no more will come, waiting out outages of the store.
     async fn append(&mut self) -> anyhow::Result<()> {
+        self.shard.trace.end_generation();
         let mut pauses = Pauses::default();
         while let Err(error) = append(self.worker, self.shard).await {
             self.worker.retry_policy.backoff(error, &mut pauses, self.stop).await?;
@@ -290,7 +318,7 @@ impl ShardTask<'_> {
     /// Publishes the complete log.
     async fn publish(&self) -> anyhow::Result<ShardOutcome> {
         let mut pauses = Pauses::default();
-        while let Err(error) = self.try_publish().await {
+        while let Err(error) = self.shard.trace.step(names::PUBLISH, self.try_publish()).await {
             // Rows whose objects were lost are open again and need another try.
             if let Some(LedgerError::Lost { .. }) = error.downcast_ref() {
                 return Ok(ShardOutcome::TriedSome);
@@ -342,6 +370,15 @@ async fn append(worker: &Worker, shard: &mut ShardWork) -> anyhow::Result<()> {
     if shard.pending.is_empty() {
         return Ok(());
     }
+    let trace = shard.trace.clone();
+    trace.step(names::LOG, log_pending(shard)).await?;
+    trace.add_logged(shard.pending.len());
+    worker.meter.add_logged(&shard.pending);
+    shard.pending.clear();
+    Ok(())
+}
+
+async fn log_pending(shard: &mut ShardWork) -> anyhow::Result<()> {
     let job = &shard.job;
     let batch = job
         .output
@@ -349,7 +386,5 @@ async fn append(worker: &Worker, shard: &mut ShardWork) -> anyhow::Result<()> {
     crate::failpoint!("keeper.before-log");
     shard.log.append(&batch).await?;
     crate::failpoint!("keeper.after-log");
-    worker.meter.add_logged(&shard.pending);
-    shard.pending.clear();
     Ok(())
 }

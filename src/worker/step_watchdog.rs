@@ -10,6 +10,8 @@ pub struct StepWatchdog {
     step_max: Duration,
     /// Start of the step that is running.
     step_began: Mutex<Option<Instant>>,
+    /// End of the last step; the start of this process's work before the first step.
+    step_ended: Mutex<Instant>,
 }
 
 impl StepWatchdog {
@@ -18,6 +20,7 @@ impl StepWatchdog {
         StepWatchdog {
             step_max,
             step_began: Mutex::new(None),
+            step_ended: Mutex::new(Instant::now()),
         }
     }
 
@@ -26,7 +29,13 @@ impl StepWatchdog {
         self.set_step_began(Some(Instant::now()));
         let done = step();
         self.set_step_began(None);
+        *self.step_ended.lock().unwrap_or_else(PoisonError::into_inner) = Instant::now();
         done
+    }
+
+    /// Time since the device ended a step; before its first step, time since the start.
+    pub fn last_step_age(&self) -> Duration {
+        self.step_ended.lock().unwrap_or_else(PoisonError::into_inner).elapsed()
     }
 
     /// False: the device has spent too long on one step. A worker that waits (for work, for the
@@ -58,7 +67,12 @@ mod tests {
             assert!(watchdog.is_alive());
             std::thread::sleep(Duration::from_millis(30));
             assert!(!watchdog.is_alive());
+            assert!(watchdog.last_step_age() >= Duration::from_millis(30));
         });
         assert!(watchdog.is_alive());
+        std::thread::sleep(Duration::from_millis(30));
+        let age = watchdog.last_step_age();
+        watchdog.step(|| ());
+        assert!(watchdog.last_step_age() < age, "a step has ended since");
     }
 }

@@ -1,8 +1,14 @@
 //! The command line, parsed and checked by clap.
 
+mod bench;
+mod completions;
+mod dashboard;
 mod doctor;
+mod examples;
 mod formats;
 mod jobs;
+mod serve;
+mod traces;
 
 use std::path::PathBuf;
 
@@ -11,19 +17,26 @@ use clap::{Args, Parser, Subcommand};
 use crate::cli::args::formats::{recheck_precision, requested_precision};
 use crate::cli::device_choice::{DeviceChoice, ResolvedDevice};
 use crate::cli::log::LogFormat;
+use crate::cli::version::long_version;
 use crate::device::Precision;
 use crate::device::cpu::Isa;
 use crate::job::generate::MAX_TOKENS_MAX;
 use crate::job::precision::RequestedPrecision;
 use crate::job::spec::duration_seconds;
 pub(super) use crate::report::shell_word;
+pub(super) use bench::{BatchingFeature, BenchArgs, LoadFormat};
+pub(super) use completions::{CompletionsArgs, ManArgs};
+pub(super) use dashboard::DashboardArgs;
 pub(super) use doctor::DoctorArgs;
 pub(super) use jobs::JobsArgs;
+pub(super) use serve::ServeArgs;
+pub(super) use traces::TraceArgs;
 
 #[derive(Debug, Parser)]
 #[command(
     name = "gristmill",
     version,
+    long_version = long_version(),
     about = "Grinds whole datasets through a language model",
     max_term_width = 100
 )]
@@ -38,12 +51,19 @@ pub(super) struct Arguments {
 #[derive(Debug, Subcommand)]
 pub(super) enum Command {
     /// Run a whole job on this machine; run it again to go on where it stopped
+    #[command(after_help = examples::RUN)]
     Run(RunArgs),
     /// Read and tokenize every row without running the model: counts, lengths, cost
+    #[command(after_help = examples::PLAN)]
     Plan(PlanArgs),
     /// Work on the shards that a queue names, of all jobs of one model
-    Worker(WorkerArgs),
+    #[command(after_help = examples::WORKER)]
+    Worker(Box<WorkerArgs>),
+    /// Serve OpenAI's batch API (/v1/files, /v1/batches): clients upload requests, workers answer them
+    #[command(after_help = examples::SERVE)]
+    Serve(Box<ServeArgs>),
     /// Write a job's ledger and enqueue its shards for workers; again: enqueue what is not done
+    #[command(after_help = examples::SUBMIT)]
     Submit(SubmitArgs),
     /// Say how far a job is, from its output alone
     Status(OutputArgs),
@@ -51,6 +71,9 @@ pub(super) enum Command {
     Jobs(JobsArgs),
     /// Show a job's progress until it ends
     Watch(WatchArgs),
+    /// Show jobs on a page in the browser, from their outputs alone
+    #[command(after_help = examples::DASHBOARD)]
+    Dashboard(DashboardArgs),
     /// Prove that a finished job holds every row exactly once
     Verify(VerifyArgs),
     /// Run a sample of a finished job's rows again in a higher precision, and say how many answers are the same
@@ -71,6 +94,22 @@ pub(super) enum Command {
     Bench(BenchArgs),
     /// Hold a GPU's kernels against the CPU, before it is trusted with a night's job; or check a job's model, store and queue
     Doctor(DoctorArgs),
+    /// Print a script that completes command lines in a shell
+    Completions(CompletionsArgs),
+    /// Print the man page, or write the pages of all commands into a folder
+    Man(ManArgs),
+}
+
+impl Command {
+    /// The argument for traces, if the command has any.
+    pub(super) fn traces(&self) -> Option<&TraceArgs> {
+        match self {
+            Command::Run(args) => Some(&args.traces),
+            Command::Worker(args) => Some(&args.traces),
+            Command::Serve(args) => Some(&args.traces),
+            _ => None,
+        }
+    }
 }
 
 /// A job file, and what its parameters stand for.
@@ -121,6 +160,8 @@ pub(super) struct RunArgs {
     /// Seconds between writes of finished rows to the job's log: the most work that a kill can cost
     #[arg(long, value_name = "SECONDS", default_value_t = 60.0, value_parser = positive_seconds)]
     pub log_interval: f64,
+    #[command(flatten)]
+    pub traces: TraceArgs,
 }
 
 #[derive(Debug, Args)]
@@ -187,7 +228,7 @@ pub(super) struct WorkerArgs {
     pub liveness_file: Option<PathBuf>,
     /// A port that answers HTTP 200 while the worker makes progress, 503 when it hangs: of this machine alone, or at ADDRESS
     /// (0.0.0.0 for probes from elsewhere, such as the kubelet's)
-    #[arg(long, value_name = "[ADDRESS:]PORT", value_parser = crate::worker::liveness::parse_address)]
+    #[arg(long, value_name = "[ADDRESS:]PORT", value_parser = crate::http::parse_address)]
     pub liveness_port: Option<std::net::SocketAddr>,
     /// Leave in good order when this cloud gives notice that it takes the spot machine away
     #[arg(long, value_name = "CLOUD", value_enum)]
@@ -198,6 +239,8 @@ pub(super) struct WorkerArgs {
     /// No progress on stderr, only warnings and errors
     #[arg(long, short)]
     pub quiet: bool,
+    #[command(flatten)]
+    pub traces: TraceArgs,
 }
 
 #[derive(Debug, Args)]
@@ -394,7 +437,7 @@ pub(super) struct LimitArgs {
     pub limit: Option<u64>,
 }
 
-#[derive(Debug, Args)]
+#[derive(Debug, Clone, Args)]
 pub(super) struct EngineArgs {
     /// Where to compute: `cpu`, `cuda:0` on, or `auto`, the first GPU where there is one
     #[arg(long, value_name = "DEVICE", default_value = "auto")]
@@ -440,82 +483,6 @@ impl EngineArgs {
 pub(super) struct StepLimitArgs {
     pub step_tokens: u32,
     pub sequences: u32,
-}
-
-/// Parts of batching that a measurement can go without.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-pub(super) enum BatchingFeature {
-    /// Order waiting prompts by prefix and length
-    Sorting,
-    /// Compute equal beginnings of prompts once
-    Sharing,
-    /// Compute prompts and the next tokens of others in the same steps
-    Mixing,
-    /// Start requests as others end (continuous batches), not when all have ended (static ones)
-    Refilling,
-}
-
-/// Where a benchmark's weights come from.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-pub(super) enum LoadFormat {
-    /// The folder; random numbers for the name of a shape
-    Auto,
-    /// Random numbers: of the folder, `config.json` is enough
-    Dummy,
-}
-
-#[derive(Debug, Args)]
-pub(super) struct BenchArgs {
-    /// A checkpoint's folder, or the name of a published shape to be filled with random weights
-    #[arg(long, value_name = "DIR|SHAPE")]
-    pub model: String,
-    /// Where the weights come from
-    #[arg(long, value_enum, value_name = "FROM", default_value_t = LoadFormat::Auto)]
-    pub load_format: LoadFormat,
-    /// Requests, a JSON object a line: `prompt` or `prompt_token_ids`, `max_tokens`, and what else docs/bench.md lists
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["input_len", "output_len", "requests"])]
-    pub trace: Option<PathBuf>,
-    /// Prompt tokens of each request, drawn at random
-    #[arg(long, value_name = "TOKENS", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..))]
-    pub input_len: u32,
-    /// Tokens that each request generates
-    #[arg(long, value_name = "TOKENS", default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..))]
-    pub output_len: u32,
-    /// How many requests
-    #[arg(long, value_name = "N", default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..))]
-    pub requests: u32,
-    /// Generate `max_tokens` whatever the model says (always so without --trace)
-    #[arg(long)]
-    pub ignore_eos: bool,
-    /// Number format to compute in
-    #[arg(long, value_name = "FORMAT", default_value = "auto", value_parser = requested_precision())]
-    pub precision: RequestedPrecision,
-    /// Longest sequence in tokens (default: what the longest request needs)
-    #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(2..))]
-    pub context: Option<u32>,
-    /// What random prompts and random weights are drawn from
-    #[arg(long, value_name = "N", default_value_t = 0)]
-    pub seed: u64,
-    #[command(flatten)]
-    pub engine: EngineArgs,
-    /// Number format of keys and values (auto: the precision's own)
-    #[arg(long, visible_alias = "kv-dtype", value_name = "FORMAT", default_value = "auto", value_parser = requested_precision())]
-    pub kv_cache: RequestedPrecision,
-    /// Run so many of the requests before the clock starts, and then again
-    #[arg(long, value_name = "N", default_value_t = 0)]
-    pub warm_up: usize,
-    /// Go without parts of batching, to see what they are worth
-    #[arg(long, value_name = "PART", value_delimiter = ',')]
-    pub without: Vec<BatchingFeature>,
-    /// Say how the requests were batched: steps, their tokens, what was computed twice
-    #[arg(long)]
-    pub explain: bool,
-    /// Draw the steps' tokens over time to this SVG file
-    #[arg(long, value_name = "FILE")]
-    pub svg: Option<PathBuf>,
-    /// Print the result as one JSON object, last on stdout
-    #[arg(long)]
-    pub json: bool,
 }
 
 #[derive(Debug, Args)]

@@ -6,7 +6,8 @@ use crate::dataset::row_memory::{ENTRY_BYTES, VALUE_BYTES};
 /// Bytes per list item; the list's capacity may be twice its length.
 const ITEM_BYTES: u64 = 2 * VALUE_BYTES;
 
-/// Bytes per object entry and its value; the table's capacity may be twice its length.
+/// Bytes per object entry and its value. They suffice even if the capacity of the object's table is
+/// twice its length, so no factor 2 is needed.
 const ENTRY_TOTAL_BYTES: u64 = VALUE_BYTES + ENTRY_BYTES;
 
 /// Upper bound of the memory of the line's values, in bytes, from one pass over the line. A line

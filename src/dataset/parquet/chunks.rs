@@ -30,7 +30,7 @@ pub(crate) type CachedRanges = Arc<Mutex<Vec<(Range<u64>, Bytes)>>>;
 
 /// Lengths in bytes of the longest dictionary entries, by row group and leaf column; `None` if the
 /// column has no dictionary.
-pub(crate) type LongestEntries = Arc<Mutex<HashMap<(usize, usize), Option<u64>>>>;
+pub(crate) type LongestDictionaryEntries = Arc<Mutex<HashMap<(usize, usize), Option<u64>>>>;
 
 /// The rows would take more memory than the limit.
 #[derive(Debug, thiserror::Error)]
@@ -45,7 +45,7 @@ pub(crate) struct MemoryBudget {
     pub used: Arc<AtomicU64>,
     /// Number of rows read from this row group.
     pub rows: u64,
-    pub longest_entries: LongestEntries,
+    pub longest_dictionary_entries: LongestDictionaryEntries,
 }
 
 /// Fetches the column chunks of one row group for the decoder, and checks their page headers.
@@ -130,7 +130,8 @@ impl ChunkReader {
     /// has no dictionary.
     fn longest_entry(&self, budget: &MemoryBudget, leaf: usize, first: &Bytes) -> Result<Option<u64>, DatasetError> {
         let key = (self.group, leaf);
-        let lock = || budget.longest_entries.lock().unwrap_or_else(PoisonError::into_inner);
+        let entries = &budget.longest_dictionary_entries;
+        let lock = || entries.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(known) = lock().get(&key).copied() {
             return Ok(known);
         }

@@ -5,9 +5,9 @@
 //! hold the requested rows (see [`pages`](super::pages)). A dictionary column is unpacked to its
 //! value type.
 //!
-//! An upper bound of the rows' memory is computed before a page is decoded. If it exceeds the
-//! limit, the caller gets the cost of each row from [`ParquetFile::row_costs`], and continues in
-//! smaller pieces, column by column.
+//! An upper bound of the rows' memory is computed before a page is decoded. If the bound exceeds
+//! the limit, the caller gets the cost of each row from [`ParquetFile::row_costs`], divides the
+//! rows into smaller ranges, and reads each range column by column.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -26,7 +26,7 @@ use parquet::file::metadata::page_index::PageIndexBuilder;
 use parquet::file::metadata::{ColumnChunkMetaData, ParquetMetaData};
 use parquet::file::page_index::offset_index::OffsetIndexMetaData;
 
-use super::chunks::{CachedRanges, ChunkReader, LongestEntries, MemoryBudget, OverLimit};
+use super::chunks::{CachedRanges, ChunkReader, LongestDictionaryEntries, MemoryBudget, OverLimit};
 use super::cost::{LeafCost, leaf_costs};
 use super::footer::{check_chunk, decode_footer, footer_with_metadata, read_footer};
 use super::pages::{ChunkInfo, index_pages, parse_index};
@@ -38,7 +38,7 @@ use crate::dataset::store::pinned_file::PinnedFile;
 const BATCH_ROWS: usize = 1024;
 
 /// Column chunks smaller than this are fetched whole.
-pub(crate) const INDEX_BYTES_MIN: u64 = 256 << 10;
+pub(crate) const INDEXED_CHUNK_BYTES_MIN: u64 = 256 << 10;
 
 /// Maximum size of a page index that is read.
 const INDEX_BYTES_MAX: u64 = 16 << 20;
@@ -101,7 +101,8 @@ pub struct ParquetFile {
     page_indexes: Mutex<HashMap<(usize, usize), Option<OffsetIndexMetaData>>>,
     /// Pages of the last read that the next one may need: see `ChunkReader::cache_ranges`.
     cache: CachedRanges,
-    longest_entries: LongestEntries,
+    /// Lengths that were measured so far, for the memory bounds of later reads.
+    longest_dictionary_entries: LongestDictionaryEntries,
 }
 
 impl ParquetFile {
@@ -127,7 +128,7 @@ impl ParquetFile {
             group_starts,
             page_indexes: Mutex::default(),
             cache: Arc::default(),
-            longest_entries: Arc::default(),
+            longest_dictionary_entries: Arc::default(),
         })
     }
 
@@ -273,7 +274,7 @@ impl ParquetFile {
             limit,
             used: Arc::new(AtomicU64::new(0)),
             rows: 0,
-            longest_entries: self.longest_entries.clone(),
+            longest_dictionary_entries: self.longest_dictionary_entries.clone(),
         }
     }
 
@@ -393,7 +394,7 @@ impl ParquetFile {
         let mut has_index = false;
         for (leaf, chunk) in group_metadata.columns().iter().enumerate() {
             let (start, length) = chunk.byte_range();
-            if !mask.leaf_included(leaf) || length < INDEX_BYTES_MIN {
+            if !mask.leaf_included(leaf) || length < INDEXED_CHUNK_BYTES_MIN {
                 continue;
             }
             let index = self.page_index(group, leaf, chunk, start..start + length).await?;

@@ -11,7 +11,7 @@ use super::chunks::check_chunk_pages;
 use super::cost::{LeafCost, PageClaims};
 use super::measure::{Pages, add_row_costs};
 use super::pages::page_headers;
-use super::reader::{INDEX_BYTES_MIN, ParquetFile};
+use super::reader::{INDEXED_CHUNK_BYTES_MIN, ParquetFile};
 use crate::dataset::error::DatasetError;
 use crate::dataset::row_memory::PAGES_BYTES_MAX;
 
@@ -91,7 +91,7 @@ impl ParquetFile {
         let chunk = self.footer.metadata().row_group(group).column(leaf);
         let (start, length) = chunk.byte_range();
         let is_part = (rows.end - rows.start).saturating_mul(2) < self.group_rows(group);
-        let index = if is_part && length >= INDEX_BYTES_MIN {
+        let index = if is_part && length >= INDEXED_CHUNK_BYTES_MIN {
             self.page_index(group, leaf, chunk, start..start + length).await?
         } else {
             None

@@ -283,11 +283,11 @@ impl Context {
         let event = result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING);
         let recorded = StreamEvent {
             context: Arc::clone(self),
-            event: check(event, "making a mark")?,
+            event: check(event, "creating an event")?,
         };
         // SAFETY: event and stream are of this context.
-        check(unsafe { result::event::record(recorded.event, self.stream) }, "marking")?;
-        Ok(recorded)
+        let recording = unsafe { result::event::record(recorded.event, self.stream) };
+        check(recording, "recording an event").map(|()| recorded)
     }
 
     /// Tensor map of a matrix on the card.

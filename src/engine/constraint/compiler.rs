@@ -74,7 +74,8 @@ type Factory = OnceLock<Result<ParserFactory, ConstraintError>>;
 struct RunningCompile {
     key: ShapeKey,
     bytes: usize,
-    field: &'static str,
+    /// The job file's field that holds the shape, for errors.
+    job_field: &'static str,
     /// Time at which the thread began to compile its shape.
     began: Arc<OnceLock<Instant>>,
     is_given_up: bool,
@@ -227,7 +228,7 @@ impl Compiler {
         for running in self.running.iter_mut().filter(|running| !running.is_given_up) {
             if running.began.get().is_some_and(|began| began.elapsed() > self.time_max) {
                 running.is_given_up = true;
-                let field = running.field;
+                let field = running.job_field;
                 done.push((
                     running.key,
                     running.bytes,
@@ -263,11 +264,11 @@ impl Compiler {
             let running = RunningCompile {
                 key: task.key,
                 bytes: task.bytes,
-                field: build::job_field(&task.shape),
+                job_field: build::job_field(&task.shape),
                 began: began.clone(),
                 is_given_up: false,
             };
-            let (key, field, sender) = (task.key, running.field, self.sender.clone());
+            let (key, field, sender) = (task.key, running.job_field, self.sender.clone());
             let thread = std::thread::Builder::new()
                 .name("grammar".into())
                 .stack_size(STACK_BYTES)
@@ -337,7 +338,7 @@ fn compile_task(task: &CompileTask, began: &OnceLock<Instant>) -> CompileResult 
             Some(Ok(factory)) => Ok(factory),
             Some(Err(refused)) => Err(refused.clone()),
             None => Err(ConstraintError::Vocabulary {
-                why: "none was made for this shape".into(),
+                why: "no parser factory was built for this shape".into(),
             }),
         };
         build::compile(&task.shape, &task.tokenizer, &task.eos, &task.memory, factory)

@@ -1,5 +1,5 @@
-//! Finds the schemas within a JSON Schema, each with its location. Lists the keywords that hold
-//! schemas by name, and those that hold data.
+//! Finds the schemas within a JSON Schema, each with its location. Defines which keywords map names
+//! to schemas, and which keywords hold data.
 
 use std::collections::HashSet;
 

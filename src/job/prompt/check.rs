@@ -3,7 +3,8 @@
 
 use serde_json::json;
 
-use super::{CompiledMessage, Content, Renderer, Source};
+use super::source::{CompiledMessage, Content};
+use super::{Renderer, Source};
 use crate::job::chat::ChatTemplate;
 use crate::job::file::Role;
 use crate::job::spec::{ChatTemplateChoice, Job};

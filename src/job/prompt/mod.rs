@@ -11,7 +11,9 @@ use super::chat::{ChatTemplate, Turn};
 use super::file::Truncate;
 use super::generate::Generate;
 use super::guard::{Guard, Marks, Piece};
-use super::openai::{self, LinePrompt};
+use super::openai::{self, Endpoint, LinePrompt, RequestBody};
+use super::responses;
+use super::row_error::TRUNCATE_ADVICE;
 use super::spec::Job;
 use super::template::column_context;
 use super::thinking::ModelThinking;
@@ -20,7 +22,9 @@ use crate::dataset::row::InputRow;
 use crate::engine::params::GenerationParams;
 use crate::report::summary::number;
 use crate::tokenizer::{Encoded, Tokenizer};
-use source::{CompiledMessage, Content, PromptText, RowFields, Source, compile, named_columns, splits_texts};
+use source::{PromptText, RowFields, Source, compile, named_columns, render_messages, splits_texts};
+
+pub use preview::PromptPreview;
 
 /// Maximum nesting of a row's values; the JSON reader has the same limit.
 const ROW_DEPTH_MAX: usize = 128;
@@ -212,6 +216,15 @@ impl Renderer {
         }
     }
 
+    /// Whether prompts are conversations; `None`: each line says it itself.
+    pub fn is_chat(&self) -> Option<bool> {
+        match self.source {
+            Source::Messages(_) => Some(true),
+            Source::Text(_) | Source::TokenIds(_) => Some(false),
+            Source::Openai => None,
+        }
+    }
+
     /// Maximum sequence length (prompt and completion) in tokens.
     pub fn context_tokens(&self) -> u32 {
         self.setup.context_tokens
@@ -280,7 +293,22 @@ impl Renderer {
     }
 
     fn render_line(&self, fields: &Map<String, Value>) -> Result<RenderedRow, String> {
-        let (body, is_chat) = openai::request_body(fields)?;
+        let request = openai::request_body(fields)?;
+        let rendered = self.render_request(&request);
+        match request.endpoint {
+            Endpoint::Responses => rendered.map_err(responses::in_its_words),
+            Endpoint::ChatCompletions | Endpoint::Completions => rendered,
+        }
+    }
+
+    fn render_request(&self, request: &RequestBody<'_>) -> Result<RenderedRow, String> {
+        let (body, is_chat) = (&*request.fields, request.is_chat());
+        if request.endpoint == Endpoint::Responses && self.generate.n != 1 {
+            return Err(format!(
+                "`/v1/responses` gives one answer, and `generate.n` of all rows is {}; they must agree",
+                self.generate.n
+            ));
+        }
         let generate = openai::generate(body, &self.generate)?;
         let params = if generate == self.generate {
             self.params.clone()
@@ -289,15 +317,17 @@ impl Renderer {
                 .check_stop_ids(&self.setup.tokenizer)
                 .map_err(|e| format!("`{e}"))?;
             let thinking = self.thinking.as_ref();
-            ModelThinking::check_line(thinking, &generate, &self.generate)?;
+            ModelThinking::check_line(thinking, &generate, &self.generate)
+                .map_err(|why| openai::in_its_words(body, why))?;
             Arc::new(params(&generate, self.params.deterministic, &self.setup, thinking))
         };
         if params.max_tokens >= self.setup.context_tokens {
-            return Err(format!(
+            let why = format!(
                 "`max_tokens` is {}, which leaves no room for a prompt in the model's context of {} tokens",
                 number(params.max_tokens.into()),
                 number(self.setup.context_tokens.into())
-            ));
+            );
+            return Err(openai::in_its_words(body, why));
         }
         if let LinePrompt::Tokens(items) = openai::prompt(body, is_chat)? {
             return self.render_token_ids(&items, "`prompt`", &params);
@@ -335,27 +365,7 @@ impl Renderer {
                 adds_special_tokens: true,
             }),
             Source::Messages(messages) => {
-                let mut rendered = Vec::with_capacity(messages.len());
-                for (i, message) in messages.iter().enumerate() {
-                    let mut parts = Vec::with_capacity(message.parts.len());
-                    for part in &message.parts {
-                        parts.push(match part {
-                            Content::Fixed(text) => text.clone(),
-                            Content::Template(template) => template
-                                .render(context.clone())
-                                .map_err(|e| format!("template `prompt.messages[{i}].content`: {e}"))?,
-                        });
-                    }
-                    let content = if message.is_list {
-                        parts
-                            .into_iter()
-                            .map(|text| json!({"type": "text", "text": text}))
-                            .collect()
-                    } else {
-                        Value::from(parts.concat())
-                    };
-                    rendered.push(json!({"role": message.role, "content": content}));
-                }
+                let rendered = render_messages(messages, &context)?;
                 let chat = self.chat.as_ref().map_err(Clone::clone)?;
                 Ok(PromptText {
                     text: chat.render(rendered, &self.kwargs, self.turn)?,
@@ -512,7 +522,7 @@ impl Renderer {
                 };
                 return Err(format!(
                     "the prompt has {count} tokens, and the model's context of {} must hold it and at least one more; shorten \
-                     it or set `prompt.truncate`",
+                     it{TRUNCATE_ADVICE}",
                     number(context as u64)
                 ));
             }
@@ -583,6 +593,7 @@ fn type_name(value: &Value) -> &'static str {
 }
 
 mod check;
+mod preview;
 mod source;
 
 #[cfg(test)]

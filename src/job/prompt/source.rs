@@ -34,6 +34,32 @@ impl CompiledMessage {
     }
 }
 
+/// Renders the messages of a conversation, in the form that chat templates expect.
+pub(super) fn render_messages(messages: &[CompiledMessage], context: &minijinja::Value) -> Result<Vec<Value>, String> {
+    let mut rendered = Vec::with_capacity(messages.len());
+    for (i, message) in messages.iter().enumerate() {
+        let mut parts = Vec::with_capacity(message.parts.len());
+        for part in &message.parts {
+            parts.push(match part {
+                Content::Fixed(text) => text.clone(),
+                Content::Template(template) => template
+                    .render(context.clone())
+                    .map_err(|e| format!("template `prompt.messages[{i}].content`: {e}"))?,
+            });
+        }
+        let content = if message.is_list {
+            parts
+                .into_iter()
+                .map(|text| json!({"type": "text", "text": text}))
+                .collect()
+        } else {
+            Value::from(parts.concat())
+        };
+        rendered.push(json!({"role": message.role, "content": content}));
+    }
+    Ok(rendered)
+}
+
 /// A rendered prompt, not yet encoded.
 pub(super) struct PromptText {
     pub text: String,

@@ -15,7 +15,7 @@ pub(crate) struct Offsets {
     next_offset: Option<i64>,
     /// The first delivered offset.
     first_offset: i64,
-    /// The position last returned for a commit; at first equal to `first`.
+    /// The position that was last returned for a commit; `first_offset` until then.
     last_taken_position: i64,
     /// Whether the last commit failed.
     last_commit_failed: bool,

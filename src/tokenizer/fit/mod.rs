@@ -9,6 +9,10 @@
 //! and decoding, except for changes that a normalizer makes, white space that only separates words,
 //! unknown tokens, and characters that the vocabulary lacks.
 //!
+//! Both checks concern the vocabulary's own pieces, so they use the tokenizer without added tokens
+//! (`Tokenizer::first_piece`). The second check also compares the decoded sentences with those of
+//! the library's decoder (`Tokenizer::full`).
+//!
 //! See docs/decisions/084-a-tokenizer-is-checked-when-it-is-loaded.md.
 
 use tokenizers::{Decoder, Model, Normalizer, PreTokenizer};
@@ -28,8 +32,9 @@ const PREVAILING_RATIO: usize = 10;
 /// Maximum characters of a text in an error message.
 const QUOTED_CHARS: usize = 60;
 
-/// Sentences for the round trip. Each is short enough to be quoted in an error. Each tests a
-/// different aspect, since a sentence with an unknown token is skipped.
+/// Sentences for the round trip. Each is short enough to be quoted in an error. A sentence with an
+/// unknown token is skipped, so each tests one aspect: a skipped sentence leaves only that aspect
+/// untested.
 const SENTENCES: [&str; 8] = [
     "The bill (no. 7) isn't paid, is it?",
     "the bill is paid",
@@ -53,7 +58,7 @@ pub(super) fn check(tokenizer: &Tokenizer) -> Result<(), String> {
 
 /// Checks that vocabulary, pre-tokenized text and decoder represent a space by the same character.
 fn check_spaces(tokenizer: &Tokenizer) -> Result<(), String> {
-    let pieces_tokenizer = &tokenizer.first_piece;
+    let without_added = &tokenizer.first_piece;
     let Some((mark, prevails)) = vocabulary_mark(tokenizer) else {
         return Ok(());
     };
@@ -62,27 +67,27 @@ fn check_spaces(tokenizer: &Tokenizer) -> Result<(), String> {
     } else {
         SPACE_MARKS[0]
     };
-    let text = pre_tokenized_space(pieces_tokenizer);
+    let space = pre_tokenized_space(without_added);
     let decodes_to_space = |mark: char| {
-        let text = decode_pieces(pieces_tokenizer, &["a", &format!("{mark}b")]);
+        let text = decode_pieces(without_added, &["a", &format!("{mark}b")]);
         text.is_some_and(|text| text.contains(' ') && !text.contains(mark))
     };
     let fits = if prevails {
-        text == Some(mark) && decodes_to_space(mark)
+        space == Some(mark) && decodes_to_space(mark)
     } else {
         // The vocabulary's mark may be a letter, so only a text with the other mark is refused.
-        text != Some(other)
+        space != Some(other)
     };
     if fits {
         return Ok(());
     }
-    let text = match text {
+    let text = match space {
         Some(' ') => "its normalizer and pre-tokenizer leave it a plain space".to_string(),
         Some(mark) => format!("its normalizer and pre-tokenizer as {}", describe_mark(mark)),
         None => "its normalizer and pre-tokenizer as neither mark".into(),
     };
     let decoder = match [mark, other].into_iter().find(|mark| decodes_to_space(*mark)) {
-        _ if pieces_tokenizer.get_decoder().is_none() => "it has no decoder".to_string(),
+        _ if without_added.get_decoder().is_none() => "it has no decoder".to_string(),
         Some(mark) => format!("its decoder as {}", describe_mark(mark)),
         None => "its decoder as neither mark".into(),
     };
@@ -169,9 +174,9 @@ struct RoundTrip<'a> {
 
 impl RoundTrip<'_> {
     fn new(tokenizer: &Tokenizer) -> RoundTrip<'_> {
-        let pieces_tokenizer = &tokenizer.first_piece;
+        let without_added = &tokenizer.first_piece;
         let table = byte_of_char_table();
-        let text = pre_tokenize(pieces_tokenizer, "\u{E9}\u{4E2D}\u{1F600}").unwrap_or_default();
+        let text = pre_tokenize(without_added, "\u{E9}\u{4E2D}\u{1F600}").unwrap_or_default();
         let is_byte_level = text
             .trim_start_matches(SPACE_MARKS[1])
             .chars()
@@ -179,8 +184,8 @@ impl RoundTrip<'_> {
         RoundTrip {
             tokenizer,
             bytes: is_byte_level.then_some(table),
-            drops_white_space: pre_tokenized_space(pieces_tokenizer).is_none()
-                || decode_pieces(pieces_tokenizer, &["a", "b"]).is_none_or(|text| text.contains(' ')),
+            drops_white_space: pre_tokenized_space(without_added).is_none()
+                || decode_pieces(without_added, &["a", "b"]).is_none_or(|text| text.contains(' ')),
         }
     }
 
@@ -188,12 +193,12 @@ impl RoundTrip<'_> {
     /// and with the library's decoder.
     fn check(&self, sentence: &str) -> Result<(), String> {
         let tokenizer = self.tokenizer;
-        let pieces_tokenizer = &tokenizer.first_piece;
+        let without_added = &tokenizer.first_piece;
         // Later, a text that cannot be encoded fails only its row.
-        let Ok(text) = pre_tokenize(pieces_tokenizer, sentence) else {
+        let Ok(text) = pre_tokenize(without_added, sentence) else {
             return Ok(());
         };
-        let Ok(ids) = encode_with(pieces_tokenizer, sentence, false) else {
+        let Ok(ids) = encode_with(without_added, sentence, false) else {
             return Ok(());
         };
         // Special tokens have no text to compare.
@@ -209,7 +214,7 @@ impl RoundTrip<'_> {
         let decoded = tokenizer.decode(&ids);
         if !matches_expected(&expected, &bytes, ignores_space) {
             return Err(format!(
-                "texts do not come back from its tokens: {} as {}; vocabulary, pre-tokenizer and decoder are not of one kind: {REMEDY}",
+                "encoding and decoding change texts: {} becomes {}; vocabulary, pre-tokenizer and decoder are not of one kind: {REMEDY}",
                 quoted(sentence),
                 quoted(&decoded)
             ));

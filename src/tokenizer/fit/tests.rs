@@ -303,12 +303,15 @@ fn decoders_that_change_texts_are_refused() {
     // This decoder leaves byte tokens such as `<0x0A>` as they are written.
     let without_bytes = sequence("decoders", json!([marks_to_spaces(), {"type": "Fuse"}]));
     let error = load(&file(marks_model(), none.clone(), metaspace("first"), without_bytes)).unwrap_err();
-    assert!(error.contains("do not come back") && error.contains("<0x"), "{error}");
+    assert!(
+        error.contains("encoding and decoding change texts") && error.contains("<0x"),
+        "{error}"
+    );
     // This decoder replaces one word by another.
     let swaps = json!({"type": "Replace", "pattern": {"String": "paid"}, "content": "owed"});
     let swaps = sequence("decoders", json!([swaps, byte_level()]));
     let error = load(&file(bytes_model(), none.clone(), byte_level(), swaps)).unwrap_err();
-    let sentence = "\"The bill (no. 7) isn't paid, is it?\" as \"The bill (no. 7) isn't owed, is it?\"";
+    let sentence = "\"The bill (no. 7) isn't paid, is it?\" becomes \"The bill (no. 7) isn't owed, is it?\"";
     assert!(error.contains(sentence) && !error.contains('\n'), "{error}");
     // On whole answers, this decoder gives text that no single token gives.
     let across = json!({"type": "Replace", "pattern": {"String": "is paid"}, "content": "is owed"});
@@ -325,8 +328,8 @@ fn decoders_that_change_texts_are_refused() {
     );
 }
 
-/// Without an unknown token, the library drops characters that the vocabulary lacks. All other text
-/// must come back.
+/// Without an unknown token, the library drops characters that the vocabulary lacks. Encoding and
+/// decoding must preserve all other text.
 #[test]
 fn only_characters_outside_the_vocabulary_may_be_missing() {
     let expected: Vec<(u8, bool)> = b"a b".iter().map(|byte| (*byte, *byte != b'b')).collect();

@@ -140,7 +140,8 @@ fn provider(variables: &[(&str, &str)], bucket: &str) -> String {
     }
 }
 
-/// Only the metadata service has a time limit, and its errors are a lack of credentials.
+/// `FirstCredentials` limits the wait for the metadata service, and reports the service's errors as
+/// missing credentials. Other providers keep their own errors.
 #[test]
 fn only_credentials_of_the_metadata_service_are_wrapped() {
     let account = ("AZURE_STORAGE_ACCOUNT_NAME", "account");

@@ -70,7 +70,7 @@ fn openai_lines_bring_prompt_and_parameters() {
 }
 
 #[test]
-fn openai_lines_use_all_of_a_field() {
+fn openai_lines_set_seed_logprobs_and_stops() {
     let renderer = renderer(json!({"generate": {"logprobs": true, "stop": ["x", "<|im_start|>"], "ignore_eos": true}}));
     let chat = |more: Value| {
         let mut body = json!({"messages": [{"role": "user", "content": "x"}]});
@@ -130,7 +130,7 @@ fn openai_lines_that_ask_for_too_much_are_errors() {
         (json!({"messages": good, "max_tokens": 5000}), "leaves no room"),
         (
             json!({"messages": good, "n": 2}),
-            "`n` is 2, but the job's `generate.n` is 1",
+            "`n` is 2, but `generate.n` of all rows is 1",
         ),
         (
             json!({"messages": good, "top_logprobs": 3, "logprobs": true}),
@@ -138,7 +138,7 @@ fn openai_lines_that_ask_for_too_much_are_errors() {
         ),
         (
             json!({"messages": good, "logprobs": true}),
-            "`logprobs` is true, but the job's `generate.logprobs` is false; they must agree",
+            "`logprobs` is true, but `generate.logprobs` of all rows is false; they must agree",
         ),
         (
             json!({"messages": good, "modalities": ["text", "audio"]}),
@@ -163,7 +163,7 @@ fn openai_lines_that_ask_for_too_much_are_errors() {
         ),
         (
             json!({"messages": good, "guided_choice": ["a", "a"]}),
-            "`choice` holds `a` twice",
+            "`guided_choice` holds `a` twice",
         ),
         (
             json!({"messages": good, "guided_choice": ["a"], "guided_regex": "a"}),
