@@ -34,6 +34,7 @@ pub(crate) struct Seen {
     tokens: usize,
     largest_step: usize,
     copies: usize,
+    preemptions: u64,
 }
 
 struct FakeModel {
@@ -324,8 +325,11 @@ pub(crate) fn run(setup: &Setup, requests: &[(usize, Request)]) -> (BTreeMap<u64
     }
     assert_eq!(done.len(), requests.len());
     assert_eq!(finished, computed, "tokens that belong to no row");
+    let load = engine.load();
     assert_eq!((engine.running(), engine.waiting()), (0, 0));
-    let seen = seen.lock().unwrap().clone();
+    assert_eq!((load.running, load.waiting, load.kv_blocks_held), (0, 0, 0));
+    let mut seen = seen.lock().unwrap().clone();
+    seen.preemptions = load.preemptions;
     assert!(seen.largest_step <= setup.budget);
     (done, seen)
 }
@@ -570,6 +574,7 @@ fn a_tiny_pool_preempts_and_recomputes() {
         "{} tokens: nothing was recomputed, so nothing was preempted",
         seen.tokens
     );
+    assert!(seen.preemptions > 0);
     for (_, request) in &requests {
         let alone = run(&ROOMY, &[(0, request.clone())]).0;
         assert_eq!(essence(&results[&request.id.row]), essence(&alone[&request.id.row]));

@@ -21,7 +21,7 @@ fn a_sound_job_is_all_right_and_nothing_is_left_behind() {
     assert_eq!((&seen["right"], &seen["job"]), (&true.into(), &"small".into()));
     for (what, says) in [
         ("model", "tokens of context"),
-        ("store", "creates once"),
+        ("store", "conditional create"),
         ("queue", "none is named"),
     ] {
         let check = check(&seen, what);

@@ -15,6 +15,7 @@ use gristmill::engine::{EngineError, Generator, RequestError};
 use gristmill::queue::{Delivery, LocalQueue, Message, Queue, QueueError, QueueUrl, Recall, connect};
 use gristmill::report::meter::Meter;
 use gristmill::worker::jobs::Jobs;
+use gristmill::worker::metrics::Metrics;
 use gristmill::worker::retry_policy::RetryPolicy;
 use gristmill::worker::step_watchdog::StepWatchdog;
 use gristmill::worker::stop::Stop;
@@ -475,6 +476,7 @@ fn once(queue: Arc<dyn Queue>) -> Arc<Worker> {
         jobs: Jobs::new(model(&root().join("jobs/demo/model"), 128)),
         watched: WatchedJobs::default(),
         meter: Arc::new(Meter::default()),
+        metrics: Arc::new(Metrics::new().unwrap()),
         retry_policy: RetryPolicy::with_wait_max(Duration::from_secs(2)),
         watchdog: Arc::new(StepWatchdog::new(Duration::from_secs(60))),
         render_threads: rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap(),
@@ -486,6 +488,25 @@ fn once(queue: Arc<dyn Queue>) -> Arc<Worker> {
             max_shards: None,
         },
     }))
+}
+
+/// What a worker's parts count is in its metrics, each time that somebody asks.
+#[tokio::test]
+async fn the_metrics_of_a_worker_are_its_own_totals() {
+    let worker = once(Arc::new(LocalQueue::default()));
+    let has = |line: &str| worker.metrics.render().lines().any(|rendered| rendered == line);
+    worker.meter.add_device_time(Duration::from_millis(1500));
+    assert!(has("gristmill_ready 0") && has("gristmill_device_seconds_total 0"));
+    worker.metrics.attach(&worker, "cpu");
+    assert!(has("gristmill_ready 1") && has("gristmill_device_seconds_total 1.5"));
+    let build = "gristmill_build_info{device=\"cpu\",precision=\"f32\"";
+    assert!(worker.metrics.render().contains(build));
+    let away = QueueError::Unavailable {
+        why: "it is away".into(),
+    };
+    worker.retry_policy.report(&away.into());
+    assert!(has("gristmill_queue_errors_total{kind=\"unavailable\"} 1"));
+    assert!(has("gristmill_queue_outage 0") && has("gristmill_shards_in_flight 0"));
 }
 
 /// A queue that has nothing is not the end where a store has failed: its messages come again.

@@ -24,8 +24,8 @@ fn acknowledging_before_committing_is_found() {
         "ack-before-commit",
         |scene, on| {
             let first = held(scene, on);
-            scene.crew.kill(first);
-            scene.crew.hire(on);
+            scene.worker_set.kill(first);
+            scene.worker_set.hire(on);
             complete(scene)
         },
     );
@@ -38,12 +38,12 @@ fn putting_without_the_condition_is_found() {
         "put-unconditional",
         |scene, on| {
             let first = held(scene, on);
-            scene.crew.pause(first);
-            scene.crew.hire(on);
+            scene.worker_set.pause(first);
+            scene.worker_set.hire(on);
             complete(scene)?;
-            scene.crew.wake(first);
+            scene.worker_set.wake(first);
             // What it does now, it does too late.
-            scene.until("that it leaves", IDLE_MAX, |scene| scene.crew.all_done());
+            scene.until("that it leaves", IDLE_MAX, |scene| scene.worker_set.all_done());
             Ok(())
         },
     );
@@ -56,11 +56,11 @@ fn taking_already_exists_for_success_is_found() {
         "exists-is-success",
         |scene, on| {
             let first = held(scene, on);
-            scene.crew.pause(first);
+            scene.worker_set.pause(first);
             dies_before_commit(scene, on);
-            scene.crew.wake(first);
+            scene.worker_set.wake(first);
             if !scene.comes_true(Duration::from_secs(8), Scene::finished) {
-                scene.crew.hire(on);
+                scene.worker_set.hire(on);
             }
             complete(scene)
         },
@@ -78,9 +78,9 @@ fn a_commit_without_its_part_is_made_good() {
     let mut scene = Scene::open(&mut suite, &services, Broker::Kafka, &one_shard());
     scene.tolerated = |_| false;
     dies_before_commit(&mut scene, &[("GRISTMILL_FAULT_SWITCHES", "part-after-commit")]);
-    let second = scene.crew.hire(&[]);
+    let second = scene.worker_set.hire(&[]);
     complete(&mut scene).unwrap();
-    let log = scene.crew.log(second);
+    let log = scene.worker_set.log(second);
     assert!(log.contains("was missing and has been built again"), "{log}");
     scene.conclude();
     suite.end();
@@ -112,7 +112,7 @@ fn control(name: &'static str, switch: &str, play: fn(&mut Scene, Env) -> Result
         let mut scene = Scene::open(&mut suite, &services, Broker::Kafka, &plan);
         scene.tolerated = |_| false;
         let found = play(&mut scene, on).and_then(|()| scene.inspect(&["--allow", "errored"]));
-        let tails = scene.crew.tails();
+        let tails = scene.worker_set.tails();
         drop(scene);
         let seed = suite.seed;
         match (on.is_empty(), found) {
@@ -141,9 +141,9 @@ fn is_found(switch: &str, found: &str) -> bool {
 fn held(scene: &mut Scene, on: Env) -> usize {
     let mut env = vec![("GRISTMILL_FAILPOINTS", HELD), ("GRISTMILL_KNOWN_ERRORS_BELOW", "1000")];
     env.extend_from_slice(on);
-    let seat = scene.crew.hire(&env);
+    let seat = scene.worker_set.hire(&env);
     scene.until("that the first worker is held up", COMPLETE_MAX, |scene| {
-        scene.crew.log(seat).contains("failpoint `keeper.before-log`")
+        scene.worker_set.log(seat).contains("failpoint `keeper.before-log`")
     });
     seat
 }
@@ -152,8 +152,8 @@ fn held(scene: &mut Scene, on: Env) -> usize {
 fn dies_before_commit(scene: &mut Scene, on: Env) {
     let mut env = vec![DIES_BEFORE_COMMIT];
     env.extend_from_slice(on);
-    let seat = scene.crew.hire(&env);
-    let ended = scene.crew.wait(seat, COMPLETE_MAX);
+    let seat = scene.worker_set.hire(&env);
+    let ended = scene.worker_set.wait(seat, COMPLETE_MAX);
     assert!(
         ended.aborted(),
         "worker {seat} ended with {}:\n{}",

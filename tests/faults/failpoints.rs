@@ -6,11 +6,11 @@ use std::time::{Duration, Instant};
 
 use gristmill::faults::points::POINTS;
 
-use super::crew::Ended;
 use super::job::{Broker, Plan};
 use super::scene::{END_MAX, LEAVE_MAX, Scene};
 use super::services::Services;
 use super::suite::Suite;
+use super::worker_set::Ended;
 use crate::support::is_full;
 
 /// Past the session, and past the log interval.
@@ -49,13 +49,13 @@ fn the_last_step_fails() {
         let mut scene = Scene::open(&mut suite, &services, Broker::ALL[turn % 2], &plan);
         let armed = format!("{LAST}={}@1", ACTIONS[turn % 3]);
         for _ in 0..WORKERS {
-            scene.crew.hire(&[("GRISTMILL_FAILPOINTS", &armed)]);
+            scene.worker_set.hire(&[("GRISTMILL_FAILPOINTS", &armed)]);
         }
         // The next life has nothing armed.
         scene.tolerated = |ended| has_struck(ended) && may_end(ended, false);
         scene.until("that the point strikes", END_MAX, |scene| {
-            let struck = |seat| scene.crew.log(seat).contains("failpoint `");
-            scene.crew.lives() > WORKERS as u64 || (0..WORKERS).any(struck)
+            let struck = |seat| scene.worker_set.log(seat).contains("failpoint `");
+            scene.worker_set.lives() > WORKERS as u64 || (0..WORKERS).any(struck)
         });
         scene.conclude();
         suite.add("faults", 1);
@@ -124,7 +124,7 @@ fn play(scene: &mut Scene, cells: &mut Vec<Cell>) -> u64 {
     for _ in 0..WORKERS {
         let cell = cells.pop();
         let env = cell.as_ref().map(|cell| ("GRISTMILL_FAILPOINTS", cell.armed.as_str()));
-        scene.crew.hire(env.as_slice());
+        scene.worker_set.hire(env.as_slice());
         lives.push(cell.map(Life::new));
     }
     let mut struck = 0;
@@ -133,10 +133,10 @@ fn play(scene: &mut Scene, cells: &mut Vec<Cell>) -> u64 {
         for (seat, place) in lives.iter_mut().enumerate() {
             let Some(life) = place else { continue };
             // Before its log, which then is whole.
-            let ended = scene.crew.ended(seat);
+            let ended = scene.worker_set.ended(seat);
             if life.struck.is_none()
                 && scene
-                    .crew
+                    .worker_set
                     .log(seat)
                     .contains(&format!("failpoint `{}`", life.cell.point))
             {
@@ -145,7 +145,7 @@ fn play(scene: &mut Scene, cells: &mut Vec<Cell>) -> u64 {
             }
             match (life.struck, &ended) {
                 (None, None) => {
-                    let tail = || format!("`{}` never struck\n{}", life.cell.armed, scene.crew.tails());
+                    let tail = || format!("`{}` never struck\n{}", life.cell.armed, scene.worker_set.tails());
                     assert!(life.began.elapsed() < STRIKE_MAX, "{}", tail());
                     continue;
                 }
@@ -158,14 +158,14 @@ fn play(scene: &mut Scene, cells: &mut Vec<Cell>) -> u64 {
                 (Some(_), Some(ended)) => life.assert_end(ended, false),
                 (Some(at), None) if at.elapsed() < AFTERMATH => continue,
                 (Some(_), None) => {
-                    let ended = scene.crew.dismiss(seat, LEAVE_MAX);
+                    let ended = scene.worker_set.dismiss(seat, LEAVE_MAX);
                     life.assert_end(&ended, true);
                 }
             }
             let cell = cells.pop();
             let env = cell.as_ref().map(|cell| ("GRISTMILL_FAILPOINTS", cell.armed.as_str()));
-            scene.crew.arm(seat, env.as_slice());
-            scene.crew.begin(seat);
+            scene.worker_set.arm(seat, env.as_slice());
+            scene.worker_set.begin(seat);
             *place = cell.map(Life::new);
         }
     }

@@ -37,20 +37,23 @@ fn kills(name: &'static str, broker: Broker, gap_ms: std::ops::Range<u64>) {
 /// Kills two to all of the workers that are awake, and begins their next lives after a moment.
 fn burst(scene: &mut Scene) -> u64 {
     let mut kills = 0;
-    let victims = scene.suite.random.within(2..scene.crew.awake().len().max(2) as u64 + 1);
+    let victims = scene
+        .suite
+        .random
+        .within(2..scene.worker_set.awake().len().max(2) as u64 + 1);
     for _ in 0..victims {
         let Some(seat) = random_awake(scene) else { break };
-        let killed = scene.crew.kill(seat);
+        let killed = scene.worker_set.kill(seat);
         kills += u64::from(killed);
         let pause = scene.suite.random.ms(0..200);
         std::thread::sleep(pause);
-        scene.crew.begin(seat);
+        scene.worker_set.begin(seat);
     }
     kills
 }
 
 /// A worker that runs and is not paused.
 pub(super) fn random_awake(scene: &mut Scene) -> Option<usize> {
-    let awake = scene.crew.awake();
+    let awake = scene.worker_set.awake();
     (!awake.is_empty()).then(|| *scene.suite.random.pick(&awake))
 }

@@ -2,12 +2,12 @@
 
 use std::time::{Duration, Instant};
 
-use super::crew::Ended;
 use super::job::{Broker, Plan};
 use super::metadata::Metadata;
 use super::scene::{END_MAX, LEAVE_MAX, Scene};
 use super::services::Services;
 use super::suite::Suite;
+use super::worker_set::Ended;
 
 /// `--once` waits so long for a message: longer than joining a group takes.
 const IDLE_AFTER: &str = "5";
@@ -58,11 +58,11 @@ fn the_machine_is_taken_away(mut scene: Scene, cloud: &str) {
     let metadata = Metadata::start();
     let env = [("GRISTMILL_METADATA_URL", metadata.url.as_str())];
     let seat = scene
-        .crew
+        .worker_set
         .hire_with(&env, |arguments| add(arguments, &["--spot", cloud, "--json"]));
     scene.until("the first row", END_MAX, |scene| scene.computed() > 0);
     metadata.take_away();
-    let ended = scene.crew.wait(seat, LEAVE_MAX);
+    let ended = scene.worker_set.wait(seat, LEAVE_MAX);
     assert!(
         ended.log.contains("this machine will be taken away"),
         "no notice:\n{}",
@@ -82,9 +82,9 @@ fn sigterm_in_mid_shard_says_what_it_lost() {
     };
     play(name, Broker::Rabbitmq, plan, |mut scene| {
         rows_in_halves_are_lost(&mut scene);
-        let seat = scene.crew.hire_with(&[], |arguments| add(arguments, &["--json"]));
+        let seat = scene.worker_set.hire_with(&[], |arguments| add(arguments, &["--json"]));
         scene.until("some rows", END_MAX, |scene| scene.computed() > 200);
-        let ended = scene.crew.dismiss(seat, LEAVE_MAX);
+        let ended = scene.worker_set.dismiss(seat, LEAVE_MAX);
         left_in_good_order(&mut scene, &ended);
         another_finishes(scene);
     });
@@ -97,11 +97,13 @@ fn rows_in_halves_are_lost(scene: &mut Scene) {
         ("GRISTMILL_KNOWN_DEVICE", "0"),
         ("GRISTMILL_FAILPOINTS", "device.after-step=pause:3000@3"),
     ];
-    let seat = scene.crew.hire_with(&env, |arguments| add(arguments, &["--json"]));
+    let seat = scene
+        .worker_set
+        .hire_with(&env, |arguments| add(arguments, &["--json"]));
     scene.until("the third step", END_MAX, |scene| {
-        scene.crew.log(seat).contains("failpoint `device.after-step`")
+        scene.worker_set.log(seat).contains("failpoint `device.after-step`")
     });
-    let ended = scene.crew.dismiss(seat, LEAVE_MAX);
+    let ended = scene.worker_set.dismiss(seat, LEAVE_MAX);
     assert_eq!(ended.status.code(), Some(6), "{}", ended.log);
     let (report, device, lost) = device_and_lost(&ended);
     assert_eq!(report["rows"], 0, "{report}");
@@ -143,7 +145,7 @@ fn left_in_good_order(scene: &mut Scene, ended: &Ended) {
 }
 
 fn another_finishes(mut scene: Scene) {
-    scene.crew.hire(&[]);
+    scene.worker_set.hire(&[]);
     let rows = scene.job.rows;
     scene.until("the last row", END_MAX, |scene| scene.computed() >= rows);
     assert_eq!(scene.computed(), rows, "rows were computed twice");
@@ -169,10 +171,10 @@ fn so_many_shards_and_once(name: &'static str, broker: Broker) {
         ..Plan::default()
     };
     play(name, broker, plan, |mut scene| {
-        let seat = scene.crew.hire_with(&[], |arguments| {
+        let seat = scene.worker_set.hire_with(&[], |arguments| {
             instead_of_until_idle(arguments, &["--max-shards", "2", "--json"]);
         });
-        let ended = scene.crew.wait(seat, END_MAX);
+        let ended = scene.worker_set.wait(seat, END_MAX);
         assert_eq!(ended.status.code(), Some(0), "{}", ended.log);
         assert_eq!(ended.report()["shards"], 2);
         assert_eq!(scene.computed(), 200, "it began more than two shards");
@@ -181,10 +183,10 @@ fn so_many_shards_and_once(name: &'static str, broker: Broker) {
         assert_eq!(status["open_shards"].as_array().map(Vec::len), Some(0), "{status}");
 
         let began = Instant::now();
-        let seat = scene.crew.hire_with(&[], |arguments| {
+        let seat = scene.worker_set.hire_with(&[], |arguments| {
             instead_of_until_idle(arguments, &["--once", "--idle-after", IDLE_AFTER, "--json"]);
         });
-        let ended = scene.crew.wait(seat, END_MAX);
+        let ended = scene.worker_set.wait(seat, END_MAX);
         assert_eq!(ended.status.code(), Some(0), "{}", ended.log);
         assert_eq!(
             ended.report()["shards"],

@@ -29,18 +29,18 @@ fn workers_join_and_leave() {
 }
 
 fn join_or_leave(scene: &mut Scene) -> u64 {
-    let awake = scene.crew.awake().len();
+    let awake = scene.worker_set.awake().len();
     let leave = awake >= WORKERS_MAX || (awake > 1 && scene.suite.random.coin());
     if !leave {
-        match scene.crew.vacant() {
-            Some(seat) => scene.crew.begin(seat),
+        match scene.worker_set.vacant() {
+            Some(seat) => scene.worker_set.begin(seat),
             None => {
-                scene.crew.hire(&[]);
+                scene.worker_set.hire(&[]);
             }
         }
         return 1;
     }
     let Some(seat) = random_awake(scene) else { return 0 };
-    scene.crew.dismiss(seat, LEAVE_MAX).assert_left();
+    scene.worker_set.dismiss(seat, LEAVE_MAX).assert_left();
     1
 }

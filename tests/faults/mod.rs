@@ -1,12 +1,12 @@
 //! Table of contents: first what the tests share, then a file a row of the table in `tests/README.md`.
 
 mod bucket;
-mod crew;
 mod job;
 mod metadata;
 mod scene;
 mod services;
 mod suite;
+mod worker_set;
 
 mod brokers;
 mod controls;

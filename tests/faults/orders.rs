@@ -31,7 +31,7 @@ fn a_budget_is_reached_and_extended() {
         scene.job_ended = vec![0, 3, 4];
         scene.begin(WORKERS);
         scene.until("that the budget stops all workers", END_MAX, |scene| {
-            scene.crew.all_done()
+            scene.worker_set.all_done()
         });
         let status = scene.status();
         assert_eq!(status["state"], "budget_reached", "{status}");
@@ -39,7 +39,7 @@ fn a_budget_is_reached_and_extended() {
         assert!(scene.computed() < scene.job.rows, "the budget stopped nothing");
         scene.run(&["extend", &scene.job.output, "--usd", "1000"]).expect(0);
         scene.job_ended = vec![0, 3];
-        scene.crew.begin_all();
+        scene.worker_set.begin_all();
         scene.reconcile_until_finished();
         scene.conclude();
     });
@@ -82,7 +82,7 @@ fn a_budget_is_added_to_the_file() {
         std::fs::write(&scene.job.file, with(16.0)).unwrap();
         scene.submit();
         scene.until("that the budget stops all workers", END_MAX, |scene| {
-            scene.crew.all_done()
+            scene.worker_set.all_done()
         });
         let status = scene.status();
         assert_eq!(
@@ -96,7 +96,7 @@ fn a_budget_is_added_to_the_file() {
         std::fs::write(&scene.job.file, &begun).unwrap();
         scene.submit();
         scene.job_ended = vec![0, 3];
-        scene.crew.begin_all();
+        scene.worker_set.begin_all();
         scene.reconcile_until_finished();
         scene.conclude();
     });
@@ -115,13 +115,13 @@ fn a_closing_job_is_extended() {
     orders("a_closing_job_is_extended", plan, |mut scene| {
         // While it waits with a message in hand, the budget is reached.
         let paused = "intake.after-receive=pause:8000@8";
-        scene.crew.hire(&[("GRISTMILL_FAILPOINTS", paused)]);
+        scene.worker_set.hire(&[("GRISTMILL_FAILPOINTS", paused)]);
         scene.until("that the budget is reached", END_MAX, |scene| {
             scene.computed() > 500 && scene.status()["state"] == "budget_reached"
         });
         scene.run(&["extend", &scene.job.output, "--usd", "1000"]).expect(0);
         scene.reconcile_until_finished();
-        scene.until("that the worker leaves", IDLE_MAX, |scene| scene.crew.all_done());
+        scene.until("that the worker leaves", IDLE_MAX, |scene| scene.worker_set.all_done());
         let expired = scene.status()["rows"]["expired"].as_u64().unwrap();
         assert!(expired > 0, "nothing had expired when the job was extended");
         assert!(
@@ -147,7 +147,7 @@ fn a_message_joins_a_shard_that_stops() {
         scene.job_ended = vec![0, 3, 4];
         // A worker's first record is due when its job stops: no interval ends before.
         scene
-            .crew
+            .worker_set
             .hire(&[("GRISTMILL_FAILPOINTS", "keeper.before-log=pause:10000@1")]);
         scene.until("that the budget stops it", END_MAX, |scene| {
             scene.computed() > 0 && scene.status()["state"] == "budget_reached"
@@ -155,7 +155,7 @@ fn a_message_joins_a_shard_that_stops() {
         scene.run(&["extend", &scene.job.output, "--usd", "1000"]).expect(0);
         scene.submit();
         scene.until("that the worker has the message", END_MAX, |scene| {
-            scene.crew.log(0).contains("is in progress already")
+            scene.worker_set.log(0).contains("is in progress already")
         });
         scene.conclude();
     });
@@ -190,7 +190,7 @@ fn a_job_is_cancelled_and_closed() {
         scene.run(&["cancel", &scene.job.output]).expect(0);
         let ordered = scene.computed();
         scene.until("that all workers leave a cancelled job", IDLE_MAX, |scene| {
-            scene.crew.all_done()
+            scene.worker_set.all_done()
         });
         assert_eq!(scene.status()["state"], "cancelled");
         let computed = scene.computed();
@@ -204,10 +204,10 @@ fn a_job_is_cancelled_and_closed() {
             computed - ordered
         );
         scene.run(&["cancel", &scene.job.output, "--finish"]).expect(0);
-        scene.crew.begin_all();
+        scene.worker_set.begin_all();
         scene.reconcile_until_finished();
         scene.until("that all workers leave a closed job", IDLE_MAX, |scene| {
-            scene.crew.all_done()
+            scene.worker_set.all_done()
         });
         assert_eq!(scene.computed(), computed, "rows were computed after the cancel");
         let cancelled = scene.status()["rows"]["cancelled"].as_u64().unwrap();
@@ -228,7 +228,7 @@ fn failed_rows_are_retried() {
     orders("failed_rows_are_retried", plan, |mut scene| {
         first_generation_fails(&mut scene);
         scene.until("`_SUCCESS`", END_MAX, Scene::finished);
-        scene.until("that all workers leave", IDLE_MAX, |scene| scene.crew.all_done());
+        scene.until("that all workers leave", IDLE_MAX, |scene| scene.worker_set.all_done());
         scene.hold_so_far(&["--allow", "errored"]);
         let failed = scene.status()["rows"]["errored"].as_u64().expect("a count");
         assert!(failed > 0, "no row has failed");
@@ -236,14 +236,14 @@ fn failed_rows_are_retried() {
         scene
             .run(&["retry", &scene.job.output, "--queue", &scene.queue])
             .expect(0);
-        scene.crew.begin_all();
+        scene.worker_set.begin_all();
         scene.until("the first row of the retry", END_MAX, |scene| scene.computed() > before);
         if let Some(seat) = random_awake(&mut scene) {
-            scene.crew.kill(seat);
-            scene.crew.begin(seat);
+            scene.worker_set.kill(seat);
+            scene.worker_set.begin(seat);
         }
         scene.until("that all workers leave the retry", END_MAX, |scene| {
-            scene.crew.all_done()
+            scene.worker_set.all_done()
         });
         let again = scene.computed() - before;
         // Computed twice are those that the killed worker had in hand, and steps whose shards were recalled meanwhile: less than
@@ -271,24 +271,26 @@ fn a_worker_sleeps_through_a_retry() {
         let moment = scene.suite.random.ms(500..2_000);
         scene.live(moment);
         let sleeper = random_awake(&mut scene).expect("a worker that works");
-        scene.crew.pause(sleeper);
+        scene.worker_set.pause(sleeper);
         scene.until("`_SUCCESS` without the sleeper", END_MAX, Scene::finished);
         // Their devices are out of order: none of them may have a hand in the retry.
-        scene.until("that all others leave", IDLE_MAX, |scene| scene.crew.awake().is_empty());
+        scene.until("that all others leave", IDLE_MAX, |scene| {
+            scene.worker_set.awake().is_empty()
+        });
         scene
             .run(&["retry", &scene.job.output, "--queue", &scene.queue])
             .expect(0);
         let wakes_late = scene.suite.random.coin();
         scene.live(Duration::from_secs(1));
-        scene.crew.begin_all();
+        scene.worker_set.begin_all();
         if !wakes_late {
-            scene.crew.wake(sleeper);
+            scene.worker_set.wake(sleeper);
         }
-        scene.until("the retry's end", END_MAX, |scene| scene.crew.awake().is_empty());
+        scene.until("the retry's end", END_MAX, |scene| scene.worker_set.awake().is_empty());
         if wakes_late {
-            scene.crew.wake(sleeper);
+            scene.worker_set.wake(sleeper);
         }
-        scene.until("that the sleeper leaves", IDLE_MAX, |scene| scene.crew.all_done());
+        scene.until("that the sleeper leaves", IDLE_MAX, |scene| scene.worker_set.all_done());
         // A sleeper that woke early may have taken shards of the retry, and its device is out of order.
         scene.hold(if wakes_late { &[] } else { &["--allow", "errored"] });
         services.set_rabbitmq("heartbeat", 60);
@@ -311,7 +313,7 @@ fn an_input_changes_and_is_restored() {
         other[10] ^= 1;
         scene.bucket.put(&last, other);
         scene.until("that the workers leave a job whose input changed", END_MAX, |scene| {
-            scene.crew.all_done()
+            scene.worker_set.all_done()
         });
         let status = scene.status();
         assert_eq!(status["state"], "input_changed", "{status}");
@@ -323,7 +325,7 @@ fn an_input_changes_and_is_restored() {
         scene.bucket.put(&last, bytes);
         scene.job_ended = vec![0, 3];
         scene.submit();
-        scene.crew.begin_all();
+        scene.worker_set.begin_all();
         scene.reconcile_until_finished();
         scene.conclude();
     });
@@ -332,7 +334,7 @@ fn an_input_changes_and_is_restored() {
 /// Workers whose device fails one row in ten.
 fn first_generation_fails(scene: &mut Scene) {
     for _ in 0..WORKERS {
-        scene.crew.hire(&[OUT_OF_ORDER]);
+        scene.worker_set.hire(&[OUT_OF_ORDER]);
     }
     scene.until("the first row", END_MAX, |scene| scene.computed() > 0);
 }

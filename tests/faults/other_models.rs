@@ -38,10 +38,10 @@ fn a_worker_of_another_model_passes_shards_on() {
 
     let other = another_model(&scene.job.file.with_file_name("model"));
     let began = Instant::now();
-    let wrong = scene.crew.hire_with(&[], |arguments| {
+    let wrong = scene.worker_set.hire_with(&[], |arguments| {
         arguments.extend(["--model", arg(&other), "--precision", "f32"].map(str::to_string));
     });
-    let count = |scene: &Scene, words: &str| scene.crew.log(wrong).matches(words).count();
+    let count = |scene: &Scene, words: &str| scene.worker_set.log(wrong).matches(words).count();
     let last = if is_full() { 4 } else { 1 };
     scene.until(
         "that shards are passed on, and one is left to `reconcile`",
@@ -55,22 +55,22 @@ fn a_worker_of_another_model_passes_shards_on() {
         looks <= pauses * (SHARDS + 1),
         "{looks} looks in {:?}:\n{}",
         began.elapsed(),
-        scene.crew.tails()
+        scene.worker_set.tails()
     );
     if is_full() {
         for hop in ["(at hop 1)", "(at hop 2)", "(at hop 3)"] {
-            assert_eq!(count(&scene, hop), SHARDS, "{hop}:\n{}", scene.crew.log(wrong));
+            assert_eq!(count(&scene, hop), SHARDS, "{hop}:\n{}", scene.worker_set.log(wrong));
         }
     }
     assert_eq!(scene.computed(), 0, "a row of another model was computed");
 
-    scene.crew.hire(&[]);
+    scene.worker_set.hire(&[]);
     if is_full() {
         // Half of the partitions are the wrong worker's still.
         scene.reconcile_until_finished();
     } else {
         scene.until("the first row", END_MAX, |scene| scene.computed() > 0);
-        let ended = scene.crew.dismiss(wrong, LEAVE_MAX);
+        let ended = scene.worker_set.dismiss(wrong, LEAVE_MAX);
         assert!(matches!(ended.status.code(), Some(0 | 6)), "{}", ended.log);
     }
     scene.conclude();

@@ -37,7 +37,7 @@ fn pause(scene: &mut Scene) -> u64 {
     let mut paused = Vec::new();
     for _ in 0..scene.suite.random.within(1..4) {
         if let Some(seat) = random_awake(scene) {
-            scene.crew.pause(seat);
+            scene.worker_set.pause(seat);
             paused.push(seat);
         }
     }
@@ -48,7 +48,7 @@ fn pause(scene: &mut Scene) -> u64 {
     };
     scene.live(time);
     for seat in &paused {
-        scene.crew.wake(*seat);
+        scene.worker_set.wake(*seat);
     }
     paused.len() as u64
 }

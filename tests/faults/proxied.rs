@@ -37,7 +37,7 @@ fn the_store_fails_in_every_way() {
     for broker in Broker::ALL.iter().cycle() {
         proxy.set_plan(Faults::clean());
         let mut scene = Scene::open_through(&mut suite, &services, *broker, &plan, &proxy.url());
-        scene.crew.set_env("AWS_TIMEOUT", CLIENT_TIMEOUT);
+        scene.worker_set.set_env("AWS_TIMEOUT", CLIENT_TIMEOUT);
         let seed = scene.suite.random.next();
         proxy.take_counters();
         proxy.set_plan(Faults::mixed(seed, SHARE, STALL).at_most(faults - done));
@@ -47,7 +47,12 @@ fn the_store_fails_in_every_way() {
         proxy.set_plan(Faults::clean());
         let counters = proxy.take_counters();
         let shards = plan.rows.div_ceil(plan.shard_rows);
-        assert_bounded(&counters, shards, scene.age().as_secs_f64() / 60.0, scene.crew.lives());
+        assert_bounded(
+            &counters,
+            shards,
+            scene.age().as_secs_f64() / 60.0,
+            scene.worker_set.lives(),
+        );
         done += counters.faults();
         requests += counters.requests();
         for (fault, count) in &counters.faults {

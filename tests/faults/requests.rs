@@ -78,8 +78,8 @@ fn a_shard(suite: &mut Suite, services: &Services, proxy: &Proxy) -> f64 {
         counters.requests
     );
     // By themselves they would look for the job's end a log interval later.
-    for seat in scene.crew.awake() {
-        scene.crew.dismiss(seat, LEAVE_MAX).assert_left();
+    for seat in scene.worker_set.awake() {
+        scene.worker_set.dismiss(seat, LEAVE_MAX).assert_left();
     }
     scene.hold(&[]);
     (about - REQUESTS_OF_A_LOOK * looks) as f64 / shards as f64

@@ -1,4 +1,4 @@
-//! One job among faults: submitted, worked on by a crew, and held to the guarantee at the end.
+//! One job among faults: submitted, worked on by a workers, and held to the guarantee at the end.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -7,10 +7,10 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 
 use super::bucket::Bucket;
-use super::crew::{Crew, Ended, Start};
 use super::job::{Broker, Format, Job, Plan};
 use super::services::{Services, ask_kafka, delete_topic};
 use super::suite::Suite;
+use super::worker_set::{Ended, Start, WorkerSet};
 use crate::support::{Run, arg, gristmill, python, root};
 
 /// Longest time that a job may take after its last fault.
@@ -23,7 +23,7 @@ pub(super) const IDLE_MAX: Duration = Duration::from_secs(60);
 /// Between two passes of `reconcile`: what was in flight has run out by then.
 const RECONCILE_EVERY: Duration = Duration::from_secs(5);
 const RECONCILE_MAX: u64 = 24;
-/// Between two looks at the crew.
+/// Between two looks at the workers.
 const LOOK: Duration = Duration::from_millis(50);
 /// Between two looks for `_SUCCESS`.
 const LOOK_STORE: Duration = Duration::from_millis(400);
@@ -49,7 +49,7 @@ pub(super) struct Scene<'s> {
     pub suite: &'s mut Suite,
     pub services: Services,
     pub bucket: Bucket,
-    pub crew: Crew,
+    pub worker_set: WorkerSet,
     pub job: Job,
     pub broker: Broker,
     pub queue: String,
@@ -107,7 +107,7 @@ impl<'s> Scene<'s> {
         let scene = Scene {
             services: services.clone(),
             bucket: Bucket::open(&services.store),
-            crew: Crew::new(start, &dir.join("logs")),
+            worker_set: WorkerSet::new(start, &dir.join("logs")),
             broker,
             queue,
             tolerated: |_| false,
@@ -151,7 +151,7 @@ impl<'s> Scene<'s> {
             assert!(
                 passes < RECONCILE_MAX,
                 "not complete after {passes} passes of reconcile\n{}",
-                self.crew.tails()
+                self.worker_set.tails()
             );
             self.reconcile(3.0);
             passes += 1;
@@ -188,7 +188,7 @@ impl<'s> Scene<'s> {
     /// Hires `workers` and waits until one of them computes.
     pub(super) fn begin(&mut self, workers: usize) {
         for _ in 0..workers {
-            self.crew.hire(&[]);
+            self.worker_set.hire(&[]);
         }
         self.until("the first row", END_MAX, |scene| scene.computed() > 0);
     }
@@ -199,11 +199,11 @@ impl<'s> Scene<'s> {
         bytes.iter().filter(|byte| **byte == b'\n').count() as u64
     }
 
-    /// Lets time pass, and looks after the crew meanwhile.
+    /// Lets time pass, and looks after the workers meanwhile.
     pub(super) fn live(&mut self, time: Duration) {
         let end = Instant::now() + time;
         loop {
-            self.crew.keep(&self.job_ended, self.tolerated);
+            self.worker_set.keep(&self.job_ended, self.tolerated);
             let left = end.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 return;
@@ -212,12 +212,12 @@ impl<'s> Scene<'s> {
         }
     }
 
-    /// Waits until `done`, looking after the crew. Fails after `limit`, saying `what` did not come.
+    /// Waits until `done`, looking after the workers. Fails after `limit`, saying `what` did not come.
     pub(super) fn until(&mut self, what: &str, limit: Duration, mut done: impl FnMut(&mut Self) -> bool) {
         assert!(
             self.comes_true(limit, &mut done),
             "{what}: not within {limit:?}\n{}",
-            self.crew.tails()
+            self.worker_set.tails()
         );
     }
 
@@ -257,7 +257,7 @@ impl<'s> Scene<'s> {
     pub(super) fn conclude(mut self) {
         self.until("`_SUCCESS`", END_MAX, Scene::finished);
         self.until("that all workers leave a finished job", IDLE_MAX, |scene| {
-            scene.crew.all_done()
+            scene.worker_set.all_done()
         });
         self.hold(&[]);
         // Thousands of partitions that nobody needs would make each restart of the broker last longer.
@@ -269,7 +269,7 @@ impl<'s> Scene<'s> {
     /// The guarantee, by `gristmill verify` and by the checker, with its `extra` arguments; counts what was done.
     pub(super) fn hold(&mut self, extra: &[&str]) {
         self.hold_so_far(extra);
-        let (computed, lives) = (self.computed(), self.crew.lives());
+        let (computed, lives) = (self.computed(), self.worker_set.lives());
         self.suite.add("jobs", 1);
         self.suite.add("rows", self.job.rows);
         if self.job.format == Format::Lines {
@@ -285,7 +285,7 @@ impl<'s> Scene<'s> {
             panic!(
                 "seed {}: the guarantee does not hold:\n{found}\n{}",
                 self.suite.seed,
-                self.crew.tails()
+                self.worker_set.tails()
             );
         }
     }
@@ -337,7 +337,7 @@ impl Storm {
             while done < self.faults {
                 let gap = scene.suite.random.ms(self.gap_ms.clone());
                 scene.live(gap);
-                if scene.finished() || scene.crew.awake().is_empty() {
+                if scene.finished() || scene.worker_set.awake().is_empty() {
                     break;
                 }
                 done += fault(&mut scene);

@@ -45,7 +45,7 @@ fn newer_messages_and_records_are_left_alone() {
     scene.until("that all other shards are committed", END_MAX, others);
     // Time to do what must not be done: overwrite it, publish without it, end over it.
     scene.live(Duration::from_secs(4));
-    assert_eq!(scene.crew.awake().len(), 2, "a worker has left");
+    assert_eq!(scene.worker_set.awake().len(), 2, "a worker has left");
     assert_eq!(scene.bucket.get(&record).as_deref(), Some(NEWER));
     scene.until("that the newer message is passed on", PASSED_ON_MAX, |scene| {
         let of_others = of_others(&scene.job.name);
@@ -82,17 +82,17 @@ fn two_versions_finish_a_job_side_by_side() {
     };
     let mut scene = Scene::open(&mut suite, &services, Broker::Kafka, &plan);
     let newer = ("GRISTMILL_FAULT_SWITCHES", "next-version");
-    let older = [scene.crew.hire(&[]), scene.crew.hire(&[])];
+    let older = [scene.worker_set.hire(&[]), scene.worker_set.hire(&[])];
     scene.until("the first row", END_MAX, |scene| scene.computed() > 0);
-    scene.crew.hire(&[newer]);
-    scene.crew.hire(&[newer]);
+    scene.worker_set.hire(&[newer]);
+    scene.worker_set.hire(&[newer]);
     // Whoever looks after such a job has the newer version.
     scene.set_env(newer.0, newer.1);
     scene.reconcile_until_finished();
     for seat in older {
         // It may have seen the end, or be waiting for what it cannot read.
-        if scene.crew.awake().contains(&seat) {
-            scene.crew.dismiss(seat, LEAVE_MAX).assert_left();
+        if scene.worker_set.awake().contains(&seat) {
+            scene.worker_set.dismiss(seat, LEAVE_MAX).assert_left();
         }
     }
     scene.conclude();

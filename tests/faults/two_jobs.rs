@@ -33,16 +33,16 @@ fn shards_of_two_jobs_go_to_a_worker_that_joins() {
     };
     play_each(name, &[Broker::Kafka], &plan, 10, |mut scene| {
         let (second, both) = second_job(&mut scene, &plan, 16);
-        scene.crew.hire_with(&[], &both);
+        scene.worker_set.hire_with(&[], &both);
         scene.until("the first rows", END_MAX, |scene| scene.computed() > 0);
         // What a worker has in hand is of few partitions: sooner or later one of them moves.
         let mut workers = 1;
         let gave_up = |scene: &mut Scene, workers: usize| {
-            (0..workers).any(|seat| scene.crew.log(seat).contains("goes back to the queue"))
+            (0..workers).any(|seat| scene.worker_set.log(seat).contains("goes back to the queue"))
         };
         while !scene.comes_true(JOIN_EVERY, |scene| gave_up(scene, workers)) {
-            assert!(workers < 8, "nobody gave a shard up\n{}", scene.crew.tails());
-            scene.crew.hire_with(&[], &both);
+            assert!(workers < 8, "nobody gave a shard up\n{}", scene.worker_set.tails());
+            scene.worker_set.hire_with(&[], &both);
             workers += 1;
         }
         conclude_both(scene, second);
@@ -65,7 +65,7 @@ fn a_cancelled_job_leaves_the_device_to_the_other() {
     play_each(name, &[Broker::Rabbitmq], &plan, 5, |mut scene| {
         scene.job_ended = vec![0, 5];
         let (second, both) = second_job(&mut scene, &plan, 8);
-        scene.crew.hire_with(&[], &both);
+        scene.worker_set.hire_with(&[], &both);
         scene.until("the first rows", END_MAX, |scene| scene.computed() > 0);
         scene.run(&["cancel", &scene.job.output]).expect(0);
         let before = scene.computed();

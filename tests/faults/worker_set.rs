@@ -75,16 +75,16 @@ impl Ended {
 }
 
 /// The workers of a job. Dropped, it kills all of them.
-pub(super) struct Crew {
+pub(super) struct WorkerSet {
     start: Start,
     logs: PathBuf,
     seats: Vec<Seat>,
 }
 
-impl Crew {
-    pub(super) fn new(start: Start, logs: &Path) -> Crew {
+impl WorkerSet {
+    pub(super) fn new(start: Start, logs: &Path) -> WorkerSet {
         std::fs::create_dir_all(logs).unwrap();
-        Crew {
+        WorkerSet {
             start,
             logs: logs.to_path_buf(),
             seats: Vec::new(),
@@ -101,7 +101,7 @@ impl Crew {
         self.hire_with(env, |_| ())
     }
 
-    /// As [`Crew::hire`], with arguments of its own: `edit` gets those that all have.
+    /// As [`WorkerSet::hire`], with arguments of its own: `edit` gets those that all have.
     pub(super) fn hire_with(&mut self, env: &[(&str, &str)], edit: impl FnOnce(&mut Vec<String>)) -> usize {
         let mut arguments = self.start.arguments.clone();
         edit(&mut arguments);
@@ -280,7 +280,7 @@ impl Crew {
     }
 }
 
-impl Drop for Crew {
+impl Drop for WorkerSet {
     fn drop(&mut self) {
         for seat in &mut self.seats {
             if let Some(mut child) = seat.child.take() {
