@@ -33,7 +33,17 @@ fn the_official_client_gets_each_answer_once() {
 
 #[test]
 fn batches_end_as_they_should() {
-    cases(&["broken_lines", "kept_lines", "early_output", "cancel", "expiry"], 100);
+    cases(
+        &[
+            "broken_lines",
+            "kept_lines",
+            "early_output",
+            "cancel",
+            "turns",
+            "expiry",
+        ],
+        100,
+    );
 }
 
 #[test]

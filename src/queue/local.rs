@@ -9,7 +9,8 @@ use tokio::sync::Notify;
 
 use super::{Delivery, HOPS_MAX, Message, Queue, QueueError, Recall};
 
-/// Messages in memory, delivered in order. A message that is given back is delivered next.
+/// Messages in memory. Jobs take turns, so a small job does not wait for the end of a large one; the
+/// messages of a job are delivered in order. A message that is given back is delivered next.
 #[derive(Debug, Clone, Default)]
 pub struct LocalQueue {
     shared: Arc<SharedQueue>,
@@ -24,7 +25,10 @@ struct SharedQueue {
 
 #[derive(Debug, Default)]
 struct LocalState {
-    queued: VecDeque<QueuedMessage>,
+    /// By the job's output. No list is empty.
+    queued: HashMap<String, VecDeque<QueuedMessage>>,
+    /// The jobs with queued messages; the first one is next.
+    turns: VecDeque<String>,
     /// Deliveries without a disposition, by receipt.
     delivered: HashMap<u64, QueuedMessage>,
     next_receipt: u64,
@@ -39,6 +43,39 @@ struct QueuedMessage {
     hops: u32,
 }
 
+impl LocalState {
+    /// Adds a message as the last one of its job.
+    fn push_last(&mut self, queued: QueuedMessage) {
+        let output = queued.message.output.clone();
+        let list = self.queued.entry(output.clone()).or_default();
+        if list.is_empty() {
+            self.turns.push_back(output);
+        }
+        list.push_back(queued);
+    }
+
+    /// Adds a message that is delivered next.
+    fn push_next(&mut self, queued: QueuedMessage) {
+        let output = queued.message.output.clone();
+        self.turns.retain(|other| *other != output);
+        self.turns.push_front(output.clone());
+        self.queued.entry(output).or_default().push_front(queued);
+    }
+
+    /// Takes the next message. Its job comes last from then on.
+    fn pop(&mut self) -> Option<QueuedMessage> {
+        let output = self.turns.pop_front()?;
+        let list = self.queued.get_mut(&output)?;
+        let popped = list.pop_front();
+        if list.is_empty() {
+            self.queued.remove(&output);
+        } else {
+            self.turns.push_back(output);
+        }
+        popped
+    }
+}
+
 impl SharedQueue {
     fn state(&self) -> MutexGuard<'_, LocalState> {
         // Every change is a single step, so the state is consistent even after a panic under the
@@ -47,7 +84,7 @@ impl SharedQueue {
     }
 
     fn push(&self, message: Message, hops: u32) {
-        self.state().queued.push_back(QueuedMessage {
+        self.state().push_last(QueuedMessage {
             message,
             deliveries: 0,
             hops,
@@ -60,7 +97,7 @@ impl SharedQueue {
         if let Some(mut returned) = state.delivered.remove(&receipt) {
             // A delivery that is given back is not counted.
             returned.deliveries -= 1;
-            state.queued.push_front(returned);
+            state.push_next(returned);
             drop(state);
             self.ready_notify.notify_one();
         }
@@ -68,14 +105,14 @@ impl SharedQueue {
 }
 
 impl LocalQueue {
-    /// A queue that delivers `messages` in order.
+    /// A queue of `messages`.
     pub fn new(messages: impl IntoIterator<Item = Message>) -> LocalQueue {
         let queue = LocalQueue::default();
         queue.send(messages);
         queue
     }
 
-    /// Adds messages at the end.
+    /// Adds messages, each as the last one of its job.
     pub fn send(&self, messages: impl IntoIterator<Item = Message>) {
         for message in messages {
             self.shared.push(message, 0);
@@ -85,12 +122,12 @@ impl LocalQueue {
     /// Number of messages, queued or delivered, that are not acknowledged.
     pub fn unacknowledged(&self) -> usize {
         let state = self.shared.state();
-        state.queued.len() + state.delivered.len()
+        state.queued.values().map(VecDeque::len).sum::<usize>() + state.delivered.len()
     }
 
     fn try_receive(&self) -> Option<Delivery> {
         let mut state = self.shared.state();
-        let mut queued = state.queued.pop_front()?;
+        let mut queued = state.pop()?;
         let receipt = state.next_receipt;
         state.next_receipt += 1;
         queued.deliveries += 1;
@@ -100,7 +137,7 @@ impl LocalQueue {
             hops,
         } = queued.clone();
         state.delivered.insert(receipt, queued);
-        let has_more = !state.queued.is_empty();
+        let has_more = !state.turns.is_empty();
         drop(state);
         if has_more {
             // One notification may represent several messages: notify the next receiver.
@@ -171,5 +208,39 @@ impl Queue for LocalQueue {
     /// The queue in memory is always attached.
     fn is_attached(&self) -> bool {
         true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn message(output: &str, shard: u32) -> Message {
+        Message::new("job", output, 0, shard)
+    }
+
+    fn received(queue: &LocalQueue) -> Option<(Delivery, String)> {
+        let delivery = queue.try_receive()?;
+        let name = format!("{}{}", delivery.message.output, delivery.message.shard);
+        Some((delivery, name))
+    }
+
+    #[tokio::test]
+    async fn jobs_take_turns() {
+        let queue = LocalQueue::new((0..4).map(|shard| message("large", shard)));
+        let (first, name) = received(&queue).unwrap();
+        assert_eq!(name, "large0");
+        queue.send([message("small", 0), message("small", 1)]);
+        let mut order = Vec::new();
+        while let Some((delivery, name)) = received(&queue) {
+            queue.acknowledge(&delivery).await.unwrap();
+            order.push(name);
+        }
+        assert_eq!(order, ["large1", "small0", "large2", "small1", "large3"]);
+        queue.send([message("small", 2), message("large", 4)]);
+        queue.give_back(&first).await.unwrap();
+        assert_eq!(queue.unacknowledged(), 3);
+        let order = [(); 3].map(|()| received(&queue).unwrap().1);
+        assert_eq!(order, ["large0", "small2", "large4"], "what was given back comes next");
     }
 }

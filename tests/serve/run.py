@@ -349,6 +349,24 @@ def cancel(program, args):
         return f"{len(answers)} answers before the cancellation"
 
 
+def turns(program, args):
+    """Batches take turns: a small one ends while a large one runs, and so does one that is cancelled."""
+    with service(program) as one:
+        client = one.client()
+        large = submit(client, [request(id, text) for id, text, _ in tickets(100_000)])
+        until("the large one runs", lambda: client.batches.retrieve(large.id).status == "in_progress")
+        lines = [request(id, text) for id, text, _ in tickets(200)]
+        ended = wait(client, submit(client, lines))
+        assert ended.status == "completed", ended
+        check_answers(client, ended, lines)
+        small = submit(client, lines)
+        client.batches.cancel(small.id)
+        assert wait(client, small).status in ("cancelled", "completed")
+        assert client.batches.retrieve(large.id).status == "in_progress", "it ended before the small ones"
+        client.batches.cancel(large.id)
+        assert wait(client, large).status == "cancelled"
+
+
 def expiry(program, args):
     """What did not run within the completion window is `batch_expired`."""
     with service(program) as one:
@@ -850,7 +868,7 @@ def verified_seconds(program, output, env):
     return json.loads(status.stdout)["seconds"]
 
 
-CASES = [round_trip, text_completions, broken_lines, kept_lines, early_output, cancel, expiry, retries, lists, uploads, tenants, odd_requests, kills, broker, killed_worker, broker_away, no_worker, storm]
+CASES = [round_trip, text_completions, broken_lines, kept_lines, early_output, cancel, turns, expiry, retries, lists, uploads, tenants, odd_requests, kills, broker, killed_worker, broker_away, no_worker, storm]
 
 
 def run_cases(doc, cases, settings=()):

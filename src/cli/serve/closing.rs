@@ -1,5 +1,6 @@
 //! Publishes the unfinished rows of a job that was told to close, if no worker does: a batch must end
-//! after its cancellation or its window, whether or not workers run.
+//! after its cancellation or its window, whether workers run or not. Workers that do run may be busy
+//! with other jobs for hours before they get these shards.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -97,10 +97,6 @@ impl BatchJobs for ServedJobs {
         let Some(prepared) = self.prepared.get() else {
             return Ok(());
         };
-        // The worker in this process does it, once it has the shards.
-        if let Dispatch::Embedded(queue) = &prepared.dispatch {
-            return queue.reconcile(ledger).await.map_err(|failure| failure.error);
-        }
         let opened = self.models.get(&model.name);
         let hash = prepared.hashes.get(&model.name);
         let (opened, hash) = opened.zip(hash).context("the model is not open")?;
