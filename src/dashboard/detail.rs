@@ -89,7 +89,10 @@ impl Hub {
             detail.lost_parts = published.lost.clone();
             detail.prompt_tokens_histogram = published.prompt.clone();
             detail.completion_tokens_histogram = published.completion.clone();
-            detail.errors = published.errors.clone();
+            // The reasons may quote prompts.
+            if self.shows_prompts {
+                detail.errors = published.errors.clone();
+            }
         }
         Ok(detail)
     }

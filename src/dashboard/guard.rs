@@ -15,11 +15,29 @@ use super::error::ApiError;
 
 const SEC_FETCH_SITE: HeaderName = HeaderName::from_static("sec-fetch-site");
 
-/// Checks a request to a dashboard without keys.
+/// Checks a request to the API of a dashboard without keys.
 ///
 /// # Errors
 /// The request may come from a page of another site.
 pub fn check_local_request(method: &Method, headers: &HeaderMap) -> Result<(), ApiError> {
+    check_site(method, headers)?;
+    if *method == Method::GET || *method == Method::HEAD {
+        return Ok(());
+    }
+    let content_type = text(headers, &header::CONTENT_TYPE).unwrap_or_default();
+    let essence = content_type.split(';').next().unwrap_or_default().trim();
+    if essence.eq_ignore_ascii_case("application/json") {
+        Ok(())
+    } else {
+        Err(ApiError::forbidden("send `Content-Type: application/json`"))
+    }
+}
+
+/// As [`check_local_request`], for an API whose clients may send bodies of any type.
+///
+/// # Errors
+/// The request comes from a page of another site, as far as its browser tells.
+pub fn check_site(method: &Method, headers: &HeaderMap) -> Result<(), ApiError> {
     let host = text(headers, &header::HOST).unwrap_or_default();
     if !is_this_machine(host) {
         return Err(ApiError::forbidden(
@@ -28,11 +46,6 @@ pub fn check_local_request(method: &Method, headers: &HeaderMap) -> Result<(), A
     }
     if *method == Method::GET || *method == Method::HEAD {
         return Ok(());
-    }
-    let content_type = text(headers, &header::CONTENT_TYPE).unwrap_or_default();
-    let essence = content_type.split(';').next().unwrap_or_default().trim();
-    if !essence.eq_ignore_ascii_case("application/json") {
-        return Err(ApiError::forbidden("send `Content-Type: application/json`"));
     }
     let is_other_site =
         headers.contains_key(SEC_FETCH_SITE) && !matches!(text(headers, &SEC_FETCH_SITE), Some("same-origin" | "none"));

@@ -23,7 +23,7 @@ mod source;
 mod view;
 
 pub use error::ApiError;
-pub use guard::check_local_request;
+pub use guard::{check_local_request, check_site};
 pub use hub::Hub;
 pub use page::show_page;
 pub use requests::{ExtendRequest, PAGE_MAX, ROWS_MAX, routes};

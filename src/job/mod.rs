@@ -47,6 +47,7 @@ use std::path::PathBuf;
 
 pub use file::JobFile;
 pub use generate::Generate;
+pub(crate) use openai::whole_number;
 pub use parameters::Parameters;
 pub use prompt::{PromptPreview, RenderSetup, RenderedRow, Renderer};
 pub use spec::Job;

@@ -501,6 +501,17 @@ fn replace_if_some<T>(slot: &mut Option<T>, value: Option<T>) {
     }
 }
 
+/// A whole number; `100.0` is one, too.
+pub(crate) fn whole_number(value: &Value) -> Option<i64> {
+    let float = || {
+        value
+            .as_f64()
+            .filter(|v| v.fract() == 0.0 && v.abs() < 9e15)
+            .map(|v| v as i64)
+    };
+    value.as_i64().or_else(float)
+}
+
 /// Typed access to a body; null counts as missing.
 struct Fields<'a>(&'a Map<String, Value>);
 
@@ -511,11 +522,7 @@ impl Fields<'_> {
 
     fn integer(&self, name: &str) -> Result<Option<i64>, String> {
         let Some(value) = self.get(name) else { return Ok(None) };
-        let float = value
-            .as_f64()
-            .filter(|v| v.fract() == 0.0 && v.abs() < 9e15)
-            .map(|v| v as i64);
-        match value.as_i64().or(float) {
+        match whole_number(value) {
             Some(integer) => Ok(Some(integer)),
             None => Err(format!("`{name}` is {value}, not a whole number")),
         }

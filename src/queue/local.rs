@@ -125,6 +125,13 @@ impl LocalQueue {
         state.queued.values().map(VecDeque::len).sum::<usize>() + state.delivered.len()
     }
 
+    /// Whether messages of this job, queued or delivered, are not acknowledged.
+    pub fn has_any_of(&self, output: &str) -> bool {
+        let state = self.shared.state();
+        let mut delivered = state.delivered.values();
+        state.queued.contains_key(output) || delivered.any(|delivered| delivered.message.output == output)
+    }
+
     fn try_receive(&self) -> Option<Delivery> {
         let mut state = self.shared.state();
         let mut queued = state.pop()?;
@@ -239,8 +246,10 @@ mod tests {
         assert_eq!(order, ["large1", "small0", "large2", "small1", "large3"]);
         queue.send([message("small", 2), message("large", 4)]);
         queue.give_back(&first).await.unwrap();
+        assert!(queue.has_any_of("small") && queue.has_any_of("large") && !queue.has_any_of("other"));
         assert_eq!(queue.unacknowledged(), 3);
         let order = [(); 3].map(|()| received(&queue).unwrap().1);
         assert_eq!(order, ["large0", "small2", "large4"], "what was given back comes next");
+        assert!(queue.has_any_of("small"), "it is delivered");
     }
 }

@@ -49,8 +49,8 @@ pub(super) struct BatchRequest {
     input_file_id: String,
     #[schemars(extend("enum" = ENDPOINTS))]
     endpoint: String,
-    /// A time up to 30 days.
-    #[schemars(regex(pattern = "^[1-9][0-9]{0,1}[smhd]$"))]
+    /// A time up to 30 days, such as `24h` or `1h30m`.
+    #[schemars(regex(pattern = "^([1-9][0-9]{0,6}[smhd])+$"))]
     completion_window: String,
     metadata: Option<Map<String, Value>>,
     output_expires_after: Option<ExpiresAfter>,

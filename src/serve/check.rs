@@ -13,6 +13,7 @@ use super::split::InputSplit;
 use crate::dataset::lines::cutter::{LINE_BYTES_MAX, LineCutter, Piece, is_blank, lines_of};
 use crate::dataset::store::location::Location;
 use crate::error_line::short_line;
+use crate::job::whole_number;
 
 /// Maximum number of requests in a batch. The check takes about 60 bytes of memory for each.
 const REQUESTS_MAX: u64 = 1_000_000;
@@ -111,7 +112,8 @@ struct Checker<'a> {
     errors: Vec<BatchError>,
     line_error: Option<BatchError>,
     split: Option<InputSplit>,
-    /// Whether the input has more requests than a batch may have.
+    requests_max: u64,
+    /// Whether the input has more requests than that.
     has_too_many: bool,
 }
 
@@ -130,6 +132,7 @@ impl<'a> Checker<'a> {
             errors: Vec::new(),
             line_error: None,
             split: None,
+            requests_max: REQUESTS_MAX,
             has_too_many: false,
         }
     }
@@ -144,7 +147,7 @@ impl<'a> Checker<'a> {
             Piece::Lines { bytes, .. } => {
                 for (_, line) in lines_of(bytes) {
                     self.line += 1;
-                    if !is_blank(line) && !self.is_full() {
+                    if !is_blank(line) && !self.is_full() && self.has_room() {
                         let custom_id = self.request(line);
                         self.end_line(line, custom_id);
                     }
@@ -152,11 +155,31 @@ impl<'a> Checker<'a> {
             }
             Piece::TooLong { lines, .. } => {
                 self.line += lines;
+                if self.is_full() || !self.has_room() {
+                    return;
+                }
                 let message = format!("the line is longer than {LINE_BYTES_MAX} bytes");
                 self.error("invalid_json_line", message, None);
                 self.end_line(&[], None);
             }
         }
+    }
+
+    /// Whether the batch may have a further line. Broken lines count: each makes a line of results.
+    fn has_room(&mut self) -> bool {
+        self.has_too_many = self.requests >= self.requests_max;
+        if self.has_too_many {
+            let message = format!(
+                "the file has more than the {} requests that a batch may have",
+                self.requests_max
+            );
+            if self.split.is_some() {
+                // The errors before it are of lines that the batch may have.
+                self.errors.clear();
+            }
+            self.error("too_many_tasks", message, None);
+        }
+        !self.has_too_many
     }
 
     /// Notes an error of the current line.
@@ -188,12 +211,6 @@ impl<'a> Checker<'a> {
     /// Checks a line, and returns its `custom_id` if that is a text.
     fn request(&mut self, line: &[u8]) -> Option<String> {
         let mut fields = self.fields(line)?;
-        if self.lines_of_ids.len() as u64 >= REQUESTS_MAX {
-            let message = format!("the file has more than the {REQUESTS_MAX} requests that a batch may have");
-            self.error("too_many_tasks", message, None);
-            self.has_too_many = true;
-            return None;
-        }
         self.custom_id(&fields);
         self.method_and_url(&fields);
         match fields.get("body") {
@@ -274,8 +291,7 @@ impl<'a> Checker<'a> {
         // A number that no batch can have is the error of its rows.
         let samples = match body.get("n") {
             None | Some(Value::Null) => 1,
-            Some(n) => n
-                .as_u64()
+            Some(n) => whole_number(n)
                 .and_then(|n| u32::try_from(n).ok())
                 .unwrap_or(1)
                 .clamp(1, SAMPLES_MAX),
@@ -352,11 +368,15 @@ fn request_tokens(body: &Map<String, Value>, answer_tokens: u32, samples: u32) -
         .iter()
         .filter_map(|name| body.get(*name))
         .map(prompt_tokens);
-    let stated = ANSWER_FIELDS.iter().find_map(|name| body.get(*name)?.as_u64());
+    let stated = ANSWER_FIELDS.iter().find_map(|name| tokens_stated(body.get(*name)?));
     let answer = stated.unwrap_or(answer_tokens.into());
     prompt
         .sum::<u64>()
         .saturating_add(answer.saturating_mul(samples.into()))
+}
+
+fn tokens_stated(value: &Value) -> Option<u64> {
+    value.as_u64().or_else(|| u64::try_from(whole_number(value)?).ok())
 }
 
 /// Estimated tokens of what a model reads. A number is a token's id.
@@ -388,8 +408,13 @@ mod tests {
     }
 
     fn check(text: &str) -> Result<InputSummary, Vec<BatchError>> {
+        check_limited(text, REQUESTS_MAX)
+    }
+
+    fn check_limited(text: &str, requests_max: u64) -> Result<InputSummary, Vec<BatchError>> {
         let answer_tokens = |model: &str| (model == "demo").then_some(100);
         let mut checker = Checker::new(CHAT, &answer_tokens);
+        checker.requests_max = requests_max;
         let (mut cutter, mut pieces) = (LineCutter::new(0), Vec::new());
         cutter.push(text.as_bytes(), &mut pieces);
         cutter.finish(&mut pieces);
@@ -429,6 +454,10 @@ mod tests {
         // 9 bytes of text are 3 tokens, and the role is 1.
         let messages = json!([{"role": "user", "content": "123456789"}]);
         assert_eq!(tokens(json!({"messages": messages, "max_tokens": 7})), 11);
+        assert_eq!(
+            tokens(json!({"max_completion_tokens": 5000.0, "max_tokens": 1, "n": 2.0})),
+            10_000
+        );
         let parts = json!([{"role": "user", "content": [{"type": "text", "text": "12345"}]}]);
         assert_eq!(tokens(json!({"messages": parts, "max_tokens": 0})), 4);
         let both = json!({"prompt": [5, 6, 7], "max_tokens": 9, "max_completion_tokens": 2, "n": 10});
@@ -436,6 +465,16 @@ mod tests {
         assert_eq!(tokens(json!({"max_tokens": u64::MAX, "n": 2, "prompt": "x"})), u64::MAX);
         let two = format!("{}\n{}", line("a", "demo"), line("b", "demo"));
         assert_eq!(check(&two).unwrap().tokens, 200);
+    }
+
+    #[test]
+    fn broken_lines_count_as_requests() {
+        let text = format!("{}\nx\n\n{}\nx\n", line("a", "demo"), line("b", "demo"));
+        assert_eq!(check_limited(&text, 5).unwrap_err().len(), 2);
+        let errors = check_limited(&text, 3).unwrap_err();
+        let last = errors.last().unwrap();
+        assert_eq!((last.code.as_str(), last.line), ("too_many_tasks", Some(5)));
+        assert_eq!(check_limited(&format!("{text}x\nx\n"), 3).unwrap_err(), errors);
     }
 
     #[test]

@@ -8,9 +8,9 @@ use chrono::{DateTime, TimeDelta, Utc};
 
 use super::id;
 use super::keys::Tenant;
-use super::record::{FileRecord, ResultsOf};
+use super::record::FileRecord;
 use super::records::{BatchKey, DueMark};
-use super::service::Service;
+use super::service::{Service, now};
 use crate::error_line::one_line;
 use crate::ledger::LedgerError;
 
@@ -18,20 +18,25 @@ use crate::ledger::LedgerError;
 pub(super) const ABANDONED_SECONDS: i64 = 2 * 86_400;
 /// How long a repeated request with an `Idempotency-Key` is recognized.
 const CREATION_AGE_MAX: TimeDelta = TimeDelta::days(1);
-/// Maximum number of marks that are handled per sweep and tenant. The rest is handled by the next one.
-const MARKS_MAX: usize = 1_000;
+/// Number of marks that are listed at once.
+const MARKS_PAGE: usize = 1_000;
 
 type Result<T, E = LedgerError> = std::result::Result<T, E>;
 
 /// Removes what is due at `now`. What cannot be read is logged, and stays.
 pub(super) async fn sweep(service: &Service, now: DateTime<Utc>) -> Result<()> {
     for tenant in service.keys.tenants() {
-        for mark in service.records.due(&tenant, now.timestamp(), MARKS_MAX).await? {
-            match sweep_one(service, &tenant, &mark, now.timestamp()).await {
-                Ok(true) => service.records.forget_due(&mark).await?,
-                Ok(false) => {}
-                Err(error @ LedgerError::Retryable { .. }) => return Err(error),
-                Err(error) => tracing::error!("`{}` cannot be removed: {}", mark.id, one_line(&error.into())),
+        let mut last: Option<DueMark> = None;
+        loop {
+            let marks = service.records.due(&tenant, now.timestamp(), last.as_ref(), MARKS_PAGE);
+            let marks = marks.await?;
+            let is_last_page = marks.len() < MARKS_PAGE;
+            for mark in &marks {
+                sweep_mark(service, &tenant, mark, now.timestamp()).await?;
+            }
+            last = marks.into_iter().next_back();
+            if is_last_page {
+                break;
             }
         }
         service
@@ -42,10 +47,24 @@ pub(super) async fn sweep(service: &Service, now: DateTime<Utc>) -> Result<()> {
     Ok(())
 }
 
+async fn sweep_mark(service: &Service, tenant: &Tenant, mark: &DueMark, now: i64) -> Result<()> {
+    match sweep_one(service, tenant, mark, now).await {
+        Ok(true) => service.records.forget_due(mark).await?,
+        Ok(false) => {}
+        Err(error @ LedgerError::Retryable { .. }) => return Err(error),
+        Err(error) => tracing::error!("`{}` cannot be removed: {}", mark.id, one_line(&error.into())),
+    }
+    Ok(())
+}
+
 /// Returns whether the mark is done with.
 async fn sweep_one(service: &Service, tenant: &Tenant, mark: &DueMark, now: i64) -> Result<bool> {
     if id::is_id(id::UPLOAD, &mark.id) {
         service.records.delete_upload(tenant, &mark.id).await?;
+        return Ok(true);
+    }
+    if id::is_id(id::BATCH, &mark.id) {
+        remove_job(service, &BatchKey::new(tenant, mark.id.as_str())).await?;
         return Ok(true);
     }
     match service.records.file(tenant, &mark.id).await? {
@@ -65,26 +84,31 @@ async fn sweep_one(service: &Service, tenant: &Tenant, mark: &DueMark, now: i64)
 
 /// Removes a file. When both files of results of a batch are gone, its job goes, too.
 pub(super) async fn remove_file(service: &Service, tenant: &Tenant, file: &FileRecord) -> Result<()> {
+    // Without its record, only this mark knows of what the process leaves if it dies here.
+    let left = file.results.as_ref().map_or(&file.id, |results| &results.batch);
+    let mark = service.records.note_due(tenant, now(), left).await?;
     // The record first, so that no client sees a file without content.
     service.records.delete_file_record(tenant, &file.id).await?;
     match &file.results {
-        None => service.records.delete_content(tenant, &file.id).await,
-        Some(results) => remove_job(service, tenant, results).await,
+        None => service.records.delete_content(tenant, &file.id).await?,
+        Some(results) => remove_job(service, &BatchKey::new(tenant, results.batch.as_str())).await?,
     }
+    service.records.forget_due(&mark).await
 }
 
-async fn remove_job(service: &Service, tenant: &Tenant, results: &ResultsOf) -> Result<()> {
-    let key = BatchKey::new(tenant, results.batch.as_str());
-    let stages = service.records.stages(&key).await?;
-    let (Some(counted), Some(_)) = (stages.results, stages.ended) else {
+/// Removes the job of a batch that has ended, unless it has a file of results left.
+async fn remove_job(service: &Service, key: &BatchKey) -> Result<()> {
+    let stages = service.records.stages(key).await?;
+    if stages.ended.is_none() {
         return Ok(());
-    };
-    for file in [counted.output, counted.errors].into_iter().flatten() {
-        if service.records.file(tenant, &file.id).await?.is_some() {
+    }
+    let files = stages.results.map(|counted| [counted.output, counted.errors]);
+    for file in files.into_iter().flatten().flatten() {
+        if service.records.file(&key.tenant, &file.id).await?.is_some() {
             return Ok(());
         }
     }
-    service.records.delete_work(&key).await
+    service.records.delete_work(key).await
 }
 
 /// The unfinished batch that reads this file, if any.
@@ -112,8 +136,8 @@ mod tests {
     use super::super::keys::Keys;
     use super::super::metrics::ServeMetrics;
     use super::super::record::{
-        BatchRecord, Creation, EndStatus, EndedBatch, InvalidLines, Results, ResultsFile, ResultsKind, UploadRecord,
-        Usage,
+        BatchRecord, Creation, EndStatus, EndedBatch, InvalidLines, Results, ResultsFile, ResultsKind, ResultsOf,
+        UploadRecord, Usage,
     };
     use super::super::webhooks::Webhooks;
     use super::*;
@@ -158,7 +182,7 @@ mod tests {
     }
 
     async fn marks(service: &Service, tenant: &Tenant) -> usize {
-        service.records.due(tenant, i64::MAX, 99).await.unwrap().len()
+        service.records.due(tenant, i64::MAX, None, 99).await.unwrap().len()
     }
 
     #[tokio::test]
@@ -280,9 +304,57 @@ mod tests {
         }
         remove_file(&service, &tenant, &files[0]).await.unwrap();
         assert!(exists(&part).await, "the other file needs it");
-        sweep(&service, at(100)).await.unwrap();
+        // A sweep that broke off after it removed the record: the batch has a mark.
+        service.records.note_due(&tenant, 99, &key.id).await.unwrap();
+        sweep(&service, at(99)).await.unwrap();
+        assert!(exists(&part).await, "the other file still needs it");
+        service.records.note_due(&tenant, 99, &key.id).await.unwrap();
+        service.records.delete_file_record(&tenant, &ids[1]).await.unwrap();
+        sweep(&service, at(99)).await.unwrap();
         assert!(!exists(&part).await);
         assert!(service.records.stages(&key).await.unwrap().ended.is_some());
+    }
+
+    #[tokio::test]
+    async fn what_a_broken_off_removal_leaves_is_removed_later() {
+        let folder = tempfile::tempdir().unwrap();
+        let root = Location::parse(&folder.path().display().to_string(), std::path::Path::new("/")).unwrap();
+        let metrics = ServeMetrics::new(None).unwrap();
+        let service = Service::open(root, Vec::new(), Keys::Open, Webhooks::default(), metrics);
+        let service = service.await.unwrap();
+        let tenant = Tenant::new("default").unwrap();
+        let id = id::new_id(id::FILE).unwrap();
+        let file = service.create_file(&tenant, file(&id, None, None)).await.unwrap();
+        // A folder in the place of the content: it cannot be deleted.
+        let place = folder
+            .path()
+            .join("tenants/default/content")
+            .join(format!("{id}.jsonl"));
+        std::fs::create_dir_all(place.join("x")).unwrap();
+        remove_file(&service, &tenant, &file).await.unwrap_err();
+        assert!(service.records.file(&tenant, &id).await.unwrap().is_none());
+        std::fs::remove_dir_all(&place).unwrap();
+        std::fs::write(&place, "x").unwrap();
+        sweep(&service, Utc::now()).await.unwrap();
+        assert!(!place.exists());
+        assert_eq!(marks(&service, &tenant).await, 0);
+    }
+
+    #[tokio::test]
+    async fn more_marks_than_a_page_are_handled_in_one_sweep() {
+        let (service, _, tenant) = service().await;
+        for number in 0..=MARKS_PAGE {
+            let id = id::new_id(id::FILE).unwrap();
+            // The first ones stay: their records are damaged.
+            if number < MARKS_PAGE {
+                let place = format!("tenants/default/files/{id}.json");
+                service.records.store.create(&place, "x".into()).await.unwrap();
+            }
+            service.records.note_due(&tenant, number as i64, &id).await.unwrap();
+        }
+        sweep(&service, at(2_000)).await.unwrap();
+        let left = service.records.due(&tenant, i64::MAX, None, 9_999).await.unwrap();
+        assert_eq!(left.len(), MARKS_PAGE);
     }
 
     #[tokio::test]

@@ -45,7 +45,7 @@ pub(super) async fn upload(
     Extension(tenant): Extension<Tenant>,
     mut form: Form,
 ) -> ApiResult<Json<FileView>> {
-    let _slot = service.uploads.try_acquire().map_err(|_| ApiError::busy())?;
+    let _slot = service.upload_slot().ok_or_else(ApiError::busy)?;
     let id = id::new_id(id::FILE)?;
     let content = service.records.content(&tenant, &id);
     // A process that dies while it receives leaves content that only this mark knows.
@@ -183,7 +183,9 @@ pub(super) async fn content(
         let body = Body::from_stream(found.map_err(store_error)?.into_stream());
         return Ok(download(range, file.bytes, body));
     };
-    let reading = ResultsFile::open(&service, &tenant, &file, results).await?;
+    let Some(reading) = ResultsFile::open(&service, &tenant, &file, results).await? else {
+        return Ok(download(wanted(range, 0), 0, Body::empty()));
+    };
     let bytes = reading.bytes().await?;
     let range = wanted(range, bytes);
     let (start, end) = match range {
@@ -229,18 +231,22 @@ struct ResultsFile {
 }
 
 impl ResultsFile {
+    /// `None`: the batch has not begun, so there is nothing in the file yet.
     async fn open(
         service: &Service,
         tenant: &Tenant,
         file: &FileRecord,
         results: &ResultsOf,
-    ) -> ApiResult<ResultsFile> {
+    ) -> ApiResult<Option<ResultsFile>> {
         let key = BatchKey::new(tenant, results.batch.as_str());
         let stages = service.records.stages(&key).await?;
         let batch = service.records.batch(&key).await?.ok_or_else(ApiError::internal)?;
         let Some(ledger) = service.records.ledger(&key).await? else {
-            // The job is about to begin, or somebody has removed its output to free the space.
-            return Err(ApiError::not_found("file", &file.id));
+            return match stages.ended {
+                None => Ok(None),
+                // Somebody has removed the job's output to free the space.
+                Some(_) => Err(ApiError::not_found("file", &file.id)),
+            };
         };
         let checked = stages.checked.ok_or_else(ApiError::internal)?;
         if let Some(counted) = &stages.results
@@ -254,7 +260,7 @@ impl ResultsFile {
             return Err(ApiError::internal());
         }
         let has_refused = results.kind == ResultsKind::Errors && checked.refused.is_some();
-        Ok(ResultsFile {
+        Ok(Some(ResultsFile {
             kind: results.kind,
             ledger,
             output: service.records.output(&key),
@@ -264,7 +270,7 @@ impl ResultsFile {
                 endpoint: batch.endpoint,
             },
             counted: stages.results,
-        })
+        }))
     }
 
     /// The size. That of a file that still grows is counted.
@@ -344,6 +350,103 @@ pub(super) async fn delete(
         );
         return Err(ApiError::conflict(message));
     }
+    if let Some(results) = &file.results
+        && service
+            .records
+            .end_of(&BatchKey::new(&tenant, results.batch.as_str()))
+            .await?
+            .is_none()
+    {
+        let message = format!(
+            "batch `{}` still writes the file: cancel it first, or wait for its end",
+            results.batch
+        );
+        return Err(ApiError::conflict(message));
+    }
     remove_file(&service, &tenant, &file).await?;
     Ok(Json(DeletedView::file(id)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::keys::Keys;
+    use super::super::metrics::ServeMetrics;
+    use super::super::records::tests::{batch, root};
+    use super::super::webhooks::Webhooks;
+    use super::*;
+
+    async fn service() -> (State<Arc<Service>>, Extension<Tenant>) {
+        let metrics = ServeMetrics::new(None).unwrap();
+        let service = Service::open(root(), Vec::new(), Keys::Open, Webhooks::default(), metrics);
+        (
+            State(Arc::new(service.await.unwrap())),
+            Extension(Tenant::new("default").unwrap()),
+        )
+    }
+
+    fn file(expires_at: Option<i64>, results: Option<ResultsOf>) -> FileRecord {
+        FileRecord {
+            id: id::new_id(id::FILE).unwrap(),
+            created_at: 1,
+            expires_at,
+            bytes: 1,
+            filename: "x".into(),
+            purpose: "batch".into(),
+            results,
+        }
+    }
+
+    fn status<T>(answer: ApiResult<T>) -> u16 {
+        answer.map_or_else(|error| error.into_response().status().as_u16(), |_| 200)
+    }
+
+    #[tokio::test]
+    async fn an_expired_file_is_gone_for_clients() {
+        let (service, tenant) = service().await;
+        let (old, new) = (file(Some(100), None), file(Some(now() + 100), None));
+        for file in [&old, &new] {
+            service.create_file(&tenant, file.clone()).await.unwrap();
+            let place = service.records.content(&tenant, &file.id);
+            place.store.put(&place.path, "x".into()).await.unwrap();
+        }
+        let Json(listed) = list(service.clone(), tenant.clone(), RawQuery::default())
+            .await
+            .unwrap();
+        let listed = serde_json::to_value(listed).unwrap();
+        assert_eq!(listed["data"].as_array().unwrap().len(), 1, "{listed}");
+        assert_eq!(listed["data"][0]["id"], new.id.as_str());
+        let read =
+            async |id: &String| content(service.clone(), tenant.clone(), PathId(id.clone()), HeaderMap::new()).await;
+        assert_eq!((status(read(&old.id).await), status(read(&new.id).await)), (404, 200));
+        let (old, new) = (file(Some(100), None), new);
+        service.create_file(&tenant, old.clone()).await.unwrap();
+        let seen = async |id: &String| get(service.clone(), tenant.clone(), PathId(id.clone())).await;
+        assert_eq!((status(seen(&old.id).await), status(seen(&new.id).await)), (404, 200));
+        assert!(service.records.file(&tenant, &old.id).await.unwrap().is_none());
+    }
+
+    #[tokio::test]
+    async fn the_files_of_a_batch_that_waits_are_empty_and_stay() {
+        let (service, tenant) = service().await;
+        let key = BatchKey::new(&tenant, id::new_id(id::BATCH).unwrap());
+        service.records.create_batch(&key, batch(&key.id)).await.unwrap();
+        let kind = ResultsKind::Output;
+        let early = file(
+            None,
+            Some(ResultsOf {
+                batch: key.id.clone(),
+                kind,
+            }),
+        );
+        service.create_file(&tenant, early.clone()).await.unwrap();
+        let answer = content(
+            service.clone(),
+            tenant.clone(),
+            PathId(early.id.clone()),
+            HeaderMap::new(),
+        );
+        assert_eq!(answer.await.unwrap().headers()[header::CONTENT_LENGTH], "0");
+        let deleted = delete(service.clone(), tenant.clone(), PathId(early.id.clone())).await;
+        assert_eq!(status(deleted), 409);
+    }
 }

@@ -64,6 +64,15 @@ pub(super) fn is_id(prefix: &str, text: &str) -> bool {
     })
 }
 
+/// The time at which an id was made, in seconds since 1970.
+pub(super) fn seconds_of(id: &str) -> Option<i64> {
+    let text = id.get(id.len().checked_sub(ID_CHARS)?..)?.to_ascii_uppercase();
+    let bytes = BASE32HEX_NOPAD.decode(text.as_bytes()).ok()?;
+    let mut time = [0xff; 8];
+    time[8 - TIME_BYTES..].copy_from_slice(bytes.get(..TIME_BYTES)?);
+    i64::try_from((u64::MAX - u64::from_be_bytes(time)) / 1_000).ok()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -89,6 +98,8 @@ mod tests {
         ];
         let ids: Vec<String> = times.iter().map(|&at| id_at(FILE, at).unwrap()).collect();
         assert!(ids.windows(2).all(|pair| pair[1] < pair[0]), "{ids:?}");
+        let seconds: Vec<_> = ids.iter().filter_map(|id| seconds_of(id)).collect();
+        assert_eq!(seconds, times.map(|at| at / 1_000));
         assert_ne!(new_id(BATCH).unwrap(), new_id(BATCH).unwrap());
     }
 

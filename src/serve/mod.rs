@@ -59,7 +59,7 @@ use service::Service;
 use traces::RequestSpan;
 use view::{ListView, ModelView};
 
-use crate::dashboard::{self, Hub, check_local_request, show_page};
+use crate::dashboard::{self, Hub, check_local_request, check_site, show_page};
 use crate::worker::metrics::text_response;
 
 /// Whether `text` has the form of a batch's id.
@@ -76,7 +76,7 @@ pub fn dashboard_hub(service: Arc<Service>, shows_prompts: bool) -> Arc<Hub> {
 
 /// The service's endpoints.
 pub fn router(service: Arc<Service>, dashboard: Arc<Hub>) -> Router {
-    let jobs = dashboard::routes(dashboard).layer(middleware::from_fn_with_state(service.clone(), protect));
+    let jobs = dashboard::routes(dashboard).layer(middleware::from_fn_with_state(service.clone(), protect_jobs));
     let api = Router::new()
         .route("/v1/files", get(files::list).post(files::upload))
         .route("/v1/files/{id}", get(files::get).delete(files::delete))
@@ -93,6 +93,7 @@ pub fn router(service: Arc<Service>, dashboard: Arc<Hub>) -> Router {
         .merge(jobs)
         // The handlers limit their bodies themselves.
         .layer(DefaultBodyLimit::disable())
+        .layer(middleware::from_fn_with_state(service.clone(), protect))
         .layer(middleware::from_fn_with_state(service.clone(), authenticate));
     Router::new()
         .route("/", get(show_page))
@@ -127,8 +128,18 @@ async fn authenticate(State(service): State<Arc<Service>>, mut request: Request,
     next.run(request).await
 }
 
-/// Without keys, keeps pages of other sites in a browser on this machine from the dashboard's API.
+/// Without keys, keeps pages of other sites in a browser on this machine from the API.
 async fn protect(State(service): State<Arc<Service>>, request: Request, next: Next) -> Response {
+    if matches!(service.keys, Keys::Open)
+        && let Err(refusal) = check_site(request.method(), request.headers())
+    {
+        return refusal.into_response();
+    }
+    next.run(request).await
+}
+
+/// As [`protect`], for the dashboard's part of the API.
+async fn protect_jobs(State(service): State<Arc<Service>>, request: Request, next: Next) -> Response {
     if matches!(service.keys, Keys::Open)
         && let Err(refusal) = check_local_request(request.method(), request.headers())
     {

@@ -165,6 +165,8 @@ impl Records {
 #[cfg(test)]
 mod tests {
     use super::super::id;
+    use super::super::keys::Keys;
+    use super::super::metrics::ServeMetrics;
     use super::super::record::{EndStatus, EndedBatch, RefusedLines};
     use super::super::records::tests::{batch, root};
     use super::*;
@@ -218,6 +220,24 @@ mod tests {
         let record = root.join(&format!("tenants/a/batches/{}.json", lost.id));
         root.store.delete(&record.path).await.unwrap();
         assert_eq!((count(3).await, count(9).await), (2, 3));
+    }
+
+    #[tokio::test]
+    async fn requests_at_once_stay_within_the_limits() {
+        let text = "keys:\n- {tenant: a, sha256: 2c26b46b68ffc68ff99b453c1d30413413422d706483bfa0f98a5e886266e7ae, max_open_batches: 3, max_queued_requests: 25}\n";
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), text).unwrap();
+        let keys = Keys::load(file.path()).unwrap();
+        let metrics = ServeMetrics::new(None).unwrap();
+        let service = Service::open(root(), Vec::new(), keys, Default::default(), metrics);
+        let service = service.await.unwrap();
+        let new: Vec<BatchKey> = (0..10).map(|_| new_key("a")).collect();
+        let opened = futures::future::join_all(new.iter().map(|key| service.open_batch(key, batch(&key.id)))).await;
+        assert_eq!(opened.iter().filter(|opened| opened.is_ok()).count(), 3);
+        let open = service.records.open_batches().await.unwrap();
+        let entered = futures::future::join_all(open.iter().map(|key| service.enter_queue(key, checked(10, 1)))).await;
+        let allowed = entered.into_iter().filter(|entered| matches!(entered, Ok(Ok(_))));
+        assert_eq!(allowed.count(), 2);
     }
 
     #[test]

@@ -38,12 +38,20 @@ pub(super) struct Stages {
     pub ended: Option<EndedBatch>,
 }
 
-/// Marks the time at which a file or an upload is looked at.
+/// Marks the time at which a file, an upload or the job of a batch is looked at.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct DueMark {
     key: String,
-    /// Of the file or upload.
+    /// Of the file, the upload or the batch.
     pub id: String,
+}
+
+/// A record after a try to create it.
+#[derive(Debug)]
+pub(super) enum Created<T> {
+    Ours(T),
+    /// Another process has created it before.
+    Theirs(T),
 }
 
 /// Names a batch among all tenants.
@@ -130,9 +138,15 @@ impl Records {
 
     /// Creates a record, unless there is one already. Returns the record that is there now.
     pub(super) async fn create<T: Serialize + DeserializeOwned>(&self, key: &str, record: T) -> Result<T> {
+        match self.try_create(key, record).await? {
+            Created::Ours(record) | Created::Theirs(record) => Ok(record),
+        }
+    }
+
+    async fn try_create<T: Serialize + DeserializeOwned>(&self, key: &str, record: T) -> Result<Created<T>> {
         match self.store.create(key, encode(&record)).await? {
-            CreateOutcome::Ours => Ok(record),
-            CreateOutcome::Theirs(bytes) => self.decode(key, &bytes),
+            CreateOutcome::Ours => Ok(Created::Ours(record)),
+            CreateOutcome::Theirs(bytes) => self.decode(key, &bytes).map(Created::Theirs),
         }
     }
 
@@ -184,7 +198,7 @@ impl Records {
         self.create(&key.record(), record).await
     }
 
-    /// The unfinished batches of all tenants.
+    /// The unfinished batches of all tenants, sorted.
     pub(super) async fn open_batches(&self) -> Result<Vec<BatchKey>> {
         self.marked_open("open").await
     }
@@ -203,7 +217,10 @@ impl Records {
             let id = parts.next().filter(|text| id::is_id(id::BATCH, text))?;
             Some(BatchKey::new(&tenant, id))
         };
-        Ok(listed.into_iter().filter_map(key_of).collect())
+        let mut keys: Vec<BatchKey> = listed.into_iter().filter_map(key_of).collect();
+        // The store sorts `a-b/` before `a/`.
+        keys.sort_unstable();
+        Ok(keys)
     }
 
     /// Removes the mark of a batch that has ended.
@@ -255,8 +272,8 @@ impl Records {
         self.create(&key.stage("results"), record).await
     }
 
-    pub(super) async fn ended(&self, key: &BatchKey, record: EndedBatch) -> Result<EndedBatch> {
-        self.create(&key.stage("ended"), record).await
+    pub(super) async fn ended(&self, key: &BatchKey, record: EndedBatch) -> Result<Created<EndedBatch>> {
+        self.try_create(&key.stage("ended"), record).await
     }
 
     pub(super) async fn create_upload(&self, tenant: &Tenant, record: UploadRecord) -> Result<UploadRecord> {
@@ -303,19 +320,30 @@ impl Records {
         Ok(())
     }
 
-    /// Marks a file or an upload, to be looked at once the time `at` has come.
-    pub(super) async fn note_due(&self, tenant: &Tenant, at: i64, id: &str) -> Result<()> {
-        let mark = format!("{}/{at:012}-{id}", due(tenant));
-        self.store.create(&mark, Bytes::from_static(b"{}")).await.map(drop)
+    /// Marks a file, an upload or the job of a batch, to be looked at once the time `at` has come.
+    pub(super) async fn note_due(&self, tenant: &Tenant, at: i64, id: &str) -> Result<DueMark> {
+        let key = format!("{}/{at:012}-{id}", due(tenant));
+        self.store.create(&key, Bytes::from_static(b"{}")).await?;
+        let id = id.to_string();
+        Ok(DueMark { key, id })
     }
 
-    /// Up to `limit` of the marks whose time has come, the oldest first.
-    pub(super) async fn due(&self, tenant: &Tenant, now: i64, limit: usize) -> Result<Vec<DueMark>> {
-        let listed = self.store.list_page(&due(tenant), None, limit).await?;
+    /// Up to `limit` of the marks after `last` whose time has come, the oldest first.
+    pub(super) async fn due(
+        &self,
+        tenant: &Tenant,
+        now: i64,
+        last: Option<&DueMark>,
+        limit: usize,
+    ) -> Result<Vec<DueMark>> {
+        let last = last.map(|mark| mark.key.as_str());
+        let listed = self.store.list_page(&due(tenant), last, limit).await?;
         let mark_of = |object: ListedObject| {
             let (at, id) = object.key.rsplit('/').next()?.split_once('-')?;
             let is_due = at.parse::<i64>().is_ok_and(|at| at <= now);
-            let is_known = id::is_id(id::FILE, id) || id::is_id(id::UPLOAD, id);
+            let is_known = [id::FILE, id::UPLOAD, id::BATCH]
+                .iter()
+                .any(|prefix| id::is_id(prefix, id));
             let id = id.to_string();
             (is_due && is_known).then_some(DueMark { key: object.key, id })
         };
@@ -483,9 +511,17 @@ pub(super) mod tests {
             status,
             errors: Vec::new(),
         };
-        let first = records.ended(&key, ended(1, EndStatus::Completed)).await.unwrap();
-        let second = records.ended(&key, ended(2, EndStatus::Cancelled)).await.unwrap();
-        assert_eq!(first, second);
+        let first = ended(1, EndStatus::Completed);
+        let created = records.ended(&key, first.clone()).await.unwrap();
+        assert!(
+            matches!(created, Created::Ours(ref record) if *record == first),
+            "{created:?}"
+        );
+        let created = records.ended(&key, ended(2, EndStatus::Cancelled)).await.unwrap();
+        assert!(
+            matches!(created, Created::Theirs(ref record) if *record == first),
+            "{created:?}"
+        );
         assert_eq!(records.stages(&key).await.unwrap().ended, Some(first));
     }
 

@@ -108,6 +108,7 @@ pub(super) struct PageSize {
 }
 
 /// The query parameters of a request, unread.
+#[cfg_attr(test, derive(Default))]
 pub(super) struct RawQuery(BTreeMap<String, String>);
 
 impl<S: Send + Sync> FromRequestParts<S> for RawQuery {

@@ -2,11 +2,11 @@
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use chrono::Utc;
-use tokio::sync::{Notify, Semaphore};
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
 
 use super::keys::{Keys, Tenant};
 use super::metrics::ServeMetrics;
@@ -22,7 +22,7 @@ use crate::ledger::LedgerError;
 /// How long the view of an unfinished batch is reused.
 const VIEW_AGE_MAX: Duration = Duration::from_secs(2);
 /// Maximum number of concurrent uploads; each takes up to 32 MiB.
-const UPLOADS_MAX: usize = 64;
+const UPLOADS_MAX: usize = 32;
 /// Maximum number of views in memory.
 const VIEWS_MAX: usize = 10_000;
 
@@ -42,7 +42,7 @@ pub struct Service {
     /// Whether batches can begin.
     is_ready: AtomicBool,
     /// Bounds the memory of concurrent uploads.
-    pub(super) uploads: Semaphore,
+    uploads: Arc<Semaphore>,
     pub(super) quota_locks: QuotaLocks,
     views: Mutex<HashMap<BatchKey, CachedView>>,
 }
@@ -75,7 +75,7 @@ impl Service {
             changed: Mutex::default(),
             has_changed: Notify::new(),
             is_ready: AtomicBool::new(false),
-            uploads: Semaphore::new(UPLOADS_MAX),
+            uploads: Arc::new(Semaphore::new(UPLOADS_MAX)),
             quota_locks: QuotaLocks::default(),
             views: Mutex::default(),
         })
@@ -93,6 +93,11 @@ impl Service {
 
     pub(super) fn model(&self, name: &str) -> Option<&ServedModel> {
         self.models.iter().find(|model| model.name == name)
+    }
+
+    /// The right to write a file to the store; `None`: too many are being written.
+    pub(super) fn upload_slot(&self) -> Option<OwnedSemaphorePermit> {
+        self.uploads.clone().try_acquire_owned().ok()
     }
 
     /// Creates the record of a file whose content is complete.

@@ -2,12 +2,13 @@
 
 use super::check::check_input;
 use super::driver::{BatchJob, BatchJobs, Moved, StartError};
+use super::expiry::ABANDONED_SECONDS;
 use super::id;
 use super::record::{
     BatchError, BatchRecord, CheckedInput, EndStatus, EndedBatch, FileRecord, InvalidLines, Results, ResultsFile,
     ResultsKind, ResultsOf,
 };
-use super::records::{BatchKey, Stages};
+use super::records::{BatchKey, Created, Stages};
 use super::results::{ResultReader, RowEnd, Served};
 use super::service::{Service, expiry, now};
 use super::split::InputSplit;
@@ -18,6 +19,9 @@ const WORKER_SECONDS: i64 = 20;
 /// Seconds after which such a job ends although its model is not on offer here: another process may
 /// offer it.
 const MODEL_SECONDS: i64 = 600;
+/// Seconds after which a mark of an unfinished batch without a record is dropped: whoever creates
+/// the batch writes the record at once, or has died.
+const RECORD_SECONDS: i64 = 3_600;
 /// The purpose of files of results.
 const RESULTS_PURPOSE: &str = "batch_output";
 
@@ -26,11 +30,20 @@ pub(super) async fn move_batch(service: &Service, jobs: &dyn BatchJobs, key: &Ba
     let records = &service.records;
     let Some(batch) = records.batch(key).await? else {
         // The process that creates the batch is between its mark and its record, or has died there.
+        if id::seconds_of(&key.id).is_some_and(|at| at + RECORD_SECONDS < now()) {
+            records.close_batch(key).await?;
+        }
         return Ok(Moved::Waits);
     };
     let stages = records.stages(key).await?;
     if let Some(ended) = &stages.ended {
-        stop_lost_job(service, key, &stages).await?;
+        if stages.results.is_none() {
+            stop_lost_job(service, key).await?;
+            // No file leads to what the batch has stored. A worker may still be at it.
+            records
+                .note_due(&key.tenant, ended.at + ABANDONED_SECONDS, &key.id)
+                .await?;
+        }
         close(service, key, ended).await?;
         return Ok(Moved::Ended);
     }
@@ -41,11 +54,9 @@ pub(super) async fn move_batch(service: &Service, jobs: &dyn BatchJobs, key: &Ba
     }
 }
 
-/// Stops the job of a batch that was cancelled while another process created the job.
-async fn stop_lost_job(service: &Service, key: &BatchKey, stages: &Stages) -> anyhow::Result<()> {
-    if stages.results.is_none()
-        && let Some(ledger) = service.records.ledger(key).await?
-    {
+/// Stops the job of a batch that has ended while another process created the job.
+async fn stop_lost_job(service: &Service, key: &BatchKey) -> anyhow::Result<()> {
+    if let Some(ledger) = service.records.ledger(key).await? {
         ledger.stop(StopWhy::Cancelled, false).await?;
     }
     Ok(())
@@ -186,10 +197,14 @@ async fn end(
         status,
         errors,
     };
-    let ended = service.records.ended(key, record).await?;
-    service.metrics.count_end(ended.status.name());
-    tracing::info!(batch = key.id, "batch {} is {}", key.id, ended.status.name());
-    Ok(ended)
+    match service.records.ended(key, record).await? {
+        Created::Ours(ended) => {
+            service.metrics.count_end(ended.status.name());
+            tracing::info!(batch = key.id, "batch {} is {}", key.id, ended.status.name());
+            Ok(ended)
+        }
+        Created::Theirs(ended) => Ok(ended),
+    }
 }
 
 /// Takes a batch that has ended from the unfinished ones. Its webhooks are owed from before, so
@@ -222,6 +237,10 @@ async fn move_job(
             service.records.results(key, results).await?
         }
     };
+    if service.records.end_of(key).await?.is_some() {
+        // Another process was faster, and a client may have deleted the files already.
+        return Ok(Moved::Changed);
+    }
     create_files(service, key, batch, &results).await?;
     let status = if results.cancelled > 0 {
         EndStatus::Cancelled
@@ -418,6 +437,76 @@ mod tests {
     use super::super::webhooks::Webhooks;
     use super::*;
     use crate::dataset::store::location::Location;
+
+    struct NoJobs;
+
+    #[async_trait::async_trait]
+    impl BatchJobs for NoJobs {
+        async fn start(&self, _: &BatchJob) -> Result<Ledger, StartError> {
+            Err(StartError::NotReady)
+        }
+
+        fn answer_tokens(&self, _: &crate::serve::models::ServedModel) -> u32 {
+            1
+        }
+
+        async fn reconcile(&self, _: &Ledger) -> anyhow::Result<()> {
+            Ok(())
+        }
+
+        async fn close(&self, _: &crate::serve::models::ServedModel, _: &Ledger) -> anyhow::Result<()> {
+            Ok(())
+        }
+    }
+
+    async fn service() -> Service {
+        let metrics = ServeMetrics::new(None).unwrap();
+        let root = super::super::records::tests::root();
+        let service = Service::open(root, Vec::new(), Keys::Open, Webhooks::default(), metrics);
+        service.await.unwrap()
+    }
+
+    fn new_key() -> BatchKey {
+        BatchKey::new(&Tenant::new("default").unwrap(), id::new_id(id::BATCH).unwrap())
+    }
+
+    #[tokio::test]
+    async fn a_batch_without_files_keeps_nothing_for_long() {
+        let (service, key) = (service().await, new_key());
+        service.records.create_batch(&key, batch(&key.id)).await.unwrap();
+        let refused = service.records.refused_lines(&key);
+        object_store::ObjectStoreExt::put(&refused.store, &refused.path, "x".into())
+            .await
+            .unwrap();
+        // Its window ended in 1970, and its input was never there.
+        while move_batch(&service, &NoJobs, &key).await.unwrap() != Moved::Ended {}
+        assert!(service.records.open_batches().await.unwrap().is_empty());
+        let sweep = async |seconds| {
+            let time = chrono::Utc::now() + chrono::TimeDelta::seconds(seconds);
+            super::super::expiry::sweep(&service, time).await.unwrap();
+            refused.read().await.is_ok()
+        };
+        assert!(sweep(ABANDONED_SECONDS - 60).await, "a worker may still be at it");
+        assert!(!sweep(ABANDONED_SECONDS).await);
+        assert_eq!(
+            service.records.end_of(&key).await.unwrap().unwrap().status,
+            EndStatus::Failed
+        );
+    }
+
+    #[tokio::test]
+    async fn a_mark_whose_creator_died_is_dropped_after_an_hour() {
+        let service = service().await;
+        let new = new_key();
+        let old = BatchKey::new(&new.tenant, "batch_vvvvvvvvv00000000000000000");
+        for key in [&new, &old] {
+            service.records.create_batch(key, batch(&key.id)).await.unwrap();
+            let record = format!("tenants/default/batches/{}.json", key.id);
+            service.records.store.delete(&record).await.unwrap();
+            assert_eq!(move_batch(&service, &NoJobs, key).await.unwrap(), Moved::Waits);
+        }
+        assert_eq!(service.records.open_batches().await.unwrap(), [new]);
+    }
 
     #[tokio::test]
     async fn webhooks_are_owed_before_a_batch_is_closed() {

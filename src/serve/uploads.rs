@@ -160,7 +160,7 @@ pub(super) async fn add_part(
             upload.id
         )));
     }
-    let _slot = service.uploads.try_acquire().map_err(|_| ApiError::busy())?;
+    let _slot = service.upload_slot().ok_or_else(ApiError::busy)?;
     let part = id::new_id(id::PART)?;
     let content = service.records.part(&tenant, &upload.id, &part);
     let received = async {
@@ -202,6 +202,7 @@ pub(super) async fn complete(
         let message = format!("`part_ids` holds up to {PARTS_MAX} ids of parts");
         return Err(ApiError::invalid_param("part_ids", message));
     }
+    let slot = service.upload_slot().ok_or_else(ApiError::busy)?;
     let end = match service.records.upload_end(&tenant, &upload.id).await? {
         Some(end) => end,
         None => {
@@ -226,7 +227,11 @@ pub(super) async fn complete(
         Some(record) => record,
         None => {
             // It goes on if the client disconnects, so that a repeated request finds the file.
-            let assembling = tokio::spawn(assemble(service, tenant, upload.clone(), file, end.at));
+            let assembling = assemble(service, tenant, upload.clone(), file, end.at);
+            let assembling = tokio::spawn(async move {
+                let _slot = slot;
+                assembling.await
+            });
             assembling.await.map_err(|_| ApiError::internal())??
         }
     };
@@ -282,16 +287,19 @@ async fn assemble(
     file: UploadedFile,
     created_at: i64,
 ) -> ApiResult<FileRecord> {
+    // A process that dies before the file has a record leaves content that only this mark knows.
+    let given_up_at = now() + ABANDONED_SECONDS;
+    service.records.note_due(&tenant, given_up_at, &file.id).await?;
     let mut writer = ContentWriter::begin(&service.records.content(&tenant, &file.id), FILE_BYTES_MAX).await?;
     for part in &file.parts {
         let location = service.records.part(&tenant, &upload.id, part);
         let copied = async {
-            let mut chunks = location
-                .store
-                .get(&location.path)
-                .await
-                .map_err(store_error)?
-                .into_stream();
+            let found = match location.store.get(&location.path).await {
+                // The file was made of it before, and was deleted since.
+                Err(object_store::Error::NotFound { .. }) => return Err(ApiError::not_found("file", &file.id)),
+                found => found.map_err(store_error)?,
+            };
+            let mut chunks = found.into_stream();
             while let Some(chunk) = chunks.try_next().await.map_err(store_error)? {
                 writer.write(chunk).await?;
             }

@@ -184,18 +184,22 @@ def cancelled(program):
         job = got(http, f"/v1/jobs/{failed.id}")
         assert job["state"] == "failed" and job["note"] and not job["actions"], job
         assert got(http, f"/v1/jobs/{failed.id}/rows")["data"] == []
-        refuse_other_sites(http, f"/v1/jobs/{failed.id}/cancel")
+        refuse_other_sites(http, f"/v1/jobs/{failed.id}/cancel", ["/v1/files", "/v1/batches"])
 
 
-def refuse_other_sites(http, path):
-    """Without keys, requests of pages of other sites are refused."""
+def refuse_other_sites(http, path, other_paths=()):
+    """Without keys, requests of pages of other sites are refused. `other_paths` take bodies of any type."""
     for host in ("evil.example", "evil.example:80", "10.0.0.1"):
         got(http, "/v1/jobs", 403, headers={"Host": host})
         posted(http, path, status=403, headers={"Host": host})
+        for other in other_paths:
+            got(http, other, 403, headers={"Host": host})
     for headers in (
         {"Origin": "http://evil.example"}, {"Origin": "null"}, {"Sec-Fetch-Site": "cross-site"}, {"Sec-Fetch-Site": "same-site"},
     ):
         posted(http, path, status=403, headers=headers)
+        for other in other_paths:
+            posted(http, other, status=403, headers=headers)
     for kind in ("text/plain", "application/x-www-form-urlencoded"):
         found = http.post(path, content="{}", headers={"Content-Type": kind})
         assert found.status_code == 403, found.text
@@ -267,11 +271,12 @@ def outputs(program):
         folder = pathlib.Path(folder)
         finished, going = job_file(folder, "finished", 40, long_rows=(3, 30)), job_file(folder, "going", 400)
         run_program(program, "run", finished, "--quiet", exits=(3,))
+        run_program(program, "run", job_file(folder, "reasons", 40, long_rows=(3, 30)), "--quiet", exits=(3,))
         run_program(program, "submit", going, "--no-enqueue")
         with dashboard(program, folder / "out") as url, client(url) as http:
             check_page(http)
             listed = got(http, "/v1/jobs")["data"]
-            assert sorted(job["name"] for job in listed) == ["finished", "going"], listed
+            assert sorted(job["name"] for job in listed) == ["finished", "going", "reasons"], listed
             times = [job["created_at"] for job in listed]
             assert times == sorted(times, reverse=True), times
             ids = {job["name"]: f"/v1/jobs/{job['id']}" for job in listed}
@@ -316,6 +321,12 @@ def outputs(program):
             job = posted(http, ids["finished"] + "/cancel")
             assert job["state"] == "cancelled" and job["actions"] == [], job
             posted(http, ids["finished"] + "/extend", {"usd": 99}, 409)
+        with dashboard(program, folder / "out/reasons", "--prompts", "false") as url, client(url) as http:
+            [job] = got(http, "/v1/jobs")["data"]
+            job = got(http, f"/v1/jobs/{job['id']}")
+            assert job["rows"]["errored"] == 2 and not job["detail"]["errors"], job
+            rows = got(http, f"/v1/jobs/{job['id']}/rows")["data"]
+            assert len(rows) == 2 and all(row["hidden"] and row["reason"] is None and row["prompt"] is None for row in rows), rows
         with dashboard(program, folder / "out/going", "--read-only", "--prompts", "false") as url, client(url) as http:
             [job] = got(http, "/v1/jobs")["data"]
             assert job["actions"] == [], job

@@ -797,7 +797,8 @@ def no_worker(program, args):
         until("it has begun", lambda: client.batches.retrieve(batches[0].id).status == "in_progress")
         client.batches.cancel(batches[0].id)
         for batch, status in zip(batches, ("cancelled", "expired")):
-            ended = wait(client, batch)
+            # Workers have 20 s.
+            ended = wait(client, batch, 60)
             assert ended.status == status, ended
             _, errors = check_answers(client, ended, lines)
             assert {line["error"]["code"] for line in errors} == {f"batch_{status}"}, errors[0]

@@ -1,6 +1,6 @@
 //! Hands the shards of batches to workers: through a broker, or in this process.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use tokio::sync::Mutex;
@@ -75,30 +75,23 @@ impl BrokerQueue {
 /// The queue of the worker in this process. It is lost with the process.
 pub(super) struct EmbeddedQueue {
     queue: LocalQueue,
-    /// Outputs of the jobs whose shards this process has enqueued.
-    enqueued: Mutex<HashSet<String>>,
 }
 
 impl EmbeddedQueue {
     pub(super) fn new(queue: LocalQueue) -> EmbeddedQueue {
-        EmbeddedQueue {
-            queue,
-            enqueued: Mutex::default(),
-        }
+        EmbeddedQueue { queue }
     }
 
     pub(super) async fn enqueue(&self, ledger: &Ledger) -> Result<(), Failure> {
         let shards = ledger.unfinished_shards().await?;
         self.queue.send(worker::messages(ledger, &shards));
-        self.enqueued.lock().await.insert(ledger.store().url().to_string());
         Ok(())
     }
 
-    /// Enqueues the shards of a job that this process does not know, or that the worker has set
-    /// aside: with an empty queue, nobody works on them.
+    /// Enqueues the shards of a job of which the queue has none: this process does not know it yet,
+    /// or the worker has set its shards aside.
     pub(super) async fn reconcile(&self, ledger: &Ledger) -> Result<(), Failure> {
-        let is_known = self.enqueued.lock().await.contains(ledger.store().url().as_str());
-        if is_known && self.queue.unacknowledged() > 0 {
+        if self.queue.has_any_of(ledger.store().url().as_str()) {
             return Ok(());
         }
         self.enqueue(ledger).await

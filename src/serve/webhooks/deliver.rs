@@ -103,8 +103,9 @@ impl Deliverer {
     async fn look(&mut self) {
         let mut waiting = BTreeMap::new();
         let service = self.service.clone();
-        for tenant in service.webhooks.tenants() {
-            let owed = match service.records.owed(tenant).await {
+        // A tenant may have no webhook any more, and events of those that it had.
+        for tenant in service.keys.tenants() {
+            let owed = match service.records.owed(&tenant).await {
                 Ok(owed) => owed,
                 Err(error) => {
                     tracing::warn!("the owed webhooks could not be listed: {}", one_line(&error.into()));

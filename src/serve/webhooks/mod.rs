@@ -20,7 +20,6 @@ use tokio::sync::Notify;
 
 use self::config::Webhook;
 use self::records::OwedKey;
-use super::keys::Tenant;
 use super::record::EndStatus;
 use super::records::{BatchKey, Records};
 use crate::ledger::LedgerError;
@@ -48,13 +47,5 @@ impl Webhooks {
     fn of(&self, key: &OwedKey) -> Option<&Arc<Webhook>> {
         let mut list = self.list.iter();
         list.find(|webhook| webhook.tenant == key.batch.tenant && webhook.id == key.webhook)
-    }
-
-    /// The tenants that have webhooks.
-    fn tenants(&self) -> Vec<&Tenant> {
-        let mut tenants: Vec<&Tenant> = self.list.iter().map(|webhook| &webhook.tenant).collect();
-        tenants.sort_unstable();
-        tenants.dedup();
-        tenants
     }
 }
