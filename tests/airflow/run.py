@@ -650,6 +650,8 @@ def main():
     parser.add_argument("--only", action="append", choices=[case.__name__ for case in CASES])
     parser.add_argument("--keep", action="store_true", help="keep the folder with Airflow's logs")
     asked = parser.parse_args()
+    if asked.program.name != "gristmill":
+        parser.error("the DAGs call the program by its name: PROGRAM must be a file named `gristmill`")
     install()
     folder = pathlib.Path(tempfile.mkdtemp(prefix="gristmill-airflow-"))
     scene = Scene(folder, asked.program.resolve(strict=True))
