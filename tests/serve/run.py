@@ -353,7 +353,7 @@ def turns(program, args):
     """Batches take turns: a small one ends while a large one runs, and so does one that is cancelled."""
     with service(program) as one:
         client = one.client()
-        large = submit(client, [request(id, text) for id, text, _ in tickets(100_000)])
+        large = submit(client, [request(id, text) for id, text, _ in tickets(40_000)])
         until("the large one runs", lambda: client.batches.retrieve(large.id).status == "in_progress")
         lines = [request(id, text) for id, text, _ in tickets(200)]
         ended = wait(client, submit(client, lines))
