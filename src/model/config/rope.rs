@@ -115,7 +115,7 @@ impl Reader<'_> {
         };
         let share = shares.first().copied().unwrap_or(default);
         let dims = (head_dim as f64 * share) as usize;
-        if !(0.0..=1.0).contains(&share) || dims < 2 || dims % 2 != 0 {
+        if !(0.0..=1.0).contains(&share) || dims < 2 || !dims.is_multiple_of(2) {
             return Err(self.unsupported(format!(
                 "`partial_rotary_factor` {share} of heads of {head_dim} dimensions is not supported; an even number of \
                  dimensions is"
