@@ -256,14 +256,17 @@ pub(super) struct RowView {
     /// Cut at 4,000 characters; null if the input cannot be read any more.
     pub(super) prompt: Option<String>,
     #[serde(skip_serializing_if = "std::ops::Not::not")]
+    #[schemars(default)]
     pub(super) prompt_cut: bool,
     /// Cut at 4,000 characters.
     pub(super) answer: Option<String>,
     #[serde(skip_serializing_if = "std::ops::Not::not")]
+    #[schemars(default)]
     pub(super) answer_cut: bool,
     pub(super) finish_reason: Option<String>,
     /// Whether the server shows neither prompts nor answers.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
+    #[schemars(default)]
     pub(super) hidden: bool,
 }
 

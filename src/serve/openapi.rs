@@ -194,7 +194,10 @@ fn job_operations(schemas: &mut SchemaGenerator) -> Vec<Operation> {
     let jobs = json_content(&reference::<JobList>(schemas));
     let rows = json_content(&reference::<RowList>(schemas));
     let limits = json_content(&reference::<ExtendRequest>(schemas));
-    let events = json!({"text/event-stream": {"schema": {"type": "string"}}});
+    // A schema here is that of an event.
+    let text = json!({"type": "string"});
+    let event = json!({"type": "object", "properties": {"event": text, "data": text}, "required": ["event", "data"]});
+    let events = json!({"text/event-stream": {"schema": event}});
     let nothing = json!({"application/json": {"schema": {"type": "object", "additionalProperties": false}}});
     let page = PageSize {
         default: batches::PAGE.default,
@@ -322,6 +325,11 @@ mod tests {
             assert!(document["components"]["schemas"][name].is_object(), "{name}");
         }
         assert_eq!(document["paths"].as_object().map(Map::len), Some(20));
+        let required = document["components"]["schemas"]["RowView"]["required"].to_string();
+        assert!(
+            required.contains("prompt\"") && !required.contains("cut") && !required.contains("hidden"),
+            "{required}"
+        );
         let limited = |path: &str, method: &str| document["paths"][path][method]["responses"]["429"].is_object();
         assert!(limited("/v1/batches", "post") && !limited("/v1/batches", "get") && !limited("/v1/files", "post"));
     }
