@@ -89,14 +89,14 @@ def jsonl(lines):
 class Service:
     """One `gristmill serve`, and further ones over the same store."""
 
-    def __init__(self, folder, program, keys=None, queue=None, store=None, env=None, until_path="/readyz"):
+    def __init__(self, folder, program, keys=None, queue=None, store=None, env=None, until_path="/readyz", reconcile_every=2):
         self.folder, self.program = folder, program
         self.port = free_port()
         self.env = os.environ | (env or {})
         self.until_path = until_path
         self.arguments = [
             program, "serve", "--store", store or folder / "store", "--models", folder / "models.yaml", "--listen", str(self.port),
-            "--poll", "0.2", "--log-interval", "1", "--reconcile-every", "2",
+            "--poll", "0.2", "--log-interval", "1", "--reconcile-every", str(reconcile_every),
         ]
         self.arguments += ["--queue", queue] if queue else ["--work", "--device", "cpu"]
         (folder / "models.yaml").write_text(f"models:\n- {{name: demo, model: {DEMO / 'model'}, precision: f32, shards: {{rows: 50}}}}\n")
@@ -682,7 +682,9 @@ def killed_worker(program, args):
     queue = broker_queue()
     if not queue:
         return "skipped: no broker"
-    with service(program, queue=queue) as one, contextlib.ExitStack() as ends:
+    # The broker gives a dead worker's shards to others. Within 2 s, the service would take each waiting shard for a lost one, and
+    # some would be in two hands.
+    with service(program, queue=queue, reconcile_every=60) as one, contextlib.ExitStack() as ends:
         client = one.client()
         lines = [request(id, text) for id, text, _ in tickets(args.requests)]
         ports = [free_port() for _ in range(2)]
