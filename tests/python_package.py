@@ -67,6 +67,8 @@ class Environment:
         pathlib.Path(own.strip(), "pyarrow.pth").write_text(sysconfig.get_path("purelib") + "\n")
 
     def start(self, script, **options):
+        # A shell lets what it starts in the background ignore Ctrl-C, and Python would pass that on.
+        script = f"import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n{script}"
         command = [self.bin / "python", "-I", "-W", "error", "-c", script]
         return subprocess.Popen(command, cwd=self.work, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
 
