@@ -188,16 +188,19 @@ fn batch_operations(schemas: &mut SchemaGenerator) -> Vec<Operation> {
     ]
 }
 
+/// A server-sent event.
+fn event_schema() -> Value {
+    let text = json!({"type": "string"});
+    json!({"type": "object", "properties": {"event": text, "data": text}, "required": ["event", "data"]})
+}
+
 /// What the dashboard reads.
 fn job_operations(schemas: &mut SchemaGenerator) -> Vec<Operation> {
     let job = json_content(&reference::<JobView>(schemas));
     let jobs = json_content(&reference::<JobList>(schemas));
     let rows = json_content(&reference::<RowList>(schemas));
     let limits = json_content(&reference::<ExtendRequest>(schemas));
-    // A schema here is that of an event.
-    let text = json!({"type": "string"});
-    let event = json!({"type": "object", "properties": {"event": text, "data": text}, "required": ["event", "data"]});
-    let events = json!({"text/event-stream": {"schema": event}});
+    let events = json!({"text/event-stream": {"schema": event_schema()}});
     let nothing = json!({"application/json": {"schema": {"type": "object", "additionalProperties": false}}});
     let page = PageSize {
         default: batches::PAGE.default,
