@@ -81,7 +81,7 @@ impl TestModel {
     }
 }
 
-/// Small models of every family, with random weights.
+/// Small models of every family that a GPU runs, with random weights.
 ///
 /// # Errors
 /// None with the sizes given here.

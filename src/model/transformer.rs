@@ -2,8 +2,9 @@
 //! [`Device`].
 //!
 //! Per layer: norm → fused q, k, v → RoPE and KV store → attention → output projection → norm →
-//! gate, up and their product → down projection. Some families also normalise the outputs of the
-//! output and down projections before the residual addition. Steps share all buffers.
+//! gate, up and their product → down projection, or routed experts. Some families also normalise
+//! the outputs of the output and down projections before the residual addition. Steps share all
+//! buffers.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -17,7 +18,7 @@ use crate::device::{
 };
 use crate::engine::{Forward, ForwardError};
 use crate::model::balance::BalancedWeights;
-use crate::model::build::{Builder, ModelWeights};
+use crate::model::build::{Builder, MlpWeights, ModelWeights};
 use crate::model::channels::ActivationMaxima;
 use crate::model::checkpoint::Checkpoint;
 use crate::model::config::Config;
@@ -170,9 +171,9 @@ pub enum Activations {
     AttentionNorm,
     /// Width `heads * head_dim`: read by the output projection.
     Attended,
-    /// Width `hidden_size`: read by the gate and up projections.
+    /// Width `hidden_size`: read by the gate and up projections, or by the router and the experts.
     MlpNorm,
-    /// Width `intermediate_size`: read by the down projection.
+    /// Width `intermediate_size`: read by the down projection. Layers with experts have none.
     Gated,
 }
 
@@ -188,7 +189,10 @@ impl<D: Device> Transformer<D> {
         source: &dyn WeightSource,
         options: &LoadOptions,
     ) -> Result<Transformer<D>, ModelError> {
-        let context_tokens = context_tokens(&config, options.max_context)?;
+        let context_tokens = config.context_tokens(options.max_context)?;
+        if !device.runs_experts() {
+            config.refuse_experts_on_gpu()?;
+        }
         pool::check_fits(&device, &config, options.precision)?;
         // A device without its own memory is synchronous: timing its operations costs no wait.
         let times_operations = device.free_bytes()?.is_none();
@@ -446,6 +450,7 @@ impl<D: Device> Transformer<D> {
                 delta,
                 weight: &layer.attention_norm,
                 eps: config.norm_eps,
+                for_experts: false,
             };
             device.add_norm(norm, &mut b.residual, &mut b.normed)?;
             lap(Operation::Norm)?;
@@ -488,21 +493,24 @@ impl<D: Device> Transformer<D> {
                 }),
                 weight: &layer.mlp_norm,
                 eps: config.norm_eps,
+                for_experts: matches!(layer.mlp, MlpWeights::Experts(_)),
             };
             device.add_norm(norm, &mut b.residual, &mut b.normed)?;
             lap(Operation::Norm)?;
             observe(index, Activations::MlpNorm, &b.normed);
-            device.gated_linear(
-                &layer.gate_up,
-                config.activation,
-                &b.normed,
-                &mut b.gated,
-                &mut b.workspace,
-            )?;
-            lap(Operation::GatedLinear)?;
-            observe(index, Activations::Gated, &b.gated);
-            device.linear(&layer.down, &b.gated, &mut b.delta, &mut b.workspace)?;
-            lap(Operation::Linear)?;
+            match &layer.mlp {
+                MlpWeights::Plain { gate_up, down } => {
+                    device.gated_linear(gate_up, config.activation, &b.normed, &mut b.gated, &mut b.workspace)?;
+                    lap(Operation::GatedLinear)?;
+                    observe(index, Activations::Gated, &b.gated);
+                    device.linear(down, &b.gated, &mut b.delta, &mut b.workspace)?;
+                    lap(Operation::Linear)?;
+                }
+                MlpWeights::Experts(weights) => {
+                    device.experts(weights, config.activation, &b.normed, &mut b.delta, &mut b.workspace)?;
+                    lap(Operation::Experts)?;
+                }
+            }
             delta = Some(Delta {
                 rows: &b.delta,
                 norm: layer.post_mlp_norm.as_ref(),
@@ -512,6 +520,7 @@ impl<D: Device> Transformer<D> {
             delta,
             weight: &weights.norm,
             eps: config.norm_eps,
+            for_experts: false,
         };
         device.add_norm_logits_rows(norm, step, &mut b.residual, &mut b.normed)?;
         lap(Operation::Norm)?;
@@ -584,17 +593,5 @@ impl<D: Device> Forward for Transformer<D> {
         } else {
             Vec::new()
         }
-    }
-}
-
-fn context_tokens(config: &Config, max_context: Option<u32>) -> Result<u32, ModelError> {
-    let limit = config.context_limit();
-    match max_context {
-        None => Ok(config.max_position_embeddings),
-        Some(0) => Err(ModelError::Options("a context of 0 tokens holds nothing".to_owned())),
-        Some(n) if n > limit => Err(ModelError::Options(format!(
-            "a context of {n} tokens is more than the model's {limit}"
-        ))),
-        Some(n) => Ok(n),
     }
 }

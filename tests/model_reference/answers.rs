@@ -121,7 +121,14 @@ fn assert_mutant_fails(name: &str, what: &str, change: impl FnOnce(&mut Config))
 
 #[test]
 fn mutants_fail_the_comparison() {
-    let [mut windows, mut biases, mut epsilons, mut caps, mut rotations] = [0; 5];
+    let [
+        mut windows,
+        mut biases,
+        mut epsilons,
+        mut caps,
+        mut rotations,
+        mut routers,
+    ] = [0; 6];
     for name in MODELS {
         let config = Config::load(&folder(name)).unwrap();
         // Of a large base, most pairs hardly turn within so few tokens.
@@ -186,6 +193,21 @@ fn mutants_fail_the_comparison() {
         if config.post_norms {
             assert_mutant_fails(name, "no norms behind attention and network", |c| c.post_norms = false);
         }
+        if let Some(experts) = &config.experts {
+            routers += 1;
+            assert_mutant_fails(name, "an expert less per token", |c| {
+                c.experts.iter_mut().for_each(|e| e.routing.per_token -= 1);
+            });
+            // The weights of all experts sum to 1 by themselves.
+            if experts.routing.per_token < experts.count {
+                assert_mutant_fails(name, "weights renormalized or not", |c| {
+                    c.experts.iter_mut().for_each(|e| e.routing.renormalized ^= true);
+                });
+                assert_mutant_fails(name, "an expert more per token", |c| {
+                    c.experts.iter_mut().for_each(|e| e.routing.per_token += 1);
+                });
+            }
+        }
         if let Some(rope) = &config.window_rope {
             rotations += 1;
             assert_mutant_fails(name, "one rotation for all layers", |c| c.window_rope = None);
@@ -195,7 +217,7 @@ fn mutants_fail_the_comparison() {
             });
         }
     }
-    let counts = [windows, biases, epsilons, caps, rotations];
-    let least = [3, 4, 8, 3, 2];
+    let counts = [windows, biases, epsilons, caps, rotations, routers];
+    let least = [3, 4, 8, 3, 2, 5];
     assert!(counts.iter().zip(least).all(|(n, least)| *n >= least), "{counts:?}");
 }

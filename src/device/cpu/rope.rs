@@ -1,5 +1,5 @@
 //! Rotary embedding (Su et al. 2021) of query and key heads, in place, after an optional
-//! normalisation of each head.
+//! normalisation of each head, or of all heads together.
 //!
 //! Dimension `d` of a head is paired with `d + head_dim / 2` (the Hugging Face layout):
 //! `(a, b) -> (a cos - b sin, b cos + a sin)`.
@@ -11,7 +11,8 @@ use super::step::Step;
 use super::{Buffer, ExecContext, Vector};
 use crate::device::RopeStore;
 
-/// Weight and epsilon of a head's normalisation.
+/// Weight and epsilon of the normalisation. It is computed over as many numbers as it has weights: a
+/// head, or all heads.
 type HeadNorm<'a> = Option<(&'a [f32], f32)>;
 
 /// Rotates consecutive heads by one token's cosines and sines.
@@ -19,10 +20,12 @@ type HeadNorm<'a> = Option<(&'a [f32], f32)>;
 fn rotate_heads(heads: &mut [f32], norm: HeadNorm<'_>, rotation: &[f32], round_to_bf16: bool) {
     let dim = rotation.len();
     let (cos, sin) = rotation.split_at(dim / 2);
-    for head in heads.chunks_exact_mut(dim) {
-        if let Some((weight, eps)) = norm {
-            rms_norm(head, weight, eps, round_to_bf16);
+    if let Some((weight, eps)) = norm {
+        for normed in heads.chunks_exact_mut(weight.len()) {
+            rms_norm(normed, weight, eps, round_to_bf16);
         }
+    }
+    for head in heads.chunks_exact_mut(dim) {
         let (low, high) = head.split_at_mut(dim / 2);
         for (((a, b), c), s) in low.iter_mut().zip(high).zip(cos).zip(sin) {
             let (x, y) = (*a, *b);
@@ -54,6 +57,8 @@ pub(super) fn rotate(
     let norm = op.qk_norm.as_ref();
     let q_norm = norm.map(|n| (&n.q.0[..], n.eps));
     let k_norm = norm.map(|n| (&n.k.0[..], n.eps));
+    let fits = |norm: HeadNorm<'_>, heads: usize| norm.is_none_or(|(w, _)| [dim, heads * dim].contains(&w.len()));
+    assert!(fits(q_norm, heads.heads) && fits(k_norm, heads.kv_heads));
     let elements = qkv.data.len();
     let mut parts: Vec<_> = qkv.parts_mut(ctx.threads.parts(elements)).collect();
     ctx.threads.parallel_for_each(elements, &mut parts, |_, parts| {
@@ -82,7 +87,9 @@ mod tests {
     use crate::device::cpu::testing::{buffer, ctx, numbers};
     use crate::device::{HeadShape, QkNorm, RopeSpec};
 
-    fn check(dim: usize, tokens: usize, with_norm: bool) {
+    /// Queries are normalised over this number of heads, keys over one; 0 for none.
+    fn check(dim: usize, tokens: usize, normed_heads: usize) {
+        let with_norm = normed_heads > 0;
         let heads = HeadShape {
             heads: 3,
             kv_heads: 1,
@@ -116,7 +123,7 @@ mod tests {
             logits_at: vec![],
             ..StepBatch::default()
         });
-        let (q, k) = (Vector(numbers(5, dim)), Vector(numbers(6, dim)));
+        let (q, k) = (Vector(numbers(5, dim * normed_heads)), Vector(numbers(6, dim)));
         let rows = numbers(1, tokens * heads.qkv_width());
         let mut first: Option<Vec<f32>> = None;
         for isa in Isa::available() {
@@ -134,12 +141,15 @@ mod tests {
             rotate(ctx(isa), false, &op, &step, &mut got);
             for t in 0..tokens {
                 for head in 0..5 {
-                    let x: Vec<f64> = rows[t * heads.qkv_width() + head * dim..][..dim]
-                        .iter()
-                        .map(|v| *v as f64)
-                        .collect();
-                    let weight = if head < 3 { &q.0 } else { &k.0 };
-                    let mean = x.iter().map(|v| v * v).sum::<f64>() / dim as f64;
+                    let row = &rows[t * heads.qkv_width()..][..heads.qkv_width()];
+                    let x: Vec<f64> = row[head * dim..][..dim].iter().map(|v| *v as f64).collect();
+                    // The heads that are normalised together with this one, and its weights.
+                    let (normed, weight) = match (head < 3, normed_heads) {
+                        (true, 3) => (&row[..3 * dim], &q.0[head * dim..]),
+                        (true, _) => (&row[head * dim..][..dim], &q.0[..]),
+                        (false, _) => (&row[head * dim..][..dim], &k.0[..]),
+                    };
+                    let mean = normed.iter().map(|v| f64::from(*v).powi(2)).sum::<f64>() / normed.len() as f64;
                     let scale = if with_norm { 1.0 / (mean + 1e-3).sqrt() } else { 1.0 };
                     let y: Vec<f64> = (0..dim)
                         .map(|d| x[d] * scale * if with_norm { weight[d] as f64 } else { 1.0 })
@@ -168,8 +178,9 @@ mod tests {
     #[test]
     fn matches_the_formula_and_is_bit_identical_on_all_sets() {
         for (dim, tokens) in [(2, 1), (16, 15), (30, 17), (128, 40)] {
-            check(dim, tokens, false);
-            check(dim, tokens, true);
+            for normed_heads in [0, 1, 3] {
+                check(dim, tokens, normed_heads);
+            }
         }
     }
 }

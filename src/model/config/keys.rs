@@ -49,7 +49,7 @@ const USED: [&str; 19] = [
 ];
 
 /// Options of other models that change results.
-const REFUSED: [(&str, Neutral); 58] = [
+const REFUSED: [(&str, Neutral); 59] = [
     // Quantized weights: the keys of MLX, of compressed-tensors, and of all other formats.
     ("quantization", Unset),
     ("compression_config", Unset),
@@ -59,6 +59,7 @@ const REFUSED: [(&str, Neutral); 58] = [
     ("n_routed_experts", Unset),
     ("num_experts", Unset),
     ("num_local_experts", Unset),
+    ("routed_scaling_factor", Only(1.0)),
     // Scaling factors of Falcon-H1, Granite, MiniCPM, Cohere and others.
     ("attention_in_multiplier", Only(1.0)),
     ("attention_multiplier", Unset),
@@ -131,7 +132,7 @@ const IMAGE_KEYS: [&str; 4] = [
 /// Keys that change no answer: names, dates and versions, number formats (each tensor declares its
 /// own), training, caches, outputs that are not requested, labels of other tasks. Keys of
 /// `generation_config.json` are accepted, too, and checked with that file.
-const HARMLESS: [&str; 61] = [
+const HARMLESS: [&str; 64] = [
     "_attn_implementation",
     "_attn_implementation_autoset",
     "_attn_implementation_internal",
@@ -174,6 +175,7 @@ const HARMLESS: [&str; 61] = [
     "num_nextn_predict_layers",
     "output_attentions",
     "output_hidden_states",
+    "output_router_logits",
     "pad_token_id",
     "prefix",
     // Splits a matrix product, which changes only its rounding.
@@ -183,6 +185,9 @@ const HARMLESS: [&str; 61] = [
     "resid_pdrop",
     "residual_dropout",
     "return_dict",
+    // Training of routers.
+    "router_aux_loss_coef",
+    "router_jitter_noise",
     "sep_token_id",
     "task_specific_params",
     "tf_legacy_loss",
@@ -239,6 +244,13 @@ impl Family {
         match self {
             Family::Llama => &["attention_bias", "hidden_act", "mlp_bias"],
             Family::Mistral => &["hidden_act", "sliding_window"],
+            Family::Mixtral => &[
+                "hidden_act",
+                "num_experts",
+                "num_experts_per_tok",
+                "num_local_experts",
+                "sliding_window",
+            ],
             // Qwen 2 has biases of queries, keys and values, whatever its configuration says.
             Family::Qwen2 | Family::Qwen3 => &[
                 "attention_bias",
@@ -246,6 +258,28 @@ impl Family {
                 "max_window_layers",
                 "sliding_window",
                 "use_sliding_window",
+            ],
+            Family::Qwen3Moe => &[
+                "attention_bias",
+                "decoder_sparse_step",
+                "hidden_act",
+                // Windows are refused by `use_sliding_window`; these keys would only shape them.
+                "max_window_layers",
+                "sliding_window",
+                "mlp_only_layers",
+                "moe_intermediate_size",
+                "norm_topk_prob",
+                "num_experts",
+                "num_experts_per_tok",
+                "num_local_experts",
+                "use_sliding_window",
+            ],
+            Family::Olmoe => &[
+                "attention_bias",
+                "hidden_act",
+                "norm_topk_prob",
+                "num_experts",
+                "num_experts_per_tok",
             ],
             Family::Gemma2 => &[
                 "attention_bias",
@@ -273,14 +307,17 @@ impl Family {
         }
     }
 
-    fn name(self) -> &'static str {
+    pub(super) fn name(self) -> &'static str {
         match self {
             Family::Llama => "Llama",
             Family::Mistral => "Mistral",
+            Family::Mixtral => "Mixtral",
             Family::Qwen2 => "Qwen 2",
             Family::Qwen3 => "Qwen 3",
+            Family::Qwen3Moe => "Qwen 3 MoE",
             Family::Gemma2 => "Gemma 2",
             Family::Gemma3 => "Gemma 3",
+            Family::Olmoe => "OLMoE",
         }
     }
 }

@@ -1,17 +1,18 @@
 //! `config.json` and `generation_config.json` of a checkpoint, read into one value.
 //!
-//! Families (Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3) differ only in the fields of
-//! [`Config`]. Unsupported options are refused by name. Options that the reference (transformers)
-//! ignores are ignored, too.
+//! Families (Llama, Mistral, Mixtral, Qwen2, Qwen3 with and without experts, OLMoE, Gemma 2, Gemma 3)
+//! differ only in the fields of [`Config`]. Unsupported options are refused by name. Options that
+//! the reference (transformers) ignores are ignored, too.
 
 use std::path::Path;
 
 use serde_json::Value;
 
-use crate::device::{Activation, HeadShape, KvSpec};
+use crate::device::{Activation, HeadShape, KvSpec, Routing};
 use crate::model::error::ModelError;
 use crate::model::rope::{Rope, Scaling};
 
+mod experts;
 pub mod generation;
 mod keys;
 mod reader;
@@ -25,16 +26,30 @@ use reader::{Reader, cut, read_json, short};
 pub enum Family {
     Llama,
     Mistral,
+    Mixtral,
     Qwen2,
     Qwen3,
+    Qwen3Moe,
     Gemma2,
     Gemma3,
+    Olmoe,
 }
 
 impl Family {
     fn is_gemma(self) -> bool {
         matches!(self, Family::Gemma2 | Family::Gemma3)
     }
+}
+
+/// Routed experts: MLPs of which a router chooses some for each token.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Experts {
+    pub count: usize,
+    pub routing: Routing,
+    /// Width of one expert.
+    pub intermediate_size: usize,
+    /// Whether each layer has experts. The other layers have a plain MLP.
+    pub layers: Vec<bool>,
 }
 
 /// Configuration of a decoder-only transformer with RMS norms before attention and before a gated
@@ -45,7 +60,9 @@ pub struct Config {
     /// Rows of the embedding table, padding included.
     pub vocab_size: usize,
     pub hidden_size: usize,
+    /// Width of the MLP, in layers without experts.
     pub intermediate_size: usize,
+    pub experts: Option<Experts>,
     /// Each layer's attention: full, or a sliding window.
     pub layers: Vec<KvSpec>,
     pub heads: HeadShape,
@@ -68,6 +85,9 @@ pub struct Config {
     pub mlp_bias: bool,
     /// Whether each query and key head has an RMS norm.
     pub qk_norm: bool,
+    /// Whether this norm is computed over all heads together instead. Only models with experts have
+    /// it, which no GPU runs.
+    pub qk_norm_over_heads: bool,
     pub rope: Rope,
     /// RoPE of sliding-window layers. `None`: the same as for the other layers.
     pub window_rope: Option<Rope>,
@@ -116,6 +136,42 @@ impl Config {
     pub fn parse(path: &Path, text: &str) -> Result<Config, ModelError> {
         let map = reader::parse(path, text.as_bytes())?;
         Reader { path, map: &map }.config()
+    }
+
+    /// Maximum context of a job that asks for `max_context` tokens. `None`: the declared length.
+    ///
+    /// # Errors
+    /// The job asks for no tokens, or for more than [`context_limit`](Self::context_limit).
+    pub(super) fn context_tokens(&self, max_context: Option<u32>) -> Result<u32, ModelError> {
+        let limit = self.context_limit();
+        match max_context {
+            None => Ok(self.max_position_embeddings),
+            Some(0) => Err(ModelError::Options("a context of 0 tokens holds nothing".to_owned())),
+            Some(n) if n > limit => Err(ModelError::Options(format!(
+                "a context of {n} tokens is more than the model's {limit}"
+            ))),
+            Some(n) => Ok(n),
+        }
+    }
+
+    /// Refuses a model with experts, which GPUs do not run yet.
+    ///
+    /// # Errors
+    /// The model has experts.
+    pub fn refuse_experts_on_gpu(&self) -> Result<(), ModelError> {
+        match &self.experts {
+            None => Ok(()),
+            Some(experts) => Err(ModelError::Options(format!(
+                "{} with {} experts per layer does not run on a GPU yet: use a CPU (`--device cpu`)",
+                self.family.name(),
+                experts.count
+            ))),
+        }
+    }
+
+    /// The experts of a layer. `None`: it has a plain MLP.
+    pub fn experts_of(&self, layer: usize) -> Option<&Experts> {
+        self.experts.as_ref().filter(|experts| experts.layers[layer])
     }
 
     fn with_eos_token_ids(mut self, ids: Vec<u32>) -> Config {
@@ -233,6 +289,7 @@ impl Reader<'_> {
             vocab_size: self.size_or("vocab_size", 1 << 24, default_vocab_size)?,
             hidden_size,
             intermediate_size: self.required_size("intermediate_size", 1 << 20)?,
+            experts: self.experts(family, num_layers)?,
             layers: self.layers(family, num_layers)?,
             heads,
             attention_scale: 1.0 / (scalar as f32).sqrt(),
@@ -256,17 +313,24 @@ impl Reader<'_> {
             } else {
                 Activation::Silu
             },
-            norm_eps: self.number_in("rms_norm_eps", 0.0, 1.0)?.unwrap_or(1e-6) as f32,
+            norm_eps: self.number_in("rms_norm_eps", 0.0, 1.0)?.unwrap_or(match family {
+                Family::Mixtral | Family::Olmoe => 1e-5,
+                _ => 1e-6,
+            }) as f32,
             unit_offset_norms: family.is_gemma(),
             post_norms: family.is_gemma(),
             qkv_bias: match family {
-                Family::Mistral => false,
+                Family::Mistral | Family::Mixtral => false,
                 Family::Qwen2 => true,
                 _ => attention_bias,
             },
-            o_bias: !matches!(family, Family::Mistral | Family::Qwen2) && attention_bias,
+            o_bias: !matches!(family, Family::Mistral | Family::Mixtral | Family::Qwen2) && attention_bias,
             mlp_bias: family == Family::Llama && self.flag("mlp_bias")?.unwrap_or(false),
-            qk_norm: matches!(family, Family::Qwen3 | Family::Gemma3),
+            qk_norm: matches!(
+                family,
+                Family::Qwen3 | Family::Qwen3Moe | Family::Gemma3 | Family::Olmoe
+            ),
+            qk_norm_over_heads: family == Family::Olmoe,
             rope,
             window_rope,
             tied_embeddings: self.flag("tie_word_embeddings")?.unwrap_or(family.is_gemma()),
@@ -281,8 +345,9 @@ impl Reader<'_> {
             Some(n) => n as u32,
             None => match family {
                 Family::Llama => 2048,
-                Family::Mistral => 4096 * 32,
-                Family::Qwen2 | Family::Qwen3 => 32_768,
+                Family::Olmoe => 4096,
+                Family::Mistral | Family::Mixtral => 4096 * 32,
+                Family::Qwen2 | Family::Qwen3 | Family::Qwen3Moe => 32_768,
                 Family::Gemma2 => 8192,
                 Family::Gemma3 => 131_072,
             },
@@ -294,8 +359,11 @@ impl Reader<'_> {
         let family_of = |name: &str| match name {
             "llama" | "LlamaForCausalLM" => Some((Family::Llama, false)),
             "mistral" | "MistralForCausalLM" => Some((Family::Mistral, false)),
+            "mixtral" | "MixtralForCausalLM" => Some((Family::Mixtral, false)),
             "qwen2" | "Qwen2ForCausalLM" => Some((Family::Qwen2, false)),
             "qwen3" | "Qwen3ForCausalLM" => Some((Family::Qwen3, false)),
+            "qwen3_moe" | "Qwen3MoeForCausalLM" => Some((Family::Qwen3Moe, false)),
+            "olmoe" | "OlmoeForCausalLM" => Some((Family::Olmoe, false)),
             "gemma2" | "Gemma2ForCausalLM" => Some((Family::Gemma2, false)),
             "gemma3_text" | "Gemma3ForCausalLM" => Some((Family::Gemma3, false)),
             "gemma3" | "Gemma3ForConditionalGeneration" => Some((Family::Gemma3, true)),
@@ -319,7 +387,7 @@ impl Reader<'_> {
         for name in names {
             let family = family_of(name).ok_or_else(|| {
                 self.unsupported(format!(
-                    "architecture `{}` is not supported; supported are Llama, Mistral, Qwen2, Qwen3, Gemma 2 and Gemma 3",
+                    "architecture `{}` is not supported; supported are Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3 MoE, OLMoE, Gemma 2 and Gemma 3",
                     cut(name)
                 ))
             })?;
@@ -360,7 +428,9 @@ impl Reader<'_> {
             // An absent field takes the family's default. Null means one KV head per query head,
             // except for Gemma, which takes its default.
             None if family.is_gemma() => 4,
-            None if family == Family::Mistral && !self.map.contains_key("num_key_value_heads") => 8,
+            None if self.map.contains_key("num_key_value_heads") => heads,
+            None if matches!(family, Family::Mistral | Family::Mixtral) => 8,
+            None if family == Family::Qwen3Moe => 4,
             None => heads,
         };
         if heads % kv_heads != 0 {
@@ -403,18 +473,27 @@ impl Reader<'_> {
         };
         let types = self.layer_types(count)?;
         match family {
-            Family::Llama => {
+            Family::Llama | Family::Qwen3Moe | Family::Olmoe => {
+                let name = family.name();
+                // Programs disagree about which layers of Qwen 3 MoE would have windows.
+                if family == Family::Qwen3Moe && self.flag("use_sliding_window")?.unwrap_or(false) {
+                    return Err(self.unsupported(format!("`use_sliding_window` is not supported for {name}")));
+                }
                 if types.is_some_and(|t| t.contains(&true)) {
-                    return Err(self.unsupported("`layer_types` with windows is not supported for Llama".to_owned()));
+                    return Err(self.unsupported(format!("`layer_types` with windows is not supported for {name}")));
                 }
                 Ok(vec![KvSpec::Full; count])
             }
-            Family::Mistral => {
-                let window = window()?;
+            Family::Mistral | Family::Mixtral => {
+                let window = match family {
+                    Family::Mixtral if !self.map.contains_key("sliding_window") => None,
+                    _ => window()?,
+                };
                 if types.is_some_and(|t| t.iter().any(|sliding| *sliding != window.is_some())) {
-                    return Err(self.unsupported(
-                        "`layer_types` that differ from `sliding_window` are not supported for Mistral".to_owned(),
-                    ));
+                    return Err(self.unsupported(format!(
+                        "`layer_types` that differ from `sliding_window` are not supported for {}",
+                        family.name()
+                    )));
                 }
                 Ok(vec![window.map_or(KvSpec::Full, KvSpec::Window); count])
             }

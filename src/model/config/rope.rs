@@ -40,7 +40,8 @@ impl Reader<'_> {
             if by_type.iter().any(Option::is_some) {
                 return Err(self.unsupported(format!("`{name}` that differs by layer type is not supported")));
             }
-            let theta = self.theta("rope_theta", 10_000.0)?;
+            let default = if family == Family::Mixtral { 1e6 } else { 10_000.0 };
+            let theta = self.theta("rope_theta", default)?;
             return Ok((self.rope((name, map), theta, head_dim, max_positions)?, None));
         }
         if is_set("rope_scaling") && is_set("rope_parameters") {
