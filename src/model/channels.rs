@@ -28,6 +28,7 @@ use crate::model::transformer::{Activations, Transformer};
 const FILE_BYTES_MAX: u64 = 400 << 20;
 /// Maximum tokens of a prompt per step.
 const STEP_TOKENS_MAX: usize = 2048;
+const NO_EXPERTS: &str = "a model with experts is balanced by its weights alone, not by measured magnitudes";
 const KINDS: [(Activations, &str); 4] = [
     (Activations::AttentionNorm, "attention_norm"),
     (Activations::Attended, "attended"),
@@ -56,6 +57,19 @@ pub struct ActivationMaxima {
 }
 
 impl ActivationMaxima {
+    /// Checks that magnitudes of this model can be measured and used.
+    ///
+    /// # Errors
+    /// The model has experts.
+    pub fn check_model(config: &Config) -> Result<(), ModelError> {
+        match config.experts {
+            None => Ok(()),
+            Some(_) => Err(ModelError::Options(format!(
+                "{NO_EXPERTS}: it cannot be calibrated, and needs no calibration for int8"
+            ))),
+        }
+    }
+
     /// Runs prompts (token ids) through a model and records the maximum magnitudes. A prompt is cut
     /// to the model's context and the capacity of its KV pool.
     ///
@@ -139,6 +153,9 @@ impl ActivationMaxima {
     /// The file cannot be read, is not a file of magnitudes, or was made for a model of another
     /// shape.
     pub fn load(path: &Path, config: &Config) -> Result<ActivationMaxima, ModelError> {
+        if config.experts.is_some() {
+            return Err(ModelError::unsupported(path, format!("{NO_EXPERTS}: remove this file")));
+        }
         let bytes = read_limited(path, FILE_BYTES_MAX)?;
         let broken = |what: String| ModelError::broken(path, what);
         let file = SafeTensors::deserialize(&bytes).map_err(|e| broken(e.to_string()))?;

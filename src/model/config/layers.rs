@@ -20,7 +20,13 @@ impl Reader<'_> {
                 | Family::Glm4
                 | Family::Olmo2
                 | Family::Cohere
+                | Family::Qwen3Moe
+                | Family::Olmoe
         );
+        // Programs disagree about which layers of Qwen 3 MoE would have windows.
+        if family == Family::Qwen3Moe && self.flag("use_sliding_window")?.unwrap_or(false) {
+            return Err(self.unsupported(format!("`use_sliding_window` is not supported for {}", family.name())));
+        }
         let window = match family {
             _ if never_slides => None,
             Family::Qwen2 | Family::Qwen3 | Family::SmolLm3 if !self.flag("use_sliding_window")?.unwrap_or(false) => {
@@ -28,7 +34,11 @@ impl Reader<'_> {
             }
             _ => self.window(family)?,
         };
-        let is_uniform = never_slides || matches!(family, Family::Mistral | Family::Ministral3 | Family::Phi3);
+        let is_uniform = never_slides
+            || matches!(
+                family,
+                Family::Mistral | Family::Mixtral | Family::Ministral3 | Family::Phi3
+            );
         let types = self.layer_types(count)?;
         if is_uniform && types.iter().flatten().any(|slides| *slides != window.is_some()) {
             let what = if never_slides {
