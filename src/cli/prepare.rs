@@ -368,7 +368,7 @@ impl PreparedJob {
     /// Checks that the device supports its model and number formats.
     pub(super) fn check_device(&self) -> anyhow::Result<()> {
         if let ResolvedDevice::Cuda(_) = self.device {
-            self.model.config.refuse_experts_on_gpu()?;
+            self.model.config.refuse_on_gpu()?;
         }
         let formats = self.formats();
         check_formats(formats, self.device)

@@ -195,14 +195,29 @@ pub enum KvSpec {
 /// inverse_frequencies[d]`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RopeSpec {
-    /// `[head_dim / 2]`, radians per position.
+    /// `[head_dim / 2]`, radians per position. A pair with a frequency of 0 stays as it is.
     pub inverse_frequencies: Vec<f32>,
-    /// Multiplies sine and cosine (YaRN's attention factor; 1 elsewhere).
+    /// Multiplies sine and cosine of pairs that rotate (the attention factor of YaRN and LongRoPE; 1
+    /// elsewhere).
     pub scale: f32,
 }
 
-/// RMS normalisation of queries and keys before the rotation: of each head if a norm is as wide as a
-/// head, of all heads together if it is as wide as all of them. A GPU has only the former.
+impl RopeSpec {
+    /// Cosines of all pairs at `position`, then sines, in F32.
+    pub fn rotation(&self, position: usize) -> impl Iterator<Item = f32> {
+        // The angle is rounded to F32, as in the reference. Its sine and cosine are computed in F64,
+        // so that they are exact to F32.
+        let of_pair = move |function: fn(f64) -> f64, frequency: f32| {
+            let scale = if frequency == 0.0 { 1.0 } else { self.scale };
+            function(f64::from(frequency * position as f32)) as f32 * scale
+        };
+        let pairs = move |function| self.inverse_frequencies.iter().map(move |f| of_pair(function, *f));
+        pairs(f64::cos as fn(f64) -> f64).chain(pairs(f64::sin))
+    }
+}
+
+/// RMS normalisation of query and key heads before the rotation: of each head by itself, or, if the
+/// weights are those of all heads, of all heads together.
 pub struct QkNorm<'a, N> {
     pub q: &'a N,
     pub k: &'a N,
@@ -303,6 +318,8 @@ pub struct AddNorm<'a, B, N> {
     pub weight: &'a N,
     /// Epsilon of both norms.
     pub eps: f32,
+    /// Whether the norm of the stream subtracts the row's mean first (layer normalisation).
+    pub centered: bool,
     /// Whether [`Device::experts`] reads the normalised rows: they are then not quantized here.
     pub for_experts: bool,
 }
@@ -423,6 +440,10 @@ pub trait Device: Send + Sync {
         out: &mut Self::Buffer,
         workspace: &Self::Workspace,
     ) -> Result<(), DeviceError>;
+    /// Whether [`add_norm`](Self::add_norm) can subtract the mean.
+    fn centers_norms(&self) -> bool {
+        false
+    }
     /// `residual += delta`, where `delta` may be normalised first, then `out = rms_norm(residual) *
     /// weight`.
     fn add_norm(
@@ -448,6 +469,10 @@ pub trait Device: Send + Sync {
         out: &mut Self::Buffer,
         workspace: &mut Self::Workspace,
     ) -> Result<(), DeviceError>;
+    /// Whether [`rope_store`](Self::rope_store) can normalise all query or key heads together.
+    fn normalises_heads_jointly(&self) -> bool {
+        false
+    }
     /// Normalises (if `qk_norm` is set) and rotates the query and key heads of `qkv`, and stores
     /// keys and values in the pool.
     fn rope_store(

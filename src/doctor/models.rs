@@ -81,12 +81,59 @@ impl TestModel {
     }
 }
 
+/// Small models of every family that a GPU runs: name, architecture, and what differs from the common keys.
+fn shapes() -> [(&'static str, &'static str, serde_json::Value); 14] {
+    use serde_json::json;
+    let capped = json!({"sliding_window": 40, "query_pre_attn_scalar": 4, "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 4.0});
+    let two_rotations = json!({"sliding_window": 40, "sliding_window_pattern": 2, "query_pre_attn_scalar": 24,
+        "rope_local_base_freq": 50.0});
+    let factors = json!({"attention_multiplier": 0.1, "embedding_multiplier": 6.0, "residual_multiplier": 0.4,
+        "logits_scaling": 0.5});
+    let longrope = json!({"partial_rotary_factor": 0.5, "original_max_position_embeddings": 64,
+        "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0],
+            "long_factor": [1.0, 1.2, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0]}});
+    let layer_types = json!({"sliding_window": 40, "layer_types": ["sliding_attention", "full_attention"]});
+    [
+        ("llama", "LlamaForCausalLM", json!({})),
+        ("mistral, window", "MistralForCausalLM", json!({"sliding_window": 40})),
+        (
+            "qwen2, biases",
+            "Qwen2ForCausalLM",
+            json!({"tie_word_embeddings": true}),
+        ),
+        ("qwen3, q/k norms", "Qwen3ForCausalLM", json!({})),
+        ("gemma2, soft caps", "Gemma2ForCausalLM", capped),
+        ("gemma3, two rotations", "Gemma3ForCausalLM", two_rotations),
+        (
+            "gemma, one KV head",
+            "GemmaForCausalLM",
+            json!({"hidden_act": "gelu", "num_key_value_heads": 1}),
+        ),
+        (
+            "smollm3, a layer without rotation",
+            "SmolLM3ForCausalLM",
+            json!({"no_rope_layers": [1, 0]}),
+        ),
+        ("granite, factors", "GraniteForCausalLM", factors),
+        ("seed-oss, biases", "SeedOssForCausalLM", json!({})),
+        ("phi3, longrope of half a head", "Phi3ForCausalLM", longrope),
+        ("ministral, layer types", "MinistralForCausalLM", layer_types),
+        ("glm4, four norms", "Glm4ForCausalLM", json!({})),
+        (
+            "exaone4, norms behind",
+            "Exaone4ForCausalLM",
+            json!({"sliding_window": 40, "sliding_window_pattern": 2}),
+        ),
+    ]
+}
+
 /// Small models of every family that a GPU runs, with random weights.
 ///
 /// # Errors
 /// None with the sizes given here.
 pub fn families() -> Result<Vec<TestModel>, ModelError> {
-    let parse_config = |architecture: &str, overrides: serde_json::Value| {
+    let test_model = |(name, architecture, overrides): (&str, &str, serde_json::Value)| {
         let mut map = serde_json::json!({
             "architectures": [architecture], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
             "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 200, "rope_theta": 10000.0,
@@ -95,48 +142,16 @@ pub fn families() -> Result<Vec<TestModel>, ModelError> {
         if let (Some(map), Some(overrides)) = (map.as_object_mut(), overrides.as_object()) {
             map.extend(overrides.clone());
         }
-        Config::parse(std::path::Path::new(architecture), &map.to_string())
+        Ok(TestModel {
+            name: name.into(),
+            config: Config::parse(Path::new(architecture), &map.to_string())?,
+            weights: Box::new(RandomWeights {
+                seed: 20,
+                dtype: Dtype::Bf16,
+            }),
+        })
     };
-    let shapes = [
-        ("llama", parse_config("LlamaForCausalLM", serde_json::json!({}))?),
-        (
-            "mistral, window",
-            parse_config("MistralForCausalLM", serde_json::json!({"sliding_window": 40}))?,
-        ),
-        (
-            "qwen2, biases",
-            parse_config("Qwen2ForCausalLM", serde_json::json!({"tie_word_embeddings": true}))?,
-        ),
-        (
-            "qwen3, q/k norms",
-            parse_config("Qwen3ForCausalLM", serde_json::json!({}))?,
-        ),
-        (
-            "gemma2, soft caps",
-            parse_config(
-                "Gemma2ForCausalLM",
-                serde_json::json!({"sliding_window": 40, "query_pre_attn_scalar": 4, "attn_logit_softcapping": 2.0,
-                    "final_logit_softcapping": 4.0}),
-            )?,
-        ),
-        (
-            "gemma3, two rotations",
-            parse_config(
-                "Gemma3ForCausalLM",
-                serde_json::json!({"sliding_window": 40, "sliding_window_pattern": 2, "query_pre_attn_scalar": 24,
-                    "rope_local_base_freq": 50.0}),
-            )?,
-        ),
-    ];
-    let test_model = |(name, config): (&str, Config)| TestModel {
-        name: name.into(),
-        config,
-        weights: Box::new(RandomWeights {
-            seed: 20,
-            dtype: Dtype::Bf16,
-        }),
-    };
-    Ok(shapes.into_iter().map(test_model).collect())
+    shapes().into_iter().map(test_model).collect()
 }
 
 /// Checks each model in these formats, on a device that `new_device` creates for the model.

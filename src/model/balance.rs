@@ -24,11 +24,10 @@ use std::path::Path;
 use rayon::prelude::*;
 
 use crate::device::Dtype;
-use crate::model::channels::{ActivationMaxima, LayerMaxima};
+use crate::model::channels::{ActivationMaxima, Activations, LayerMaxima};
 use crate::model::config::Config;
 use crate::model::error::ModelError;
-use crate::model::tensors::mlp_norm_name;
-use crate::model::transformer::Activations;
+use crate::model::tensors::NormNames;
 use crate::model::weights::{StoredTensor, WeightSource};
 
 /// Maximum magnitude of the exponent of a factor, a power of two.
@@ -135,20 +134,28 @@ impl BalancedLayer<'_> {
     fn factors(&self) -> Result<Vec<(String, ChannelFactors)>, ModelError> {
         let c = self.config;
         let (dim, group) = (c.heads.head_dim, c.heads.heads / c.heads.kv_heads);
-        let (q, kv, hidden) = (c.heads.heads * dim, c.heads.kv_heads * dim, c.hidden_size);
+        let (q, kv, mlp, hidden) = (
+            c.heads.heads * dim,
+            c.heads.kv_heads * dim,
+            c.intermediate_size,
+            c.hidden_size,
+        );
         let mut scaled = Vec::new();
         let mut add = |name: String, rows: Option<Vec<f32>>, columns: Option<Vec<f32>>| {
             scaled.push((name, ChannelFactors { rows, columns }));
         };
 
-        let norm = self.vector("input_layernorm.weight", hidden)?;
-        let readers = [
+        let norm = self.norm("input_layernorm.weight", hidden)?;
+        let mut readers = vec![
             ("self_attn.q_proj", q),
             ("self_attn.k_proj", kv),
             ("self_attn.v_proj", kv),
         ];
+        if c.parallel_mlp {
+            readers.extend([("mlp.gate_proj", mlp), ("mlp.up_proj", mlp)]);
+        }
         let magnitudes = self.measured(Activations::AttentionNorm).unwrap_or(&norm);
-        let of_norm = factors(magnitudes, &self.column_maxima(&readers, hidden)?);
+        let of_norm = self.of_norm(magnitudes, &readers, hidden)?;
         add(self.name("input_layernorm.weight"), Some(inverse(&of_norm)), None);
         for part in ["self_attn.q_proj.weight", "self_attn.k_proj.weight"] {
             add(self.name(part), None, Some(of_norm.clone()));
@@ -173,18 +180,20 @@ impl BalancedLayer<'_> {
         add(
             self.name("self_attn.v_proj.weight"),
             Some(inverse(&of_values)),
-            Some(of_norm),
+            Some(of_norm.clone()),
         );
         add(self.name("self_attn.v_proj.bias"), Some(inverse(&of_values)), None);
         let columns = (0..q).map(|i| of_values[value_channel(i)]).collect();
         add(self.name("self_attn.o_proj.weight"), None, Some(columns));
-        scaled.extend(self.mlp_factors()?);
+
+        scaled.extend(self.mlp_factors(norm, of_norm)?);
         Ok(scaled)
     }
 
-    /// As [`factors`](Self::factors), for the MLP or the experts. What their norm writes is read by
-    /// the router and by all experts; what an up projection writes, by one down projection.
-    fn mlp_factors(&self) -> Result<Vec<(String, ChannelFactors)>, ModelError> {
+    /// As [`factors`](Self::factors), for the MLP or the experts. `norm` and `of_norm` are the weights
+    /// and factors of attention's norm, which an MLP beside attention reads, too. A norm's output is
+    /// read by the router and all experts, that of an up projection by one down projection.
+    fn mlp_factors(&self, norm: Vec<f32>, of_norm: Vec<f32>) -> Result<Vec<(String, ChannelFactors)>, ModelError> {
         let (c, hidden) = (self.config, self.config.hidden_size);
         let (mlps, width) = match c.experts_of(self.layer) {
             None => (vec!["mlp".to_owned()], c.intermediate_size),
@@ -197,16 +206,21 @@ impl BalancedLayer<'_> {
         let mut add = |name: String, rows: Option<Vec<f32>>, columns: Option<Vec<f32>>| {
             scaled.push((name, ChannelFactors { rows, columns }));
         };
-        let mlp_norm = format!("{}.weight", mlp_norm_name(c));
-        let norm = self.vector(&mlp_norm, hidden)?;
-        let readers: Vec<String> = mlps
-            .iter()
-            .flat_map(|mlp| ["gate_proj", "up_proj"].map(|part| format!("{mlp}.{part}")))
-            .collect();
-        let readers: Vec<(&str, usize)> = readers.iter().map(|name| (&name[..], width)).collect();
-        let magnitudes = self.measured(Activations::MlpNorm).unwrap_or(&norm);
-        let of_norm = factors(magnitudes, &self.column_maxima(&readers, hidden)?);
-        add(self.name(&mlp_norm), Some(inverse(&of_norm)), None);
+        let (norm, of_norm) = if c.parallel_mlp {
+            (norm, of_norm)
+        } else {
+            let name = format!("{}.weight", NormNames::of(c).mlp);
+            let norm = self.norm(&name, hidden)?;
+            let readers: Vec<String> = mlps
+                .iter()
+                .flat_map(|mlp| ["gate_proj", "up_proj"].map(|part| format!("{mlp}.{part}")))
+                .collect();
+            let readers: Vec<(&str, usize)> = readers.iter().map(|name| (&name[..], width)).collect();
+            let magnitudes = self.measured(Activations::MlpNorm).unwrap_or(&norm);
+            let of_norm = self.of_norm(magnitudes, &readers, hidden)?;
+            add(self.name(&name), Some(inverse(&of_norm)), None);
+            (norm, of_norm)
+        };
         if c.experts_of(self.layer).is_some() {
             add(self.name("mlp.gate.weight"), None, Some(of_norm.clone()));
         }
@@ -233,7 +247,20 @@ impl BalancedLayer<'_> {
         format!("model.layers.{}.{rest}", self.layer)
     }
 
-    fn vector(&self, rest: &str, columns: usize) -> Result<Vec<f32>, ModelError> {
+    /// The factors of a norm's channels. What reads the residual stream itself keeps its channels,
+    /// since other layers read them, too.
+    fn of_norm(&self, magnitudes: &[f32], readers: &[(&str, usize)], hidden: usize) -> Result<Vec<f32>, ModelError> {
+        if !self.config.pre_norms {
+            return Ok(vec![1.0; hidden]);
+        }
+        Ok(factors(magnitudes, &self.column_maxima(readers, hidden)?))
+    }
+
+    /// A norm's weights; ones if the model has no norms there.
+    fn norm(&self, rest: &str, columns: usize) -> Result<Vec<f32>, ModelError> {
+        if !self.config.pre_norms {
+            return Ok(vec![1.0; columns]);
+        }
         let tensor = self.inner.tensor(&self.name(rest), None, columns)?;
         let mut values = vec![0.0; columns];
         tensor.view().read_row(0, &mut values);

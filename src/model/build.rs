@@ -1,6 +1,6 @@
 //! Moves a model's weights from a source to a device, tensor by tensor.
 
-use crate::device::{Device, ExpertWeights, KvSpec, Linear, Tensor, TensorError};
+use crate::device::{Device, Dtype, ExpertWeights, KvSpec, Linear, Tensor, TensorError};
 use crate::model::config::Config;
 use crate::model::error::ModelError;
 use crate::model::tensors::{GatedTensors, LayerTensors, LinearTensors, MlpTensors, ModelTensors, TensorSpec};
@@ -18,12 +18,13 @@ pub(super) struct ModelWeights<D: Device> {
 /// One layer's weights on a device.
 pub(super) struct LayerWeights<D: Device> {
     pub spec: KvSpec,
-    pub attention_norm: D::Norm,
+    /// `None`: attention reads the residual stream as it is.
+    pub attention_norm: Option<D::Norm>,
     pub qkv: Linear<D::Matrix, D::Vector>,
     pub qk_norm: Option<(D::Norm, D::Norm)>,
     pub o: Linear<D::Matrix, D::Vector>,
     pub post_attention_norm: Option<D::Norm>,
-    pub mlp_norm: D::Norm,
+    pub mlp_norm: Option<D::Norm>,
     pub mlp: MlpWeights<D>,
     pub post_mlp_norm: Option<D::Norm>,
 }
@@ -59,7 +60,7 @@ impl<D: Device> Builder<'_, D> {
         Ok(ModelWeights {
             embedding,
             layers,
-            norm: self.norm(&tensors.norm)?,
+            norm: self.output_norm(&tensors.norm)?,
             head: tensors.head.as_ref().map(|head| self.table(head)).transpose()?,
         })
     }
@@ -68,7 +69,7 @@ impl<D: Device> Builder<'_, D> {
         let norm = |tensor: &Option<TensorSpec>| tensor.as_ref().map(|tensor| self.norm(tensor)).transpose();
         Ok(LayerWeights {
             spec,
-            attention_norm: self.norm(&tensors.attention_norm)?,
+            attention_norm: norm(&tensors.attention_norm)?,
             qkv: self.linear(&tensors.qkv)?,
             qk_norm: match &tensors.qk_norm {
                 Some((q, k)) => Some((self.norm(q)?, self.norm(k)?)),
@@ -76,7 +77,7 @@ impl<D: Device> Builder<'_, D> {
             },
             o: self.linear(&tensors.o)?,
             post_attention_norm: norm(&tensors.post_attention_norm)?,
-            mlp_norm: self.norm(&tensors.mlp_norm)?,
+            mlp_norm: norm(&tensors.mlp_norm)?,
             mlp: self.mlp(&tensors.mlp)?,
             post_mlp_norm: norm(&tensors.post_mlp_norm)?,
         })
@@ -159,6 +160,26 @@ impl<D: Device> Builder<'_, D> {
         let stored = self.stored(parts)?;
         let views: Vec<_> = stored.iter().map(StoredTensor::view).collect();
         self.device.vector(&views).map_err(|e| self.tensor_error(parts, e))
+    }
+
+    /// The norm before the output head, times the factor of the logits: a norm's weights are F32, so
+    /// the factor costs no rounding of the head.
+    fn output_norm(&self, tensor: &TensorSpec) -> Result<D::Norm, ModelError> {
+        let stored = self.source.tensor(&tensor.name, tensor.rows, tensor.columns)?;
+        let mut weights = vec![0.0; tensor.columns];
+        stored.view().read_row(0, &mut weights);
+        let scaled: Vec<u8> = weights
+            .iter()
+            .flat_map(|w| (w * self.config.logit_scale).to_le_bytes())
+            .collect();
+        let view = Tensor {
+            dtype: Dtype::F32,
+            rows: 1,
+            columns: tensor.columns,
+            data: &scaled,
+        };
+        let norm = self.device.norm(view);
+        norm.map_err(|e| self.tensor_error(std::slice::from_ref(tensor), e))
     }
 
     fn norm(&self, tensor: &TensorSpec) -> Result<D::Norm, ModelError> {

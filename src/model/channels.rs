@@ -22,7 +22,7 @@ use crate::engine::{Forward, ForwardError};
 use crate::model::config::Config;
 use crate::model::error::ModelError;
 use crate::model::read_limited;
-use crate::model::transformer::{Activations, Transformer};
+use crate::model::transformer::Transformer;
 
 /// Maximum size of the file: enough for 100 layers of a million channels.
 const FILE_BYTES_MAX: u64 = 400 << 20;
@@ -35,6 +35,19 @@ const KINDS: [(Activations, &str); 4] = [
     (Activations::MlpNorm, "mlp_norm"),
     (Activations::Gated, "gated"),
 ];
+
+/// Activations that a layer's linear operations read, `[tokens][width]`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Activations {
+    /// Width `hidden_size`: read by the query, key and value projections.
+    AttentionNorm,
+    /// Width `heads * head_dim`: read by the output projection.
+    Attended,
+    /// Width `hidden_size`: read by the gate and up projections, or by the router and the experts.
+    MlpNorm,
+    /// Width `intermediate_size`: read by the down projection. Layers with experts have none.
+    Gated,
+}
 
 /// Maximum magnitude per channel of the activations that a layer's linear operations read.
 #[derive(Debug, Clone, Default, PartialEq)]

@@ -5,6 +5,7 @@ use std::path::Path;
 
 mod balance;
 mod build;
+mod canonical;
 pub mod channels;
 pub mod checkpoint;
 pub mod config;
@@ -17,7 +18,6 @@ pub mod shapes;
 mod tensors;
 mod times;
 pub mod transformer;
-mod unit_offset_norm;
 pub mod weights;
 
 pub use channels::ActivationMaxima;

@@ -41,6 +41,39 @@ pub enum Scaling {
         pretrained_tokens: u32,
     },
     Yarn(Yarn),
+    LongRope(LongRope),
+}
+
+/// LongRoPE (Ding et al. 2024): the frequency of each pair is divided by a factor of its own. There
+/// are factors for contexts within the pretrained one and for longer ones. The reference chooses by
+/// the length that a batch has reached; here the choice is the job's context, fixed for all rows.
+/// Sine and cosine are scaled in either case.
+#[derive(Debug, Clone, PartialEq)]
+pub struct LongRope {
+    pub short_factors: Vec<f32>,
+    pub long_factors: Vec<f32>,
+    pub attention_factor: f64,
+    pub pretrained_tokens: u32,
+}
+
+impl LongRope {
+    fn factors(&self, context: u32) -> &[f32] {
+        if context > self.pretrained_tokens {
+            &self.long_factors
+        } else {
+            &self.short_factors
+        }
+    }
+}
+
+/// LongRoPE's attention factor if the checkpoint gives none, for a context of `factor` times the
+/// pretrained one: `sqrt(1 + ln(factor) / ln(pretrained_tokens))`.
+pub fn longrope_attention_factor(factor: f64, pretrained_tokens: u32) -> f64 {
+    if factor <= 1.0 {
+        1.0
+    } else {
+        (1.0 + factor.ln() / f64::from(pretrained_tokens).ln()).sqrt()
+    }
 }
 
 /// YaRN (Peng et al. 2023). How interpolated and original frequencies are mixed depends on the
@@ -76,18 +109,18 @@ pub fn yarn_attention_factor(factor: f64, mscale: Option<f64>, mscale_all_dim: O
 }
 
 impl Rope {
-    /// Frequencies for heads of `head_dim` dimensions and a maximum sequence length of `context`
-    /// tokens.
-    pub fn spec(&self, head_dim: usize, context: u32) -> RopeSpec {
-        let plain = |theta: f64| -> Vec<f32> { periods(theta, head_dim).map(|period| 1.0 / period).collect() };
-        let (inverse_frequencies, scale) = match &self.scaling {
+    /// Frequencies for heads of `head_dim` dimensions, of which the first `rotary_dims` rotate, and
+    /// a maximum sequence length of `context` tokens.
+    pub fn spec(&self, head_dim: usize, rotary_dims: usize, context: u32) -> RopeSpec {
+        let plain = |theta: f64| -> Vec<f32> { periods(theta, rotary_dims).map(|period| 1.0 / period).collect() };
+        let (mut inverse_frequencies, scale) = match &self.scaling {
             Scaling::None => (plain(self.theta), 1.0),
             Scaling::Linear { factor } => (plain(self.theta).into_iter().map(|f| f / *factor as f32).collect(), 1.0),
             Scaling::Dynamic {
                 factor,
                 pretrained_tokens,
             } => {
-                let (n, pretrained) = (head_dim as f64, *pretrained_tokens as f64);
+                let (n, pretrained) = (rotary_dims as f64, *pretrained_tokens as f64);
                 let length = (context as f64).max(pretrained);
                 let growth = factor * length / pretrained - (factor - 1.0);
                 (plain(self.theta * growth.powf(n / (n - 2.0))), 1.0)
@@ -112,8 +145,17 @@ impl Rope {
                 };
                 (plain(self.theta).into_iter().map(stretch).collect(), 1.0)
             }
-            Scaling::Yarn(yarn) => (yarn.frequencies(self.theta, head_dim), yarn.attention_factor as f32),
+            Scaling::Yarn(yarn) => (yarn.frequencies(self.theta, rotary_dims), yarn.attention_factor as f32),
+            Scaling::LongRope(long) => {
+                let factors = long.factors(context);
+                let scaled = factors.iter().zip(periods(self.theta, rotary_dims));
+                (
+                    scaled.map(|(factor, period)| 1.0 / (factor * period)).collect(),
+                    long.attention_factor as f32,
+                )
+            }
         };
+        inverse_frequencies.resize(head_dim / 2, 0.0);
         RopeSpec {
             inverse_frequencies,
             scale,
@@ -122,14 +164,14 @@ impl Rope {
 }
 
 /// `theta^(2d/n)` for each pair `d`: the reciprocal of its frequency, in positions per radian.
-fn periods(theta: f64, head_dim: usize) -> impl Iterator<Item = f32> {
+fn periods(theta: f64, rotary_dims: usize) -> impl Iterator<Item = f32> {
     // The exponent is rounded to F32 first, as in the reference. The power is then exact to F32.
-    (0..head_dim / 2).map(move |d| (theta as f32 as f64).powf(((2 * d) as f32 / head_dim as f32) as f64) as f32)
+    (0..rotary_dims / 2).map(move |d| (theta as f32 as f64).powf(((2 * d) as f32 / rotary_dims as f32) as f64) as f32)
 }
 
 impl Yarn {
-    fn frequencies(&self, theta: f64, head_dim: usize) -> Vec<f32> {
-        let n = head_dim as f64;
+    fn frequencies(&self, theta: f64, rotary_dims: usize) -> Vec<f32> {
+        let n = rotary_dims as f64;
         // Index of the pair that turns `rotations` times in the pretrained context.
         let pair =
             |rotations: f64| n * (self.pretrained_tokens as f64 / (rotations * 2.0 * PI)).ln() / (2.0 * theta.ln());
@@ -146,7 +188,7 @@ impl Yarn {
             let keep = 1.0 - ramp;
             (1.0 / (self.factor as f32 * period)) * (1.0 - keep) + (1.0 / period) * keep
         };
-        periods(theta, head_dim).enumerate().map(mix).collect()
+        periods(theta, rotary_dims).enumerate().map(mix).collect()
     }
 }
 
@@ -161,7 +203,7 @@ mod tests {
                 theta: 10_000.0,
                 scaling,
             }
-            .spec(8, context)
+            .spec(8, 8, context)
             .inverse_frequencies
         };
         let plain = spec(Scaling::None, 64);
@@ -191,13 +233,13 @@ mod tests {
             theta: 10_000.0,
             scaling: Scaling::None,
         }
-        .spec(32, 64)
+        .spec(32, 32, 64)
         .inverse_frequencies;
         let got = Rope {
             theta: 10_000.0,
             scaling,
         }
-        .spec(32, 64)
+        .spec(32, 32, 64)
         .inverse_frequencies;
         assert_eq!(got[0], plain[0]);
         assert_eq!(got[15], plain[15] / 8.0);
@@ -205,6 +247,25 @@ mod tests {
             got.iter().zip(&plain).any(|(a, b)| *a < *b && *a > *b / 8.0),
             "some lie between"
         );
+    }
+
+    #[test]
+    fn longrope_chooses_by_the_context_and_the_rest_of_a_head_stays() {
+        let rope = Rope {
+            theta: 10_000.0,
+            scaling: Scaling::LongRope(LongRope {
+                short_factors: vec![1.0, 2.0],
+                long_factors: vec![4.0, 8.0],
+                attention_factor: 1.5,
+                pretrained_tokens: 64,
+            }),
+        };
+        let (short, long) = (rope.spec(8, 4, 64), rope.spec(8, 4, 65));
+        assert_eq!(short.inverse_frequencies, [1.0, 0.005, 0.0, 0.0]);
+        assert_eq!(long.inverse_frequencies, [0.25, 0.00125, 0.0, 0.0]);
+        assert_eq!((short.scale, long.scale), (1.5, 1.5));
+        assert_eq!(longrope_attention_factor(1.0, 64), 1.0);
+        assert!((longrope_attention_factor(32.0, 4096) - 1.190_238_f64).abs() < 1e-6);
     }
 
     #[test]

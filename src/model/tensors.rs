@@ -4,7 +4,7 @@
 //! See docs/decisions/087-tensors-stand-in-one-list.md.
 
 use crate::device::Routing;
-use crate::model::config::Config;
+use crate::model::config::{Config, Family};
 
 /// Name of the output head, if it is separate from the embedding table.
 pub(super) const OUTPUT_HEAD: &str = "lm_head.weight";
@@ -42,17 +42,67 @@ pub(super) struct LinearTensors {
     pub weights: Vec<TensorSpec>,
     /// One bias per weight, or none.
     pub biases: Vec<TensorSpec>,
+    /// The one tensor that the checkpoint stores in place of all weights.
+    pub fused: Option<TensorSpec>,
+}
+
+impl LinearTensors {
+    /// The tensors that the checkpoint stores.
+    fn stored(&self) -> impl Iterator<Item = &TensorSpec> {
+        let apart = if self.fused.is_some() { &[] } else { &self.weights[..] };
+        self.fused.iter().chain(apart).chain(&self.biases)
+    }
+}
+
+/// A layer's tensor that the checkpoint stores as rows of a larger one. Names are without the
+/// layer's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct FusedPart {
+    pub name: &'static str,
+    pub stored: &'static str,
+    pub first_row: usize,
+    pub stored_rows: usize,
+}
+
+const FUSED_QKV: &str = "self_attn.qkv_proj.weight";
+const FUSED_GATE_UP: &str = "mlp.gate_up_proj.weight";
+
+/// The parts of the model's fused tensors.
+pub(super) fn fused_parts(c: &Config) -> Vec<FusedPart> {
+    let (q, kv, mlp) = (
+        c.heads.heads * c.heads.head_dim,
+        c.heads.kv_heads * c.heads.head_dim,
+        c.intermediate_size,
+    );
+    let part = |(name, stored, first_row, stored_rows)| FusedPart {
+        name,
+        stored,
+        first_row,
+        stored_rows,
+    };
+    let qkv = [
+        ("self_attn.q_proj.weight", FUSED_QKV, 0, q + 2 * kv),
+        ("self_attn.k_proj.weight", FUSED_QKV, q, q + 2 * kv),
+        ("self_attn.v_proj.weight", FUSED_QKV, q + kv, q + 2 * kv),
+    ];
+    let gate_up = [
+        ("mlp.gate_proj.weight", FUSED_GATE_UP, 0, 2 * mlp),
+        ("mlp.up_proj.weight", FUSED_GATE_UP, mlp, 2 * mlp),
+    ];
+    let qkv = qkv.into_iter().filter(|_| c.fused_qkv);
+    let gate_up = gate_up.into_iter().filter(|_| c.fused_gate_up);
+    qkv.chain(gate_up).map(part).collect()
 }
 
 /// One layer's tensors.
 #[derive(Debug)]
 pub(super) struct LayerTensors {
-    pub attention_norm: TensorSpec,
+    pub attention_norm: Option<TensorSpec>,
     pub qkv: LinearTensors,
     pub qk_norm: Option<(TensorSpec, TensorSpec)>,
     pub o: LinearTensors,
     pub post_attention_norm: Option<TensorSpec>,
-    pub mlp_norm: TensorSpec,
+    pub mlp_norm: Option<TensorSpec>,
     pub mlp: MlpTensors,
     pub post_mlp_norm: Option<TensorSpec>,
 }
@@ -77,24 +127,18 @@ pub(super) enum MlpTensors {
 }
 
 impl GatedTensors {
-    fn all(&self) -> impl Iterator<Item = &TensorSpec> {
-        [&self.gate_up, &self.down].into_iter().flat_map(LinearTensors::all)
-    }
-}
-
-impl LinearTensors {
-    fn all(&self) -> impl Iterator<Item = &TensorSpec> {
-        self.weights.iter().chain(&self.biases)
+    fn stored(&self) -> impl Iterator<Item = &TensorSpec> {
+        [&self.gate_up, &self.down].into_iter().flat_map(LinearTensors::stored)
     }
 }
 
 impl MlpTensors {
-    fn all(&self) -> impl Iterator<Item = &TensorSpec> {
+    fn stored(&self) -> impl Iterator<Item = &TensorSpec> {
         let (router, mlps) = match self {
             MlpTensors::Plain(mlp) => (None, std::slice::from_ref(mlp)),
             MlpTensors::Experts { router, experts, .. } => (Some(router), &experts[..]),
         };
-        router.into_iter().chain(mlps.iter().flat_map(GatedTensors::all))
+        router.into_iter().chain(mlps.iter().flat_map(GatedTensors::stored))
     }
 }
 
@@ -108,13 +152,34 @@ pub(super) struct ModelTensors {
     pub head: Option<TensorSpec>,
 }
 
-/// Name of the norm before a layer's MLP. Families without post-norms call it
-/// `post_attention_layernorm`.
-pub(super) fn mlp_norm_name(config: &Config) -> &'static str {
-    if config.post_norms {
-        "pre_feedforward_layernorm"
-    } else {
-        "post_attention_layernorm"
+/// Names of a layer's norms, by family.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct NormNames {
+    pub mlp: &'static str,
+    /// The norms of the outputs of attention and MLP, in models that have them.
+    post_attention: &'static str,
+    post_mlp: &'static str,
+}
+
+impl NormNames {
+    pub(super) fn of(config: &Config) -> NormNames {
+        match (config.family, config.post_norms) {
+            (Family::Glm4, _) => NormNames {
+                mlp: "post_attention_layernorm",
+                post_attention: "post_self_attn_layernorm",
+                post_mlp: "post_mlp_layernorm",
+            },
+            (_, true) => NormNames {
+                mlp: "pre_feedforward_layernorm",
+                post_attention: "post_attention_layernorm",
+                post_mlp: "post_feedforward_layernorm",
+            },
+            (_, false) => NormNames {
+                mlp: "post_attention_layernorm",
+                post_attention: "",
+                post_mlp: "",
+            },
+        }
     }
 }
 
@@ -135,7 +200,7 @@ impl ModelTensors {
         }
     }
 
-    /// All tensors of the model.
+    /// All tensors of the model, as the checkpoint stores them.
     pub(super) fn all(&self) -> impl Iterator<Item = &TensorSpec> {
         let layers = self.layers.iter().flat_map(LayerTensors::all);
         [&self.embedding, &self.norm]
@@ -151,7 +216,11 @@ impl LayerTensors {
         let (q, kv, hidden) = (c.heads.heads * dim, c.heads.kv_heads * dim, c.hidden_size);
         let name = |rest: &str, kind: &str| format!("model.layers.{layer}.{rest}.{kind}");
         let norm = |rest: &str, width: usize| TensorSpec::vector(name(rest, "weight"), width);
+        let fused =
+            |stored: &str, rows: usize| TensorSpec::matrix(format!("model.layers.{layer}.{stored}"), rows, hidden);
+        let norms = NormNames::of(c);
         let linear = |parts: &[(&str, usize)], columns: usize, bias: bool| LinearTensors {
+            fused: None,
             weights: parts
                 .iter()
                 .map(|(rest, rows)| TensorSpec::matrix(name(rest, "weight"), *rows, columns))
@@ -170,48 +239,57 @@ impl LayerTensors {
             ),
             down: linear(&[(&format!("{mlp}.down_proj"), hidden)], width, bias),
         };
+        let mlp = match c.experts_of(layer) {
+            None => {
+                let mut mlp = gated("mlp", c.intermediate_size, c.mlp_bias);
+                mlp.gate_up.fused = c.fused_gate_up.then(|| fused(FUSED_GATE_UP, 2 * c.intermediate_size));
+                MlpTensors::Plain(mlp)
+            }
+            Some(experts) => MlpTensors::Experts {
+                routing: experts.routing,
+                router: TensorSpec::matrix(name("mlp.gate", "weight"), experts.count, hidden),
+                experts: (0..experts.count)
+                    .map(|expert| gated(&format!("mlp.experts.{expert}"), experts.intermediate_size, false))
+                    .collect(),
+            },
+        };
         LayerTensors {
-            attention_norm: norm("input_layernorm", hidden),
-            qkv: linear(
-                &[
-                    ("self_attn.q_proj", q),
-                    ("self_attn.k_proj", kv),
-                    ("self_attn.v_proj", kv),
-                ],
-                hidden,
-                c.qkv_bias,
-            ),
+            attention_norm: c.pre_norms.then(|| norm("input_layernorm", hidden)),
+            qkv: LinearTensors {
+                fused: c.fused_qkv.then(|| fused(FUSED_QKV, q + 2 * kv)),
+                ..linear(
+                    &[
+                        ("self_attn.q_proj", q),
+                        ("self_attn.k_proj", kv),
+                        ("self_attn.v_proj", kv),
+                    ],
+                    hidden,
+                    c.qkv_bias,
+                )
+            },
             qk_norm: c.qk_norm.then(|| {
-                let [q, k] = if c.qk_norm_over_heads { [q, kv] } else { [dim; 2] };
-                (norm("self_attn.q_norm", q), norm("self_attn.k_norm", k))
+                let (q, kv) = if c.joint_qk_norm { (q, kv) } else { (dim, dim) };
+                (norm("self_attn.q_norm", q), norm("self_attn.k_norm", kv))
             }),
             o: linear(&[("self_attn.o_proj", hidden)], q, c.o_bias),
-            post_attention_norm: c.post_norms.then(|| norm("post_attention_layernorm", hidden)),
-            mlp_norm: norm(mlp_norm_name(c), hidden),
-            mlp: match c.experts_of(layer) {
-                None => MlpTensors::Plain(gated("mlp", c.intermediate_size, c.mlp_bias)),
-                Some(experts) => MlpTensors::Experts {
-                    routing: experts.routing,
-                    router: TensorSpec::matrix(name("mlp.gate", "weight"), experts.count, hidden),
-                    experts: (0..experts.count)
-                        .map(|expert| gated(&format!("mlp.experts.{expert}"), experts.intermediate_size, false))
-                        .collect(),
-                },
-            },
-            post_mlp_norm: c.post_norms.then(|| norm("post_feedforward_layernorm", hidden)),
+            post_attention_norm: c.post_norms.then(|| norm(norms.post_attention, hidden)),
+            mlp_norm: (c.pre_norms && !c.parallel_mlp).then(|| norm(norms.mlp, hidden)),
+            mlp,
+            post_mlp_norm: c.post_norms.then(|| norm(norms.post_mlp, hidden)),
         }
     }
 
     fn all(&self) -> impl Iterator<Item = &TensorSpec> {
-        let linear = [&self.qkv, &self.o].into_iter().flat_map(LinearTensors::all);
+        let linear = [&self.qkv, &self.o].into_iter().flat_map(LinearTensors::stored);
         let qk_norms = self.qk_norm.iter().flat_map(|(q, k)| [q, k]);
-        [&self.attention_norm, &self.mlp_norm]
-            .into_iter()
+        self.attention_norm
+            .iter()
+            .chain(&self.mlp_norm)
             .chain(&self.post_attention_norm)
             .chain(&self.post_mlp_norm)
             .chain(qk_norms)
             .chain(linear)
-            .chain(self.mlp.all())
+            .chain(self.mlp.stored())
     }
 }
 
@@ -265,6 +343,18 @@ mod tests {
             ("OlmoeForCausalLM", json!({"num_experts": 3, "num_experts_per_tok": 2})),
             ("Gemma2ForCausalLM", json!({"tie_word_embeddings": false})),
             ("Gemma3ForCausalLM", json!({})),
+            ("GemmaForCausalLM", json!({})),
+            ("SmolLM3ForCausalLM", json!({"mlp_bias": true})),
+            ("GraniteForCausalLM", json!({"logits_scaling": 8.0})),
+            ("SeedOssForCausalLM", json!({})),
+            ("Phi3ForCausalLM", json!({"partial_rotary_factor": 0.5})),
+            ("MinistralForCausalLM", json!({})),
+            ("GlmForCausalLM", json!({})),
+            ("Glm4ForCausalLM", json!({})),
+            ("Exaone4ForCausalLM", json!({})),
+            ("Olmo2ForCausalLM", json!({})),
+            ("Olmo3ForCausalLM", json!({})),
+            ("CohereForCausalLM", json!({})),
         ] {
             let mut text = json!({
                 "architectures": [architecture], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,

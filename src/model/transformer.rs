@@ -2,9 +2,9 @@
 //! [`Device`].
 //!
 //! Per layer: norm → fused q, k, v → RoPE and KV store → attention → output projection → norm →
-//! gate, up and their product → down projection, or routed experts. Some families also normalise
-//! the outputs of the output and down projections before the residual addition. Steps share all
-//! buffers.
+//! gate, up and their product → down projection, or experts. Some families also normalise the outputs of the
+//! output and down projections before the residual addition, some normalise only these. Steps share
+//! all buffers.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -14,19 +14,19 @@ use crate::device::batch::StepBatch;
 use crate::device::cpu::{self, Cpu, Isa};
 use crate::device::draw::{Draw, DrawError, DrawnToken};
 use crate::device::{
-    AddNorm, Attention, Delta, Device, DeviceError, Dtype, KvFormat, KvSpec, OutputHead, Precision, QkNorm, RopeStore,
+    AddNorm, Attention, Delta, Device, DeviceError, Dtype, KvFormat, OutputHead, Precision, QkNorm, RopeStore,
 };
 use crate::engine::{Forward, ForwardError};
 use crate::model::balance::BalancedWeights;
 use crate::model::build::{Builder, MlpWeights, ModelWeights};
-use crate::model::channels::ActivationMaxima;
+use crate::model::canonical::CanonicalWeights;
+use crate::model::channels::{ActivationMaxima, Activations};
 use crate::model::checkpoint::Checkpoint;
 use crate::model::config::Config;
 use crate::model::error::ModelError;
 use crate::model::folder;
 use crate::model::pool;
 use crate::model::times::{Operation, Times};
-use crate::model::unit_offset_norm::UnitOffsetNorm;
 use crate::model::weights::{RandomWeights, WeightSource};
 
 /// Minimum rows for which a device measures its matmul kernels. For fewer rows, it uses the choice
@@ -164,19 +164,6 @@ impl Transformer<Cpu> {
     }
 }
 
-/// Activations that a layer's linear operations read, `[tokens][width]`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Activations {
-    /// Width `hidden_size`: read by the query, key and value projections.
-    AttentionNorm,
-    /// Width `heads * head_dim`: read by the output projection.
-    Attended,
-    /// Width `hidden_size`: read by the gate and up projections, or by the router and the experts.
-    MlpNorm,
-    /// Width `intermediate_size`: read by the down projection. Layers with experts have none.
-    Gated,
-}
-
 impl<D: Device> Transformer<D> {
     /// Loads a model onto `device`, which must have been made with the threads and precision of
     /// `options`.
@@ -190,8 +177,8 @@ impl<D: Device> Transformer<D> {
         options: &LoadOptions,
     ) -> Result<Transformer<D>, ModelError> {
         let context_tokens = config.context_tokens(options.max_context)?;
-        if !device.runs_experts() {
-            config.refuse_experts_on_gpu()?;
+        if !device.normalises_heads_jointly() || !device.centers_norms() || !device.runs_experts() {
+            config.refuse_on_gpu()?;
         }
         pool::check_fits(&device, &config, options.precision)?;
         // A device without its own memory is synchronous: timing its operations costs no wait.
@@ -205,12 +192,8 @@ impl<D: Device> Transformer<D> {
             .vocabulary
             .map_or(config.vocab_size, |n| n.min(config.vocab_size));
         let random = source.random().filter(|_| device.makes_random_weights());
-        let unit_offset_norm = UnitOffsetNorm(source);
-        let source: &dyn WeightSource = if config.unit_offset_norms && !source.norms_without_offset() {
-            &unit_offset_norm
-        } else {
-            source
-        };
+        let canonical = CanonicalWeights::new(source, &config);
+        let source: &dyn WeightSource = if source.is_canonical() { source } else { &canonical };
         let balanced = match options.precision {
             // Channels of random weights have equal magnitudes and need no balancing.
             Precision::Int8 if random.is_none() => {
@@ -226,9 +209,7 @@ impl<D: Device> Transformer<D> {
         }
         .weights()?;
         let pools = pool::allocate(&device, &config, kv_blocks)?;
-        let ropes = [Some(&config.rope), config.window_rope.as_ref()].into_iter().flatten();
-        let ropes = ropes.map(|rope| rope.spec(config.heads.head_dim, context_tokens));
-        let step = device.step(config.heads, ropes.collect(), &config.layers)?;
+        let step = device.step(config.heads, config.rope_specs(context_tokens), &config.layers)?;
         let buffers = Buffers::new(&device);
         let mut transformer = Transformer {
             device,
@@ -446,16 +427,21 @@ impl<D: Device> Transformer<D> {
         let mut delta = None;
         for (index, (layer, pool)) in weights.layers.iter().zip(pools).enumerate() {
             device.copy_blocks(step, pool)?;
+            // Without a norm of its own, the block reads the residual stream. Then only the addition
+            // counts, and any norm will do.
+            let own = layer.attention_norm.as_ref();
             let norm = AddNorm {
                 delta,
-                weight: &layer.attention_norm,
+                weight: own.unwrap_or(&weights.norm),
                 eps: config.norm_eps,
+                centered: config.layer_norms,
                 for_experts: false,
             };
             device.add_norm(norm, &mut b.residual, &mut b.normed)?;
             lap(Operation::Norm)?;
-            observe(index, Activations::AttentionNorm, &b.normed);
-            device.linear(&layer.qkv, &b.normed, &mut b.qkv, &mut b.workspace)?;
+            let input = if own.is_some() { &b.normed } else { &b.residual };
+            observe(index, Activations::AttentionNorm, input);
+            device.linear(&layer.qkv, input, &mut b.qkv, &mut b.workspace)?;
             lap(Operation::Linear)?;
             let qk_norm = layer.qk_norm.as_ref().map(|(q, k)| QkNorm {
                 q,
@@ -466,10 +452,7 @@ impl<D: Device> Transformer<D> {
                 RopeStore {
                     heads: config.heads,
                     qk_norm,
-                    rope: match (&config.window_rope, layer.spec) {
-                        (Some(_), KvSpec::Window(_)) => 1,
-                        _ => 0,
-                    },
+                    rope: config.rope_of(index),
                 },
                 step,
                 &mut b.qkv,
@@ -484,30 +467,39 @@ impl<D: Device> Transformer<D> {
             device.attention(attention, step, &b.qkv, pool, &mut b.attended, &mut b.workspace)?;
             lap(Operation::Attention)?;
             observe(index, Activations::Attended, &b.attended);
-            device.linear(&layer.o, &b.attended, &mut b.delta, &mut b.workspace)?;
-            lap(Operation::Linear)?;
+            if let (true, MlpWeights::Plain { gate_up, .. }) = (config.parallel_mlp, &layer.mlp) {
+                observe(index, Activations::MlpNorm, &b.normed);
+                device.gated_linear(gate_up, config.activation, &b.normed, &mut b.gated, &mut b.workspace)?;
+                lap(Operation::GatedLinear)?;
+            }
+            let own = layer.mlp_norm.as_ref();
             let norm = AddNorm {
                 delta: Some(Delta {
                     rows: &b.delta,
                     norm: layer.post_attention_norm.as_ref(),
                 }),
-                weight: &layer.mlp_norm,
+                weight: own.unwrap_or(&weights.norm),
                 eps: config.norm_eps,
+                centered: config.layer_norms,
                 for_experts: matches!(layer.mlp, MlpWeights::Experts(_)),
             };
             device.add_norm(norm, &mut b.residual, &mut b.normed)?;
             lap(Operation::Norm)?;
-            observe(index, Activations::MlpNorm, &b.normed);
+            let input = if own.is_some() { &b.normed } else { &b.residual };
             match &layer.mlp {
                 MlpWeights::Plain { gate_up, down } => {
-                    device.gated_linear(gate_up, config.activation, &b.normed, &mut b.gated, &mut b.workspace)?;
-                    lap(Operation::GatedLinear)?;
+                    if !config.parallel_mlp {
+                        observe(index, Activations::MlpNorm, input);
+                        device.gated_linear(gate_up, config.activation, input, &mut b.gated, &mut b.workspace)?;
+                        lap(Operation::GatedLinear)?;
+                    }
                     observe(index, Activations::Gated, &b.gated);
                     device.linear(down, &b.gated, &mut b.delta, &mut b.workspace)?;
                     lap(Operation::Linear)?;
                 }
                 MlpWeights::Experts(weights) => {
-                    device.experts(weights, config.activation, &b.normed, &mut b.delta, &mut b.workspace)?;
+                    observe(index, Activations::MlpNorm, input);
+                    device.experts(weights, config.activation, input, &mut b.delta, &mut b.workspace)?;
                     lap(Operation::Experts)?;
                 }
             }
@@ -520,6 +512,7 @@ impl<D: Device> Transformer<D> {
             delta,
             weight: &weights.norm,
             eps: config.norm_eps,
+            centered: config.layer_norms,
             for_experts: false,
         };
         device.add_norm_logits_rows(norm, step, &mut b.residual, &mut b.normed)?;

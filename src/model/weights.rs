@@ -41,9 +41,9 @@ pub trait WeightSource: Sync {
     fn random(&self) -> Option<&RandomWeights> {
         None
     }
-    /// Whether the source returns norm weights as w, even for a family whose checkpoints store w −
-    /// 1.
-    fn norms_without_offset(&self) -> bool {
+    /// Whether the source returns tensors in the transformer's form, even for a family whose
+    /// checkpoints store another.
+    fn is_canonical(&self) -> bool {
         false
     }
 }
@@ -522,7 +522,7 @@ impl WeightSource for RandomWeights {
         (self.dtype == Dtype::Bf16).then_some(self)
     }
 
-    fn norms_without_offset(&self) -> bool {
+    fn is_canonical(&self) -> bool {
         true
     }
 }

@@ -13,7 +13,7 @@ use safetensors::SafeTensors;
 
 pub(crate) const KV_BLOCKS: u32 = 64;
 
-pub(crate) const MODELS: [&str; 23] = [
+pub(crate) const MODELS: [&str; 44] = [
     "llama-plain",
     "llama-llama3-tied",
     "llama-linear-biases",
@@ -37,6 +37,27 @@ pub(crate) const MODELS: [&str; 23] = [
     "gemma2-biases",
     "gemma3-types",
     "gemma3-images",
+    "gemma-tied",
+    "smollm3-nope",
+    "smollm3-interval",
+    "granite-factors",
+    "granite-tied",
+    "seed-oss-biases",
+    "phi3-longrope-long",
+    "phi3-longrope-short",
+    "phi3-window",
+    "ministral-types",
+    "mistral3-images",
+    "glm-plain",
+    "glm4-norms",
+    "exaone4-windows",
+    "exaone4-full",
+    "ministral3-plain",
+    "olmo2-biases",
+    "olmo2-tied",
+    "olmo3-windows",
+    "cohere-tied",
+    "cohere2-windows",
 ];
 
 pub(crate) fn folder(name: &str) -> PathBuf {

@@ -123,6 +123,7 @@ impl Cpu {
             delta_weight: op.delta.as_ref().and_then(|delta| delta.norm).map(|norm| &norm.0[..]),
             weight: &op.weight.0,
             eps: op.eps,
+            centered: op.centered,
             round_to_bf16: self.rounds_to_bf16(),
             quantize: self.precision == Precision::Int8 && !op.for_experts,
         }
@@ -380,6 +381,14 @@ impl Device for Cpu {
             &mut workspace.packed_rows,
         );
         Ok(())
+    }
+
+    fn centers_norms(&self) -> bool {
+        true
+    }
+
+    fn normalises_heads_jointly(&self) -> bool {
+        true
     }
 
     fn rope_store(

@@ -1,6 +1,7 @@
 //! RMS normalisation (Zhang and Sennrich 2019), with the residual addition before it.
 //!
-//! `y = x / sqrt(mean(x^2) + eps) * weight`. Squares are summed in 16 interleaved lanes, then the
+//! `y = x / sqrt(mean(x^2) + eps) * weight`, where a layer normalisation (Ba et al. 2016, without a
+//! bias) subtracts the mean from `x` first. Numbers are summed in 16 interleaved lanes, then the
 //! lanes are summed in a fixed order.
 //!
 //! See docs/decisions/069-normalised-rows-are-written-in-int8.md.
@@ -12,21 +13,35 @@ use super::math::{round_bf16, sum16};
 use super::quantize::int8_tiles;
 use super::{Buffer, ExecContext, SharedMut};
 
-/// Normalises `x` in place. At BF16 precision the product with the weight is rounded. (The
-/// reference implementation also rounds the normalised value, in all model families except Gemma.)
+/// The sum of `term` over `x`.
 #[inline(always)]
-pub(super) fn rms_norm(x: &mut [f32], weight: &[f32], eps: f32, round_to_bf16: bool) {
+fn sum_of(x: &[f32], term: impl Fn(f32, f32) -> f32) -> f32 {
     let mut lanes = [0.0f32; 16];
     let (chunks, rest) = x.as_chunks::<16>();
     for chunk in chunks {
         for (sum, v) in lanes.iter_mut().zip(chunk) {
-            *sum = v.mul_add(*v, *sum);
+            *sum = term(*sum, *v);
         }
     }
     for (sum, v) in lanes.iter_mut().zip(rest) {
-        *sum = v.mul_add(*v, *sum);
+        *sum = term(*sum, *v);
     }
-    let scale = 1.0 / (sum16(lanes) / x.len() as f32 + eps).sqrt();
+    sum16(lanes)
+}
+
+/// Subtracts the mean of `x` from it.
+#[inline(always)]
+fn center(x: &mut [f32]) {
+    let mean = sum_of(x, |sum, v| sum + v) / x.len() as f32;
+    x.iter_mut().for_each(|v| *v -= mean);
+}
+
+/// Normalises `x` in place. At BF16 precision the product with the weight is rounded. (The
+/// reference implementation also rounds the normalised value, in all model families except Gemma.)
+#[inline(always)]
+pub(super) fn rms_norm(x: &mut [f32], weight: &[f32], eps: f32, round_to_bf16: bool) {
+    let squares = sum_of(x, |sum, v| v.mul_add(v, sum));
+    let scale = 1.0 / (squares / x.len() as f32 + eps).sqrt();
     if round_to_bf16 {
         for (v, w) in x.iter_mut().zip(weight) {
             *v = round_bf16(*v * scale * w);
@@ -47,7 +62,7 @@ fn add_norm_row(
     delta: DeltaRow<'_>,
     residual: &mut [f32],
     weight: &[f32],
-    eps: f32,
+    (eps, centered): (f32, bool),
     round_to_bf16: bool,
     out: &mut [f32],
 ) {
@@ -65,6 +80,9 @@ fn add_norm_row(
         }
     }
     out.copy_from_slice(residual);
+    if centered {
+        center(out);
+    }
     rms_norm(out, weight, eps, round_to_bf16);
 }
 
@@ -74,7 +92,7 @@ multiversion! {
         delta: DeltaRow<'_>,
         residual: &mut [f32],
         weight: &[f32],
-        eps: f32,
+        eps_and_centered: (f32, bool),
         round_to_bf16: bool,
         out: &mut [f32],
     ) = add_norm_row;
@@ -88,6 +106,8 @@ pub(super) struct NormOp<'a> {
     pub delta_weight: Option<&'a [f32]>,
     pub weight: &'a [f32],
     pub eps: f32,
+    /// Whether the norm of the sum subtracts the mean first.
+    pub centered: bool,
     pub round_to_bf16: bool,
     /// Whether normalised rows are written in INT8.
     pub quantize: bool,
@@ -102,7 +122,7 @@ impl NormOp<'_> {
             delta,
             residual,
             self.weight,
-            self.eps,
+            (self.eps, self.centered),
             self.round_to_bf16,
             out,
         );
@@ -180,6 +200,7 @@ mod tests {
                     delta_weight: None,
                     weight: &w,
                     eps: 1e-5,
+                    centered: false,
                     round_to_bf16: false,
                     quantize: false,
                 };
@@ -194,6 +215,18 @@ mod tests {
                         assert_eq!(residual.row(i)[j] as f64, sum[j]);
                         let want = sum[j] / (mean + 1e-5).sqrt() * w[j] as f64;
                         assert!((out.row(i)[j] as f64 - want).abs() < 1e-5, "{isa:?} ({i}, {j})");
+                    }
+                }
+                let layer = NormOp { centered: true, ..op };
+                let mut normed = Buffer::default();
+                add_norm(&layer, &mut buffer(&x, rows, width), &mut normed);
+                for i in 0..rows {
+                    let sum: Vec<f64> = (i * width..(i + 1) * width).map(|j| f64::from(x[j] + d[j])).collect();
+                    let mean = sum.iter().sum::<f64>() / width as f64;
+                    let variance = sum.iter().map(|v| (v - mean).powi(2)).sum::<f64>() / width as f64;
+                    for j in 0..width {
+                        let want = (sum[j] - mean) / (variance + 1e-5).sqrt() * f64::from(w[j]);
+                        assert!((f64::from(normed.row(i)[j]) - want).abs() < 1e-4, "{isa:?} ({i}, {j})");
                     }
                 }
                 let mut picked = Buffer::default();

@@ -11,8 +11,8 @@ use super::step::Step;
 use super::{Buffer, ExecContext, Vector};
 use crate::device::RopeStore;
 
-/// Weight and epsilon of the normalisation. It is computed over as many numbers as it has weights: a
-/// head, or all heads.
+/// Weight and epsilon of a normalisation, which is of as many neighbouring heads as there are
+/// weights for.
 type HeadNorm<'a> = Option<(&'a [f32], f32)>;
 
 /// Rotates consecutive heads by one token's cosines and sines.
@@ -21,8 +21,8 @@ fn rotate_heads(heads: &mut [f32], norm: HeadNorm<'_>, rotation: &[f32], round_t
     let dim = rotation.len();
     let (cos, sin) = rotation.split_at(dim / 2);
     if let Some((weight, eps)) = norm {
-        for normed in heads.chunks_exact_mut(weight.len()) {
-            rms_norm(normed, weight, eps, round_to_bf16);
+        for part in heads.chunks_exact_mut(weight.len()) {
+            rms_norm(part, weight, eps, round_to_bf16);
         }
     }
     for head in heads.chunks_exact_mut(dim) {
@@ -57,8 +57,8 @@ pub(super) fn rotate(
     let norm = op.qk_norm.as_ref();
     let q_norm = norm.map(|n| (&n.q.0[..], n.eps));
     let k_norm = norm.map(|n| (&n.k.0[..], n.eps));
-    let fits = |norm: HeadNorm<'_>, heads: usize| norm.is_none_or(|(w, _)| [dim, heads * dim].contains(&w.len()));
-    assert!(fits(q_norm, heads.heads) && fits(k_norm, heads.kv_heads));
+    let fits = |weights: usize, heads: usize| [dim, heads * dim].contains(&weights);
+    assert!(norm.is_none_or(|n| fits(n.q.0.len(), heads.heads) && fits(n.k.0.len(), heads.kv_heads)));
     let elements = qkv.data.len();
     let mut parts: Vec<_> = qkv.parts_mut(ctx.threads.parts(elements)).collect();
     ctx.threads.parallel_for_each(elements, &mut parts, |_, parts| {
@@ -87,9 +87,9 @@ mod tests {
     use crate::device::cpu::testing::{buffer, ctx, numbers};
     use crate::device::{HeadShape, QkNorm, RopeSpec};
 
-    /// Queries are normalised over this number of heads, keys over one; 0 for none.
-    fn check(dim: usize, tokens: usize, normed_heads: usize) {
-        let with_norm = normed_heads > 0;
+    /// `normed`: query heads that a norm is of, 0 without a norm.
+    fn check(dim: usize, tokens: usize, normed: usize) {
+        let with_norm = normed > 0;
         let heads = HeadShape {
             heads: 3,
             kv_heads: 1,
@@ -123,7 +123,7 @@ mod tests {
             logits_at: vec![],
             ..StepBatch::default()
         });
-        let (q, k) = (Vector(numbers(5, dim * normed_heads)), Vector(numbers(6, dim)));
+        let (q, k) = (Vector(numbers(5, dim * normed.max(1))), Vector(numbers(6, dim)));
         let rows = numbers(1, tokens * heads.qkv_width());
         let mut first: Option<Vec<f32>> = None;
         for isa in Isa::available() {
@@ -141,15 +141,23 @@ mod tests {
             rotate(ctx(isa), false, &op, &step, &mut got);
             for t in 0..tokens {
                 for head in 0..5 {
-                    let row = &rows[t * heads.qkv_width()..][..heads.qkv_width()];
-                    let x: Vec<f64> = row[head * dim..][..dim].iter().map(|v| *v as f64).collect();
-                    // The heads that are normalised together with this one, and its weights.
-                    let (normed, weight) = match (head < 3, normed_heads) {
-                        (true, 3) => (&row[..3 * dim], &q.0[head * dim..]),
-                        (true, _) => (&row[head * dim..][..dim], &q.0[..]),
-                        (false, _) => (&row[head * dim..][..dim], &k.0[..]),
+                    let x: Vec<f64> = rows[t * heads.qkv_width() + head * dim..][..dim]
+                        .iter()
+                        .map(|v| *v as f64)
+                        .collect();
+                    let is_joint = normed == 3 && head < 3;
+                    let weight = match (is_joint, head < 3) {
+                        (true, _) => &q.0[head * dim..],
+                        (_, true) => &q.0,
+                        _ => &k.0,
                     };
-                    let mean = normed.iter().map(|v| f64::from(*v).powi(2)).sum::<f64>() / normed.len() as f64;
+                    let row = &rows[t * heads.qkv_width()..];
+                    let together = if is_joint {
+                        &row[..3 * dim]
+                    } else {
+                        &row[head * dim..][..dim]
+                    };
+                    let mean = together.iter().map(|v| f64::from(*v).powi(2)).sum::<f64>() / together.len() as f64;
                     let scale = if with_norm { 1.0 / (mean + 1e-3).sqrt() } else { 1.0 };
                     let y: Vec<f64> = (0..dim)
                         .map(|d| x[d] * scale * if with_norm { weight[d] as f64 } else { 1.0 })
@@ -178,8 +186,8 @@ mod tests {
     #[test]
     fn matches_the_formula_and_is_bit_identical_on_all_sets() {
         for (dim, tokens) in [(2, 1), (16, 15), (30, 17), (128, 40)] {
-            for normed_heads in [0, 1, 3] {
-                check(dim, tokens, normed_heads);
+            for normed in [0, 1, 3] {
+                check(dim, tokens, normed);
             }
         }
     }

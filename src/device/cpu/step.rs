@@ -183,19 +183,9 @@ impl RotationTable {
         let width = self.rope.inverse_frequencies.len() * 2;
         let longest = positions.iter().max().map_or(0, |&p| p as usize + 1);
         for position in self.position_rotations.len() / width..longest {
-            // The angle is rounded to F32, as in the reference implementation. Its sine and cosine
-            // are computed in F64.
-            let angle = |f: &f32| (*f * position as f32) as f64;
-            let scale = self.rope.scale;
             let round_to_bf16 = self.round_to_bf16;
-            let store = move |x: f64| {
-                let y = x as f32 * scale;
-                if round_to_bf16 { round_bf16(y) } else { y }
-            };
-            self.position_rotations
-                .extend(self.rope.inverse_frequencies.iter().map(|f| store(angle(f).cos())));
-            self.position_rotations
-                .extend(self.rope.inverse_frequencies.iter().map(|f| store(angle(f).sin())));
+            let stored = |y: f32| if round_to_bf16 { round_bf16(y) } else { y };
+            self.position_rotations.extend(self.rope.rotation(position).map(stored));
         }
         self.token_rotations.clear();
         for &p in positions {

@@ -259,15 +259,7 @@ impl Rotations {
         let positions = positions.next_power_of_two().max(1024);
         let mut table: Vec<u8> = Vec::with_capacity(positions * self.rope.inverse_frequencies.len() * 8);
         for position in 0..positions {
-            // The angle is rounded to F32, as in the reference. Its sine and cosine are computed in
-            // F64, so that they are exact to F32.
-            let angle = |f: &f32| f64::from(*f * position as f32);
-            for function in [f64::cos, f64::sin] {
-                for frequency in &self.rope.inverse_frequencies {
-                    let value = function(angle(frequency)) as f32 * self.rope.scale;
-                    table.extend(value.to_ne_bytes());
-                }
-            }
+            table.extend(self.rope.rotation(position).flat_map(f32::to_ne_bytes));
         }
         self.memory = None;
         self.memory = Some(context.allocate_copy(&table, "the rotations of all positions")?);

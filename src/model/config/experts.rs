@@ -155,7 +155,7 @@ mod tests {
     #[test]
     fn olmoe_normalises_all_heads_together() {
         let config = parse("OlmoeForCausalLM", &json!({"num_experts": 64, "clip_qkv": null})).unwrap();
-        assert!(config.qk_norm && config.qk_norm_over_heads);
+        assert!(config.qk_norm && config.joint_qk_norm);
         assert_eq!((config.norm_eps, config.max_position_embeddings), (1e-5, 4096));
         let experts = config.experts.unwrap();
         assert_eq!(
@@ -222,13 +222,13 @@ mod tests {
     fn a_gpu_refuses_experts_by_the_familys_name() {
         let error = parse(MIXTRAL, &json!({"num_local_experts": 8}))
             .unwrap()
-            .refuse_experts_on_gpu();
+            .refuse_on_gpu();
         let error = error.unwrap_err().to_string();
         assert!(
-            error.contains("Mixtral with 8 experts per layer does not run on a GPU yet"),
+            error.contains("Mixtral does not run on a GPU yet, because it has experts"),
             "{error}"
         );
         let dense = parse("MistralForCausalLM", &json!({})).unwrap();
-        assert!(dense.refuse_experts_on_gpu().is_ok());
+        assert!(dense.refuse_on_gpu().is_ok());
     }
 }

@@ -49,7 +49,7 @@ const USED: [&str; 19] = [
 ];
 
 /// Options of other models that change results.
-const REFUSED: [(&str, Neutral); 59] = [
+const REFUSED: [(&str, Neutral); 60] = [
     // Quantized weights: the keys of MLX, of compressed-tensors, and of all other formats.
     ("quantization", Unset),
     ("compression_config", Unset),
@@ -112,7 +112,8 @@ const REFUSED: [(&str, Neutral); 59] = [
     ("per_layer_config", Unset),
     ("swiglu_limit", Unset),
     ("use_parallel_residual", Unset),
-    // Keys that only the Gemma families read.
+    ("use_qk_norm", Unset),
+    // Keys that only Gemma 2 and 3 read.
     ("attn_logit_softcapping", Unset),
     ("final_logit_softcapping", Unset),
     ("query_pre_attn_scalar", Unset),
@@ -122,11 +123,16 @@ const REFUSED: [(&str, Neutral); 59] = [
 /// have none of them.
 const MULTIMODAL_PARTS: [&str; 2] = ["text_config", "vision_config"];
 /// Other keys that only a multimodal model has at its top level.
-const IMAGE_KEYS: [&str; 4] = [
+const IMAGE_KEYS: [&str; 9] = [
     "boi_token_index",
     "eoi_token_index",
+    "image_token_id",
     "image_token_index",
     "mm_tokens_per_image",
+    "multimodal_projector_bias",
+    "projector_hidden_act",
+    "spatial_merge_size",
+    "vision_feature_layer",
 ];
 
 /// Keys that change no answer: names, dates and versions, number formats (each tensor declares its
@@ -205,7 +211,7 @@ const HARMLESS: [&str; 64] = [
 ];
 
 /// Keys of a RoPE object. Its `rope_type` decides which of them apply.
-const ROPE_KEYS: [&str; 17] = [
+const ROPE_KEYS: [&str; 19] = [
     "attention_factor",
     "beta_fast",
     "beta_slow",
@@ -214,6 +220,7 @@ const ROPE_KEYS: [&str; 17] = [
     "finetuned",
     "full_attention",
     "high_freq_factor",
+    "long_factor",
     "low_freq_factor",
     "mscale",
     "mscale_all_dim",
@@ -221,21 +228,23 @@ const ROPE_KEYS: [&str; 17] = [
     "partial_rotary_factor",
     "rope_theta",
     "rope_type",
+    "short_factor",
     "sliding_attention",
     "truncate",
     "type",
 ];
 
+/// Other keys of Ministral 3's RoPE object, whose second copies the key of the same name.
+const MINISTRAL3_ROPE_KEYS: [&str; 2] = ["llama_4_scaling_beta", "max_position_embeddings"];
+
 /// Keys of RoPE types that are not supported.
-const OTHER_ROPE_KEYS: [(&str, Neutral); 8] = [
+const OTHER_ROPE_KEYS: [(&str, Neutral); 6] = [
     ("alpha", Only(1.0)),
     ("attn_factor", Only(1.0)),
     ("extrapolation_factor", Only(1.0)),
-    ("long_factor", Unset),
     ("mrope_interleaved", Unset),
     ("mrope_section", Unset),
     ("scale", Only(1.0)),
-    ("short_factor", Unset),
 ];
 
 impl Family {
@@ -243,21 +252,15 @@ impl Family {
     fn keys(self) -> &'static [&'static str] {
         match self {
             Family::Llama => &["attention_bias", "hidden_act", "mlp_bias"],
-            Family::Mistral => &["hidden_act", "sliding_window"],
+            Family::Mistral | Family::Ministral | Family::Ministral3 | Family::Phi3 => {
+                &["hidden_act", "sliding_window"]
+            }
             Family::Mixtral => &[
                 "hidden_act",
                 "num_experts",
                 "num_experts_per_tok",
                 "num_local_experts",
                 "sliding_window",
-            ],
-            // Qwen 2 has biases of queries, keys and values, whatever its configuration says.
-            Family::Qwen2 | Family::Qwen3 => &[
-                "attention_bias",
-                "hidden_act",
-                "max_window_layers",
-                "sliding_window",
-                "use_sliding_window",
             ],
             Family::Qwen3Moe => &[
                 "attention_bias",
@@ -281,6 +284,48 @@ impl Family {
                 "num_experts",
                 "num_experts_per_tok",
             ],
+            Family::SmolLm3 => &[
+                "attention_bias",
+                "hidden_act",
+                // Published models have it from Qwen's configuration; the family's class does not read it.
+                "max_window_layers",
+                "mlp_bias",
+                "no_rope_layer_interval",
+                "no_rope_layers",
+                "sliding_window",
+                "use_sliding_window",
+            ],
+            Family::Granite => &[
+                "attention_bias",
+                "attention_multiplier",
+                "embedding_multiplier",
+                "hidden_act",
+                "logits_scaling",
+                "mlp_bias",
+                "residual_multiplier",
+            ],
+            Family::SeedOss => &["attention_bias", "attention_out_bias", "hidden_act", "mlp_bias"],
+            Family::Glm | Family::Glm4 | Family::Olmo2 => &["attention_bias", "hidden_act"],
+            Family::Olmo3 => &["attention_bias", "hidden_act", "sliding_window"],
+            Family::Cohere => &["attention_bias", "hidden_act", "layer_norm_eps", "logit_scale"],
+            Family::Cohere2 => &[
+                "attention_bias",
+                "hidden_act",
+                "layer_norm_eps",
+                "logit_scale",
+                "sliding_window",
+                "sliding_window_pattern",
+            ],
+            Family::Exaone4 => &["hidden_act", "sliding_window", "sliding_window_pattern"],
+            // Qwen 2 has biases of queries, keys and values, whatever its configuration says.
+            Family::Qwen2 | Family::Qwen3 => &[
+                "attention_bias",
+                "hidden_act",
+                "max_window_layers",
+                "sliding_window",
+                "use_sliding_window",
+            ],
+            Family::Gemma => &["attention_bias", "hidden_act", "hidden_activation"],
             Family::Gemma2 => &[
                 "attention_bias",
                 "attn_logit_softcapping",
@@ -304,20 +349,6 @@ impl Family {
                 "sliding_window",
                 "sliding_window_pattern",
             ],
-        }
-    }
-
-    pub(super) fn name(self) -> &'static str {
-        match self {
-            Family::Llama => "Llama",
-            Family::Mistral => "Mistral",
-            Family::Mixtral => "Mixtral",
-            Family::Qwen2 => "Qwen 2",
-            Family::Qwen3 => "Qwen 3",
-            Family::Qwen3Moe => "Qwen 3 MoE",
-            Family::Gemma2 => "Gemma 2",
-            Family::Gemma3 => "Gemma 3",
-            Family::Olmoe => "OLMoE",
         }
     }
 }
@@ -369,7 +400,7 @@ impl Reader<'_> {
         }
         for name in ["rope_scaling", "rope_parameters"] {
             if let Some(Value::Object(map)) = self.get(name) {
-                self.check_rope_keys(&format!("{prefix}{name}."), map, unknown)?;
+                self.check_rope_keys(family, &format!("{prefix}{name}."), map, unknown)?;
             }
         }
         Ok(())
@@ -395,6 +426,7 @@ impl Reader<'_> {
 
     fn check_rope_keys(
         &self,
+        family: Family,
         prefix: &str,
         map: &Map<String, Value>,
         unknown: &mut UnknownKeys,
@@ -402,9 +434,10 @@ impl Reader<'_> {
         for (key, value) in map {
             match value {
                 Value::Object(inner) if ["full_attention", "sliding_attention"].contains(&key.as_str()) => {
-                    self.check_rope_keys(&format!("{prefix}{key}."), inner, unknown)?;
+                    self.check_rope_keys(family, &format!("{prefix}{key}."), inner, unknown)?;
                 }
                 _ if ROPE_KEYS.contains(&key.as_str()) => (),
+                _ if family == Family::Ministral3 && MINISTRAL3_ROPE_KEYS.contains(&key.as_str()) => (),
                 value => self.check_key(prefix, (key, value), &OTHER_ROPE_KEYS, unknown)?,
             }
         }

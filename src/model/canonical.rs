@@ -1,0 +1,189 @@
+//! A checkpoint's tensors in the one form that the transformer reads, whatever form their family
+//! stores.
+//!
+//! Three differences end here: norm weights stored as w − 1 (Gemma), projections stored as rows of
+//! one larger tensor (Phi-3, GLM), and heads whose rotary pairs stand elsewhere. The transformer
+//! rotates dimension `d` of a head together with `d + head_dim / 2`. A head that rotates only its
+//! first dimensions, or neighbours as pairs, gets its dimensions reordered in queries and keys
+//! alike, so that their dot products stay the same.
+//!
+//! See docs/decisions/088-family-differences-end-where-weights-are-read.md.
+
+use std::borrow::Cow;
+use std::path::Path;
+
+use crate::device::Dtype;
+use crate::model::config::Config;
+use crate::model::error::ModelError;
+use crate::model::tensors::{FusedPart, fused_parts};
+use crate::model::weights::{StoredTensor, WeightSource};
+
+/// A checkpoint's weights in the transformer's form.
+pub(super) struct CanonicalWeights<'a> {
+    source: &'a dyn WeightSource,
+    unit_offset_norms: bool,
+    fused: Vec<FusedPart>,
+    head_dim: usize,
+    /// For each dimension of a query or key head, the dimension that the checkpoint stores there.
+    /// `None`: the order is the checkpoint's.
+    head_order: Option<Vec<usize>>,
+}
+
+impl<'a> CanonicalWeights<'a> {
+    pub(super) fn new(source: &'a dyn WeightSource, config: &Config) -> CanonicalWeights<'a> {
+        let order = head_order(config.heads.head_dim, config.rotary_dims, config.rotates_neighbours);
+        CanonicalWeights {
+            source,
+            unit_offset_norms: config.unit_offset_norms,
+            fused: fused_parts(config),
+            head_dim: config.heads.head_dim,
+            head_order: (!order.is_sorted()).then_some(order),
+        }
+    }
+
+    /// The stored tensor that holds the tensor `name` among its rows, with its name.
+    fn fused(&self, name: &str) -> Option<(String, &FusedPart)> {
+        self.fused.iter().find_map(|part| {
+            let layer = name.strip_suffix(part.name)?;
+            Some((format!("{layer}{}", part.stored), part))
+        })
+    }
+
+    fn stored(&self, name: &str, rows: Option<usize>, columns: usize) -> Result<StoredTensor<'_>, ModelError> {
+        let (Some((stored, part)), Some(rows)) = (self.fused(name), rows) else {
+            return self.source.tensor(name, rows, columns);
+        };
+        let whole = self.source.tensor(&stored, Some(part.stored_rows), columns)?;
+        let row = columns * whole.dtype.bytes();
+        let bytes = part.first_row * row..(part.first_row + rows) * row;
+        Ok(StoredTensor {
+            rows,
+            data: match whole.data {
+                Cow::Borrowed(data) => Cow::Borrowed(&data[bytes]),
+                Cow::Owned(data) => Cow::Owned(data[bytes].to_vec()),
+            },
+            ..whole
+        })
+    }
+}
+
+impl WeightSource for CanonicalWeights<'_> {
+    fn tensor(&self, name: &str, rows: Option<usize>, columns: usize) -> Result<StoredTensor<'_>, ModelError> {
+        let tensor = self.stored(name, rows, columns)?;
+        if self.unit_offset_norms && name.ends_with("norm.weight") {
+            return Ok(with_unit_added(tensor));
+        }
+        match &self.head_order {
+            Some(order) if is_by_head(name) => Ok(reordered(tensor, rows.is_none(), self.head_dim, order)),
+            _ => Ok(tensor),
+        }
+    }
+
+    fn path_of(&self, name: &str) -> &Path {
+        match self.fused(name) {
+            Some((stored, _)) => self.source.path_of(&stored),
+            None => self.source.path_of(name),
+        }
+    }
+}
+
+/// A norm's weights plus 1, in F32.
+fn with_unit_added(tensor: StoredTensor<'_>) -> StoredTensor<'static> {
+    let mut values = vec![0.0; tensor.columns];
+    tensor.view().read_row(0, &mut values);
+    StoredTensor {
+        dtype: Dtype::F32,
+        data: values.iter().flat_map(|x| (1.0 + x).to_le_bytes()).collect(),
+        rows: tensor.rows,
+        columns: tensor.columns,
+    }
+}
+
+/// For each dimension of a head as the transformer rotates it, the checkpoint's dimension, where
+/// the first `rotary_dims` dimensions rotate: neighbours as pairs, or each with the one
+/// `rotary_dims / 2` above it. The other dimensions fill the pairs that do not rotate.
+fn head_order(head_dim: usize, rotary_dims: usize, rotates_neighbours: bool) -> Vec<usize> {
+    let (pairs, rotating) = (head_dim / 2, rotary_dims / 2);
+    let pair = |d: usize| match (d < rotating, rotates_neighbours) {
+        (true, false) => (d, rotating + d),
+        _ => (2 * d, 2 * d + 1),
+    };
+    let pairs = (0..pairs).map(pair);
+    pairs
+        .clone()
+        .map(|(low, _)| low)
+        .chain(pairs.map(|(_, high)| high))
+        .collect()
+}
+
+/// Whether a tensor's rows, or a vector's elements, are dimensions of query or key heads.
+fn is_by_head(name: &str) -> bool {
+    let mut words = name.rsplit('.').skip(1);
+    matches!(words.next(), Some("q_proj" | "k_proj" | "q_norm" | "k_norm"))
+}
+
+/// The tensor with the rows of each head in the order `order`; of a vector, with its elements.
+fn reordered(tensor: StoredTensor<'_>, is_vector: bool, head_dim: usize, order: &[usize]) -> StoredTensor<'static> {
+    let unit = tensor.dtype.bytes() * if is_vector { 1 } else { tensor.columns };
+    let mut data = Vec::with_capacity(tensor.data.len());
+    for head in tensor.data.chunks_exact(head_dim * unit) {
+        order
+            .iter()
+            .for_each(|d| data.extend_from_slice(&head[d * unit..][..unit]));
+    }
+    StoredTensor {
+        dtype: tensor.dtype,
+        rows: tensor.rows,
+        columns: tensor.columns,
+        data: Cow::Owned(data),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rotating_pairs_come_first_and_the_rest_behind() {
+        assert!(head_order(8, 8, false).is_sorted());
+        assert_eq!(head_order(8, 8, true), [0, 2, 4, 6, 1, 3, 5, 7]);
+        assert_eq!(head_order(8, 4, false), [0, 1, 4, 6, 2, 3, 5, 7]);
+        assert_eq!(head_order(8, 4, true), [0, 2, 4, 6, 1, 3, 5, 7]);
+    }
+
+    #[test]
+    fn only_queries_and_keys_are_reordered() {
+        for (name, is) in [
+            ("model.layers.0.self_attn.q_proj.weight", true),
+            ("model.layers.0.self_attn.k_proj.bias", true),
+            ("model.layers.0.self_attn.k_norm.weight", true),
+            ("model.layers.0.self_attn.v_proj.weight", false),
+            ("model.layers.0.self_attn.o_proj.weight", false),
+            ("model.norm.weight", false),
+        ] {
+            assert_eq!(is_by_head(name), is, "{name}");
+        }
+    }
+
+    #[test]
+    fn rows_and_elements_move_within_their_head() {
+        let data: Vec<u8> = (0..16u16).flat_map(u16::to_le_bytes).collect();
+        let tensor = |rows, columns| StoredTensor {
+            dtype: Dtype::F16,
+            rows,
+            columns,
+            data: Cow::Borrowed(&data[..rows * columns * 2]),
+        };
+        let numbers = |tensor: StoredTensor<'_>| -> Vec<u16> {
+            let words = tensor.data.as_chunks::<2>().0.iter();
+            words.map(|bytes| u16::from_le_bytes(*bytes)).collect()
+        };
+        let order = head_order(4, 4, true);
+        let matrix = reordered(tensor(8, 2), false, 4, &order);
+        assert_eq!(numbers(matrix), [0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15]);
+        assert_eq!(
+            numbers(reordered(tensor(1, 8), true, 4, &order)),
+            [0, 2, 1, 3, 4, 6, 5, 7]
+        );
+    }
+}
