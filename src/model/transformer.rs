@@ -2,9 +2,9 @@
 //! [`Device`].
 //!
 //! Per layer: norm → fused q, k, v → RoPE and KV store → attention → output projection → norm →
-//! gate, up and their product → down projection, or experts. Some families also normalise the outputs of the
-//! output and down projections before the residual addition, some normalise only these. Steps share
-//! all buffers.
+//! gate, up and their product → down projection, or routed experts. Some families also normalise
+//! the outputs of the output and down projections before the residual addition, some normalise only
+//! these. Steps share all buffers.
 
 use std::path::Path;
 use std::sync::Arc;

@@ -249,6 +249,7 @@ const OTHER_ROPE_KEYS: [(&str, Neutral); 6] = [
 
 impl Family {
     /// Keys that this family reads besides [`USED`].
+    #[expect(clippy::too_many_lines, reason = "a table")]
     fn keys(self) -> &'static [&'static str] {
         match self {
             Family::Llama => &["attention_bias", "hidden_act", "mlp_bias"],
