@@ -69,9 +69,13 @@ pub(super) fn largest_step(tokens: u32, sequences: u32, context: u32, block_toke
     batch
 }
 
-/// Refuses a model whose weights alone exceed the device's free memory. Linear layers count in the
-/// precision's format, the embedding table and the output head in BF16.
+/// Refuses a model with experts if the device runs none, and one whose weights alone exceed the
+/// device's free memory. Linear layers count in the precision's format, the embedding table and the
+/// output head in BF16.
 pub(super) fn check_fits<D: Device>(device: &D, config: &Config, precision: Precision) -> Result<(), ModelError> {
+    if !device.runs_experts() {
+        config.refuse_experts_on_gpu()?;
+    }
     let Some(free) = device.free_bytes()? else {
         return Ok(());
     };

@@ -313,10 +313,7 @@ impl Reader<'_> {
             } else {
                 Activation::Silu
             },
-            norm_eps: self.number_in("rms_norm_eps", 0.0, 1.0)?.unwrap_or(match family {
-                Family::Mixtral | Family::Olmoe => 1e-5,
-                _ => 1e-6,
-            }) as f32,
+            norm_eps: self.norm_eps(family)?,
             unit_offset_norms: family.is_gemma(),
             post_norms: family.is_gemma(),
             qkv_bias: match family {
@@ -338,6 +335,14 @@ impl Reader<'_> {
             eos_token_ids: self.eos_token_ids()?,
             warnings: Vec::new(),
         })
+    }
+
+    fn norm_eps(&self, family: Family) -> Result<f32, ModelError> {
+        let default = match family {
+            Family::Mixtral | Family::Olmoe => 1e-5,
+            _ => 1e-6,
+        };
+        Ok(self.number_in("rms_norm_eps", 0.0, 1.0)?.unwrap_or(default) as f32)
     }
 
     fn max_position_embeddings(&self, family: Family) -> Result<u32, ModelError> {
