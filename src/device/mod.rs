@@ -71,6 +71,8 @@ impl KvFormat {
 
 impl Precision {
     pub const ALL: [Precision; 4] = [Precision::F32, Precision::Bf16, Precision::Int8, Precision::Fp8];
+    /// The precisions that a CPU computes in.
+    pub const ON_CPU: [Precision; 3] = [Precision::F32, Precision::Bf16, Precision::Int8];
     /// The precisions that a GPU computes in.
     pub const ON_GPU: [Precision; 3] = [Precision::Bf16, Precision::Int8, Precision::Fp8];
 

@@ -78,6 +78,16 @@ pub struct Vector(Memory);
 /// A norm's weights, in F32.
 pub struct Norm(Memory);
 
+/// Bytes of a layer's keys and values of one block. `None`: a GPU keeps none in this format.
+pub fn kv_block_bytes(heads: HeadShape, format: KvFormat) -> Option<usize> {
+    KernelFormat::of_kv(format).map(|format| block_pair_bytes(heads, format))
+}
+
+fn block_pair_bytes(heads: HeadShape, format: KernelFormat) -> usize {
+    let (data, scales) = block_bytes(heads, format);
+    2 * (data + scales)
+}
+
 impl Cuda {
     /// Checks that card `ordinal` can compute (driver, NVRTC) and returns its description.
     ///
@@ -400,8 +410,7 @@ impl Device for Cuda {
     }
 
     fn kv_block_bytes(&self, heads: HeadShape) -> usize {
-        let (data, scales) = block_bytes(heads, self.kv_format);
-        2 * (data + scales)
+        block_pair_bytes(heads, self.kv_format)
     }
 
     fn free_bytes(&self) -> Result<Option<u64>, DeviceError> {

@@ -273,7 +273,7 @@ impl Family {
         }
     }
 
-    fn name(self) -> &'static str {
+    pub fn name(self) -> &'static str {
         match self {
             Family::Llama => "Llama",
             Family::Mistral => "Mistral",
