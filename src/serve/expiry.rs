@@ -113,9 +113,8 @@ async fn remove_job(service: &Service, key: &BatchKey) -> Result<()> {
 
 /// The unfinished batch that reads this file, if any.
 pub(super) async fn reader_of(service: &Service, tenant: &Tenant, id: &str) -> Result<Option<BatchKey>> {
-    for key in service.records.open_batches().await? {
-        if key.tenant == *tenant
-            && let Some(batch) = service.records.batch(&key).await?
+    for key in service.records.open_batches_of(tenant).await? {
+        if let Some(batch) = service.records.batch(&key).await?
             && batch.input_file_id == id
         {
             return Ok(Some(key));
@@ -133,13 +132,10 @@ mod tests {
     use object_store::path::Path;
     use url::Url;
 
-    use super::super::keys::Keys;
-    use super::super::metrics::ServeMetrics;
     use super::super::record::{
         BatchRecord, Creation, EndStatus, EndedBatch, InvalidLines, Results, ResultsFile, ResultsKind, ResultsOf,
         UploadRecord, Usage,
     };
-    use super::super::webhooks::Webhooks;
     use super::*;
     use crate::dataset::store::location::Location;
 
@@ -150,10 +146,7 @@ mod tests {
             path: Path::from("root"),
             url: Url::parse("memory:///root").unwrap(),
         };
-        let metrics = ServeMetrics::new(None).unwrap();
-        let service = Service::open(root.clone(), Vec::new(), Keys::Open, Webhooks::default(), metrics)
-            .await
-            .unwrap();
+        let service = Service::for_test(root.clone()).await;
         (service, root, Tenant::new("default").unwrap())
     }
 
@@ -319,9 +312,7 @@ mod tests {
     async fn what_a_broken_off_removal_leaves_is_removed_later() {
         let folder = tempfile::tempdir().unwrap();
         let root = Location::parse(&folder.path().display().to_string(), std::path::Path::new("/")).unwrap();
-        let metrics = ServeMetrics::new(None).unwrap();
-        let service = Service::open(root, Vec::new(), Keys::Open, Webhooks::default(), metrics);
-        let service = service.await.unwrap();
+        let service = Service::for_test(root).await;
         let tenant = Tenant::new("default").unwrap();
         let id = id::new_id(id::FILE).unwrap();
         let file = service.create_file(&tenant, file(&id, None, None)).await.unwrap();

@@ -369,17 +369,12 @@ pub(super) async fn delete(
 
 #[cfg(test)]
 mod tests {
-    use super::super::keys::Keys;
-    use super::super::metrics::ServeMetrics;
     use super::super::records::tests::{batch, root};
-    use super::super::webhooks::Webhooks;
     use super::*;
 
     async fn service() -> (State<Arc<Service>>, Extension<Tenant>) {
-        let metrics = ServeMetrics::new(None).unwrap();
-        let service = Service::open(root(), Vec::new(), Keys::Open, Webhooks::default(), metrics);
         (
-            State(Arc::new(service.await.unwrap())),
+            State(Arc::new(Service::for_test(root()).await)),
             Extension(Tenant::new("default").unwrap()),
         )
     }

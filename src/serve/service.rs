@@ -81,6 +81,14 @@ impl Service {
         })
     }
 
+    /// A service without models and keys.
+    #[cfg(test)]
+    pub(super) async fn for_test(root: Location) -> Service {
+        let metrics = ServeMetrics::new(None).unwrap();
+        let service = Service::open(root, Vec::new(), Keys::Open, Webhooks::default(), metrics);
+        service.await.unwrap()
+    }
+
     /// Lets batches begin: models are hashed, and a queue takes shards.
     pub fn set_ready(&self) {
         self.is_ready.store(true, Ordering::Relaxed);

@@ -433,7 +433,7 @@ mod tests {
 
     use super::super::keys::{Keys, Tenant};
     use super::super::metrics::ServeMetrics;
-    use super::super::records::tests::batch;
+    use super::super::records::tests::{batch, root};
     use super::super::webhooks::Webhooks;
     use super::*;
     use crate::dataset::store::location::Location;
@@ -460,10 +460,7 @@ mod tests {
     }
 
     async fn service() -> Service {
-        let metrics = ServeMetrics::new(None).unwrap();
-        let root = super::super::records::tests::root();
-        let service = Service::open(root, Vec::new(), Keys::Open, Webhooks::default(), metrics);
-        service.await.unwrap()
+        Service::for_test(root()).await
     }
 
     fn new_key() -> BatchKey {
