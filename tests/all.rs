@@ -25,6 +25,7 @@ mod dataset_rows;
 mod deploy;
 mod end_to_end;
 mod engine_batching;
+mod experts;
 mod first_slips;
 mod forged;
 mod generation_config;

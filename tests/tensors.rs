@@ -21,15 +21,15 @@ const TABLE: &str = "model.embed_tokens.weight";
 const HEAD: &str = "lm_head.weight";
 
 #[derive(Clone)]
-struct Stored {
-    name: String,
-    dtype: Dtype,
-    shape: Vec<usize>,
-    data: Vec<u8>,
+pub(crate) struct Stored {
+    pub name: String,
+    pub dtype: Dtype,
+    pub shape: Vec<usize>,
+    pub data: Vec<u8>,
 }
 
 /// A vector of so many ones.
-fn ones(name: &str, length: usize) -> Stored {
+pub(crate) fn ones(name: &str, length: usize) -> Stored {
     Stored {
         name: name.into(),
         dtype: Dtype::BF16,
@@ -39,7 +39,7 @@ fn ones(name: &str, length: usize) -> Stored {
 }
 
 /// The demo model's tensors.
-fn demo() -> Vec<Stored> {
+pub(crate) fn demo() -> Vec<Stored> {
     let bytes = fs::read(root().join("jobs/demo/model").join(SINGLE)).unwrap();
     let stored = |(name, view): (String, TensorView)| Stored {
         name,
@@ -81,7 +81,7 @@ fn write(path: &Path, tensors: &[Stored]) {
 }
 
 /// The demo model in `folder` with these tensors, which `config.json` ties or not.
-fn model(folder: &Path, tensors: &[Stored], tied: bool) -> PathBuf {
+pub(crate) fn model(folder: &Path, tensors: &[Stored], tied: bool) -> PathBuf {
     let model = folder.join("model");
     fs::create_dir_all(&model).unwrap();
     let demo = root().join("jobs/demo/model");
@@ -120,7 +120,7 @@ fn shard(number: usize) -> String {
 }
 
 /// A job of six rows over the model in `folder`, and its output.
-fn job(folder: &Path) -> (PathBuf, PathBuf) {
+pub(crate) fn job(folder: &Path) -> (PathBuf, PathBuf) {
     let rows = (0..6).map(|row| format!("{{\"id\": {row}, \"text\": \"ticket {row}: my parcel\"}}\n"));
     fs::write(folder.join("rows.jsonl"), rows.collect::<String>()).unwrap();
     let text = "name: t\nmodel: model\nprecision: f32\ncontext: 128\ninput: {uri: rows.jsonl}\n\
@@ -133,7 +133,7 @@ fn job(folder: &Path) -> (PathBuf, PathBuf) {
 
 /// `plan` sees it, and `run`.
 #[track_caller]
-fn refused(folder: &Path, words: &[&str]) {
+pub(crate) fn refused(folder: &Path, words: &[&str]) {
     let (job, output) = job(folder);
     for command in ["plan", "run"] {
         run(&[command, arg(&job)]).expect(2).one_line(words);
@@ -142,7 +142,7 @@ fn refused(folder: &Path, words: &[&str]) {
 }
 
 #[track_caller]
-fn answers(folder: &Path) -> Value {
+pub(crate) fn answers(folder: &Path) -> Value {
     let (job, output) = job(folder);
     run(&["plan", arg(&job)]).expect(0);
     run(&["run", arg(&job), "--quiet"]).expect(0);

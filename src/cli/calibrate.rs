@@ -22,6 +22,7 @@ use crate::worker::model::{Formats, PromptSettings};
 
 pub(super) async fn calibrate(args: CalibrateArgs) -> Result<Exit, Failure> {
     let mut prepared = PreparedJob::prepare(&args.job, None, || Ok(ResolvedDevice::Cpu)).await?;
+    ActivationMaxima::check_model(&prepared.model.config).map_err(Failure::bad_job)?;
     prepared.resolve_settings(None)?;
     let prompts = prompts(&prepared, args.rows).await?;
     let files = &prepared.model;

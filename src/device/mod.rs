@@ -272,6 +272,27 @@ pub struct Linear<M, V> {
     pub bias: Option<V>,
 }
 
+/// How a router chooses a token's experts: those with the largest logits. Their weights are a
+/// softmax.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Routing {
+    /// From 1 to the number of experts.
+    pub per_token: usize,
+    /// Whether the weights of a token's experts are divided by their sum. Otherwise they sum to
+    /// less than 1.
+    pub renormalized: bool,
+}
+
+/// Weights of a layer's routed experts, MLPs of which each token uses some.
+pub struct ExpertWeights<M, V> {
+    /// `[experts][hidden]`, of [`Device::router_matrix`].
+    pub router: M,
+    pub routing: Routing,
+    /// For each expert, the linear operation of [`Device::gated_linear`].
+    pub gate_up: Vec<Linear<M, V>>,
+    pub down: Vec<Linear<M, V>>,
+}
+
 /// The output head.
 pub struct OutputHead<'a, M> {
     /// An embedding table.
@@ -299,6 +320,12 @@ pub struct AddNorm<'a, B, N> {
     pub eps: f32,
     /// Whether the norm of the stream subtracts the row's mean first (layer normalisation).
     pub centered: bool,
+    /// Whether [`Device::experts`] reads the normalised rows: they are then not quantized here.
+    pub for_experts: bool,
+}
+
+fn no_experts() -> DeviceError {
+    DeviceError::Unsupported("this device runs no experts".into())
 }
 
 /// A device: its own memory and the fused operations of a transformer.
@@ -332,6 +359,14 @@ pub trait Device: Send + Sync {
     /// As [`matrix`](Self::matrix), for [`gated_linear`](Self::gated_linear): the rows of a gate
     /// projection, followed by as many rows of an up projection.
     fn gated_matrix(&self, parts: &[Tensor<'_>]) -> Result<Self::Matrix, TensorError>;
+    /// As [`matrix`](Self::matrix), for the router of [`experts`](Self::experts): in F32, whatever
+    /// the precision.
+    ///
+    /// # Errors
+    /// As in [`matrix`](Self::matrix), or the device [runs no experts](Self::runs_experts).
+    fn router_matrix(&self, _part: Tensor<'_>) -> Result<Self::Matrix, TensorError> {
+        Err(TensorError::Device(no_experts()))
+    }
     /// As [`matrix`](Self::matrix), for [`embed`](Self::embed) and [`logits`](Self::logits).
     fn embedding_table(&self, part: Tensor<'_>) -> Result<Self::Matrix, TensorError>;
     /// Whether the device makes random weights itself. Otherwise the host makes and uploads them.
@@ -466,6 +501,22 @@ pub trait Device: Send + Sync {
         out: &mut Self::Buffer,
         workspace: &mut Self::Workspace,
     ) -> Result<(), DeviceError>;
+    /// Whether the device has [`experts`](Self::experts).
+    fn runs_experts(&self) -> bool {
+        false
+    }
+    /// For each row of `x`, the sum of the outputs of the experts that the router chooses, times
+    /// their weights.
+    fn experts(
+        &self,
+        _experts: &ExpertWeights<Self::Matrix, Self::Vector>,
+        _activation: Activation,
+        _x: &Self::Buffer,
+        _out: &mut Self::Buffer,
+        _workspace: &mut Self::Workspace,
+    ) -> Result<(), DeviceError> {
+        Err(no_experts())
+    }
     /// Computes the logits of each row of `x` in F32. They stay in the workspace,
     /// `[rows][vocab_size]`.
     fn logits(

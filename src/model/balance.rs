@@ -12,7 +12,8 @@
 //!
 //! Three kinds of channels are balanced: the outputs of the norms before attention and MLP (with
 //! the weights that read them), the values (with the output projection), and the outputs of the up
-//! projection (with the down projection).
+//! projection (with the down projection). Experts are balanced by estimates, never by measured
+//! magnitudes.
 //!
 //! See docs/decisions/083-weights-are-balanced-before-quantizing.md.
 
@@ -23,11 +24,10 @@ use std::path::Path;
 use rayon::prelude::*;
 
 use crate::device::Dtype;
-use crate::model::channels::{ActivationMaxima, LayerMaxima};
+use crate::model::channels::{ActivationMaxima, Activations, LayerMaxima};
 use crate::model::config::Config;
 use crate::model::error::ModelError;
 use crate::model::tensors::NormNames;
-use crate::model::transformer::Activations;
 use crate::model::weights::{StoredTensor, WeightSource};
 
 /// Maximum magnitude of the exponent of a factor, a power of two.
@@ -52,12 +52,15 @@ impl<'a> BalancedWeights<'a> {
     /// of this shape.
     ///
     /// # Errors
-    /// As [`WeightSource::tensor`].
+    /// As [`WeightSource::tensor`]; or magnitudes are given for a model with experts.
     pub(super) fn new(
         inner: &'a dyn WeightSource,
         config: &Config,
         channels: Option<&ActivationMaxima>,
     ) -> Result<BalancedWeights<'a>, ModelError> {
+        if channels.is_some() {
+            ActivationMaxima::check_model(config)?;
+        }
         let layers: Vec<Vec<(String, ChannelFactors)>> = (0..config.layers.len())
             .into_par_iter()
             .map(|layer| {
@@ -187,10 +190,18 @@ impl BalancedLayer<'_> {
         Ok(scaled)
     }
 
-    /// As [`factors`](Self::factors), for the MLP. `norm` and `of_norm` are the weights and factors of
-    /// attention's norm, which an MLP beside attention reads, too.
+    /// As [`factors`](Self::factors), for the MLP or the experts. `norm` and `of_norm` are the weights
+    /// and factors of attention's norm, which an MLP beside attention reads, too. A norm's output is
+    /// read by the router and all experts, that of an up projection by one down projection.
     fn mlp_factors(&self, norm: Vec<f32>, of_norm: Vec<f32>) -> Result<Vec<(String, ChannelFactors)>, ModelError> {
-        let (c, mlp, hidden) = (self.config, self.config.intermediate_size, self.config.hidden_size);
+        let (c, hidden) = (self.config, self.config.hidden_size);
+        let (mlps, width) = match c.experts_of(self.layer) {
+            None => (vec!["mlp".to_owned()], c.intermediate_size),
+            Some(experts) => (
+                (0..experts.count).map(|i| format!("mlp.experts.{i}")).collect(),
+                experts.intermediate_size,
+            ),
+        };
         let mut scaled = Vec::new();
         let mut add = |name: String, rows: Option<Vec<f32>>, columns: Option<Vec<f32>>| {
             scaled.push((name, ChannelFactors { rows, columns }));
@@ -200,21 +211,31 @@ impl BalancedLayer<'_> {
         } else {
             let name = format!("{}.weight", NormNames::of(c).mlp);
             let norm = self.norm(&name, hidden)?;
-            let readers = [("mlp.gate_proj", mlp), ("mlp.up_proj", mlp)];
+            let readers: Vec<String> = mlps
+                .iter()
+                .flat_map(|mlp| ["gate_proj", "up_proj"].map(|part| format!("{mlp}.{part}")))
+                .collect();
+            let readers: Vec<(&str, usize)> = readers.iter().map(|name| (&name[..], width)).collect();
             let magnitudes = self.measured(Activations::MlpNorm).unwrap_or(&norm);
             let of_norm = self.of_norm(magnitudes, &readers, hidden)?;
             add(self.name(&name), Some(inverse(&of_norm)), None);
             (norm, of_norm)
         };
-        add(self.name("mlp.gate_proj.weight"), None, Some(of_norm.clone()));
-        let weights = self.column_maxima(&[("mlp.down_proj", hidden)], mlp)?;
-        let of_up = match self.measured(Activations::Gated) {
-            Some(gated) => factors(gated, &weights),
-            None => factors(&self.row_norms("mlp.up_proj", mlp, &norm)?, &weights),
-        };
-        add(self.name("mlp.up_proj.weight"), Some(inverse(&of_up)), Some(of_norm));
-        add(self.name("mlp.up_proj.bias"), Some(inverse(&of_up)), None);
-        add(self.name("mlp.down_proj.weight"), None, Some(of_up));
+        if c.experts_of(self.layer).is_some() {
+            add(self.name("mlp.gate.weight"), None, Some(of_norm.clone()));
+        }
+        for mlp in mlps {
+            let name = |rest: &str| self.name(&format!("{mlp}.{rest}"));
+            add(name("gate_proj.weight"), None, Some(of_norm.clone()));
+            let weights = self.column_maxima(&[(&format!("{mlp}.down_proj"), hidden)], width)?;
+            let of_up = match self.measured(Activations::Gated) {
+                Some(gated) => factors(gated, &weights),
+                None => factors(&self.row_norms(&format!("{mlp}.up_proj"), width, &norm)?, &weights),
+            };
+            add(name("up_proj.weight"), Some(inverse(&of_up)), Some(of_norm.clone()));
+            add(name("up_proj.bias"), Some(inverse(&of_up)), None);
+            add(name("down_proj.weight"), None, Some(of_up));
+        }
         Ok(scaled)
     }
 

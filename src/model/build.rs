@@ -1,9 +1,9 @@
 //! Moves a model's weights from a source to a device, tensor by tensor.
 
-use crate::device::{Device, Dtype, KvSpec, Linear, Tensor, TensorError};
+use crate::device::{Device, Dtype, ExpertWeights, KvSpec, Linear, Tensor, TensorError};
 use crate::model::config::Config;
 use crate::model::error::ModelError;
-use crate::model::tensors::{LayerTensors, LinearTensors, ModelTensors, TensorSpec};
+use crate::model::tensors::{GatedTensors, LayerTensors, LinearTensors, MlpTensors, ModelTensors, TensorSpec};
 use crate::model::weights::{RandomWeights, StoredTensor, WeightSource};
 
 /// A model's weights on a device.
@@ -25,9 +25,17 @@ pub(super) struct LayerWeights<D: Device> {
     pub o: Linear<D::Matrix, D::Vector>,
     pub post_attention_norm: Option<D::Norm>,
     pub mlp_norm: Option<D::Norm>,
-    pub gate_up: Linear<D::Matrix, D::Vector>,
-    pub down: Linear<D::Matrix, D::Vector>,
+    pub mlp: MlpWeights<D>,
     pub post_mlp_norm: Option<D::Norm>,
+}
+
+/// The weights of a layer's MLP on a device.
+pub(super) enum MlpWeights<D: Device> {
+    Plain {
+        gate_up: Linear<D::Matrix, D::Vector>,
+        down: Linear<D::Matrix, D::Vector>,
+    },
+    Experts(ExpertWeights<D::Matrix, D::Vector>),
 }
 
 /// Copies a model's tensors from a source to a device.
@@ -70,9 +78,34 @@ impl<D: Device> Builder<'_, D> {
             o: self.linear(&tensors.o)?,
             post_attention_norm: norm(&tensors.post_attention_norm)?,
             mlp_norm: norm(&tensors.mlp_norm)?,
-            gate_up: self.linear_with(&tensors.gate_up, |views| self.device.gated_matrix(views))?,
-            down: self.linear(&tensors.down)?,
+            mlp: self.mlp(&tensors.mlp)?,
             post_mlp_norm: norm(&tensors.post_mlp_norm)?,
+        })
+    }
+
+    fn mlp(&self, tensors: &MlpTensors) -> Result<MlpWeights<D>, ModelError> {
+        let gate_up = |mlp: &GatedTensors| self.linear_with(&mlp.gate_up, |views| self.device.gated_matrix(views));
+        Ok(match tensors {
+            MlpTensors::Plain(mlp) => MlpWeights::Plain {
+                gate_up: gate_up(mlp)?,
+                down: self.linear(&mlp.down)?,
+            },
+            MlpTensors::Experts {
+                routing,
+                router,
+                experts,
+            } => MlpWeights::Experts(ExpertWeights {
+                routing: *routing,
+                router: {
+                    let part = std::slice::from_ref(router);
+                    self.stacked_matrix(part, false, |views| self.device.router_matrix(views[0]))?
+                },
+                gate_up: experts.iter().map(gate_up).collect::<Result<_, _>>()?,
+                down: experts
+                    .iter()
+                    .map(|mlp| self.linear(&mlp.down))
+                    .collect::<Result<_, _>>()?,
+            }),
         })
     }
 

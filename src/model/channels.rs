@@ -22,18 +22,32 @@ use crate::engine::{Forward, ForwardError};
 use crate::model::config::Config;
 use crate::model::error::ModelError;
 use crate::model::read_limited;
-use crate::model::transformer::{Activations, Transformer};
+use crate::model::transformer::Transformer;
 
 /// Maximum size of the file: enough for 100 layers of a million channels.
 const FILE_BYTES_MAX: u64 = 400 << 20;
 /// Maximum tokens of a prompt per step.
 const STEP_TOKENS_MAX: usize = 2048;
+const NO_EXPERTS: &str = "a model with experts is balanced by its weights alone, not by measured magnitudes";
 const KINDS: [(Activations, &str); 4] = [
     (Activations::AttentionNorm, "attention_norm"),
     (Activations::Attended, "attended"),
     (Activations::MlpNorm, "mlp_norm"),
     (Activations::Gated, "gated"),
 ];
+
+/// Activations that a layer's linear operations read, `[tokens][width]`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Activations {
+    /// Width `hidden_size`: read by the query, key and value projections.
+    AttentionNorm,
+    /// Width `heads * head_dim`: read by the output projection.
+    Attended,
+    /// Width `hidden_size`: read by the gate and up projections, or by the router and the experts.
+    MlpNorm,
+    /// Width `intermediate_size`: read by the down projection. Layers with experts have none.
+    Gated,
+}
 
 /// Maximum magnitude per channel of the activations that a layer's linear operations read.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -56,6 +70,19 @@ pub struct ActivationMaxima {
 }
 
 impl ActivationMaxima {
+    /// Checks that magnitudes of this model can be measured and used.
+    ///
+    /// # Errors
+    /// The model has experts.
+    pub fn check_model(config: &Config) -> Result<(), ModelError> {
+        match config.experts {
+            None => Ok(()),
+            Some(_) => Err(ModelError::Options(format!(
+                "{NO_EXPERTS}: it cannot be calibrated, and needs no calibration for int8"
+            ))),
+        }
+    }
+
     /// Runs prompts (token ids) through a model and records the maximum magnitudes. A prompt is cut
     /// to the model's context and the capacity of its KV pool.
     ///
@@ -139,6 +166,9 @@ impl ActivationMaxima {
     /// The file cannot be read, is not a file of magnitudes, or was made for a model of another
     /// shape.
     pub fn load(path: &Path, config: &Config) -> Result<ActivationMaxima, ModelError> {
+        if config.experts.is_some() {
+            return Err(ModelError::unsupported(path, format!("{NO_EXPERTS}: remove this file")));
+        }
         let bytes = read_limited(path, FILE_BYTES_MAX)?;
         let broken = |what: String| ModelError::broken(path, what);
         let file = SafeTensors::deserialize(&bytes).map_err(|e| broken(e.to_string()))?;

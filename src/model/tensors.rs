@@ -3,6 +3,7 @@
 //!
 //! See docs/decisions/087-tensors-stand-in-one-list.md.
 
+use crate::device::Routing;
 use crate::model::config::{Config, Family};
 
 /// Name of the output head, if it is separate from the embedding table.
@@ -102,10 +103,43 @@ pub(super) struct LayerTensors {
     pub o: LinearTensors,
     pub post_attention_norm: Option<TensorSpec>,
     pub mlp_norm: Option<TensorSpec>,
+    pub mlp: MlpTensors,
+    pub post_mlp_norm: Option<TensorSpec>,
+}
+
+/// Tensors of a gated MLP.
+#[derive(Debug)]
+pub(super) struct GatedTensors {
     /// The gate projection, then the up projection.
     pub gate_up: LinearTensors,
     pub down: LinearTensors,
-    pub post_mlp_norm: Option<TensorSpec>,
+}
+
+/// Tensors of a layer's MLP.
+#[derive(Debug)]
+pub(super) enum MlpTensors {
+    Plain(GatedTensors),
+    Experts {
+        routing: Routing,
+        router: TensorSpec,
+        experts: Vec<GatedTensors>,
+    },
+}
+
+impl GatedTensors {
+    fn stored(&self) -> impl Iterator<Item = &TensorSpec> {
+        [&self.gate_up, &self.down].into_iter().flat_map(LinearTensors::stored)
+    }
+}
+
+impl MlpTensors {
+    fn stored(&self) -> impl Iterator<Item = &TensorSpec> {
+        let (router, mlps) = match self {
+            MlpTensors::Plain(mlp) => (None, std::slice::from_ref(mlp)),
+            MlpTensors::Experts { router, experts, .. } => (Some(router), &experts[..]),
+        };
+        router.into_iter().chain(mlps.iter().flat_map(GatedTensors::stored))
+    }
 }
 
 /// A model's tensors by purpose.
@@ -179,12 +213,7 @@ impl ModelTensors {
 impl LayerTensors {
     fn of(c: &Config, layer: usize) -> LayerTensors {
         let dim = c.heads.head_dim;
-        let (q, kv, mlp, hidden) = (
-            c.heads.heads * dim,
-            c.heads.kv_heads * dim,
-            c.intermediate_size,
-            c.hidden_size,
-        );
+        let (q, kv, hidden) = (c.heads.heads * dim, c.heads.kv_heads * dim, c.hidden_size);
         let name = |rest: &str, kind: &str| format!("model.layers.{layer}.{rest}.{kind}");
         let norm = |rest: &str, width: usize| TensorSpec::vector(name(rest, "weight"), width);
         let fused =
@@ -201,6 +230,28 @@ impl LayerTensors {
                 .filter(|_| bias)
                 .map(|(rest, rows)| TensorSpec::vector(name(rest, "bias"), *rows))
                 .collect(),
+        };
+        let gated = |mlp: &str, width: usize, bias: bool| GatedTensors {
+            gate_up: linear(
+                &[(&format!("{mlp}.gate_proj"), width), (&format!("{mlp}.up_proj"), width)],
+                hidden,
+                bias,
+            ),
+            down: linear(&[(&format!("{mlp}.down_proj"), hidden)], width, bias),
+        };
+        let mlp = match c.experts_of(layer) {
+            None => {
+                let mut mlp = gated("mlp", c.intermediate_size, c.mlp_bias);
+                mlp.gate_up.fused = c.fused_gate_up.then(|| fused(FUSED_GATE_UP, 2 * c.intermediate_size));
+                MlpTensors::Plain(mlp)
+            }
+            Some(experts) => MlpTensors::Experts {
+                routing: experts.routing,
+                router: TensorSpec::matrix(name("mlp.gate", "weight"), experts.count, hidden),
+                experts: (0..experts.count)
+                    .map(|expert| gated(&format!("mlp.experts.{expert}"), experts.intermediate_size, false))
+                    .collect(),
+            },
         };
         LayerTensors {
             attention_norm: c.pre_norms.then(|| norm("input_layernorm", hidden)),
@@ -223,18 +274,13 @@ impl LayerTensors {
             o: linear(&[("self_attn.o_proj", hidden)], q, c.o_bias),
             post_attention_norm: c.post_norms.then(|| norm(norms.post_attention, hidden)),
             mlp_norm: (c.pre_norms && !c.parallel_mlp).then(|| norm(norms.mlp, hidden)),
-            gate_up: LinearTensors {
-                fused: c.fused_gate_up.then(|| fused(FUSED_GATE_UP, 2 * mlp)),
-                ..linear(&[("mlp.gate_proj", mlp), ("mlp.up_proj", mlp)], hidden, c.mlp_bias)
-            },
-            down: linear(&[("mlp.down_proj", hidden)], mlp, c.mlp_bias),
+            mlp,
             post_mlp_norm: c.post_norms.then(|| norm(norms.post_mlp, hidden)),
         }
     }
 
     fn all(&self) -> impl Iterator<Item = &TensorSpec> {
-        let linear = [&self.qkv, &self.o, &self.gate_up, &self.down];
-        let linear = linear.into_iter().flat_map(LinearTensors::stored);
+        let linear = [&self.qkv, &self.o].into_iter().flat_map(LinearTensors::stored);
         let qk_norms = self.qk_norm.iter().flat_map(|(q, k)| [q, k]);
         self.attention_norm
             .iter()
@@ -243,6 +289,7 @@ impl LayerTensors {
             .chain(&self.post_mlp_norm)
             .chain(qk_norms)
             .chain(linear)
+            .chain(self.mlp.stored())
     }
 }
 
@@ -288,6 +335,12 @@ mod tests {
             ("MistralForCausalLM", json!({"tie_word_embeddings": true})),
             ("Qwen2ForCausalLM", json!({})),
             ("Qwen3ForCausalLM", json!({"attention_bias": true})),
+            ("MixtralForCausalLM", json!({"num_local_experts": 3})),
+            (
+                "Qwen3MoeForCausalLM",
+                json!({"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "mlp_only_layers": [1]}),
+            ),
+            ("OlmoeForCausalLM", json!({"num_experts": 3, "num_experts_per_tok": 2})),
             ("Gemma2ForCausalLM", json!({"tie_word_embeddings": false})),
             ("Gemma3ForCausalLM", json!({})),
             ("GemmaForCausalLM", json!({})),

@@ -11,18 +11,20 @@ pub(super) enum Operation {
     RopeStore,
     Attention,
     GatedLinear,
+    Experts,
     Logits,
     Draw,
 }
 
 impl Operation {
-    const ALL: [(Operation, &'static str); 8] = [
+    const ALL: [(Operation, &'static str); 9] = [
         (Operation::Embed, "embed"),
         (Operation::Norm, "norm"),
         (Operation::Linear, "linear"),
         (Operation::RopeStore, "rope_store"),
         (Operation::Attention, "attention"),
         (Operation::GatedLinear, "gated_linear"),
+        (Operation::Experts, "experts"),
         (Operation::Logits, "logits"),
         (Operation::Draw, "draw"),
     ];

@@ -2,9 +2,9 @@
 //! [`Device`].
 //!
 //! Per layer: norm → fused q, k, v → RoPE and KV store → attention → output projection → norm →
-//! gate, up and their product → down projection. Some families also normalise the outputs of the
-//! output and down projections before the residual addition, some normalise only these. Steps share
-//! all buffers.
+//! gate, up and their product → down projection, or routed experts. Some families also normalise
+//! the outputs of the output and down projections before the residual addition, some normalise only
+//! these. Steps share all buffers.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -18,9 +18,9 @@ use crate::device::{
 };
 use crate::engine::{Forward, ForwardError};
 use crate::model::balance::BalancedWeights;
-use crate::model::build::{Builder, ModelWeights};
+use crate::model::build::{Builder, MlpWeights, ModelWeights};
 use crate::model::canonical::CanonicalWeights;
-use crate::model::channels::ActivationMaxima;
+use crate::model::channels::{ActivationMaxima, Activations};
 use crate::model::checkpoint::Checkpoint;
 use crate::model::config::Config;
 use crate::model::error::ModelError;
@@ -164,19 +164,6 @@ impl Transformer<Cpu> {
     }
 }
 
-/// Activations that a layer's linear operations read, `[tokens][width]`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Activations {
-    /// Width `hidden_size`: read by the query, key and value projections.
-    AttentionNorm,
-    /// Width `heads * head_dim`: read by the output projection.
-    Attended,
-    /// Width `hidden_size`: read by the gate and up projections.
-    MlpNorm,
-    /// Width `intermediate_size`: read by the down projection.
-    Gated,
-}
-
 impl<D: Device> Transformer<D> {
     /// Loads a model onto `device`, which must have been made with the threads and precision of
     /// `options`.
@@ -190,7 +177,7 @@ impl<D: Device> Transformer<D> {
         options: &LoadOptions,
     ) -> Result<Transformer<D>, ModelError> {
         let context_tokens = config.context_tokens(options.max_context)?;
-        if !device.normalises_heads_jointly() || !device.centers_norms() {
+        if !device.normalises_heads_jointly() || !device.centers_norms() || !device.runs_experts() {
             config.refuse_on_gpu()?;
         }
         pool::check_fits(&device, &config, options.precision)?;
@@ -448,6 +435,7 @@ impl<D: Device> Transformer<D> {
                 weight: own.unwrap_or(&weights.norm),
                 eps: config.norm_eps,
                 centered: config.layer_norms,
+                for_experts: false,
             };
             device.add_norm(norm, &mut b.residual, &mut b.normed)?;
             lap(Operation::Norm)?;
@@ -479,19 +467,11 @@ impl<D: Device> Transformer<D> {
             device.attention(attention, step, &b.qkv, pool, &mut b.attended, &mut b.workspace)?;
             lap(Operation::Attention)?;
             observe(index, Activations::Attended, &b.attended);
-            if config.parallel_mlp {
+            if let (true, MlpWeights::Plain { gate_up, .. }) = (config.parallel_mlp, &layer.mlp) {
                 observe(index, Activations::MlpNorm, &b.normed);
-                device.gated_linear(
-                    &layer.gate_up,
-                    config.activation,
-                    &b.normed,
-                    &mut b.gated,
-                    &mut b.workspace,
-                )?;
+                device.gated_linear(gate_up, config.activation, &b.normed, &mut b.gated, &mut b.workspace)?;
                 lap(Operation::GatedLinear)?;
             }
-            device.linear(&layer.o, &b.attended, &mut b.delta, &mut b.workspace)?;
-            lap(Operation::Linear)?;
             let own = layer.mlp_norm.as_ref();
             let norm = AddNorm {
                 delta: Some(Delta {
@@ -501,18 +481,28 @@ impl<D: Device> Transformer<D> {
                 weight: own.unwrap_or(&weights.norm),
                 eps: config.norm_eps,
                 centered: config.layer_norms,
+                for_experts: matches!(layer.mlp, MlpWeights::Experts(_)),
             };
             device.add_norm(norm, &mut b.residual, &mut b.normed)?;
             lap(Operation::Norm)?;
-            if !config.parallel_mlp {
-                let input = if own.is_some() { &b.normed } else { &b.residual };
-                observe(index, Activations::MlpNorm, input);
-                device.gated_linear(&layer.gate_up, config.activation, input, &mut b.gated, &mut b.workspace)?;
-                lap(Operation::GatedLinear)?;
+            let input = if own.is_some() { &b.normed } else { &b.residual };
+            match &layer.mlp {
+                MlpWeights::Plain { gate_up, down } => {
+                    if !config.parallel_mlp {
+                        observe(index, Activations::MlpNorm, input);
+                        device.gated_linear(gate_up, config.activation, input, &mut b.gated, &mut b.workspace)?;
+                        lap(Operation::GatedLinear)?;
+                    }
+                    observe(index, Activations::Gated, &b.gated);
+                    device.linear(down, &b.gated, &mut b.delta, &mut b.workspace)?;
+                    lap(Operation::Linear)?;
+                }
+                MlpWeights::Experts(weights) => {
+                    observe(index, Activations::MlpNorm, input);
+                    device.experts(weights, config.activation, input, &mut b.delta, &mut b.workspace)?;
+                    lap(Operation::Experts)?;
+                }
             }
-            observe(index, Activations::Gated, &b.gated);
-            device.linear(&layer.down, &b.gated, &mut b.delta, &mut b.workspace)?;
-            lap(Operation::Linear)?;
             delta = Some(Delta {
                 rows: &b.delta,
                 norm: layer.post_mlp_norm.as_ref(),
@@ -523,6 +513,7 @@ impl<D: Device> Transformer<D> {
             weight: &weights.norm,
             eps: config.norm_eps,
             centered: config.layer_norms,
+            for_experts: false,
         };
         device.add_norm_logits_rows(norm, step, &mut b.residual, &mut b.normed)?;
         lap(Operation::Norm)?;

@@ -18,6 +18,7 @@ use sha2::{Digest, Sha256};
 use crate::device::random::{RandomMatrix, uniform};
 use crate::device::{Dtype, Tensor};
 use crate::model::error::ModelError;
+use crate::model::expert_names;
 
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
@@ -68,7 +69,7 @@ impl StoredTensor<'_> {
 }
 
 /// The safetensors files of a checkpoint folder. Tensors of a multimodal model's text part get the
-/// names that they would have in a text-only model.
+/// names that they would have in a text-only model, and experts those of [`expert_names`].
 ///
 /// Opening the files does not check that they hold the tensors of a model; see
 /// [`Checkpoint`](super::Checkpoint).
@@ -76,7 +77,7 @@ pub struct Weights {
     headers: Headers,
     /// One mapping per file.
     maps: Vec<Mmap>,
-    /// Key: the tensor's name in a text-only model.
+    /// Key: the tensor's canonical name.
     tensors: HashMap<String, TensorLocation>,
 }
 
@@ -101,7 +102,10 @@ pub struct Headers {
 #[derive(Debug)]
 pub struct Header {
     pub path: PathBuf,
+    /// A tensor of all experts of a layer is split into those of single experts.
     pub tensors: BTreeMap<String, TensorEntry>,
+    /// For each tensor that was split, the names of its parts.
+    pub(super) split: BTreeMap<String, Vec<String>>,
 }
 
 /// A tensor's entry in the header of its file.
@@ -121,10 +125,16 @@ const TEXT_PARTS: [(&str, &str); 3] = [
 
 /// The name that a tensor of a multimodal model's text part would have in a text-only model.
 /// `None`: the tensor has that name already, or belongs to another part.
-pub fn canonical_name(name: &str) -> Option<String> {
+pub fn text_only_name(name: &str) -> Option<String> {
     TEXT_PARTS
         .iter()
         .find_map(|(prefix, text_only)| Some(format!("{text_only}{}", name.strip_prefix(prefix)?)))
+}
+
+/// The name by which the model reads a tensor. `None`: the name by which it is stored.
+pub fn canonical_name(name: &str) -> Option<String> {
+    let text_only = text_only_name(name);
+    expert_names::general_name(text_only.as_deref().unwrap_or(name)).or(text_only)
 }
 
 impl Headers {
@@ -205,13 +215,18 @@ impl Weights {
             maps.push(map);
         }
         let file_index: HashMap<&str, usize> = names.iter().enumerate().map(|(i, n)| (n.as_str(), i)).collect();
-        let in_index = |(tensor, file): (String, String)| (tensor, file_index[file.as_str()]);
-        let index: Option<Vec<_>> = index.map(|index| index.into_iter().map(in_index).collect());
+        let in_index = |(tensor, file): (String, String)| {
+            let file = file_index[file.as_str()];
+            let parts = files[file].split.get(&tensor).cloned();
+            let names = parts.unwrap_or_else(|| vec![tensor]);
+            names.into_iter().map(move |name| (name, file))
+        };
+        let index: Option<Vec<_>> = index.map(|index| index.into_iter().flat_map(in_index).collect());
         let mut stored: Vec<(&String, usize)> = match &index {
             Some(index) => index.iter().map(|(tensor, file)| (tensor, *file)).collect(),
             None => files[0].tensors.keys().map(|tensor| (tensor, 0)).collect(),
         };
-        // If two tensors get one text-only name, the one that is stored by this name wins.
+        // If two tensors get one canonical name, the one that is stored by this name wins.
         stored.sort_by_key(|(name, _)| (canonical_name(name).is_none(), *name));
         let tensors = stored
             .into_iter()
@@ -270,6 +285,7 @@ impl Header {
         // Eight bytes with the header's length precede the header.
         let start = 8 + header_bytes;
         let mut tensors = BTreeMap::new();
+        let mut split = BTreeMap::new();
         for (name, info) in metadata.tensors() {
             let bytes = start.saturating_add(info.data_offsets.0)..start.saturating_add(info.data_offsets.1);
             if bytes.start > bytes.end || bytes.end > map.len() {
@@ -279,9 +295,24 @@ impl Header {
                 )));
             }
             let (dtype, shape) = (info.dtype, info.shape.clone());
-            tensors.insert(name, TensorEntry { dtype, shape, bytes });
+            let entry = TensorEntry { dtype, shape, bytes };
+            let parts = match expert_names::split(&name, &entry) {
+                None => vec![(name, entry)],
+                Some(parts) => {
+                    split.insert(name, parts.iter().map(|(name, _)| name.clone()).collect());
+                    parts
+                }
+            };
+            for (name, entry) in parts {
+                let what = printable_name(&name);
+                if tensors.insert(name, entry).is_some() {
+                    return Err(broken(format!(
+                        "tensor `{what}` is stored twice, alone and with all experts"
+                    )));
+                }
+            }
         }
-        Ok((Header { path, tensors }, map))
+        Ok((Header { path, tensors, split }, map))
     }
 }
 

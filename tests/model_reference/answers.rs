@@ -139,7 +139,8 @@ fn mutants_fail_the_comparison() {
         mut rotations,
         mut joint_norms,
         mut layer_norms,
-    ] = [0; 7];
+        mut routers,
+    ] = [0; 8];
     for name in MODELS {
         let config = Config::load(&folder(name)).unwrap();
         // Of a large base, most pairs hardly turn within so few tokens.
@@ -211,6 +212,21 @@ fn mutants_fail_the_comparison() {
         if config.post_norms {
             assert_mutant_fails(name, "no norms behind attention and network", |c| c.post_norms = false);
         }
+        if let Some(experts) = &config.experts {
+            routers += 1;
+            assert_mutant_fails(name, "an expert less per token", |c| {
+                c.experts.iter_mut().for_each(|e| e.routing.per_token -= 1);
+            });
+            // The weights of all experts sum to 1 by themselves.
+            if experts.routing.per_token < experts.count {
+                assert_mutant_fails(name, "weights renormalized or not", |c| {
+                    c.experts.iter_mut().for_each(|e| e.routing.renormalized ^= true);
+                });
+                assert_mutant_fails(name, "an expert more per token", |c| {
+                    c.experts.iter_mut().for_each(|e| e.routing.per_token += 1);
+                });
+            }
+        }
         if config.logit_scale != 1.0 {
             assert_mutant_fails(name, "no factor of logits", |c| c.logit_scale = 1.0);
         }
@@ -247,7 +263,16 @@ fn mutants_fail_the_comparison() {
         }
     }
     PASSED.with_borrow(|passed| assert!(passed.is_empty(), "{passed:#?}"));
-    let counts = [windows, biases, epsilons, caps, rotations, joint_norms, layer_norms];
-    let least = [6, 8, 20, 3, 6, 3, 2];
+    let counts = [
+        windows,
+        biases,
+        epsilons,
+        caps,
+        rotations,
+        joint_norms,
+        layer_norms,
+        routers,
+    ];
+    let least = [6, 8, 20, 3, 6, 3, 2, 5];
     assert!(counts.iter().zip(least).all(|(n, least)| *n >= least), "{counts:?}");
 }

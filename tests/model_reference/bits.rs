@@ -113,7 +113,13 @@ fn a_row_has_the_same_bits_behind_a_shared_prefix() {
 
 #[test]
 fn bits_do_not_depend_on_instructions_or_threads() {
-    for name in ["llama-padded", "mistral-window", "qwen3-tied"] {
+    for name in [
+        "llama-padded",
+        "mistral-window",
+        "qwen3-tied",
+        "mixtral-twins",
+        "qwen3moe-tied",
+    ] {
         let reference = Reference::load(name);
         let mut first: Option<Vec<Vec<f32>>> = None;
         for isa in cpu::Isa::available() {

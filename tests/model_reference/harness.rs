@@ -13,7 +13,7 @@ use safetensors::SafeTensors;
 
 pub(crate) const KV_BLOCKS: u32 = 64;
 
-pub(crate) const MODELS: [&str; 39] = [
+pub(crate) const MODELS: [&str; 44] = [
     "llama-plain",
     "llama-llama3-tied",
     "llama-linear-biases",
@@ -28,6 +28,11 @@ pub(crate) const MODELS: [&str; 39] = [
     "qwen2-window",
     "qwen3-tied",
     "qwen3-layers-sharded",
+    "mixtral-twins",
+    "mixtral-all-window",
+    "qwen3moe-tied",
+    "qwen3moe-dense-layers-sharded",
+    "olmoe-experts",
     "gemma2-capped",
     "gemma2-biases",
     "gemma3-types",

@@ -17,6 +17,10 @@ const FORMATS: [(Precision, KvFormat, f64, f64); 3] = [
     (Precision::Int8, KvFormat::Int8, 8e-3, 0.9),
 ];
 
+/// What a model may be farther from F32 whose tokens use some of its experts, since a rounding may choose another one: a factor of
+/// the divergence, and a share of rows.
+const OTHER_EXPERTS: (f64, f64) = (3.0, 0.05);
+
 /// Channels that are blown up a hundredfold in activations, and taken back in the weights that read them.
 const OUTLIERS: [usize; 3] = [1, 5, 12];
 const OUTLIER: f32 = 100.0;
@@ -96,7 +100,11 @@ fn cheap_precisions_stay_near_f32() {
         let reference = Reference::load(name);
         let load = |precision, kv| Transformer::load(&folder(name), &in_format(&reference, precision, kv)).unwrap();
         let want = logits(load(Precision::F32, KvFormat::F32), &reference);
+        let experts = Config::load(&folder(name)).unwrap().experts;
+        let chooses = experts.is_some_and(|experts| experts.routing.per_token < experts.count);
+        let (factor, share) = if chooses { OTHER_EXPERTS } else { (1.0, 0.0) };
         for (precision, kv, most, least) in FORMATS {
+            let (most, least) = (most * factor, least - share);
             let (divergence, same) = distance(&want, &logits(load(precision, kv), &reference));
             println!(
                 "| {name} | {precision:?} | {kv:?} | {divergence:.1e} | {:.1} % |",
@@ -221,7 +229,15 @@ fn calibration(reference: &Reference) -> Vec<Vec<u32>> {
 /// In 8 bits sums are exact, and what is rounded depends on the row alone: chunks, threads and instructions change no bit.
 #[test]
 fn eight_bits_give_the_same_bits_however_computed() {
-    for name in ["llama-plain", "mistral-window", "qwen2-tied", "qwen3-tied"] {
+    for name in [
+        "llama-plain",
+        "mistral-window",
+        "qwen2-tied",
+        "qwen3-tied",
+        "mixtral-all-window",
+        "qwen3moe-tied",
+        "qwen3moe-dense-layers-sharded",
+    ] {
         let reference = Reference::load(name);
         let tokens = &reference.prompts[3].tokens;
         let mut first: Option<Vec<Vec<f32>>> = None;

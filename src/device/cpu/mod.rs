@@ -16,13 +16,14 @@ use std::sync::Arc;
 use crate::device::batch::StepBatch;
 use crate::device::draw::{Draw, DrawError, DrawnToken};
 use crate::device::{
-    Activation, AddNorm, Attention, Device, DeviceError, HeadShape, KvFormat, KvSpec, Linear, OutputHead, Precision,
-    RopeSpec, RopeStore, Tensor, TensorError,
+    Activation, AddNorm, Attention, Device, DeviceError, ExpertWeights, HeadShape, KvFormat, KvSpec, Linear,
+    OutputHead, Precision, RopeSpec, RopeStore, Tensor, TensorError,
 };
 
 mod aligned;
 mod attention;
 mod embed;
+mod experts;
 mod gated;
 mod gemm;
 pub mod isa;
@@ -124,7 +125,7 @@ impl Cpu {
             eps: op.eps,
             centered: op.centered,
             round_to_bf16: self.rounds_to_bf16(),
-            quantize: self.precision == Precision::Int8,
+            quantize: self.precision == Precision::Int8 && !op.for_experts,
         }
     }
 }
@@ -189,6 +190,7 @@ pub struct Workspace {
     /// Rows of `[gate][up]`, for all formats except INT8, whose kernel applies the activation
     /// itself.
     gate_up: Buffer,
+    experts: experts::Scratch,
     attention: attention::float::Scratches,
     logits: Buffer,
     drawn: Vec<Result<DrawnToken, DrawError>>,
@@ -259,6 +261,10 @@ impl Device for Cpu {
         }
     }
 
+    fn router_matrix(&self, part: Tensor<'_>) -> Result<Matrix, TensorError> {
+        Matrix::pack(&[part], Precision::F32)
+    }
+
     fn embedding_table(&self, part: Tensor<'_>) -> Result<Matrix, TensorError> {
         self.matrix(&[part])
     }
@@ -279,6 +285,7 @@ impl Device for Cpu {
         Workspace {
             packed_rows: linear::PackedRows::default(),
             gate_up: Buffer::default(),
+            experts: experts::Scratch::default(),
             logits: Buffer::default(),
             drawn: Vec::new(),
             attention: attention::float::Scratches::new(self.threads.count()),
@@ -428,9 +435,15 @@ impl Device for Cpu {
         let Workspace {
             packed_rows, gate_up, ..
         } = workspace;
-        if let Panels::Int8(panels) = &linear.weight.panels {
+        if let Panels::Int8(_) = &linear.weight.panels {
+            let segment = linear::Segment {
+                rows: 0..x.rows,
+                matrix: &linear.weight,
+                bias,
+            };
             let width = linear.weight.rows / 2;
-            linear::gated_int8(self.ctx(), panels, (width, activation), bias, x, out, packed_rows);
+            let rows = linear::Rows { x, picked: None };
+            linear::gated_int8(self.ctx(), &[segment], (width, activation), rows, out, packed_rows);
         } else {
             let epilogue = linear::Epilogue {
                 bias,
@@ -447,6 +460,31 @@ impl Device for Cpu {
             );
             gated::gated(self.ctx(), activation, self.rounds_to_bf16(), gate_up, out);
         }
+        Ok(())
+    }
+
+    fn runs_experts(&self) -> bool {
+        true
+    }
+
+    fn experts(
+        &self,
+        experts: &ExpertWeights<Matrix, Vector>,
+        activation: Activation,
+        x: &Buffer,
+        out: &mut Buffer,
+        workspace: &mut Workspace,
+    ) -> Result<(), DeviceError> {
+        let op = experts::ExpertsOp {
+            ctx: self.ctx(),
+            weights: experts,
+            activation,
+            round_to_bf16: self.rounds_to_bf16(),
+        };
+        let Workspace {
+            packed_rows, experts, ..
+        } = workspace;
+        experts::experts(&op, x, out, experts, packed_rows);
         Ok(())
     }
 

@@ -10,6 +10,7 @@
 
 use super::isa::multiversion;
 use super::math::{round_bf16, sum16};
+use super::quantize::int8_tiles;
 use super::{Buffer, ExecContext, SharedMut};
 
 /// The sum of `term` over `x`.
@@ -133,7 +134,8 @@ impl NormOp<'_> {
         let width = self.weight.len();
         let elements = rows * width;
         if self.quantize {
-            let mut tiles = out.reshape_quantized(rows, width).tiles(isa, rows, width);
+            let segment = [int8_tiles(isa, 0..rows)];
+            let mut tiles = out.reshape_quantized(rows, width).tiles(isa, &segment, width);
             threads.parallel_for_each(elements, &mut tiles, |_, tiles| {
                 let (mut row, mut bytes) = (vec![0.0; width], Vec::new());
                 for tile in tiles {
@@ -180,6 +182,7 @@ pub(super) fn add_norm_rows(op: &NormOp<'_>, rows: &[u32], residual: &Buffer, ou
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::device::cpu::gemm::linear::Rows;
     use crate::device::cpu::isa::Isa;
     use crate::device::cpu::quantize::{Quantized, quantize};
     use crate::device::cpu::testing::{buffer, ctx, numbers};
@@ -232,7 +235,8 @@ mod tests {
                 let op = NormOp { quantize: true, ..op };
                 let (mut bytes, mut want) = (Buffer::default(), Quantized::default());
                 add_norm(&op, &mut buffer(&x, rows, width), &mut bytes);
-                quantize(ctx(isa), &out, &mut want);
+                let all = Rows { x: &out, picked: None };
+                quantize(ctx(isa), all, &[int8_tiles(isa, 0..rows)], &mut want);
                 assert_eq!(bytes.quantized, Some(want), "{isa:?}");
                 assert_eq!(*first.get_or_insert_with(|| out.data.clone()), out.data, "{isa:?}");
 

@@ -4,11 +4,14 @@
 //! [`int8`](super::gemm::int8)). `x` is about `q * scale` with `scale = max|x| / 127`. A row with a
 //! value that is NaN or infinite gets a scale of NaN, so that the error reaches the logits.
 
+use std::ops::Range;
+
+use super::ExecContext;
 use super::gemm::int8::{K_STEP, OFFSET, QUAD, interleaves_rows, max_rows};
-use super::gemm::row_tiles::RowTiles;
+use super::gemm::linear::Rows;
+use super::gemm::row_tiles::{RowTiles, split_by_tiles};
 use super::isa::{Isa, multiversion};
 use super::math::{ROUND, max16, sum16};
-use super::{Buffer, ExecContext};
 
 /// A row whose largest magnitude is below this is quantized to zeros, so that the inverse cannot
 /// overflow.
@@ -61,15 +64,15 @@ multiversion! {
 }
 
 impl Quantized {
-    /// Resizes to `rows` rows and returns their tiles, which the caller must fill.
-    pub(super) fn tiles(&mut self, isa: Isa, rows: usize, width: usize) -> Vec<QuantizedTile<'_>> {
-        let tiles = int8_tiles(isa, rows);
+    /// Resizes to the rows of all segments and returns their tiles, which the caller must fill.
+    pub(super) fn tiles(&mut self, isa: Isa, segments: &[RowTiles], width: usize) -> Vec<QuantizedTile<'_>> {
+        let rows = segments.iter().map(|tiles| tiles.rows).sum::<usize>();
         let stride = width.next_multiple_of(K_STEP);
         self.stride = stride;
         self.data.resize(rows * stride, 0);
         self.scales.resize(rows, 0.0);
-        let data = tiles.split(&mut self.data, stride);
-        let scales = tiles.split(&mut self.scales, 1);
+        let data = split_by_tiles(segments, &mut self.data, stride);
+        let scales = split_by_tiles(segments, &mut self.scales, 1);
         data.zip(scales)
             .map(|((first_row, data), (_, scales))| QuantizedTile {
                 first_row,
@@ -113,18 +116,19 @@ impl QuantizedTile<'_> {
 }
 
 /// Division of rows into tiles for INT8 matmuls.
-pub(super) fn int8_tiles(isa: Isa, rows: usize) -> RowTiles {
+pub(super) fn int8_tiles(isa: Isa, rows: Range<usize>) -> RowTiles {
     RowTiles::new(rows, max_rows(isa))
 }
 
-/// Quantizes all rows of `x`, in tiles.
-pub(super) fn quantize(ctx: ExecContext<'_>, x: &Buffer, out: &mut Quantized) {
-    let mut tiles = out.tiles(ctx.isa, x.rows, x.width);
-    ctx.threads.parallel_for_each(x.data.len(), &mut tiles, |_, tiles| {
+/// Quantizes rows, in the tiles of these segments.
+pub(super) fn quantize(ctx: ExecContext<'_>, rows: Rows<'_>, segments: &[RowTiles], out: &mut Quantized) {
+    let mut tiles = out.tiles(ctx.isa, segments, rows.x.width);
+    let elements = rows.x.width * segments.iter().map(|tiles| tiles.rows).sum::<usize>();
+    ctx.threads.parallel_for_each(elements, &mut tiles, |_, tiles| {
         let mut bytes = Vec::new();
         for tile in tiles {
             for r in 0..tile.rows() {
-                tile.set_row(ctx.isa, r, x.row(tile.first_row + r), &mut bytes);
+                tile.set_row(ctx.isa, r, rows.row(tile.first_row + r), &mut bytes);
             }
         }
     });
@@ -133,7 +137,13 @@ pub(super) fn quantize(ctx: ExecContext<'_>, x: &Buffer, out: &mut Quantized) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::device::cpu::Buffer;
     use crate::device::cpu::testing::{buffer, ctx, numbers};
+
+    fn quantize_all(isa: Isa, x: &Buffer, out: &mut Quantized) {
+        let rows = Rows { x, picked: None };
+        quantize(ctx(isa), rows, &[int8_tiles(isa, 0..x.rows)], out);
+    }
 
     /// The bytes in row-major order instead of tile by tile.
     fn row_major(isa: Isa, q: &Quantized, tiles: &RowTiles) -> Vec<u8> {
@@ -161,8 +171,8 @@ mod tests {
             let mut first: Option<Vec<u8>> = None;
             for isa in Isa::available() {
                 let mut q = Quantized::default();
-                quantize(ctx(isa), &x, &mut q);
-                let plain = row_major(isa, &q, &int8_tiles(isa, rows));
+                quantize_all(isa, &x, &mut q);
+                let plain = row_major(isa, &q, &int8_tiles(isa, 0..rows));
                 for r in 0..rows {
                     let max_abs = x.row(r).iter().fold(0.0f32, |m, v| m.max(v.abs()));
                     assert_eq!(q.scales[r], max_abs / 127.0);
@@ -188,9 +198,13 @@ mod tests {
             x[20] = f32::NAN;
             x[59] = f32::NEG_INFINITY;
             let mut q = Quantized::default();
-            quantize(ctx(isa), &buffer(&x, 4, 20), &mut q);
+            quantize_all(isa, &buffer(&x, 4, 20), &mut q);
             assert_eq!(q.scales[0], 0.0);
-            assert!(row_major(isa, &q, &int8_tiles(isa, 4))[..20].iter().all(|b| *b == 128));
+            assert!(
+                row_major(isa, &q, &int8_tiles(isa, 0..4))[..20]
+                    .iter()
+                    .all(|b| *b == 128)
+            );
             assert!(
                 q.scales[1].is_nan() && q.scales[2].is_nan() && q.scales[3].is_finite(),
                 "{:?}",

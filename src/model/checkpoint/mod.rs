@@ -14,7 +14,7 @@ use crate::model::config::Config;
 use crate::model::error::ModelError;
 use crate::model::tensors::{ModelTensors, OUTPUT_HEAD, TensorSpec};
 use crate::model::weights::{
-    Headers, StoredTensor, WeightSource, Weights, canonical_name, ignored_index_warning, printable_name,
+    Headers, StoredTensor, WeightSource, Weights, canonical_name, ignored_index_warning, printable_name, text_only_name,
 };
 
 /// A checked checkpoint.
@@ -127,7 +127,7 @@ pub fn check_headers(config: &Config, headers: &Headers) -> Result<bool, ModelEr
     let names = || headers.files.iter().flat_map(|file| file.tensors.keys());
     // Prefixed names of a text part show that the model is multimodal, so image parts may be
     // present.
-    let is_multimodal = names().any(|name| canonical_name(name).is_some());
+    let is_multimodal = names().any(|name| text_only_name(name).is_some());
     let is_harmless = |name: &str| {
         let ends = |end: &&str| {
             name.strip_suffix(*end)
@@ -189,7 +189,7 @@ pub fn check_headers(config: &Config, headers: &Headers) -> Result<bool, ModelEr
 /// The location of a tensor: the index of its file, and its name in that file.
 type FileAndName<'a> = (usize, &'a str);
 
-/// All tensors except harmless ones, by the names that a text-only model has for them.
+/// All tensors except harmless ones, by their canonical names.
 fn stored<'a>(
     headers: &'a Headers,
     is_harmless: &impl Fn(&str) -> bool,

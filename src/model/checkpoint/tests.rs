@@ -39,6 +39,7 @@ fn headers(config: &Config) -> Headers {
         files: vec![Header {
             path: PathBuf::from("m/model.safetensors"),
             tensors: tensors.collect(),
+            split: BTreeMap::new(),
         }],
         index: None,
     }
@@ -49,6 +50,7 @@ fn sharded(headers: Headers) -> Headers {
     let mut files = [1, 2].map(|number| Header {
         path: PathBuf::from(format!("m/model-{number}.safetensors")),
         tensors: BTreeMap::new(),
+        split: BTreeMap::new(),
     });
     let mut index = Vec::new();
     for (name, entry) in headers.files.into_iter().flat_map(|file| file.tensors) {

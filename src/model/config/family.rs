@@ -13,6 +13,9 @@ pub enum Family {
     Ministral3,
     Qwen2,
     Qwen3,
+    Qwen3Moe,
+    Mixtral,
+    Olmoe,
     Gemma,
     Gemma2,
     Gemma3,
@@ -30,13 +33,16 @@ pub enum Family {
 }
 
 /// Each family with its name, its `model_type` and its `architectures`.
-const FAMILIES: [(Family, &str, &str, &str); 20] = [
+const FAMILIES: [(Family, &str, &str, &str); 23] = [
     (Family::Llama, "Llama", "llama", "LlamaForCausalLM"),
     (Family::Mistral, "Mistral", "mistral", "MistralForCausalLM"),
     (Family::Ministral, "Ministral", "ministral", "MinistralForCausalLM"),
     (Family::Ministral3, "Ministral 3", "ministral3", "Ministral3ForCausalLM"),
     (Family::Qwen2, "Qwen 2", "qwen2", "Qwen2ForCausalLM"),
     (Family::Qwen3, "Qwen 3", "qwen3", "Qwen3ForCausalLM"),
+    (Family::Qwen3Moe, "Qwen 3 MoE", "qwen3_moe", "Qwen3MoeForCausalLM"),
+    (Family::Mixtral, "Mixtral", "mixtral", "MixtralForCausalLM"),
+    (Family::Olmoe, "OLMoE", "olmoe", "OlmoeForCausalLM"),
     (Family::Gemma, "Gemma", "gemma", "GemmaForCausalLM"),
     (Family::Gemma2, "Gemma 2", "gemma2", "Gemma2ForCausalLM"),
     (Family::Gemma3, "Gemma 3", "gemma3_text", "Gemma3ForCausalLM"),
@@ -100,9 +106,9 @@ impl Family {
 
     pub(super) fn kv_heads(self) -> Option<usize> {
         match self {
-            Family::Mistral | Family::Ministral | Family::Ministral3 | Family::SeedOss => Some(8),
+            Family::Mistral | Family::Mixtral | Family::Ministral | Family::Ministral3 | Family::SeedOss => Some(8),
             Family::Gemma => Some(16),
-            Family::Gemma2 | Family::Gemma3 | Family::SmolLm3 => Some(4),
+            Family::Gemma2 | Family::Gemma3 | Family::SmolLm3 | Family::Qwen3Moe => Some(4),
             Family::Glm | Family::Glm4 => Some(2),
             Family::Exaone4 => Some(32),
             _ => None,
@@ -120,22 +126,29 @@ impl Family {
     fn max_position_embeddings(self) -> u32 {
         match self {
             Family::Llama | Family::Granite | Family::Exaone4 | Family::Olmo2 | Family::Olmo3 => 2048,
-            Family::Phi3 => 4096,
+            Family::Phi3 | Family::Olmoe => 4096,
             Family::Gemma | Family::Gemma2 | Family::Cohere | Family::Cohere2 => 8192,
-            Family::Qwen2 | Family::Qwen3 | Family::SmolLm3 => 32_768,
-            Family::Mistral | Family::Ministral | Family::Gemma3 | Family::Glm | Family::Glm4 => 131_072,
+            Family::Qwen2 | Family::Qwen3 | Family::Qwen3Moe | Family::SmolLm3 => 32_768,
+            Family::Mistral | Family::Mixtral | Family::Ministral | Family::Gemma3 | Family::Glm | Family::Glm4 => {
+                131_072
+            }
             Family::Ministral3 => 262_144,
             Family::SeedOss => 524_288,
         }
     }
 
     pub(super) fn window(self) -> Option<u32> {
-        (!matches!(self, Family::SmolLm3 | Family::Phi3 | Family::Ministral3)).then_some(4096)
+        (!matches!(
+            self,
+            Family::SmolLm3 | Family::Phi3 | Family::Ministral3 | Family::Mixtral
+        ))
+        .then_some(4096)
     }
 
     pub(super) fn rope_theta(self) -> f64 {
         match self {
             Family::SmolLm3 => 2_000_000.0,
+            Family::Mixtral => 1_000_000.0,
             Family::Olmo3 | Family::Cohere => 500_000.0,
             _ => 10_000.0,
         }
@@ -153,6 +166,8 @@ impl Family {
     fn norm_eps(self) -> f64 {
         match self {
             Family::Phi3
+            | Family::Mixtral
+            | Family::Olmoe
             | Family::Exaone4
             | Family::Ministral3
             | Family::Olmo2
@@ -275,7 +290,12 @@ impl Reader<'_> {
         let by_default = matches!(family, Family::SeedOss | Family::Glm | Family::Glm4);
         let attention = flag("attention_bias", by_default)?;
         let (qkv, o) = match family {
-            Family::Mistral | Family::Ministral | Family::Ministral3 | Family::Phi3 | Family::Exaone4 => (false, false),
+            Family::Mistral
+            | Family::Mixtral
+            | Family::Ministral
+            | Family::Ministral3
+            | Family::Phi3
+            | Family::Exaone4 => (false, false),
             Family::Qwen2 => (true, false),
             Family::Glm | Family::Glm4 => (attention, false),
             Family::SeedOss => (attention, flag("attention_out_bias", false)?),

@@ -49,7 +49,7 @@ const USED: [&str; 19] = [
 ];
 
 /// Options of other models that change results.
-const REFUSED: [(&str, Neutral); 59] = [
+const REFUSED: [(&str, Neutral); 60] = [
     // Quantized weights: the keys of MLX, of compressed-tensors, and of all other formats.
     ("quantization", Unset),
     ("compression_config", Unset),
@@ -59,6 +59,7 @@ const REFUSED: [(&str, Neutral); 59] = [
     ("n_routed_experts", Unset),
     ("num_experts", Unset),
     ("num_local_experts", Unset),
+    ("routed_scaling_factor", Only(1.0)),
     // Scaling factors of Falcon-H1, Granite, MiniCPM, Cohere and others.
     ("attention_in_multiplier", Only(1.0)),
     ("attention_multiplier", Unset),
@@ -137,7 +138,7 @@ const IMAGE_KEYS: [&str; 9] = [
 /// Keys that change no answer: names, dates and versions, number formats (each tensor declares its
 /// own), training, caches, outputs that are not requested, labels of other tasks. Keys of
 /// `generation_config.json` are accepted, too, and checked with that file.
-const HARMLESS: [&str; 61] = [
+const HARMLESS: [&str; 64] = [
     "_attn_implementation",
     "_attn_implementation_autoset",
     "_attn_implementation_internal",
@@ -180,6 +181,7 @@ const HARMLESS: [&str; 61] = [
     "num_nextn_predict_layers",
     "output_attentions",
     "output_hidden_states",
+    "output_router_logits",
     "pad_token_id",
     "prefix",
     // Splits a matrix product, which changes only its rounding.
@@ -189,6 +191,9 @@ const HARMLESS: [&str; 61] = [
     "resid_pdrop",
     "residual_dropout",
     "return_dict",
+    // Training of routers.
+    "router_aux_loss_coef",
+    "router_jitter_noise",
     "sep_token_id",
     "task_specific_params",
     "tf_legacy_loss",
@@ -244,12 +249,42 @@ const OTHER_ROPE_KEYS: [(&str, Neutral); 6] = [
 
 impl Family {
     /// Keys that this family reads besides [`USED`].
+    #[expect(clippy::too_many_lines, reason = "a table")]
     fn keys(self) -> &'static [&'static str] {
         match self {
             Family::Llama => &["attention_bias", "hidden_act", "mlp_bias"],
             Family::Mistral | Family::Ministral | Family::Ministral3 | Family::Phi3 => {
                 &["hidden_act", "sliding_window"]
             }
+            Family::Mixtral => &[
+                "hidden_act",
+                "num_experts",
+                "num_experts_per_tok",
+                "num_local_experts",
+                "sliding_window",
+            ],
+            Family::Qwen3Moe => &[
+                "attention_bias",
+                "decoder_sparse_step",
+                "hidden_act",
+                // Windows are refused by `use_sliding_window`; these keys would only shape them.
+                "max_window_layers",
+                "sliding_window",
+                "mlp_only_layers",
+                "moe_intermediate_size",
+                "norm_topk_prob",
+                "num_experts",
+                "num_experts_per_tok",
+                "num_local_experts",
+                "use_sliding_window",
+            ],
+            Family::Olmoe => &[
+                "attention_bias",
+                "hidden_act",
+                "norm_topk_prob",
+                "num_experts",
+                "num_experts_per_tok",
+            ],
             Family::SmolLm3 => &[
                 "attention_bias",
                 "hidden_act",

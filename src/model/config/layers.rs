@@ -13,6 +13,8 @@ impl Reader<'_> {
         let never_slides = matches!(
             family,
             Family::Llama
+                | Family::Qwen3Moe
+                | Family::Olmoe
                 | Family::Gemma
                 | Family::Granite
                 | Family::SeedOss
@@ -21,6 +23,11 @@ impl Reader<'_> {
                 | Family::Olmo2
                 | Family::Cohere
         );
+        // Programs disagree about which layers of Qwen 3 MoE would have windows.
+        if family == Family::Qwen3Moe && self.flag("use_sliding_window")?.unwrap_or(false) {
+            let name = family.name();
+            return Err(self.unsupported(format!("`use_sliding_window` is not supported for {name}")));
+        }
         let window = match family {
             _ if never_slides => None,
             Family::Qwen2 | Family::Qwen3 | Family::SmolLm3 if !self.flag("use_sliding_window")?.unwrap_or(false) => {
@@ -28,7 +35,11 @@ impl Reader<'_> {
             }
             _ => self.window(family)?,
         };
-        let is_uniform = never_slides || matches!(family, Family::Mistral | Family::Ministral3 | Family::Phi3);
+        let is_uniform = never_slides
+            || matches!(
+                family,
+                Family::Mistral | Family::Mixtral | Family::Ministral3 | Family::Phi3
+            );
         let types = self.layer_types(count)?;
         if is_uniform && types.iter().flatten().any(|slides| *slides != window.is_some()) {
             let what = if never_slides {

@@ -7,10 +7,11 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use crate::device::{Activation, HeadShape, KvSpec, RopeSpec};
+use crate::device::{Activation, HeadShape, KvSpec, RopeSpec, Routing};
 use crate::model::error::ModelError;
 use crate::model::rope::{Rope, Scaling};
 
+mod experts;
 mod family;
 pub mod generation;
 mod keys;
@@ -22,6 +23,17 @@ pub use family::Family;
 use keys::UnknownKeys;
 use reader::{Reader, read_json, short};
 
+/// Routed experts: MLPs of which a router chooses some for each token.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Experts {
+    pub count: usize,
+    pub routing: Routing,
+    /// Width of one expert.
+    pub intermediate_size: usize,
+    /// Whether each layer has experts. The other layers have a plain MLP.
+    pub layers: Vec<bool>,
+}
+
 /// Configuration of a decoder-only transformer with RMS norms before or behind attention and a gated
 /// MLP.
 #[derive(Debug, Clone, PartialEq)]
@@ -30,7 +42,9 @@ pub struct Config {
     /// Rows of the embedding table, padding included.
     pub vocab_size: usize,
     pub hidden_size: usize,
+    /// Width of the MLP, in layers without experts.
     pub intermediate_size: usize,
+    pub experts: Option<Experts>,
     /// Each layer's attention: full, or a sliding window.
     pub layers: Vec<KvSpec>,
     pub heads: HeadShape,
@@ -173,17 +187,26 @@ impl Config {
     /// Refuses a model that needs what GPUs do not compute yet.
     ///
     /// # Errors
-    /// The model's norms of queries and keys are over all heads together, or it has layer norms.
+    /// The model has experts or layer norms, or norms of queries and keys over all heads together.
     pub fn refuse_on_gpu(&self) -> Result<(), ModelError> {
-        let why = match (self.joint_qk_norm, self.layer_norms) {
-            (false, false) => return Ok(()),
-            (true, _) => "it normalises all query heads together",
-            (_, true) => "it has layer norms",
+        let why = if self.experts.is_some() {
+            "it has experts"
+        } else if self.joint_qk_norm {
+            "it normalises all query heads together"
+        } else if self.layer_norms {
+            "it has layer norms"
+        } else {
+            return Ok(());
         };
         Err(ModelError::Options(format!(
             "{} does not run on a GPU yet, because {why}: use a CPU (`--device cpu`)",
             self.family.name()
         )))
+    }
+
+    /// The experts of a layer. `None`: it has a plain MLP.
+    pub fn experts_of(&self, layer: usize) -> Option<&Experts> {
+        self.experts.as_ref().filter(|experts| experts.layers[layer])
     }
 
     /// The rotations of all layers, for a maximum sequence length of `context` tokens:
@@ -302,6 +325,7 @@ impl Reader<'_> {
             vocab_size: self.size_or("vocab_size", 1 << 24, family.vocab_size())?,
             hidden_size,
             intermediate_size: self.required_size("intermediate_size", 1 << 20)?,
+            experts: self.experts(family, num_layers)?,
             rotates: self.rotates(family, &layers)?,
             layers,
             heads,
@@ -329,8 +353,12 @@ impl Reader<'_> {
             qkv_bias: biases.qkv,
             o_bias: biases.o,
             mlp_bias: biases.mlp,
-            qk_norm: family.has_norms_behind_alone() || matches!(family, Family::Qwen3 | Family::Gemma3),
-            joint_qk_norm: matches!(family, Family::Olmo2 | Family::Olmo3),
+            qk_norm: family.has_norms_behind_alone()
+                || matches!(
+                    family,
+                    Family::Qwen3 | Family::Qwen3Moe | Family::Gemma3 | Family::Olmoe
+                ),
+            joint_qk_norm: matches!(family, Family::Olmo2 | Family::Olmo3 | Family::Olmoe),
             fused_qkv: family == Family::Phi3,
             fused_gate_up: matches!(family, Family::Phi3 | Family::Glm | Family::Glm4),
             rotary_dims,

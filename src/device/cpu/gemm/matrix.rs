@@ -119,6 +119,15 @@ impl Matrix {
         Ok(Matrix { rows, columns, panels })
     }
 
+    /// The bias of a layer that has none, for kernels that add one; empty for other kernels.
+    pub(crate) fn zero_bias(&self) -> &[f32] {
+        match &self.panels {
+            Panels::Int8(panels) => &panels.zero_bias,
+            Panels::Bf16Pairs(panels) => &panels.zero_bias,
+            Panels::F32(_) | Panels::Bf16(_) | Panels::F16(_) => &[],
+        }
+    }
+
     /// Writes row `row` to `out`, widened.
     pub(crate) fn read_row(&self, row: usize, out: &mut [f32]) {
         let at = (row / PANEL) * self.columns * PANEL + row % PANEL;

@@ -3,6 +3,7 @@
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod amx;
 pub(crate) mod bf16;
+mod blocks;
 pub(crate) mod int8;
 pub(crate) mod linear;
 pub(crate) mod matrix;

@@ -1,0 +1,139 @@
+//! The ways in which checkpoints store experts, undone where weights are read.
+//!
+//! Models are built from tensors that are named as Qwen's are: `mlp.gate.weight` is the router, and
+//! expert 3 has `mlp.experts.3.gate_proj.weight`, `.up_proj.weight` and `.down_proj.weight`.
+//!
+//! - Mixtral says `block_sparse_moe` for `mlp`, and `w1`, `w3` and `w2` for the three projections.
+//! - transformers 5 may store all experts of a layer in two tensors: `mlp.experts.gate_up_proj`,
+//!   `[experts][gate rows, then up rows][hidden]`, and `mlp.experts.down_proj`.
+//!
+//! See docs/decisions/088-family-differences-end-where-weights-are-read.md.
+
+use super::weights::TensorEntry;
+
+/// Maximum number of experts in one tensor.
+const EXPERTS_MAX: usize = 1 << 12;
+
+/// The name of a tensor of Mixtral's experts in other models. `None`: it is none of these.
+pub(super) fn general_name(name: &str) -> Option<String> {
+    let (layer, rest) = name.split_once(".block_sparse_moe.")?;
+    if rest == "gate.weight" {
+        return Some(format!("{layer}.mlp.gate.weight"));
+    }
+    let (expert, part) = rest.strip_prefix("experts.")?.split_once('.')?;
+    let part = match part {
+        "w1.weight" => "gate_proj",
+        "w2.weight" => "down_proj",
+        "w3.weight" => "up_proj",
+        _ => return None,
+    };
+    Some(format!("{layer}.mlp.experts.{expert}.{part}.weight"))
+}
+
+/// The tensors of single experts that lie in a tensor of all experts of a layer, each with its
+/// name. `None`: `name` is not such a tensor.
+pub(super) fn split(name: &str, entry: &TensorEntry) -> Option<Vec<(String, TensorEntry)>> {
+    let (layer, part) = name.rsplit_once(".mlp.experts.")?;
+    let parts: &[&str] = match part {
+        "gate_up_proj" => &["gate_proj", "up_proj"],
+        "down_proj" => &["down_proj"],
+        _ => return None,
+    };
+    let [experts, rows, columns] = entry.shape[..] else {
+        return None;
+    };
+    if !(1..=EXPERTS_MAX).contains(&experts) || !rows.is_multiple_of(parts.len()) {
+        return None;
+    }
+    let count = experts * parts.len();
+    if entry.bytes.is_empty() || !entry.bytes.len().is_multiple_of(count) {
+        return None;
+    }
+    let bytes = entry.bytes.len() / count;
+    let tensor = |i: usize| {
+        let (expert, part) = (i / parts.len(), parts[i % parts.len()]);
+        let start = entry.bytes.start + i * bytes;
+        let entry = TensorEntry {
+            dtype: entry.dtype,
+            shape: vec![rows / parts.len(), columns],
+            bytes: start..start + bytes,
+        };
+        (format!("{layer}.mlp.experts.{expert}.{part}.weight"), entry)
+    };
+    Some((0..count).map(tensor).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn mixtrals_names_become_those_of_other_models() {
+        for (name, want) in [
+            (
+                "model.layers.3.block_sparse_moe.gate.weight",
+                Some("model.layers.3.mlp.gate.weight"),
+            ),
+            (
+                "model.layers.3.block_sparse_moe.experts.7.w1.weight",
+                Some("model.layers.3.mlp.experts.7.gate_proj.weight"),
+            ),
+            (
+                "model.layers.3.block_sparse_moe.experts.7.w3.weight",
+                Some("model.layers.3.mlp.experts.7.up_proj.weight"),
+            ),
+            (
+                "model.layers.3.block_sparse_moe.experts.7.w2.weight",
+                Some("model.layers.3.mlp.experts.7.down_proj.weight"),
+            ),
+            ("model.layers.3.block_sparse_moe.experts.7.w4.weight", None),
+            ("model.layers.3.block_sparse_moe.experts.7.w1.bias", None),
+            ("model.layers.3.mlp.gate.weight", None),
+        ] {
+            assert_eq!(general_name(name).as_deref(), want, "{name}");
+        }
+    }
+
+    fn entry(shape: &[usize], bytes: std::ops::Range<usize>) -> TensorEntry {
+        TensorEntry {
+            dtype: safetensors::Dtype::BF16,
+            shape: shape.to_vec(),
+            bytes,
+        }
+    }
+
+    #[test]
+    fn tensors_of_all_experts_are_split() {
+        let found = split("model.layers.0.mlp.experts.gate_up_proj", &entry(&[2, 6, 5], 100..220)).unwrap();
+        let found: Vec<_> = found
+            .iter()
+            .map(|(name, e)| (&name[27..], &e.shape[..], e.bytes.clone()))
+            .collect();
+        assert_eq!(
+            found,
+            [
+                ("0.gate_proj.weight", &[3, 5][..], 100..130),
+                ("0.up_proj.weight", &[3, 5][..], 130..160),
+                ("1.gate_proj.weight", &[3, 5][..], 160..190),
+                ("1.up_proj.weight", &[3, 5][..], 190..220),
+            ]
+        );
+        let found = split("model.layers.0.mlp.experts.down_proj", &entry(&[2, 5, 3], 0..60)).unwrap();
+        assert_eq!(found[1].0, "model.layers.0.mlp.experts.1.down_proj.weight");
+        assert_eq!((&found[1].1.shape[..], found[1].1.bytes.clone()), (&[5, 3][..], 30..60));
+    }
+
+    #[test]
+    fn other_tensors_are_not_split() {
+        for (name, shape, bytes) in [
+            ("model.layers.0.mlp.experts.gate_up_proj", &[2, 5, 5][..], 100),
+            ("model.layers.0.mlp.experts.gate_up_proj", &[6, 5], 60),
+            ("model.layers.0.mlp.experts.down_proj", &[1 << 13, 1, 1], 1 << 14),
+            ("model.layers.0.mlp.experts.down_proj", &[1 << 12, 0, 5], 0),
+            ("model.layers.0.mlp.experts.gate_up_proj_bias", &[2, 6, 5], 120),
+            ("model.layers.0.mlp.down_proj.weight", &[2, 6, 5], 120),
+        ] {
+            assert!(split(name, &entry(shape, 0..bytes)).is_none(), "{name} {shape:?}");
+        }
+    }
+}
