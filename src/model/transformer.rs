@@ -472,6 +472,8 @@ impl<D: Device> Transformer<D> {
                 device.gated_linear(gate_up, config.activation, &b.normed, &mut b.gated, &mut b.workspace)?;
                 lap(Operation::GatedLinear)?;
             }
+            device.linear(&layer.o, &b.attended, &mut b.delta, &mut b.workspace)?;
+            lap(Operation::Linear)?;
             let own = layer.mlp_norm.as_ref();
             let norm = AddNorm {
                 delta: Some(Delta {
