@@ -29,6 +29,7 @@ mod experts;
 mod first_slips;
 mod forged;
 mod generation_config;
+mod gpt_oss;
 mod hostile;
 mod input_formats;
 mod input_sets;

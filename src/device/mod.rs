@@ -254,14 +254,26 @@ impl Attention {
     }
 }
 
-/// Activation function of a gate.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// What [`Device::attention`] reads besides the pool.
+pub struct AttentionInput<'a, B, V> {
+    /// `[tokens]` rows of `[q][k][v]`.
+    pub qkv: &'a B,
+    /// A number per query head, which counts in its softmax as the score of a position whose value
+    /// is zero (Xiao et al. 2023).
+    pub sinks: Option<&'a V>,
+}
+
+/// How an MLP combines the values of its gate and of its up projection.
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Activation {
-    /// `x / (1 + e^-x)`.
+    /// `up * gate / (1 + e^-gate)`.
     Silu,
-    /// The Gaussian error linear unit by `tanh` (Hendrycks and Gimpel 2016): `x / (1 + e^-2u)`, `u
-    /// = sqrt(2 / pi) (x + 0.044715 x^3)`.
+    /// Up times the Gaussian error linear unit of the gate by `tanh` (Hendrycks and Gimpel 2016):
+    /// `x / (1 + e^-2u)`, `u = sqrt(2 / pi) (x + 0.044715 x^3)`.
     GeluTanh,
+    /// `g / (1 + e^-(alpha g)) * (u + 1)`, `g` the gate bounded above and `u` up bounded on both
+    /// sides by `limit`.
+    ClampedSwiglu { alpha: f32, limit: f32 },
 }
 
 /// Weights of a linear operation: `y = x W^T + b`.
@@ -286,7 +298,7 @@ pub struct Routing {
 /// Weights of a layer's routed experts, MLPs of which each token uses some.
 pub struct ExpertWeights<M, V> {
     /// `[experts][hidden]`, of [`Device::router_matrix`].
-    pub router: M,
+    pub router: Linear<M, V>,
     pub routing: Routing,
     /// For each expert, the linear operation of [`Device::gated_linear`].
     pub gate_up: Vec<Linear<M, V>>,
@@ -482,17 +494,17 @@ pub trait Device: Send + Sync {
         qkv: &mut Self::Buffer,
         pool: &mut Self::KvPool,
     ) -> Result<(), DeviceError>;
-    /// Attention of the queries in `qkv` over the pool: `out` is `[tokens][heads * head_dim]`.
+    /// Attention of the queries of `input` over the pool: `out` is `[tokens][heads * head_dim]`.
     fn attention(
         &self,
         op: Attention,
+        input: AttentionInput<'_, Self::Buffer, Self::Vector>,
         step: &Self::Step,
-        qkv: &Self::Buffer,
         pool: &Self::KvPool,
         out: &mut Self::Buffer,
         workspace: &mut Self::Workspace,
     ) -> Result<(), DeviceError>;
-    /// `out = activation(gate) * up`, where `[gate][up]` is the result of [`linear`](Self::linear).
+    /// `out` combines gate and up by `activation`, where `[gate][up]` is the result of [`linear`](Self::linear).
     fn gated_linear(
         &self,
         linear: &Linear<Self::Matrix, Self::Vector>,

@@ -6,7 +6,7 @@ use super::operations::to_device_error;
 use super::tolerance::Tolerance;
 use super::{Comparison, Extent, Finding, compare};
 use crate::device::batch::StepBatch;
-use crate::device::{Attention, Device, DeviceError, HeadShape, KvSpec, QkNorm, RopeSpec, RopeStore};
+use crate::device::{Attention, AttentionInput, Device, DeviceError, HeadShape, KvSpec, QkNorm, RopeSpec, RopeStore};
 
 /// A test case: heads, kind of attention, and the sequences of two steps.
 struct AttentionCase {
@@ -19,6 +19,11 @@ struct AttentionCase {
     /// Length of the first sequence's prefix that all other sequences share, in the same blocks; a
     /// multiple of the block size.
     prefix_len: u32,
+}
+
+/// What attention reads, without sinks.
+fn input<B, V>(qkv: &B) -> AttentionInput<'_, B, V> {
+    AttentionInput { qkv, sinks: None }
 }
 
 fn heads(heads: usize, kv_heads: usize, head_dim: usize) -> HeadShape {
@@ -176,9 +181,10 @@ impl AttentionCase {
                 rope: 1,
             };
             device.rope_store(op, &step, &mut qkv, &mut pool)?;
-            device.attention(self.params, &step, &qkv, &pool, &mut out, &mut workspace)?;
+            device.attention(self.params, input(&qkv), &step, &pool, &mut out, &mut workspace)?;
             let rows = device.read(&out)?;
-            let seconds = time(&mut || device.attention(self.params, &step, &qkv, &pool, &mut out, &mut workspace))?;
+            let seconds =
+                time(&mut || device.attention(self.params, input(&qkv), &step, &pool, &mut out, &mut workspace))?;
             outputs.push((rows, seconds));
         }
         Ok(outputs)
@@ -291,7 +297,7 @@ fn first_sequence_outputs<D: Device>(
             rope: 0,
         };
         device.rope_store(op, &on_device, &mut qkv, &mut pool)?;
-        device.attention(params, &on_device, &qkv, &pool, &mut out, &mut workspace)?;
+        device.attention(params, input(&qkv), &on_device, &pool, &mut out, &mut workspace)?;
         let first: u32 = step
             .iter()
             .filter(|(s, ..)| *s == 0)

@@ -23,7 +23,7 @@ use std::path::Path;
 
 use rayon::prelude::*;
 
-use crate::device::Dtype;
+use crate::device::{Activation, Dtype};
 use crate::model::channels::{ActivationMaxima, Activations, LayerMaxima};
 use crate::model::config::Config;
 use crate::model::error::ModelError;
@@ -227,6 +227,11 @@ impl BalancedLayer<'_> {
         for mlp in mlps {
             let name = |rest: &str| self.name(&format!("{mlp}.{rest}"));
             add(name("gate_proj.weight"), None, Some(of_norm.clone()));
+            if let Activation::ClampedSwiglu { .. } = c.activation {
+                // What the down projection reads is not linear in `up`.
+                add(name("up_proj.weight"), None, Some(of_norm.clone()));
+                continue;
+            }
             let weights = self.column_maxima(&[(&format!("{mlp}.down_proj"), hidden)], width)?;
             let of_up = match self.measured(Activations::Gated) {
                 Some(gated) => factors(gated, &weights),

@@ -22,6 +22,7 @@ pub(super) struct LayerWeights<D: Device> {
     pub attention_norm: Option<D::Norm>,
     pub qkv: Linear<D::Matrix, D::Vector>,
     pub qk_norm: Option<(D::Norm, D::Norm)>,
+    pub sinks: Option<D::Vector>,
     pub o: Linear<D::Matrix, D::Vector>,
     pub post_attention_norm: Option<D::Norm>,
     pub mlp_norm: Option<D::Norm>,
@@ -75,6 +76,10 @@ impl<D: Device> Builder<'_, D> {
                 Some((q, k)) => Some((self.norm(q)?, self.norm(k)?)),
                 None => None,
             },
+            sinks: match &tensors.sinks {
+                Some(sinks) => Some(self.vector(std::slice::from_ref(sinks))?),
+                None => None,
+            },
             o: self.linear(&tensors.o)?,
             post_attention_norm: norm(&tensors.post_attention_norm)?,
             mlp_norm: norm(&tensors.mlp_norm)?,
@@ -94,12 +99,10 @@ impl<D: Device> Builder<'_, D> {
                 routing,
                 router,
                 experts,
+                ..
             } => MlpWeights::Experts(ExpertWeights {
                 routing: *routing,
-                router: {
-                    let part = std::slice::from_ref(router);
-                    self.stacked_matrix(part, false, |views| self.device.router_matrix(views[0]))?
-                },
+                router: self.linear_with(router, |views| self.device.router_matrix(views[0]))?,
                 gate_up: experts.iter().map(gate_up).collect::<Result<_, _>>()?,
                 down: experts
                     .iter()

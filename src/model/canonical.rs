@@ -1,8 +1,8 @@
 //! A checkpoint's tensors in the one form that the transformer reads, whatever form their family
 //! stores.
 //!
-//! Three differences end here: norm weights stored as w − 1 (Gemma), projections stored as rows of
-//! one larger tensor (Phi-3, GLM), and heads whose rotary pairs stand elsewhere. The transformer
+//! Four differences end here: norm weights stored as w − 1 (Gemma), projections stored as rows of
+//! one larger tensor (Phi-3, GLM), [forms](expert_forms) of experts (gpt-oss), and heads whose rotary pairs stand elsewhere. The transformer
 //! rotates dimension `d` of a head together with `d + head_dim / 2`. A head that rotates only its
 //! first dimensions, or neighbours as pairs, gets its dimensions reordered in queries and keys
 //! alike, so that their dot products stay the same.
@@ -13,8 +13,9 @@ use std::borrow::Cow;
 use std::path::Path;
 
 use crate::device::Dtype;
-use crate::model::config::Config;
+use crate::model::config::{Config, ExpertForm};
 use crate::model::error::ModelError;
+use crate::model::expert_forms;
 use crate::model::tensors::{FusedPart, fused_parts};
 use crate::model::weights::{StoredTensor, WeightSource};
 
@@ -23,6 +24,7 @@ pub(super) struct CanonicalWeights<'a> {
     source: &'a dyn WeightSource,
     unit_offset_norms: bool,
     fused: Vec<FusedPart>,
+    expert_form: ExpertForm,
     head_dim: usize,
     /// For each dimension of a query or key head, the dimension that the checkpoint stores there.
     /// `None`: the order is the checkpoint's.
@@ -36,6 +38,7 @@ impl<'a> CanonicalWeights<'a> {
             source,
             unit_offset_norms: config.unit_offset_norms,
             fused: fused_parts(config),
+            expert_form: config.expert_form(),
             head_dim: config.heads.head_dim,
             head_order: (!order.is_sorted()).then_some(order),
         }
@@ -50,6 +53,9 @@ impl<'a> CanonicalWeights<'a> {
     }
 
     fn stored(&self, name: &str, rows: Option<usize>, columns: usize) -> Result<StoredTensor<'_>, ModelError> {
+        if let Some(tensor) = expert_forms::read(self.expert_form, self.source, name, rows, columns)? {
+            return Ok(tensor);
+        }
         let (Some((stored, part)), Some(rows)) = (self.fused(name), rows) else {
             return self.source.tensor(name, rows, columns);
         };
@@ -80,10 +86,9 @@ impl WeightSource for CanonicalWeights<'_> {
     }
 
     fn path_of(&self, name: &str) -> &Path {
-        match self.fused(name) {
-            Some((stored, _)) => self.source.path_of(&stored),
-            None => self.source.path_of(name),
-        }
+        let of_expert = || expert_forms::stored_name(self.expert_form, name);
+        let stored = self.fused(name).map(|(stored, _)| stored).or_else(of_expert);
+        self.source.path_of(stored.as_deref().unwrap_or(name))
     }
 }
 

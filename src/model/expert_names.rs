@@ -6,16 +6,22 @@
 //! - Mixtral says `block_sparse_moe` for `mlp`, and `w1`, `w3` and `w2` for the three projections.
 //! - transformers 5 may store all experts of a layer in two tensors: `mlp.experts.gate_up_proj`,
 //!   `[experts][gate rows, then up rows][hidden]`, and `mlp.experts.down_proj`.
+//! - gpt-oss says `router`, and stores experts in [other forms](super::expert_forms).
 //!
 //! See docs/decisions/088-family-differences-end-where-weights-are-read.md.
 
+use super::config::ExpertForm;
 use super::weights::TensorEntry;
 
 /// Maximum number of experts in one tensor.
 const EXPERTS_MAX: usize = 1 << 12;
 
-/// The name of a tensor of Mixtral's experts in other models. `None`: it is none of these.
+/// The name of a tensor of Mixtral's experts, or of gpt-oss' router, in other models. `None`: it is
+/// none of these.
 pub(super) fn general_name(name: &str) -> Option<String> {
+    if let Some((layer, part)) = name.split_once(".mlp.router.") {
+        return Some(format!("{layer}.mlp.gate.{part}"));
+    }
     let (layer, rest) = name.split_once(".block_sparse_moe.")?;
     if rest == "gate.weight" {
         return Some(format!("{layer}.mlp.gate.weight"));
@@ -32,8 +38,11 @@ pub(super) fn general_name(name: &str) -> Option<String> {
 
 /// The tensors of single experts that lie in a tensor of all experts of a layer, each with its
 /// name. `None`: `name` is not such a tensor.
-pub(super) fn split(name: &str, entry: &TensorEntry) -> Option<Vec<(String, TensorEntry)>> {
+pub(super) fn split(form: ExpertForm, name: &str, entry: &TensorEntry) -> Option<Vec<(String, TensorEntry)>> {
     let (layer, part) = name.rsplit_once(".mlp.experts.")?;
+    if form != ExpertForm::Matrices {
+        return split_by_expert(layer, part, entry);
+    }
     let parts: &[&str] = match part {
         "gate_up_proj" => &["gate_proj", "up_proj"],
         "down_proj" => &["down_proj"],
@@ -63,6 +72,31 @@ pub(super) fn split(name: &str, entry: &TensorEntry) -> Option<Vec<(String, Tens
     Some((0..count).map(tensor).collect())
 }
 
+/// As [`split`], for the forms of gpt-oss: one tensor for each expert, with the same name and without
+/// the dimension of experts. The last two dimensions of blocks, groups and their bytes, become one.
+fn split_by_expert(layer: &str, part: &str, entry: &TensorEntry) -> Option<Vec<(String, TensorEntry)>> {
+    let (experts, rest) = entry.shape.split_first()?;
+    let shape = match *rest {
+        [rows, groups, bytes] if part.ends_with("_blocks") => vec![rows, groups.checked_mul(bytes)?],
+        _ => rest.to_vec(),
+    };
+    let whole = !entry.bytes.is_empty() && (1..=EXPERTS_MAX).contains(experts);
+    if part.contains('.') || !whole || !entry.bytes.len().is_multiple_of(*experts) {
+        return None;
+    }
+    let bytes = entry.bytes.len() / experts;
+    let tensor = |expert: usize| {
+        let start = entry.bytes.start + expert * bytes;
+        let entry = TensorEntry {
+            dtype: entry.dtype,
+            shape: shape.clone(),
+            bytes: start..start + bytes,
+        };
+        (format!("{layer}.mlp.experts.{expert}.{part}"), entry)
+    };
+    Some((0..*experts).map(tensor).collect())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -89,6 +123,7 @@ mod tests {
             ("model.layers.3.block_sparse_moe.experts.7.w4.weight", None),
             ("model.layers.3.block_sparse_moe.experts.7.w1.bias", None),
             ("model.layers.3.mlp.gate.weight", None),
+            ("model.layers.3.mlp.router.bias", Some("model.layers.3.mlp.gate.bias")),
         ] {
             assert_eq!(general_name(name).as_deref(), want, "{name}");
         }
@@ -104,7 +139,12 @@ mod tests {
 
     #[test]
     fn tensors_of_all_experts_are_split() {
-        let found = split("model.layers.0.mlp.experts.gate_up_proj", &entry(&[2, 6, 5], 100..220)).unwrap();
+        let found = split(
+            ExpertForm::Matrices,
+            "model.layers.0.mlp.experts.gate_up_proj",
+            &entry(&[2, 6, 5], 100..220),
+        )
+        .unwrap();
         let found: Vec<_> = found
             .iter()
             .map(|(name, e)| (&name[27..], &e.shape[..], e.bytes.clone()))
@@ -118,7 +158,12 @@ mod tests {
                 ("1.up_proj.weight", &[3, 5][..], 190..220),
             ]
         );
-        let found = split("model.layers.0.mlp.experts.down_proj", &entry(&[2, 5, 3], 0..60)).unwrap();
+        let found = split(
+            ExpertForm::Matrices,
+            "model.layers.0.mlp.experts.down_proj",
+            &entry(&[2, 5, 3], 0..60),
+        )
+        .unwrap();
         assert_eq!(found[1].0, "model.layers.0.mlp.experts.1.down_proj.weight");
         assert_eq!((&found[1].1.shape[..], found[1].1.bytes.clone()), (&[5, 3][..], 30..60));
     }
@@ -133,7 +178,28 @@ mod tests {
             ("model.layers.0.mlp.experts.gate_up_proj_bias", &[2, 6, 5], 120),
             ("model.layers.0.mlp.down_proj.weight", &[2, 6, 5], 120),
         ] {
-            assert!(split(name, &entry(shape, 0..bytes)).is_none(), "{name} {shape:?}");
+            assert!(
+                split(ExpertForm::Matrices, name, &entry(shape, 0..bytes)).is_none(),
+                "{name} {shape:?}"
+            );
         }
+    }
+
+    #[test]
+    fn tensors_of_all_experts_keep_their_parts_in_other_forms() {
+        let of = |part: &str, shape: &[usize], bytes: usize| {
+            let name = format!("model.layers.0.mlp.experts.{part}");
+            split(ExpertForm::Mxfp4, &name, &entry(shape, 8..8 + bytes))
+        };
+        let blocks = of("gate_up_proj_blocks", &[2, 6, 3, 16], 576).unwrap();
+        assert_eq!(blocks[1].0, "model.layers.0.mlp.experts.1.gate_up_proj_blocks");
+        assert_eq!(
+            (&blocks[1].1.shape[..], blocks[1].1.bytes.clone()),
+            (&[6, 48][..], 296..584)
+        );
+        let bias = of("down_proj_bias", &[2, 5], 20).unwrap();
+        assert_eq!((&bias[0].1.shape[..], bias[0].1.bytes.clone()), (&[5][..], 8..18));
+        assert!(of("down_proj_bias", &[3, 5], 20).is_none() && of("down_proj_bias", &[2, 0], 0).is_none());
+        assert!(of("0.down_proj", &[2, 5], 20).is_none() && of("down_proj", &[], 2).is_none());
     }
 }

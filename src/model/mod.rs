@@ -10,6 +10,7 @@ pub mod channels;
 pub mod checkpoint;
 pub mod config;
 pub mod error;
+mod expert_forms;
 mod expert_names;
 pub mod folder;
 mod pool;

@@ -5,6 +5,7 @@
 
 use crate::device::Routing;
 use crate::model::config::{Config, Family};
+use crate::model::expert_forms;
 
 /// Name of the output head, if it is separate from the embedding table.
 pub(super) const OUTPUT_HEAD: &str = "lm_head.weight";
@@ -16,22 +17,26 @@ pub(super) struct TensorSpec {
     /// `None` for a vector.
     pub rows: Option<usize>,
     pub columns: usize,
+    /// Whether it is stored as bytes, whose meaning its reader knows, and not as numbers.
+    pub is_bytes: bool,
 }
 
 impl TensorSpec {
-    fn matrix(name: String, rows: usize, columns: usize) -> TensorSpec {
+    pub(super) fn matrix(name: String, rows: usize, columns: usize) -> TensorSpec {
         TensorSpec {
             name,
             rows: Some(rows),
             columns,
+            is_bytes: false,
         }
     }
 
-    fn vector(name: String, columns: usize) -> TensorSpec {
+    pub(super) fn vector(name: String, columns: usize) -> TensorSpec {
         TensorSpec {
             name,
             rows: None,
             columns,
+            is_bytes: false,
         }
     }
 }
@@ -100,6 +105,7 @@ pub(super) struct LayerTensors {
     pub attention_norm: Option<TensorSpec>,
     pub qkv: LinearTensors,
     pub qk_norm: Option<(TensorSpec, TensorSpec)>,
+    pub sinks: Option<TensorSpec>,
     pub o: LinearTensors,
     pub post_attention_norm: Option<TensorSpec>,
     pub mlp_norm: Option<TensorSpec>,
@@ -121,8 +127,10 @@ pub(super) enum MlpTensors {
     Plain(GatedTensors),
     Experts {
         routing: Routing,
-        router: TensorSpec,
+        router: LinearTensors,
         experts: Vec<GatedTensors>,
+        /// The tensors that the checkpoint stores in place of those of `experts`.
+        stored: Option<Vec<TensorSpec>>,
     },
 }
 
@@ -134,11 +142,17 @@ impl GatedTensors {
 
 impl MlpTensors {
     fn stored(&self) -> impl Iterator<Item = &TensorSpec> {
-        let (router, mlps) = match self {
-            MlpTensors::Plain(mlp) => (None, std::slice::from_ref(mlp)),
-            MlpTensors::Experts { router, experts, .. } => (Some(router), &experts[..]),
+        let (router, mlps, instead) = match self {
+            MlpTensors::Plain(mlp) => (None, std::slice::from_ref(mlp), &[][..]),
+            MlpTensors::Experts {
+                router,
+                stored: Some(stored),
+                ..
+            } => (Some(router), &[][..], &stored[..]),
+            MlpTensors::Experts { router, experts, .. } => (Some(router), &experts[..], &[][..]),
         };
-        router.into_iter().chain(mlps.iter().flat_map(GatedTensors::stored))
+        let router = router.into_iter().flat_map(LinearTensors::stored);
+        router.chain(mlps.iter().flat_map(GatedTensors::stored)).chain(instead)
     }
 }
 
@@ -247,10 +261,14 @@ impl LayerTensors {
             }
             Some(experts) => MlpTensors::Experts {
                 routing: experts.routing,
-                router: TensorSpec::matrix(name("mlp.gate", "weight"), experts.count, hidden),
+                router: linear(&[("mlp.gate", experts.count)], hidden, experts.router_bias),
                 experts: (0..experts.count)
-                    .map(|expert| gated(&format!("mlp.experts.{expert}"), experts.intermediate_size, false))
+                    .map(|expert| {
+                        let mlp = format!("mlp.experts.{expert}");
+                        gated(&mlp, experts.intermediate_size, c.mlp_bias)
+                    })
                     .collect(),
+                stored: expert_forms::stored(c, layer),
             },
         };
         LayerTensors {
@@ -271,6 +289,9 @@ impl LayerTensors {
                 let (q, kv) = if c.joint_qk_norm { (q, kv) } else { (dim, dim) };
                 (norm("self_attn.q_norm", q), norm("self_attn.k_norm", kv))
             }),
+            sinks: c
+                .attention_sinks
+                .then(|| TensorSpec::vector(format!("model.layers.{layer}.self_attn.sinks"), c.heads.heads)),
             o: linear(&[("self_attn.o_proj", hidden)], q, c.o_bias),
             post_attention_norm: c.post_norms.then(|| norm(norms.post_attention, hidden)),
             mlp_norm: (c.pre_norms && !c.parallel_mlp).then(|| norm(norms.mlp, hidden)),
@@ -288,6 +309,7 @@ impl LayerTensors {
             .chain(&self.post_attention_norm)
             .chain(&self.post_mlp_norm)
             .chain(qk_norms)
+            .chain(&self.sinks)
             .chain(linear)
             .chain(self.mlp.stored())
     }

@@ -14,7 +14,8 @@ use crate::device::batch::StepBatch;
 use crate::device::cpu::{self, Cpu, Isa};
 use crate::device::draw::{Draw, DrawError, DrawnToken};
 use crate::device::{
-    AddNorm, Attention, Delta, Device, DeviceError, Dtype, KvFormat, OutputHead, Precision, QkNorm, RopeStore,
+    AddNorm, Attention, AttentionInput, Delta, Device, DeviceError, Dtype, KvFormat, OutputHead, Precision, QkNorm,
+    RopeStore,
 };
 use crate::engine::{Forward, ForwardError};
 use crate::model::balance::BalancedWeights;
@@ -464,7 +465,11 @@ impl<D: Device> Transformer<D> {
                 scale: config.attention_scale,
                 soft_cap: config.attention_soft_cap,
             };
-            device.attention(attention, step, &b.qkv, pool, &mut b.attended, &mut b.workspace)?;
+            let input = AttentionInput {
+                qkv: &b.qkv,
+                sinks: layer.sinks.as_ref(),
+            };
+            device.attention(attention, input, step, pool, &mut b.attended, &mut b.workspace)?;
             lap(Operation::Attention)?;
             observe(index, Activations::Attended, &b.attended);
             if let (true, MlpWeights::Plain { gate_up, .. }) = (config.parallel_mlp, &layer.mlp) {

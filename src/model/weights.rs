@@ -17,6 +17,7 @@ use sha2::{Digest, Sha256};
 
 use crate::device::random::{RandomMatrix, uniform};
 use crate::device::{Dtype, Tensor};
+use crate::model::config::ExpertForm;
 use crate::model::error::ModelError;
 use crate::model::expert_names;
 
@@ -36,6 +37,13 @@ pub trait WeightSource: Sync {
     /// The tensor is missing, has another shape, or has an unsupported number format.
     fn tensor(&self, name: &str, rows: Option<usize>, columns: usize) -> Result<StoredTensor<'_>, ModelError>;
     /// The file that holds `name`, for error messages.
+    /// A tensor of bytes, whose meaning its reader knows.
+    ///
+    /// # Errors
+    /// As [`tensor`](Self::tensor).
+    fn bytes(&self, name: &str, _rows: usize, _columns: usize) -> Result<Cow<'_, [u8]>, ModelError> {
+        Err(missing(self.path_of(name), name))
+    }
     fn path_of(&self, name: &str) -> &Path;
     /// `Some`: the weights are random, and a device may generate them itself.
     fn random(&self) -> Option<&RandomWeights> {
@@ -154,6 +162,29 @@ impl Header {
     /// # Errors
     /// The tensor is missing, has another shape, or has an unsupported number format.
     pub fn check_tensor(&self, name: &str, rows: Option<usize>, columns: usize) -> Result<Dtype, ModelError> {
+        let dtype = self.check_shape(name, rows, columns)?;
+        match dtype {
+            safetensors::Dtype::F32 => Ok(Dtype::F32),
+            safetensors::Dtype::F16 => Ok(Dtype::F16),
+            safetensors::Dtype::BF16 => Ok(Dtype::Bf16),
+            other => Err(self.wrong_dtype(name, other, "F32, F16 and BF16 are read")),
+        }
+    }
+
+    /// As [`check_tensor`](Self::check_tensor), for a tensor of bytes.
+    pub(super) fn check_bytes(&self, name: &str, rows: usize, columns: usize) -> Result<(), ModelError> {
+        match self.check_shape(name, Some(rows), columns)? {
+            safetensors::Dtype::U8 => Ok(()),
+            other => Err(self.wrong_dtype(name, other, "the bytes of quantized weights are U8")),
+        }
+    }
+
+    fn wrong_dtype(&self, name: &str, dtype: safetensors::Dtype, read: &str) -> ModelError {
+        let name = printable_name(name);
+        ModelError::unsupported(&self.path, format!("tensor `{name}` is stored as {dtype:?}; {read}"))
+    }
+
+    fn check_shape(&self, name: &str, rows: Option<usize>, columns: usize) -> Result<safetensors::Dtype, ModelError> {
         let Some(entry) = self.tensors.get(name) else {
             return Err(missing(&self.path, name));
         };
@@ -166,15 +197,7 @@ impl Header {
                 format!("tensor `{name}` has shape {shape}; `config.json` makes it {expected:?}"),
             ));
         }
-        match entry.dtype {
-            safetensors::Dtype::F32 => Ok(Dtype::F32),
-            safetensors::Dtype::F16 => Ok(Dtype::F16),
-            safetensors::Dtype::BF16 => Ok(Dtype::Bf16),
-            other => Err(ModelError::unsupported(
-                &self.path,
-                format!("tensor `{name}` is stored as {other:?}; F32, F16 and BF16 are read"),
-            )),
-        }
+        Ok(entry.dtype)
     }
 }
 
@@ -205,12 +228,12 @@ impl Weights {
     /// # Errors
     /// There are no weights, a header does not fit its file, or the index names something other
     /// than files of `dir`.
-    pub fn open(dir: &Path) -> Result<Weights, ModelError> {
+    pub fn open(dir: &Path, experts: ExpertForm) -> Result<Weights, ModelError> {
         let (names, index) = weight_files(dir)?;
         let mut files = Vec::new();
         let mut maps = Vec::new();
         for name in &names {
-            let (file, map) = Header::open(dir.join(name))?;
+            let (file, map) = Header::open(dir.join(name), experts)?;
             files.push(file);
             maps.push(map);
         }
@@ -249,18 +272,34 @@ impl Weights {
     }
 }
 
-impl WeightSource for Weights {
-    fn tensor(&self, name: &str, rows: Option<usize>, columns: usize) -> Result<StoredTensor<'_>, ModelError> {
+impl Weights {
+    /// The header of the file that holds a tensor, and the tensor's location.
+    fn locate(&self, name: &str) -> Result<(&Header, &TensorLocation), ModelError> {
         let location = self.tensors.get(name);
         let location = location.ok_or_else(|| missing(self.path_of(name), name))?;
-        let header = &self.headers.files[location.file];
+        Ok((&self.headers.files[location.file], location))
+    }
+
+    fn data(&self, header: &Header, location: &TensorLocation) -> Cow<'_, [u8]> {
+        Cow::Borrowed(&self.maps[location.file][header.tensors[&location.name].bytes.clone()])
+    }
+}
+
+impl WeightSource for Weights {
+    fn bytes(&self, name: &str, rows: usize, columns: usize) -> Result<Cow<'_, [u8]>, ModelError> {
+        let (header, location) = self.locate(name)?;
+        header.check_bytes(&location.name, rows, columns)?;
+        Ok(self.data(header, location))
+    }
+
+    fn tensor(&self, name: &str, rows: Option<usize>, columns: usize) -> Result<StoredTensor<'_>, ModelError> {
+        let (header, location) = self.locate(name)?;
         let dtype = header.check_tensor(&location.name, rows, columns)?;
-        let data = Cow::Borrowed(&self.maps[location.file][header.tensors[&location.name].bytes.clone()]);
         Ok(StoredTensor {
             dtype,
             rows: rows.unwrap_or(1),
             columns,
-            data,
+            data: self.data(header, location),
         })
     }
 
@@ -273,7 +312,7 @@ impl WeightSource for Weights {
 }
 
 impl Header {
-    fn open(path: PathBuf) -> Result<(Header, Mmap), ModelError> {
+    fn open(path: PathBuf, experts: ExpertForm) -> Result<(Header, Mmap), ModelError> {
         let (file, _) = crate::regular::open(&path).map_err(|e| ModelError::read(&path, e))?;
         // SAFETY: the mapping is read-only. It lives only while the weights are checked against
         // their configuration or copied to the device. Truncating the file in that time ends this
@@ -296,7 +335,7 @@ impl Header {
             }
             let (dtype, shape) = (info.dtype, info.shape.clone());
             let entry = TensorEntry { dtype, shape, bytes };
-            let parts = match expert_names::split(&name, &entry) {
+            let parts = match expert_names::split(experts, &name, &entry) {
                 None => vec![(name, entry)],
                 Some(parts) => {
                     split.insert(name, parts.iter().map(|(name, _)| name.clone()).collect());

@@ -100,7 +100,10 @@ fn bf16_stays_near_the_reference() {
         let reference = Reference::load(name);
         let (worst, _) = compare(&mut load(name, &reference, Precision::Bf16), &reference);
         println!("{name}: {worst:.1e}");
-        if worst > BF16_RELATIVE_MAX {
+        // A rounding may choose another expert. `cheap_precisions_stay_near_f32` compares without a choice, too.
+        let experts = Config::load(&folder(name)).unwrap().experts;
+        let chooses = experts.is_some_and(|experts| experts.routing.per_token < experts.count);
+        if worst > BF16_RELATIVE_MAX * if chooses { 2.0 } else { 1.0 } {
             far.push(format!("{name}: logits differ by {worst:.1e} relative"));
         }
         assert!(worst > RELATIVE_MAX, "{name}: BF16 cannot be that exact: is it used?");
@@ -120,7 +123,7 @@ fn assert_mutant_fails(name: &str, what: &str, change: impl FnOnce(&mut Config))
     let before = config.clone();
     change(&mut config);
     assert_ne!(config, before, "{name}: {what} changes nothing");
-    let weights = Weights::open(&folder(name)).unwrap();
+    let weights = Weights::open(&folder(name), config.expert_form()).unwrap();
     let mut mutant = Transformer::from_weights(config, &weights, &options(&reference, Precision::F32)).unwrap();
     let (worst, _) = compare(&mut mutant, &reference);
     println!("{name}: {what}: {worst:.1e}");
@@ -140,7 +143,8 @@ fn mutants_fail_the_comparison() {
         mut joint_norms,
         mut layer_norms,
         mut routers,
-    ] = [0; 8];
+        mut sinks,
+    ] = [0; 9];
     for name in MODELS {
         let config = Config::load(&folder(name)).unwrap();
         // Of a large base, most pairs hardly turn within so few tokens.
@@ -192,9 +196,19 @@ fn mutants_fail_the_comparison() {
         assert_mutant_fails(name, "attention's scale", |c| c.attention_scale *= 1.1);
         let activation = match config.activation {
             Activation::Silu => Activation::GeluTanh,
-            Activation::GeluTanh => Activation::Silu,
+            Activation::GeluTanh | Activation::ClampedSwiglu { .. } => Activation::Silu,
         };
         assert_mutant_fails(name, "the other activation", |c| c.activation = activation);
+        if let Activation::ClampedSwiglu { alpha, limit } = config.activation {
+            let alpha = alpha * 1.05;
+            assert_mutant_fails(name, "the gate's factor", |c| {
+                c.activation = Activation::ClampedSwiglu { alpha, limit };
+            });
+        }
+        if config.attention_sinks {
+            sinks += 1;
+            assert_mutant_fails(name, "no sinks", |c| c.attention_sinks = false);
+        }
         if config.attention_soft_cap.is_some() {
             caps += 1;
             assert_mutant_fails(name, "no soft cap of attention", |c| c.attention_soft_cap = None);
@@ -217,6 +231,11 @@ fn mutants_fail_the_comparison() {
             assert_mutant_fails(name, "an expert less per token", |c| {
                 c.experts.iter_mut().for_each(|e| e.routing.per_token -= 1);
             });
+            if experts.router_bias {
+                assert_mutant_fails(name, "no bias of the router", |c| {
+                    c.experts.iter_mut().for_each(|e| e.router_bias = false);
+                });
+            }
             // The weights of all experts sum to 1 by themselves.
             if experts.routing.per_token < experts.count {
                 assert_mutant_fails(name, "weights renormalized or not", |c| {
@@ -272,7 +291,8 @@ fn mutants_fail_the_comparison() {
         joint_norms,
         layer_norms,
         routers,
+        sinks,
     ];
-    let least = [6, 8, 20, 3, 6, 3, 2, 5];
+    let least = [6, 8, 20, 3, 6, 3, 2, 7, 2];
     assert!(counts.iter().zip(least).all(|(n, least)| *n >= least), "{counts:?}");
 }

@@ -129,8 +129,8 @@ fn bits_do_not_depend_on_instructions_or_threads() {
                     ..options(&reference, Precision::F32)
                 };
                 let device = cpu::Cpu::new(Precision::F32, KvFormat::F32, Arc::clone(&options.threads)).with_isa(isa);
-                let weights = Weights::open(&folder(name)).unwrap();
                 let config = Config::load(&folder(name)).unwrap();
+                let weights = Weights::open(&folder(name), config.expert_form()).unwrap();
                 let mut model = Transformer::on_device(device, config, &weights, &options).unwrap();
                 let tokens = &reference.prompts[3].tokens;
                 let rows = in_chunks(&mut Runner::new(&mut model), tokens, &[37, 2]);
@@ -160,11 +160,11 @@ fn a_row_that_overflows_harms_no_other() {
     };
     let name = "llama-plain";
     let reference = Reference::load(name);
+    let config = Config::load(&folder(name)).unwrap();
     let source = Altered {
-        inner: Weights::open(&folder(name)).unwrap(),
+        inner: Weights::open(&folder(name), config.expert_form()).unwrap(),
         change: poisoned,
     };
-    let config = Config::load(&folder(name)).unwrap();
     let mut model = Transformer::from_weights(config, &source, &options(&reference, Precision::F32)).unwrap();
     let vocabulary = model.vocab_size();
     let mut runner = Runner::new(&mut model);

@@ -13,7 +13,7 @@ use safetensors::SafeTensors;
 
 pub(crate) const KV_BLOCKS: u32 = 64;
 
-pub(crate) const MODELS: [&str; 44] = [
+pub(crate) const MODELS: [&str; 46] = [
     "llama-plain",
     "llama-llama3-tied",
     "llama-linear-biases",
@@ -33,6 +33,8 @@ pub(crate) const MODELS: [&str; 44] = [
     "qwen3moe-tied",
     "qwen3moe-dense-layers-sharded",
     "olmoe-experts",
+    "gptoss-transposed",
+    "gptoss-mxfp4",
     "gemma2-capped",
     "gemma2-biases",
     "gemma3-types",

@@ -182,14 +182,14 @@ pub(super) fn experts(
         gated,
         down,
     } = scratch;
-    let plain = Epilogue {
-        bias: None,
+    let router = &weights.router.weight;
+    let unrounded = Epilogue {
+        bias: weights.router.bias.as_ref().map(|bias| &bias.0[..]),
         round_to_bf16: false,
     };
-    let router = &weights.router;
     let routing = weights.routing;
     assert!((1..=router.rows).contains(&routing.per_token) && x.quantized.is_none());
-    linear(ctx, router, router.rows, plain, x, router_logits, packed);
+    linear(ctx, router, router.rows, unrounded, x, router_logits, packed);
     routes.choose(ctx, routing, router_logits);
     routes.sort(router.rows, routing.per_token);
 
@@ -371,7 +371,7 @@ mod tests {
                     columns: hidden,
                     data: &data,
                 };
-                Matrix::pack(&[tensor], Precision::F32).unwrap()
+                linear(Matrix::pack(&[tensor], Precision::F32).unwrap())
             },
             gate_up: gate_up.iter().map(|w| linear(pack(w, hidden, true))).collect(),
             down: down.iter().map(|w| linear(pack(w, width, false))).collect(),

@@ -1,30 +1,59 @@
-//! The gated activation: `activation(gate) * up` (Shazeer 2020, SwiGLU and GEGLU).
+//! The gated activation: `activation(gate) * up` (Shazeer 2020, SwiGLU and GEGLU), or its clamped
+//! form.
 
 #![expect(unsafe_code, reason = "tiles write parts of rows of one buffer")]
 
 use super::gemm::tile::PANEL;
 use super::isa::multiversion;
-use super::math::{gelu_tanh, round_bf16, silu};
+use super::math::{exp, gelu_tanh, round_bf16, silu};
 use super::{Buffer, ExecContext};
 use crate::device::Activation;
 
 #[inline(always)]
 fn gated_row(activation: Activation, gate: &[f32], up: &[f32], round_to_bf16: bool, out: &mut [f32]) {
     match activation {
-        Activation::Silu => gated_row_with(silu, gate, up, round_to_bf16, out),
-        Activation::GeluTanh => gated_row_with(gelu_tanh, gate, up, round_to_bf16, out),
+        Activation::Silu => gated_row_with(silu, |u| u, gate, up, round_to_bf16, out),
+        Activation::GeluTanh => gated_row_with(gelu_tanh, |u| u, gate, up, round_to_bf16, out),
+        Activation::ClampedSwiglu { alpha, limit } => gated_row_with(
+            |g| clamped_gate(g, alpha, limit),
+            |u| clamped_up(u, limit),
+            gate,
+            up,
+            round_to_bf16,
+            out,
+        ),
     }
 }
 
+/// `g / (1 + e^-(alpha g))`, where `g` is at most `limit`. Not a number if `gate` is none.
 #[inline(always)]
-fn gated_row_with(activate: impl Fn(f32) -> f32, gate: &[f32], up: &[f32], round_to_bf16: bool, out: &mut [f32]) {
+fn clamped_gate(gate: f32, alpha: f32, limit: f32) -> f32 {
+    let gate = if gate > limit { limit } else { gate };
+    gate / (1.0 + exp(-alpha * gate))
+}
+
+/// 1 more than `up`, which is bounded by `limit` on both sides. Not a number if `up` is none.
+#[inline(always)]
+fn clamped_up(up: f32, limit: f32) -> f32 {
+    up.clamp(-limit, limit) + 1.0
+}
+
+#[inline(always)]
+fn gated_row_with(
+    activate: impl Fn(f32) -> f32,
+    factor: impl Fn(f32) -> f32,
+    gate: &[f32],
+    up: &[f32],
+    round_to_bf16: bool,
+    out: &mut [f32],
+) {
     if round_to_bf16 {
         for ((y, g), u) in out.iter_mut().zip(gate).zip(up) {
-            *y = round_bf16(round_bf16(activate(*g)) * u);
+            *y = round_bf16(round_bf16(activate(*g)) * round_bf16(factor(*u)));
         }
     } else {
         for ((y, g), u) in out.iter_mut().zip(gate).zip(up) {
-            *y = activate(*g) * u;
+            *y = activate(*g) * factor(*u);
         }
     }
 }
@@ -50,13 +79,16 @@ pub(super) struct GatedTile<'a> {
 #[inline(always)]
 fn gated_tile(op: &GatedTile<'_>) {
     match op.activation {
-        Activation::Silu => gated_tile_with(silu, op),
-        Activation::GeluTanh => gated_tile_with(gelu_tanh, op),
+        Activation::Silu => gated_tile_with(silu, |u| u, op),
+        Activation::GeluTanh => gated_tile_with(gelu_tanh, |u| u, op),
+        Activation::ClampedSwiglu { alpha, limit } => {
+            gated_tile_with(|g| clamped_gate(g, alpha, limit), |u| clamped_up(u, limit), op);
+        }
     }
 }
 
 #[inline(always)]
-fn gated_tile_with(activate: impl Fn(f32) -> f32, op: &GatedTile<'_>) {
+fn gated_tile_with(activate: impl Fn(f32) -> f32, factor: impl Fn(f32) -> f32, op: &GatedTile<'_>) {
     let full_panels = op.columns / PANEL;
     for (r, pairs) in op.panel_pairs.chunks_exact(op.pairs_per_row).enumerate() {
         // SAFETY: within a row of the output, which the caller of `gated_tile_on` guarantees.
@@ -64,12 +96,12 @@ fn gated_tile_with(activate: impl Fn(f32) -> f32, op: &GatedTile<'_>) {
         let (panels, rest) = out.as_chunks_mut::<PANEL>();
         for (pair, out) in pairs.iter().zip(panels) {
             for j in 0..PANEL {
-                out[j] = activate(pair[j]) * pair[PANEL + j];
+                out[j] = activate(pair[j]) * factor(pair[PANEL + j]);
             }
         }
         if let Some(pair) = pairs.get(full_panels) {
             for (j, out) in rest.iter_mut().enumerate() {
-                *out = activate(pair[j]) * pair[PANEL + j];
+                *out = activate(pair[j]) * factor(pair[PANEL + j]);
             }
         }
     }
@@ -115,7 +147,11 @@ mod tests {
             let mut x = numbers(9, rows * 2 * width);
             x.iter_mut().for_each(|v| *v *= 20.0);
             let x = buffer(&x, rows, 2 * width);
-            for activation in [Activation::Silu, Activation::GeluTanh] {
+            let clamped = Activation::ClampedSwiglu {
+                alpha: 1.702,
+                limit: 7.0,
+            };
+            for activation in [Activation::Silu, Activation::GeluTanh, clamped] {
                 let mut first: Option<Vec<f32>> = None;
                 for isa in Isa::available() {
                     let mut out = Buffer::default();
@@ -124,9 +160,13 @@ mod tests {
                         for j in 0..width {
                             let (g, u) = (x.row(i)[j] as f64, x.row(i)[width + j] as f64);
                             let inner = (2.0 / std::f64::consts::PI).sqrt() * (g + 0.044715 * g.powi(3));
-                            let want = u * match activation {
-                                Activation::Silu => g / (1.0 + (-g).exp()),
-                                Activation::GeluTanh => g / (1.0 + (-2.0 * inner).exp()),
+                            let want = match activation {
+                                Activation::Silu => u * g / (1.0 + (-g).exp()),
+                                Activation::GeluTanh => u * g / (1.0 + (-2.0 * inner).exp()),
+                                Activation::ClampedSwiglu { .. } => {
+                                    let (g, u) = (g.min(7.0), u.clamp(-7.0, 7.0));
+                                    (u + 1.0) * g / (1.0 + (-1.702f32 as f64 * g).exp())
+                                }
                             };
                             let got = out.row(i)[j] as f64;
                             assert!(

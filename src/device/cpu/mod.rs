@@ -16,8 +16,8 @@ use std::sync::Arc;
 use crate::device::batch::StepBatch;
 use crate::device::draw::{Draw, DrawError, DrawnToken};
 use crate::device::{
-    Activation, AddNorm, Attention, Device, DeviceError, ExpertWeights, HeadShape, KvFormat, KvSpec, Linear,
-    OutputHead, Precision, RopeSpec, RopeStore, Tensor, TensorError,
+    Activation, AddNorm, Attention, AttentionInput, Device, DeviceError, ExpertWeights, HeadShape, KvFormat, KvSpec,
+    Linear, OutputHead, Precision, RopeSpec, RopeStore, Tensor, TensorError,
 };
 
 mod aligned;
@@ -406,8 +406,8 @@ impl Device for Cpu {
     fn attention(
         &self,
         op: Attention,
+        input: AttentionInput<'_, Buffer, Vector>,
         step: &Step,
-        qkv: &Buffer,
         pool: &KvPool,
         out: &mut Buffer,
         workspace: &mut Workspace,
@@ -416,8 +416,9 @@ impl Device for Cpu {
             ctx: self.ctx(),
             round_to_bf16: self.rounds_to_bf16(),
             params: op,
+            sinks: input.sinks.map(|sinks| &sinks.0[..]),
             step,
-            qkv,
+            qkv: input.qkv,
         };
         attention::float::attention(&op, pool, out, &workspace.attention);
         Ok(())

@@ -16,8 +16,8 @@ use crate::device::batch::{BlockCopy, StepBatch};
 use crate::device::draw::{Draw, DrawError, DrawnToken};
 use crate::device::random::RandomMatrix;
 use crate::device::{
-    Activation, AddNorm, Attention, Device, DeviceError, HeadShape, KvFormat, KvSpec, Linear, OutputHead, Precision,
-    RopeSpec, RopeStore, Tensor, TensorError,
+    Activation, AddNorm, Attention, AttentionInput, Device, DeviceError, HeadShape, KvFormat, KvSpec, Linear,
+    OutputHead, Precision, RopeSpec, RopeStore, Tensor, TensorError,
 };
 
 mod attention;
@@ -50,8 +50,8 @@ use nvrtc::Nvrtc;
 use plan::{AttentionShape, BLOCK_TOKENS, KernelFormat, Launch, Tile};
 pub use step::Step;
 use tuning::Tuning;
+use weights::Loader;
 pub use weights::Matrix;
-use weights::{Loader, StagedPiece};
 
 /// First version of NVRTC with E4M3 in `mma.sync` (PTX ISA 8.4).
 const FP8_NVRTC_MIN: (u32, u32) = (12, 4);
@@ -197,79 +197,6 @@ impl Cuda {
             kv_format: self.kv_format,
             is_hopper: self.card().is_hopper(),
         }
-    }
-
-    /// Loads a matrix in `format`. `stage` has the loader bring the stacked parts to the card in
-    /// BF16, and calls its second argument with each piece.
-    fn load_matrix<E: From<DeviceError>>(
-        &self,
-        (rows, columns): (usize, usize),
-        format: KernelFormat,
-        stage: impl FnOnce(&mut Loader, &mut dyn FnMut(StagedPiece<'_>) -> Result<(), DeviceError>) -> Result<(), E>,
-    ) -> Result<Matrix, E> {
-        if !columns.is_multiple_of(16) || columns == 0 || columns > 65536 {
-            return Err(DeviceError::Unsupported(format!(
-                "a matrix has rows of {columns} numbers; the GPU's kernels take multiples of 16 up to 65,536"
-            ))
-            .into());
-        }
-        let data = self.context.allocate(rows * columns * format.bytes(), "weights")?;
-        let scales = format
-            .is_scaled()
-            .then(|| self.context.allocate(rows * 4, "scales of weights"));
-        let scales = scales.transpose()?;
-        let mut loader = self.loader.lock().unwrap_or_else(PoisonError::into_inner);
-        let loader = match &mut *loader {
-            Some(loader) => loader,
-            none => none.insert(Loader::new(&self.context)?),
-        };
-        stage(loader, &mut |piece| {
-            let offset = (piece.first_row * columns * format.bytes()) as u64;
-            match &scales {
-                None => self
-                    .context
-                    .copy(piece.card, &data, offset as usize, piece.rows * columns * 2),
-                Some(scales) => self.launch(
-                    &plan::quantize(columns, format, piece.rows),
-                    &[
-                        Argument::Address(piece.card.address()),
-                        Argument::Address(data.address() + offset),
-                        Argument::Address(scales.address() + piece.first_row as u64 * 4),
-                    ],
-                ),
-            }
-        })?;
-        Ok(Matrix {
-            rows,
-            columns,
-            format,
-            data,
-            scales,
-        })
-    }
-
-    fn load_tensors(&self, parts: &[Tensor<'_>], format: KernelFormat) -> Result<Matrix, TensorError> {
-        let columns = parts.first().map_or(0, |part| part.columns);
-        let rows = parts.iter().map(|part| part.rows).sum();
-        self.load_matrix((rows, columns), format, |loader, consume| loader.load(parts, consume))
-    }
-
-    fn load_random(&self, parts: &[RandomMatrix], format: KernelFormat) -> Result<Matrix, DeviceError> {
-        let columns = parts.first().map_or(0, |part| part.columns);
-        let shape = (parts.iter().map(|part| part.rows).sum(), columns);
-        let fill = |to: &Memory, matrix: &RandomMatrix, first: usize, count: usize| {
-            self.launch(
-                &plan::random_weights(count),
-                &[
-                    Argument::Address(to.address()),
-                    Argument::Long(matrix.seed),
-                    Argument::Long(first as u64),
-                    Argument::Long(count as u64),
-                    Argument::Float(matrix.scale),
-                ],
-            )
-        };
-        self.load_matrix(shape, format, |loader, consume| loader.generate(parts, fill, consume))
     }
 
     /// Adds the delta, then normalises all rows, or those listed at address `row_indices` (0: all).
@@ -524,13 +451,16 @@ impl Device for Cuda {
     fn attention(
         &self,
         op: Attention,
+        input: AttentionInput<'_, Buffer, Vector>,
         step: &Step,
-        qkv: &Buffer,
         pool: &KvPool,
         out: &mut Buffer,
         workspace: &mut Workspace,
     ) -> Result<(), DeviceError> {
-        self.attend(op, step, (qkv, pool), out, workspace)
+        if input.sinks.is_some() {
+            return Err(DeviceError::Unsupported("attention with sinks".into()));
+        }
+        self.attend(op, step, (input.qkv, pool), out, workspace)
     }
 
     fn gated_linear(
@@ -547,6 +477,9 @@ impl Device for Cuda {
             deterministic,
             ..
         } = workspace;
+        if let Activation::ClampedSwiglu { .. } = activation {
+            return Err(DeviceError::Unsupported("a gate with bounds".into()));
+        }
         self.linear_into(linear, x, gate_up, (quantized, *deterministic))?;
         let width = gate_up.width / 2;
         out.reshape(&self.context, gate_up.rows, width, self.format)?;

@@ -1,14 +1,15 @@
 //! Loading of weights: the host's threads read, round to BF16 and check one piece while the
 //! previous piece is copied to the card, which then quantizes it.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, PoisonError};
 
 use half::{bf16, f16};
 use rayon::prelude::*;
 
-use super::driver::{Context, Memory, Pinned, StreamEvent};
-use super::plan::KernelFormat;
+use super::Cuda;
+use super::driver::{Argument, Context, Memory, Pinned, StreamEvent};
+use super::plan::{self, KernelFormat};
 use crate::device::random::RandomMatrix;
 use crate::device::{DeviceError, Dtype, Tensor, TensorError};
 
@@ -24,6 +25,81 @@ pub struct Matrix {
     pub(super) data: Memory,
     /// `[rows]`; 8-bit formats only.
     pub(super) scales: Option<Memory>,
+}
+
+impl Cuda {
+    /// Loads a matrix in `format`. `stage` has the loader bring the stacked parts to the card in
+    /// BF16, and calls its second argument with each piece.
+    fn load_matrix<E: From<DeviceError>>(
+        &self,
+        (rows, columns): (usize, usize),
+        format: KernelFormat,
+        stage: impl FnOnce(&mut Loader, &mut dyn FnMut(StagedPiece<'_>) -> Result<(), DeviceError>) -> Result<(), E>,
+    ) -> Result<Matrix, E> {
+        if !columns.is_multiple_of(16) || columns == 0 || columns > 65536 {
+            return Err(DeviceError::Unsupported(format!(
+                "a matrix has rows of {columns} numbers; the GPU's kernels take multiples of 16 up to 65,536"
+            ))
+            .into());
+        }
+        let data = self.context.allocate(rows * columns * format.bytes(), "weights")?;
+        let scales = format
+            .is_scaled()
+            .then(|| self.context.allocate(rows * 4, "scales of weights"));
+        let scales = scales.transpose()?;
+        let mut loader = self.loader.lock().unwrap_or_else(PoisonError::into_inner);
+        let loader = match &mut *loader {
+            Some(loader) => loader,
+            none => none.insert(Loader::new(&self.context)?),
+        };
+        stage(loader, &mut |piece| {
+            let offset = (piece.first_row * columns * format.bytes()) as u64;
+            match &scales {
+                None => self
+                    .context
+                    .copy(piece.card, &data, offset as usize, piece.rows * columns * 2),
+                Some(scales) => self.launch(
+                    &plan::quantize(columns, format, piece.rows),
+                    &[
+                        Argument::Address(piece.card.address()),
+                        Argument::Address(data.address() + offset),
+                        Argument::Address(scales.address() + piece.first_row as u64 * 4),
+                    ],
+                ),
+            }
+        })?;
+        Ok(Matrix {
+            rows,
+            columns,
+            format,
+            data,
+            scales,
+        })
+    }
+
+    pub(super) fn load_tensors(&self, parts: &[Tensor<'_>], format: KernelFormat) -> Result<Matrix, TensorError> {
+        let columns = parts.first().map_or(0, |part| part.columns);
+        let rows = parts.iter().map(|part| part.rows).sum();
+        self.load_matrix((rows, columns), format, |loader, consume| loader.load(parts, consume))
+    }
+
+    pub(super) fn load_random(&self, parts: &[RandomMatrix], format: KernelFormat) -> Result<Matrix, DeviceError> {
+        let columns = parts.first().map_or(0, |part| part.columns);
+        let shape = (parts.iter().map(|part| part.rows).sum(), columns);
+        let fill = |to: &Memory, matrix: &RandomMatrix, first: usize, count: usize| {
+            self.launch(
+                &plan::random_weights(count),
+                &[
+                    Argument::Address(to.address()),
+                    Argument::Long(matrix.seed),
+                    Argument::Long(first as u64),
+                    Argument::Long(count as u64),
+                    Argument::Float(matrix.scale),
+                ],
+            )
+        };
+        self.load_matrix(shape, format, |loader, consume| loader.generate(parts, fill, consume))
+    }
 }
 
 /// Copies weights to the card through two staging buffers in turn.

@@ -32,7 +32,7 @@ impl Checkpoint {
     /// A file cannot be read or is broken; or a tensor is missing, has another shape or format, or
     /// is not read by any part of the model.
     pub fn open(dir: &Path, config: Config) -> Result<Checkpoint, ModelError> {
-        let weights = Weights::open(dir)?;
+        let weights = Weights::open(dir, config.expert_form())?;
         let has_head = check_headers(&config, weights.headers())?;
         let mut config = config;
         config.warnings.extend(ignored_index_warning(dir)?);
@@ -177,7 +177,11 @@ pub fn check_headers(config: &Config, headers: &Headers) -> Result<bool, ModelEr
     }
     for spec in tensors.all() {
         if let Some((file, name)) = stored.get(&spec.name) {
-            headers.files[*file].check_tensor(name, spec.rows, spec.columns)?;
+            let header = &headers.files[*file];
+            match spec.rows {
+                Some(rows) if spec.is_bytes => header.check_bytes(name, rows, spec.columns)?,
+                rows => _ = header.check_tensor(name, rows, spec.columns)?,
+            }
         }
     }
     match unexpected.first() {

@@ -1,18 +1,27 @@
 //! Reads the routed experts of a model from its configuration.
 
+use serde_json::Value;
+
 use super::reader::{Reader, short};
-use super::{Experts, Family};
+use super::{ExpertForm, Experts, Family};
 use crate::device::Routing;
 use crate::model::error::ModelError;
+use crate::model::expert_forms::MXFP4_GROUP;
 
 /// Maximum number of experts per layer.
 const EXPERTS_MAX: usize = 1 << 12;
 
 impl Reader<'_> {
     /// The experts of a model with `layers` layers. `None`: every layer has a plain MLP.
-    pub(super) fn experts(&self, family: Family, layers: usize) -> Result<Option<Experts>, ModelError> {
+    pub(super) fn experts(
+        &self,
+        family: Family,
+        layers: usize,
+        hidden_size: usize,
+    ) -> Result<Option<Experts>, ModelError> {
         let (per_token, renormalized, intermediate_size, layers) = match family {
             Family::Mixtral => (2, true, "intermediate_size", vec![true; layers]),
+            Family::GptOss => (4, true, "intermediate_size", vec![true; layers]),
             Family::Qwen3Moe => (
                 8,
                 self.flag("norm_topk_prob")?.unwrap_or(false),
@@ -34,15 +43,46 @@ impl Reader<'_> {
                 "`num_experts_per_tok` is {per_token}, more than the {count} experts"
             )));
         }
+        if let Some(other) = self.size("experts_per_token", EXPERTS_MAX)?.filter(|n| *n != per_token) {
+            return Err(self.broken(format!(
+                "`num_experts_per_tok` is {per_token}, and `experts_per_token` is {other}"
+            )));
+        }
+        let intermediate_size = self.required_size(intermediate_size, 1 << 20)?;
         Ok(layers.contains(&true).then_some(Experts {
             count,
             routing: Routing {
                 per_token,
                 renormalized,
             },
-            intermediate_size: self.required_size(intermediate_size, 1 << 20)?,
+            router_bias: family == Family::GptOss,
+            form: self.expert_form(family, [hidden_size, intermediate_size])?,
+            intermediate_size,
             layers,
         }))
+    }
+
+    /// How experts are stored, which gpt-oss' `quantization_config` says. `widths` are those of the
+    /// matrices' rows.
+    fn expert_form(&self, family: Family, widths: [usize; 2]) -> Result<ExpertForm, ModelError> {
+        if family != Family::GptOss {
+            return Ok(ExpertForm::Matrices);
+        }
+        let Some(quantization) = self.get("quantization_config") else {
+            return Ok(ExpertForm::Transposed);
+        };
+        if quantization.get("quant_method").and_then(Value::as_str) != Some("mxfp4") {
+            return Err(self.unsupported(format!(
+                "`quantization_config` {} is not supported; experts in `mxfp4`, and weights that are not quantized, are",
+                short(quantization)
+            )));
+        }
+        match widths.iter().find(|width| !width.is_multiple_of(MXFP4_GROUP)) {
+            None => Ok(ExpertForm::Mxfp4),
+            Some(width) => Err(self.broken(format!(
+                "rows of {width} numbers are not stored in MXFP4, which has groups of {MXFP4_GROUP}"
+            ))),
+        }
     }
 
     /// The number of experts, which has two names.
@@ -81,6 +121,7 @@ mod tests {
     use serde_json::{Value, json};
 
     use super::*;
+    use crate::device::{Activation, KvSpec};
     use crate::model::config::Config;
 
     fn parse(architecture: &str, changes: &Value) -> Result<Config, String> {
@@ -163,6 +204,78 @@ mod tests {
             (64, 8, 96)
         );
         assert!(!experts.routing.renormalized && experts.layers == [true; 5]);
+    }
+
+    const YARN: &str =
+        r#"{"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": false}"#;
+
+    fn gpt_oss(changes: &Value) -> Result<Config, String> {
+        let yarn: Value = serde_json::from_str(YARN).unwrap();
+        let mut all =
+            json!({"num_local_experts": 32, "rope_scaling": yarn, "head_dim": null, "num_key_value_heads": 4});
+        let map = all.as_object_mut().unwrap();
+        map.extend(changes.as_object().unwrap().clone());
+        parse("GptOssForCausalLM", &all)
+    }
+
+    #[test]
+    fn gpt_oss_has_experts_sinks_and_biases_in_every_layer() {
+        let config = gpt_oss(&json!({"experts_per_token": 4, "initial_context_length": 4096})).unwrap();
+        assert!(config.attention_sinks && config.qkv_bias && config.o_bias && config.mlp_bias && !config.qk_norm);
+        assert_eq!(
+            (config.rope.theta, config.norm_eps, config.max_position_embeddings),
+            (150_000.0, 1e-5, 131_072)
+        );
+        let clamped = |alpha, limit| Activation::ClampedSwiglu { alpha, limit };
+        assert_eq!(config.activation, clamped(1.702, 7.0));
+        let (window, full) = (KvSpec::Window(128), KvSpec::Full);
+        assert_eq!(config.layers, [window, full, window, full, window]);
+        let experts = config.experts.unwrap();
+        assert!(experts.router_bias && experts.routing.renormalized && experts.layers == [true; 5]);
+        assert_eq!((experts.routing.per_token, experts.intermediate_size), (4, 96));
+        assert_eq!(experts.form, ExpertForm::Transposed);
+        let other = gpt_oss(&json!({"swiglu_alpha": 2.0, "swiglu_limit": 5, "quantization_config":
+            {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}));
+        let other = other.unwrap();
+        assert_eq!(
+            (other.activation, other.expert_form()),
+            (clamped(2.0, 5.0), ExpertForm::Mxfp4)
+        );
+        assert!(
+            !parse(MIXTRAL, &json!({"num_local_experts": 8}))
+                .unwrap()
+                .attention_sinks
+        );
+    }
+
+    #[test]
+    fn what_is_wrong_with_a_gpt_oss_is_named() {
+        let mxfp4 = json!({"quant_method": "mxfp4"});
+        for (changes, words) in [
+            (json!({"rope_scaling": null}), "`rope_scaling` is missing"),
+            (
+                json!({"experts_per_token": 5}),
+                "`num_experts_per_tok` is 4, and `experts_per_token` is 5",
+            ),
+            (
+                json!({"quantization_config": {"quant_method": "awq"}}),
+                "is not supported; experts in `mxfp4`",
+            ),
+            (
+                json!({"quantization_config": mxfp4.clone(), "intermediate_size": 100}),
+                "rows of 100 numbers are not stored in MXFP4",
+            ),
+            (
+                json!({"quantization_config": mxfp4, "hidden_size": 80, "head_dim": 64}),
+                "rows of 80 numbers",
+            ),
+            (json!({"swiglu_limit": 0}), "`swiglu_limit` is 0"),
+        ] {
+            let error = gpt_oss(&changes).unwrap_err();
+            assert!(error.contains(words), "{changes}: {error}");
+        }
+        let other = json!({"num_local_experts": 8, "swiglu_alpha": 1.0});
+        assert!(parse(MIXTRAL, &other).unwrap_err().contains("`swiglu_alpha`"));
     }
 
     #[test]

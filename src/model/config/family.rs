@@ -16,6 +16,7 @@ pub enum Family {
     Qwen3Moe,
     Mixtral,
     Olmoe,
+    GptOss,
     Gemma,
     Gemma2,
     Gemma3,
@@ -33,7 +34,7 @@ pub enum Family {
 }
 
 /// Each family with its name, its `model_type` and its `architectures`.
-const FAMILIES: [(Family, &str, &str, &str); 23] = [
+const FAMILIES: [(Family, &str, &str, &str); 24] = [
     (Family::Llama, "Llama", "llama", "LlamaForCausalLM"),
     (Family::Mistral, "Mistral", "mistral", "MistralForCausalLM"),
     (Family::Ministral, "Ministral", "ministral", "MinistralForCausalLM"),
@@ -43,6 +44,7 @@ const FAMILIES: [(Family, &str, &str, &str); 23] = [
     (Family::Qwen3Moe, "Qwen 3 MoE", "qwen3_moe", "Qwen3MoeForCausalLM"),
     (Family::Mixtral, "Mixtral", "mixtral", "MixtralForCausalLM"),
     (Family::Olmoe, "OLMoE", "olmoe", "OlmoeForCausalLM"),
+    (Family::GptOss, "gpt-oss", "gpt_oss", "GptOssForCausalLM"),
     (Family::Gemma, "Gemma", "gemma", "GemmaForCausalLM"),
     (Family::Gemma2, "Gemma 2", "gemma2", "Gemma2ForCausalLM"),
     (Family::Gemma3, "Gemma 3", "gemma3_text", "Gemma3ForCausalLM"),
@@ -106,7 +108,12 @@ impl Family {
 
     pub(super) fn kv_heads(self) -> Option<usize> {
         match self {
-            Family::Mistral | Family::Mixtral | Family::Ministral | Family::Ministral3 | Family::SeedOss => Some(8),
+            Family::Mistral
+            | Family::Mixtral
+            | Family::GptOss
+            | Family::Ministral
+            | Family::Ministral3
+            | Family::SeedOss => Some(8),
             Family::Gemma => Some(16),
             Family::Gemma2 | Family::Gemma3 | Family::SmolLm3 | Family::Qwen3Moe => Some(4),
             Family::Glm | Family::Glm4 => Some(2),
@@ -117,6 +124,7 @@ impl Family {
 
     pub(super) fn head_dim(self) -> Option<usize> {
         match self {
+            Family::GptOss => Some(64),
             Family::Gemma | Family::Gemma2 | Family::Gemma3 => Some(256),
             Family::Qwen3 | Family::Ministral3 | Family::SeedOss | Family::Glm | Family::Glm4 => Some(128),
             _ => None,
@@ -129,26 +137,31 @@ impl Family {
             Family::Phi3 | Family::Olmoe => 4096,
             Family::Gemma | Family::Gemma2 | Family::Cohere | Family::Cohere2 => 8192,
             Family::Qwen2 | Family::Qwen3 | Family::Qwen3Moe | Family::SmolLm3 => 32_768,
-            Family::Mistral | Family::Mixtral | Family::Ministral | Family::Gemma3 | Family::Glm | Family::Glm4 => {
-                131_072
-            }
+            Family::Mistral
+            | Family::Mixtral
+            | Family::GptOss
+            | Family::Ministral
+            | Family::Gemma3
+            | Family::Glm
+            | Family::Glm4 => 131_072,
             Family::Ministral3 => 262_144,
             Family::SeedOss => 524_288,
         }
     }
 
     pub(super) fn window(self) -> Option<u32> {
-        (!matches!(
-            self,
-            Family::SmolLm3 | Family::Phi3 | Family::Ministral3 | Family::Mixtral
-        ))
-        .then_some(4096)
+        match self {
+            Family::SmolLm3 | Family::Phi3 | Family::Ministral3 | Family::Mixtral => None,
+            Family::GptOss => Some(128),
+            _ => Some(4096),
+        }
     }
 
     pub(super) fn rope_theta(self) -> f64 {
         match self {
             Family::SmolLm3 => 2_000_000.0,
             Family::Mixtral => 1_000_000.0,
+            Family::GptOss => 150_000.0,
             Family::Olmo3 | Family::Cohere => 500_000.0,
             _ => 10_000.0,
         }
@@ -167,6 +180,7 @@ impl Family {
         match self {
             Family::Phi3
             | Family::Mixtral
+            | Family::GptOss
             | Family::Olmoe
             | Family::Exaone4
             | Family::Ministral3
@@ -278,16 +292,19 @@ impl Reader<'_> {
                 return Err(self.unsupported(format!("`{field}` `{}` is not supported; `{}` is", cut(act), known[0])));
             }
         }
-        Ok(if family.is_gemma() {
-            Activation::GeluTanh
-        } else {
-            Activation::Silu
+        Ok(match family {
+            Family::GptOss => Activation::ClampedSwiglu {
+                alpha: self.number_in("swiglu_alpha", 1e-3, 1e3)?.unwrap_or(1.702) as f32,
+                limit: self.number_in("swiglu_limit", 1e-3, 1e6)?.unwrap_or(7.0) as f32,
+            },
+            _ if family.is_gemma() => Activation::GeluTanh,
+            _ => Activation::Silu,
         })
     }
 
     pub(super) fn biases(&self, family: Family) -> Result<Biases, ModelError> {
         let flag = |name: &str, default: bool| Ok::<_, ModelError>(self.flag(name)?.unwrap_or(default));
-        let by_default = matches!(family, Family::SeedOss | Family::Glm | Family::Glm4);
+        let by_default = matches!(family, Family::SeedOss | Family::Glm | Family::Glm4 | Family::GptOss);
         let attention = flag("attention_bias", by_default)?;
         let (qkv, o) = match family {
             Family::Mistral
@@ -305,7 +322,7 @@ impl Reader<'_> {
             family,
             Family::Llama | Family::SmolLm3 | Family::Granite | Family::SeedOss
         );
-        let mlp = has_mlp_bias && flag("mlp_bias", false)?;
+        let mlp = family == Family::GptOss || (has_mlp_bias && flag("mlp_bias", false)?);
         Ok(Biases { qkv, o, mlp })
     }
 

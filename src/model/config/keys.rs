@@ -49,7 +49,7 @@ const USED: [&str; 19] = [
 ];
 
 /// Options of other models that change results.
-const REFUSED: [(&str, Neutral); 60] = [
+const REFUSED: [(&str, Neutral); 61] = [
     // Quantized weights: the keys of MLX, of compressed-tensors, and of all other formats.
     ("quantization", Unset),
     ("compression_config", Unset),
@@ -110,6 +110,7 @@ const REFUSED: [(&str, Neutral); 60] = [
     ("logits_soft_cap", Unset),
     ("parallel_attn", Unset),
     ("per_layer_config", Unset),
+    ("swiglu_alpha", Unset),
     ("swiglu_limit", Unset),
     ("use_parallel_residual", Unset),
     ("use_qk_norm", Unset),
@@ -284,6 +285,20 @@ impl Family {
                 "norm_topk_prob",
                 "num_experts",
                 "num_experts_per_tok",
+            ],
+            Family::GptOss => &[
+                "attention_bias",
+                "experts_per_token",
+                "hidden_act",
+                // The length before YaRN, which the RoPE object says, too.
+                "initial_context_length",
+                "num_experts",
+                "num_experts_per_tok",
+                "num_local_experts",
+                "quantization_config",
+                "sliding_window",
+                "swiglu_alpha",
+                "swiglu_limit",
             ],
             Family::SmolLm3 => &[
                 "attention_bias",

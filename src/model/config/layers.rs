@@ -62,7 +62,7 @@ impl Reader<'_> {
         let by_pattern = |pattern: usize| (1..=count).map(|layer| !layer.is_multiple_of(pattern)).collect();
         let pattern = |default: usize| self.size_or("sliding_window_pattern", 1 << 10, Some(default));
         Ok(match family {
-            Family::Gemma2 => by_pattern(2),
+            Family::Gemma2 | Family::GptOss => by_pattern(2),
             Family::Gemma3 => by_pattern(pattern(6)?),
             Family::Olmo3 => by_pattern(4),
             Family::Cohere2 => by_pattern(pattern(4)?),

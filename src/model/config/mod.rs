@@ -28,10 +28,23 @@ use reader::{Reader, read_json, short};
 pub struct Experts {
     pub count: usize,
     pub routing: Routing,
+    pub router_bias: bool,
+    pub form: ExpertForm,
     /// Width of one expert.
     pub intermediate_size: usize,
     /// Whether each layer has experts. The other layers have a plain MLP.
     pub layers: Vec<bool>,
+}
+
+/// How a checkpoint stores experts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ExpertForm {
+    /// Matrices of each expert, or those of a layer one after the other.
+    Matrices,
+    /// Transposed matrices, in which columns of gate and up alternate.
+    Transposed,
+    /// MXFP4, in which rows of gate and up alternate.
+    Mxfp4,
 }
 
 /// Configuration of a decoder-only transformer with RMS norms before or behind attention and a gated
@@ -52,6 +65,8 @@ pub struct Config {
     pub attention_scale: f32,
     /// Soft cap of the scaled dot products: `cap * tanh(x / cap)`.
     pub attention_soft_cap: Option<f32>,
+    /// Whether each query head has a sink, a score without a value that counts in its softmax.
+    pub attention_sinks: bool,
     /// Soft cap of the logits, by the same formula.
     pub logit_soft_cap: Option<f32>,
     /// Factor of the logits, before their soft cap.
@@ -204,6 +219,13 @@ impl Config {
         )))
     }
 
+    /// How the checkpoint stores experts.
+    pub fn expert_form(&self) -> ExpertForm {
+        self.experts
+            .as_ref()
+            .map_or(ExpertForm::Matrices, |experts| experts.form)
+    }
+
     /// The experts of a layer. `None`: it has a plain MLP.
     pub fn experts_of(&self, layer: usize) -> Option<&Experts> {
         self.experts.as_ref().filter(|experts| experts.layers[layer])
@@ -325,7 +347,7 @@ impl Reader<'_> {
             vocab_size: self.size_or("vocab_size", 1 << 24, family.vocab_size())?,
             hidden_size,
             intermediate_size: self.required_size("intermediate_size", 1 << 20)?,
-            experts: self.experts(family, num_layers)?,
+            experts: self.experts(family, num_layers, hidden_size)?,
             rotates: self.rotates(family, &layers)?,
             layers,
             heads,
@@ -335,6 +357,7 @@ impl Reader<'_> {
                 Family::Gemma2 => self.soft_cap("attn_logit_softcapping", Some(50.0))?,
                 _ => None,
             },
+            attention_sinks: family == Family::GptOss,
             logit_soft_cap: match family {
                 Family::Gemma2 => self.soft_cap("final_logit_softcapping", Some(30.0))?,
                 Family::Gemma3 => self.soft_cap("final_logit_softcapping", None)?,

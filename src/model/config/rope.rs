@@ -33,6 +33,9 @@ impl Reader<'_> {
             Some(Value::Object(map)) => map,
             Some(other) => return Err(self.broken(format!("`{name}` is {}, not an object", short(other)))),
         };
+        if family == Family::GptOss && map.is_empty() {
+            return Err(self.broken("`rope_scaling` is missing".to_owned()));
+        }
         let by_type = ["full_attention", "sliding_attention"].map(|kind| map.get(kind));
         if !matches!(family, Family::Gemma3 | Family::Olmo3) {
             if by_type.iter().any(Option::is_some) {

@@ -2,7 +2,7 @@
 #![no_main]
 
 use gristmill::model::Checkpoint;
-use gristmill::model::config::Config;
+use gristmill::model::config::{Config, ExpertForm};
 use gristmill::tokenizer::Tokenizer;
 use gristmill::model::weights::{WeightSource, Weights};
 use libfuzzer_sys::fuzz_target;
@@ -28,7 +28,9 @@ fuzz_target!(|data: &[u8]| {
     let _ = Tokenizer::load(folder.path());
     let config = Config::parse(folder.path(), CONFIG).unwrap();
     let _ = Checkpoint::check(folder.path(), config);
-    if let Ok(weights) = Weights::open(folder.path()) {
+    let _ = Weights::open(folder.path(), ExpertForm::Transposed);
+    let _ = Weights::open(folder.path(), ExpertForm::Mxfp4);
+    if let Ok(weights) = Weights::open(folder.path(), ExpertForm::Matrices) {
         // `a`: of seeds, and soon found.
         for name in ["a", "model.norm.weight"] {
             let _ = weights.tensor(name, Some(2), 3);

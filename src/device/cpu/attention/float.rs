@@ -34,6 +34,8 @@ pub(crate) struct AttentionOp<'a> {
     pub ctx: ExecContext<'a>,
     pub round_to_bf16: bool,
     pub params: Attention,
+    /// The sink of each query head.
+    pub sinks: Option<&'a [f32]>,
     pub step: &'a Step,
     /// `[tokens]` rows of `[q][k][v]`.
     pub qkv: &'a Buffer,
@@ -89,6 +91,7 @@ pub(crate) fn first_visible(spec: KvSpec, position: usize) -> usize {
 pub(crate) fn attention(op: &AttentionOp<'_>, pool: &KvPool, out: &mut Buffer, scratches: &Scratches) {
     let heads = op.step.heads;
     assert!(heads == pool.heads && op.qkv.width == heads.qkv_width());
+    assert!(op.sinks.is_none_or(|sinks| sinks.len() == heads.heads));
     out.reshape(op.qkv.rows, heads.heads * heads.head_dim);
     let width = out.width;
     let target = SharedMut::new(&mut out.data);
@@ -114,7 +117,9 @@ pub(crate) fn attention(op: &AttentionOp<'_>, pool: &KvPool, out: &mut Buffer, s
             for (r, (token, head)) in task.token_heads(0..task.rows()).enumerate() {
                 // SAFETY: this task alone owns these tokens of these heads.
                 let row = unsafe { target.slice(token * width + head * heads.head_dim, heads.head_dim) };
-                let total = scratch.softmax[r].sum;
+                let state = scratch.softmax[r];
+                let sink = op.sinks.map_or(0.0, |sinks| exp(sinks[head] - state.max));
+                let total = state.sum + sink;
                 for (y, x) in row.iter_mut().zip(&scratch.accumulators[r * padded(heads.head_dim)..]) {
                     *y = x / total;
                     if op.round_to_bf16 {
@@ -526,6 +531,7 @@ mod tests {
                 ctx: ctx_with_threads(isa, threads),
                 round_to_bf16: false,
                 params,
+                sinks: None,
                 step: &step,
                 qkv: &qkv,
             };

@@ -89,8 +89,9 @@ struct ValueProduct {
     accumulators: *mut f32,
 }
 
-/// Runs a task whose scratch the caller has reset. Afterwards the caller divides each row by its
-/// sum of weights.
+/// Runs a task whose scratch the caller has reset. Afterwards the states' largest scores are
+/// scaled, as those of [`float`](super::float) are, and the caller divides each row by its sum of
+/// weights.
 pub(crate) fn run(task: &AttentionTile<'_>, pages: &Int8Pages, pool_blocks: usize, scratch: &mut AttentionScratch) {
     quantize_queries(task, &mut scratch.int8);
     scratch.int8.weight_sums.clear();
@@ -98,8 +99,10 @@ pub(crate) fn run(task: &AttentionTile<'_>, pages: &Int8Pages, pool_blocks: usiz
     task.visit_spans(SPAN_TOKENS, |span| {
         SpanPages::new(task, pages, pool_blocks, &span).run(&span, scratch)
     });
-    for (state, weight_sums) in scratch.softmax.iter_mut().zip(&scratch.int8.weight_sums) {
+    let states = scratch.softmax.iter_mut().zip(&scratch.int8.weight_sums);
+    for ((state, weight_sums), scale) in states.zip(&scratch.int8.scales) {
         state.sum = sum16(*weight_sums);
+        state.max *= scale * std::f32::consts::LN_2;
     }
 }
 
