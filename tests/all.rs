@@ -53,6 +53,7 @@ mod prompts;
 mod proxy;
 #[path = "proxy/tests.rs"]
 mod proxy_tests;
+mod published_models;
 mod queue_brokers;
 mod queue_contract;
 mod queue_doors;
