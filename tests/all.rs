@@ -75,6 +75,7 @@ mod terminal;
 mod thinking;
 mod thinking_demo;
 mod thinking_models;
+mod tokenizer_files;
 mod traces;
 mod truncation;
 mod two_runs;

@@ -1,9 +1,9 @@
 //! Published models: what becomes of each one's `config.json`, and a small model of each shape that is read.
 //!
 //! `fixtures/published_models.json` has facts alone, one model a line: the keys of its files and their values, with the
-//! place where they were read (where that is a list of shapes, in the keys of the family's class in transformers). `layer_types` is a pattern that repeats, a letter a layer. `refused` quotes the error and
-//! `warnings` the warnings of a model; without `refused`, the model is run. When a family comes to be read, take its
-//! `refused` out.
+//! place where they were read (where that is a list of shapes, in the keys of the family's class in transformers).
+//! `layer_types` is a pattern that repeats, a letter a layer. `refused` quotes the error and `warnings` the warnings of a
+//! model; without `refused`, the model is run. When a family comes to be read, take its `refused` out.
 
 use std::fs;
 use std::path::Path;

@@ -24,7 +24,6 @@ use crate::model::channels::ActivationMaxima;
 use crate::model::checkpoint::Checkpoint;
 use crate::model::config::Config;
 use crate::model::error::ModelError;
-use crate::model::folder;
 use crate::model::pool;
 use crate::model::times::{Operation, Times};
 use crate::model::weights::{RandomWeights, WeightSource};
@@ -119,7 +118,6 @@ impl Transformer<Cpu> {
     /// # Errors
     /// A file is missing, broken or not supported; or the options do not fit the model.
     pub fn load(dir: &Path, options: &LoadOptions) -> Result<Transformer, ModelError> {
-        folder::refuse_tokenizer_model_alone(dir)?;
         let checkpoint = Checkpoint::open(dir, Config::load(dir)?)?;
         Transformer::from_weights(checkpoint.config, &checkpoint.weights, options)
     }
