@@ -55,6 +55,7 @@ mod prompts;
 mod proxy;
 #[path = "proxy/tests.rs"]
 mod proxy_tests;
+mod published_models;
 mod queue_brokers;
 mod queue_contract;
 mod queue_doors;
@@ -76,6 +77,7 @@ mod terminal;
 mod thinking;
 mod thinking_demo;
 mod thinking_models;
+mod tokenizer_files;
 mod traces;
 mod truncation;
 mod two_runs;

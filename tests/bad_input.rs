@@ -348,7 +348,7 @@ fn broken_checkpoints() {
             fs::remove_file(c.join("tokenizer.json")).unwrap();
             fs::write(c.join("tokenizer.model"), "x").unwrap();
         },
-        &["tokenizer.model", "tokenizer.json"],
+        &["tokenizer.model", "not a model of SentencePiece"],
     );
     case(
         "no weights",

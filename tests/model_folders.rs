@@ -63,6 +63,15 @@ fn demo_refused(without: &[&str], files: &[(&str, &str)], words: &[&str]) {
     refused(arg(folder.path()), &[&[arg(folder.path())], words].concat());
 }
 
+/// The demo model with more files is what it is.
+#[track_caller]
+fn demo_taken(files: &[(&str, &str)]) {
+    let folder = tempfile::tempdir().unwrap();
+    demo(folder.path(), &[], files);
+    let jobs = tempfile::tempdir().unwrap();
+    with_model(jobs.path(), "plan", arg(folder.path())).expect(0);
+}
+
 #[test]
 fn pointers_of_git_lfs() {
     for name in [
@@ -84,23 +93,25 @@ fn pointers_of_git_lfs() {
         ],
         &["model-00001-of-00001.safetensors", "git lfs pull"],
     );
+    for name in ["tekken.json", "tokenizer.model", "tiktoken.model"] {
+        demo_refused(&["tokenizer.json"], &[(name, POINTER)], &[name, "git lfs pull"]);
+        demo_taken(&[(name, POINTER)]);
+    }
 }
 
 #[test]
 fn tokenizers_in_other_forms() {
     let tokenizer_is = |files: &[(&str, &str)], words: &[&str]| demo_refused(&["tokenizer.json"], files, words);
-    tokenizer_is(&[("tekken.json", "{}")], &["tekken.json", "Mistral", "tokenizer.json"]);
-    tokenizer_is(
-        &[("qwen.tiktoken", "IQ== 0\n")],
-        &["qwen.tiktoken", "tiktoken's form", "save_pretrained"],
-    );
-    tokenizer_is(
-        &[("tokenizer.model", "IQ== 0\nIg== 1\n")],
-        &["tokenizer.model", "tiktoken's form", "save_pretrained"],
-    );
+    tokenizer_is(&[("tekken.json", "{}")], &["tekken.json", "missing field `config`"]);
+    for name in ["qwen.tiktoken", "tokenizer.model", "tiktoken.model"] {
+        tokenizer_is(
+            &[(name, "IQ== 0\nIg== 1\n")],
+            &[name, "2 ranks of tiktoken's", "Llama 3"],
+        );
+    }
     tokenizer_is(
         &[("tokenizer.model", "\u{a}\u{e}\u{a}\u{5}<unk>")],
-        &["only `tokenizer.model`", "save_pretrained"],
+        &["tokenizer.model", "not a model of SentencePiece"],
     );
     tokenizer_is(
         &[("tokenization_own.py", "")],

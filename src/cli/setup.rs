@@ -16,7 +16,6 @@ use crate::engine::scheduler::Policy;
 use crate::engine::{Engine, EngineOptions, Forward, Generator};
 use crate::model::Checkpoint;
 use crate::model::config::Config;
-use crate::model::folder;
 use crate::model::transformer::{KvBudget, LoadOptions, Transformer};
 use crate::model::weights::WeightSource;
 use crate::worker::model::{Formats, Model, ModelFiles};
@@ -88,7 +87,6 @@ pub(super) fn load_model(
     options: &LoadOptions,
     args: &EngineArgs,
 ) -> Result<Box<dyn Forward + Send>, Failure> {
-    folder::refuse_tokenizer_model_alone(dir).map_err(Failure::bad_job)?;
     let checkpoint = Checkpoint::open(dir, config).map_err(Failure::bad_job)?;
     load_on_device(checkpoint.config, &checkpoint.weights, device, options, args)
 }

@@ -16,26 +16,12 @@ const CONFIG: &str = "config.json";
 const WEIGHTS: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 const TOKENIZER: &str = "tokenizer.json";
+const OTHER_TOKENIZERS: [&str; 3] = ["tekken.json", "tokenizer.model", "tiktoken.model"];
 /// Maximum size of the small JSON files that are parsed here.
 const SMALL_BYTES_MAX: u64 = 1 << 20;
 /// Maximum size of a Git LFS pointer file.
 const LFS_POINTER_BYTES_MAX: u64 = 1024;
 const LFS_POINTER_PREFIX: &[u8] = b"version https://git-lfs.github.com/spec/";
-
-/// Refuses a folder whose only tokenizer is a SentencePiece model, before minutes of loading.
-pub fn refuse_tokenizer_model_alone(dir: &Path) -> Result<(), ModelError> {
-    let exists = |name: &str| {
-        let path = dir.join(name);
-        path.try_exists().map_err(|e| ModelError::read(&path, e))
-    };
-    if exists("tokenizer.model")? && !exists("tokenizer.json")? {
-        return Err(ModelError::unsupported(
-            dir,
-            "there is a `tokenizer.model` but no `tokenizer.json`; save the tokenizer as `tokenizer.json` first",
-        ));
-    }
-    Ok(())
-}
 
 /// Checks that `path` is a folder that may hold a checkpoint, and that its files are complete: no
 /// Git LFS pointers, no broken links.
@@ -348,9 +334,12 @@ impl ModelFolder<'_> {
         let shards = self.names.iter().map(String::as_str).filter(|name| is_shard(name));
         // A single weight file takes precedence over an index and its shards.
         let shards = shards.filter(|_| !self.has(WEIGHTS));
+        // Other tokenizers are read where `tokenizer.json` is not there.
+        let tokenizers = OTHER_TOKENIZERS.into_iter().filter(|_| !self.names.contains(TOKENIZER));
         for name in fixed_names
             .into_iter()
             .chain(shards)
+            .chain(tokenizers)
             .filter(|name| self.names.contains(*name))
         {
             let path = self.dir.join(name);

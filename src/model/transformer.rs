@@ -25,7 +25,6 @@ use crate::model::channels::{ActivationMaxima, Activations};
 use crate::model::checkpoint::Checkpoint;
 use crate::model::config::Config;
 use crate::model::error::ModelError;
-use crate::model::folder;
 use crate::model::pool;
 use crate::model::times::{Operation, Times};
 use crate::model::weights::{RandomWeights, WeightSource};
@@ -120,7 +119,6 @@ impl Transformer<Cpu> {
     /// # Errors
     /// A file is missing, broken or not supported; or the options do not fit the model.
     pub fn load(dir: &Path, options: &LoadOptions) -> Result<Transformer, ModelError> {
-        folder::refuse_tokenizer_model_alone(dir)?;
         let checkpoint = Checkpoint::open(dir, Config::load(dir)?)?;
         Transformer::from_weights(checkpoint.config, &checkpoint.weights, options)
     }

@@ -34,6 +34,10 @@ pub struct TokenizerConfig {
     /// `None` where the file has no such flag.
     pub add_bos_token: Option<bool>,
     pub add_eos_token: Option<bool>,
+    /// The class that transformers reads the tokenizer with.
+    pub tokenizer_class: Option<String>,
+    /// Whether text behind a special token begins with a space mark (of SentencePiece's models alone).
+    pub legacy: Option<bool>,
     /// Tokens of `added_tokens_decoder`, by ascending id.
     pub added_tokens: Vec<AddedToken>,
     pub chat_templates: Vec<ChatTemplateSource>,
@@ -97,6 +101,8 @@ impl TokenizerConfig {
         let mut config = TokenizerConfig {
             add_bos_token: map.get("add_bos_token").and_then(Value::as_bool),
             add_eos_token: map.get("add_eos_token").and_then(Value::as_bool),
+            tokenizer_class: map.get("tokenizer_class").and_then(Value::as_str).map(String::from),
+            legacy: map.get("legacy").and_then(Value::as_bool),
             ..Default::default()
         };
         config.fill_from_map(&value);

@@ -14,6 +14,7 @@ mod config;
 mod declared;
 mod encode;
 mod fit;
+mod foreign;
 mod guarded;
 mod other_forms;
 mod prefix;
@@ -48,13 +49,7 @@ const TOKEN_ID_MAX: u32 = 1 << 24;
 pub enum TokenizerError {
     #[error("`{}` holds no `tokenizer.json`", .0.display())]
     Missing(PathBuf),
-    #[error(
-        "`{}` holds only `tokenizer.model`, and gristmill reads `tokenizer.json`: convert it once with \
-         `AutoTokenizer.from_pretrained(folder).save_pretrained(folder)` of Hugging Face transformers",
-        .0.display()
-    )]
-    OnlySentencePiece(PathBuf),
-    /// The tokenizer exists in another format than `tokenizer.json`.
+    /// The tokenizer exists in a format that is not read.
     #[error("`{}` {what}", dir.display())]
     OtherFormat { dir: PathBuf, what: String },
     #[error("cannot read `{}`: {source}", path.display())]
@@ -68,10 +63,10 @@ pub enum TokenizerError {
 }
 
 impl TokenizerError {
-    /// Whether `tokenizer.json` is absent.
+    /// Whether the folder has no tokenizer in a format that is read.
     pub fn is_missing(&self) -> bool {
-        use TokenizerError::{Missing, OnlySentencePiece, OtherFormat};
-        matches!(self, Missing(_) | OnlySentencePiece(_) | OtherFormat { .. })
+        use TokenizerError::{Missing, OtherFormat};
+        matches!(self, Missing(_) | OtherFormat { .. })
     }
 }
 
@@ -128,14 +123,13 @@ impl std::fmt::Debug for Tokenizer {
 impl Tokenizer {
     /// Reads `tokenizer.json` and its companions (`tokenizer_config.json`,
     /// `special_tokens_map.json`, `chat_template.jinja`, `additional_chat_templates/*.jinja`) from
-    /// a checkpoint's folder.
+    /// a checkpoint's folder. Without `tokenizer.json`, a tokenizer in another form.
     pub fn load(dir: &Path) -> Result<Tokenizer, TokenizerError> {
         let path = dir.join("tokenizer.json");
         if !path.exists() {
             let dir = dir.to_path_buf();
-            return Err(match describe_other_format(&dir) {
+            return foreign::load(&dir)?.ok_or_else(|| match describe_other_format(&dir) {
                 Some(what) => TokenizerError::OtherFormat { dir, what },
-                None if dir.join("tokenizer.model").exists() => TokenizerError::OnlySentencePiece(dir),
                 None => TokenizerError::Missing(dir),
             });
         }
@@ -350,7 +344,7 @@ impl Tokenizer {
         &self.config
     }
 
-    /// SHA-256 of `tokenizer.json`, in hexadecimal.
+    /// SHA-256 of the tokenizer's file, in hexadecimal.
     pub fn hash(&self) -> &str {
         &self.hash
     }

@@ -85,7 +85,14 @@ def tokenizers():
         yield json.dumps(whole).encode() + b"\xffab a<s> ba b"
 
 
+def tokenizer_files():
+    """A first byte says which file the rest is."""
+    for first, name in enumerate(("tekken.json", "prefixed.model", "small.tiktoken")):
+        yield name, bytes([first]) + (ROOT / "tests/fixtures/tokenizers" / name).read_bytes()
+
+
 def seeds(scratch):
+    yield from (("tokenizer_files", name, seed) for name, seed in tokenizer_files())
     yield from (("tokenizer_text", str(number), seed) for number, seed in enumerate(tokenizers()))
     yield from parquet(scratch)
     yield from arrow(scratch)

@@ -241,9 +241,6 @@ fn folders_that_are_no_checkpoint_are_refused() {
     assert_broken("llama-plain", "neither `model.safetensors`", &[], |dir| {
         std::fs::remove_file(dir.join(weights)).unwrap();
     });
-    assert_broken("llama-plain", "tokenizer.model", &["no `tokenizer.json`"], |dir| {
-        std::fs::write(dir.join("tokenizer.model"), b"x").unwrap();
-    });
     assert_broken(
         "llama-plain",
         "config.json",

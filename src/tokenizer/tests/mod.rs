@@ -230,7 +230,7 @@ fn folders_without_a_usable_tokenizer_are_refused() {
     std::fs::write(dir.path().join("tokenizer.model"), b"x").unwrap();
     let text = message(dir.path());
     assert!(
-        text.contains("only `tokenizer.model`") && text.contains("save_pretrained"),
+        text.contains("tokenizer.model` is not a usable tokenizer: it is not a model of SentencePiece"),
         "{text}"
     );
     for broken in [
