@@ -10,12 +10,7 @@ use super::{Converted, SpecialNames, special_token};
 use crate::tokenizer::TokenizerConfig;
 
 /// Classes of transformers whose tokenizer is this file and a token before each prompt.
-const CLASSES: [&str; 4] = [
-    "LlamaTokenizer",
-    "LlamaTokenizerFast",
-    "GemmaTokenizer",
-    "GemmaTokenizerFast",
-];
+const CLASSES: [&str; 2] = ["LlamaTokenizer", "LlamaTokenizerFast"];
 /// What stands for a space.
 const MARK: &str = "\u{2581}";
 

@@ -36,7 +36,7 @@ fn tokenizer(name: &str) -> Tokenizer {
 /// No published vocabulary, so its expression is given.
 fn small_tiktoken(bytes: &[u8]) -> Result<Converted, String> {
     Ok(Converted {
-        json: of_ranks(&tiktoken::ranks(bytes)?, tiktoken::CL100K, &[])?,
+        json: of_ranks(&tiktoken::ranks(bytes)?, tiktoken::LLAMA3, &[])?,
         names: SpecialNames::default(),
     })
 }
@@ -226,6 +226,16 @@ fn rank_files_that_are_not_understood() {
         "1001 ranks of tiktoken's and not the expression",
     );
     refused(Format::Tiktoken, b"IQ== 0\nIg== x\n", &llama(), "line 2 is not a token");
+    // As many ranks as Llama 3 has are not enough.
+    let many: String = (0..128_000u32)
+        .map(|rank| format!("{} {rank}\n", data_encoding::BASE64.encode(&rank.to_le_bytes())))
+        .collect();
+    refused(
+        Format::Tiktoken,
+        many.as_bytes(),
+        &llama(),
+        "128000 ranks of tiktoken's and not the expression",
+    );
     let twice = [&bytes[..], b"AAAAAA== 5\n"].concat();
     let error = small_tiktoken(&twice).unwrap_err();
     assert!(error.contains("two of its tokens have the rank 5"), "{error}");
@@ -244,6 +254,43 @@ fn rank_files_that_are_not_understood() {
     ] {
         assert!(!tiktoken::is_ranks(text), "{text:?}");
     }
+}
+
+/// A file that passes for Llama 3's; its special tokens stand in the configuration.
+#[test]
+fn llama3s_ranks_are_read() {
+    let token = |rank: u32| match rank {
+        0..256 => vec![rank as u8],
+        1917 => b" world".to_vec(),
+        9906 => b"Hello".to_vec(),
+        _ => rank.to_be_bytes().to_vec(),
+    };
+    let line = |rank| format!("{} {rank}\n", data_encoding::BASE64.encode(&token(rank)));
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(
+        dir.path().join("tokenizer.model"),
+        (0..128_000).map(line).collect::<String>(),
+    )
+    .unwrap();
+    let load = |config: Value| {
+        fs::write(dir.path().join("tokenizer_config.json"), config.to_string()).unwrap();
+        Tokenizer::load(dir.path())
+    };
+    let error = load(json!({})).unwrap_err().to_string();
+    assert!(error.contains("has no `added_tokens_decoder`"), "{error}");
+    let special = |content| json!({"content": content, "special": true});
+    let added = json!({"128000": special("<|begin_of_text|>"), "128001": special("<|eot_id|>")});
+    let config = json!({"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>", "added_tokens_decoder": added});
+    let tokenizer = load(config).unwrap();
+    assert_eq!(
+        tokenizer.encode("Hello world<|eot_id|>", true).unwrap(),
+        [128_000, 9906, 1917, 128_001]
+    );
+    assert_eq!((tokenizer.eos_id(), tokenizer.vocab_size()), (Some(128_001), 128_002));
+    let gap =
+        json!({"bos_token": "<|begin_of_text|>", "added_tokens_decoder": {"128005": special("<|begin_of_text|>")}});
+    let error = load(gap).unwrap_err().to_string();
+    assert!(error.contains("which is not the next free one"), "{error}");
 }
 
 #[test]
