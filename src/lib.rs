@@ -29,6 +29,7 @@ pub mod doctor;
 pub mod engine;
 #[cfg(feature = "faults")]
 pub mod faults;
+pub mod fetch;
 pub mod job;
 pub mod ledger;
 pub mod model;

@@ -55,7 +55,7 @@ fn what_is_wrong_is_named_and_hides_nothing_else() {
     let lines: Vec<&str> = wrong.stdout.lines().collect();
     assert_eq!(lines.len(), 3, "{}", wrong.stdout);
     for (line, words) in lines.iter().zip([
-        ["model", "WRONG", "hf download"],
+        ["model", "WRONG", "hf://Qwen/Qwen3-8B"],
         ["store", "WRONG", "mine.csv"],
         ["queue", "WRONG", "kafka://127.0.0.1:1/t"],
     ]) {

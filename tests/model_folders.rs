@@ -240,14 +240,14 @@ fn a_folder_of_models() {
 
 #[test]
 fn names_on_the_hub() {
-    let words = [
-        "`model`",
-        "nothing is downloaded",
-        "hf download org/name-8B --local-dir",
-    ];
-    for model in ["org/name-8B", "hf://org/name-8B", "https://huggingface.co/org/name-8B"] {
-        refused(model, &words);
-    }
+    refused(
+        "org/name-8B",
+        &["`model`", "there is no such folder", "write `hf://org/name-8B`"],
+    );
+    refused(
+        "https://huggingface.co/org/name-8B",
+        &["`model`", "`hf://organisation/name`"],
+    );
     refused("/no/such/folder", &["`model`", "/no/such/folder", "no such folder"]);
 }
 

@@ -1,6 +1,6 @@
 //! `gristmill bench`: the engine's throughput on this machine, without a job, a ledger or a queue.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -11,6 +11,7 @@ use crate::bench::{picture, trace};
 use crate::cli::args::{BatchingFeature, BenchArgs, LoadFormat};
 use crate::cli::device_choice::ResolvedDevice;
 use crate::cli::exit::{Exit, Failure};
+use crate::cli::model_source::bring_model;
 use crate::cli::prepare::print_warnings;
 use crate::cli::setup::{engine_options, load_model, load_on_device, load_options};
 use crate::device::Dtype;
@@ -28,7 +29,13 @@ use crate::tokenizer::Tokenizer;
 use crate::worker::model::Formats;
 
 pub(super) async fn bench(args: BenchArgs) -> Result<Exit, Failure> {
-    tokio::task::spawn_blocking(move || run(&args))
+    // A name is that of a folder or of a shape.
+    let dir = if args.model.contains("://") {
+        bring_model(&args.model, Path::new("")).await?.dir
+    } else {
+        PathBuf::from(&args.model)
+    };
+    tokio::task::spawn_blocking(move || run(&args, &dir))
         .await
         .context("the benchmark panicked")?
 }
@@ -37,13 +44,13 @@ pub(super) async fn bench(args: BenchArgs) -> Result<Exit, Failure> {
 struct BenchModel {
     config: Config,
     tokenizer: Arc<Tokenizer>,
-    /// Whether it has weights; otherwise they are random.
-    has_weights: bool,
+    /// The checkpoint's folder, if its weights are used; otherwise they are random.
+    weights: Option<PathBuf>,
 }
 
 impl BenchModel {
-    fn open(model: &str, format: LoadFormat) -> Result<BenchModel, Failure> {
-        let dir = Path::new(model);
+    /// `dir`: the folder of a checkpoint, or the name of a shape.
+    fn open(dir: &Path, format: LoadFormat) -> Result<BenchModel, Failure> {
         if dir.exists() {
             folder::check(dir).map_err(Failure::bad_job)?;
             let config = Config::load(dir).map_err(Failure::bad_job)?;
@@ -58,10 +65,11 @@ impl BenchModel {
             return Ok(BenchModel {
                 config,
                 tokenizer: Arc::new(tokenizer),
-                has_weights: format == LoadFormat::Auto,
+                weights: (format == LoadFormat::Auto).then(|| dir.to_path_buf()),
             });
         }
-        let Some(config) = shapes::named(model)? else {
+        let model = dir.to_string_lossy();
+        let Some(config) = shapes::named(&model)? else {
             let known: Vec<&str> = shapes::names().collect();
             return Err(Failure::bad_job(anyhow!(
                 "--model `{model}` is neither a folder nor a shape; shapes are {}",
@@ -71,13 +79,13 @@ impl BenchModel {
         Ok(BenchModel {
             tokenizer: Arc::new(Tokenizer::with_vocab_size(config.vocab_size)?),
             config,
-            has_weights: false,
+            weights: None,
         })
     }
 }
 
-fn run(args: &BenchArgs) -> Result<Exit, Failure> {
-    let bench_model = BenchModel::open(&args.model, args.load_format)?;
+fn run(args: &BenchArgs, dir: &Path) -> Result<Exit, Failure> {
+    let bench_model = BenchModel::open(dir, args.load_format)?;
     print_warnings(&bench_model.config.warnings);
     let eos: Arc<[u32]> = bench_model.config.eos_token_ids.clone().into();
     let vocab_size = bench_model.config.vocab_size.min(bench_model.tokenizer.vocab_size());
@@ -139,12 +147,11 @@ fn engine(
         device,
         &args.engine,
     )?;
-    if bench_model.has_weights {
-        let channels = ActivationMaxima::of_model(Path::new(&args.model), &bench_model.config, formats.precision);
+    if let Some(dir) = &bench_model.weights {
+        let channels = ActivationMaxima::of_model(dir, &bench_model.config, formats.precision);
         options.channels = channels.map_err(Failure::bad_job)?.map(Arc::new);
     }
-    let mut model: Box<dyn Forward + Send> = if bench_model.has_weights {
-        let dir = Path::new(&args.model);
+    let mut model: Box<dyn Forward + Send> = if let Some(dir) = &bench_model.weights {
         load_model(dir, bench_model.config.clone(), device, &options, &args.engine)?
     } else {
         let weights = RandomWeights {

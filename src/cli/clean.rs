@@ -7,7 +7,7 @@ use serde_json::json;
 use crate::cli::args::{CleanArgs, shell_word};
 use crate::cli::exit::{Exit, Failure};
 use crate::cli::output::ledger_at;
-use crate::report::summary::counted;
+use crate::report::summary::{counted, show_size};
 
 pub(super) async fn clean(args: CleanArgs) -> Result<Exit, Failure> {
     let ledger = ledger_at(&args.output).await?;
@@ -30,7 +30,7 @@ pub(super) async fn clean(args: CleanArgs) -> Result<Exit, Failure> {
         println!("{json}");
         return Ok(Exit::Done);
     }
-    let amount = format!("{}, {}", counted(cleaned.objects, "object"), size(cleaned.bytes));
+    let amount = format!("{}, {}", counted(cleaned.objects, "object"), show_size(cleaned.bytes));
     if args.yes {
         println!("job `{name}`: removed {amount}; parts, commits and `_SUCCESS` stay")
     } else {
@@ -40,25 +40,4 @@ pub(super) async fn clean(args: CleanArgs) -> Result<Exit, Failure> {
         )
     }
     Ok(Exit::Done)
-}
-
-/// A size in bytes, for the terminal.
-fn size(bytes: u64) -> String {
-    match bytes {
-        0..1_000_000 => format!("{:.1} kB", bytes as f64 / 1e3),
-        1_000_000..1_000_000_000 => format!("{:.1} MB", bytes as f64 / 1e6),
-        _ => format!("{:.1} GB", bytes as f64 / 1e9),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn sizes_read_well() {
-        assert_eq!(size(1_234), "1.2 kB");
-        assert_eq!(size(12_345_678), "12.3 MB");
-        assert_eq!(size(2_500_000_000), "2.5 GB");
-    }
 }

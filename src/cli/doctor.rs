@@ -1,6 +1,7 @@
 //! `gristmill doctor`: compares a GPU's kernels with the CPU before it is trusted with a night's
 //! job. For job files see `checkup.rs`.
 
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::anyhow;
@@ -10,6 +11,7 @@ use crate::cli::args::DoctorArgs;
 use crate::cli::checkup::checkup;
 use crate::cli::device_choice::ResolvedDevice;
 use crate::cli::exit::{Exit, Failure};
+use crate::cli::model_source::bring_model;
 use crate::cli::prepare::{print_signing, print_warnings};
 use crate::device::cpu::Threads;
 use crate::device::cuda::plan::Tile;
@@ -59,7 +61,11 @@ pub(super) async fn doctor(args: DoctorArgs) -> Result<Exit, Failure> {
             "`--queue` and `--kafka` are for a job: `gristmill doctor JOB.yaml`"
         )));
     }
-    let report = tokio::task::block_in_place(|| examine(&args))?;
+    let mut folders = Vec::new();
+    for model in &args.model {
+        folders.push(bring_model(model, Path::new("")).await?.dir);
+    }
+    let report = tokio::task::block_in_place(|| examine(&args, &folders))?;
     if args.json {
         println!("{}", serde_json::to_string(&report)?);
     }
@@ -67,7 +73,7 @@ pub(super) async fn doctor(args: DoctorArgs) -> Result<Exit, Failure> {
 }
 
 #[expect(clippy::too_many_lines, reason = "an examination, in order")]
-fn examine(args: &DoctorArgs) -> Result<DoctorReport, Failure> {
+fn examine(args: &DoctorArgs, folders: &[PathBuf]) -> Result<DoctorReport, Failure> {
     let ordinal = match args.device.resolve()? {
         ResolvedDevice::Cuda(ordinal) => ordinal,
         ResolvedDevice::Cpu => {
@@ -104,7 +110,7 @@ fn examine(args: &DoctorArgs) -> Result<DoctorReport, Failure> {
         println!("{HEADER}");
     }
     let mut subjects = families()?;
-    for dir in &args.model {
+    for dir in folders {
         let subject = TestModel::open(dir).map_err(Failure::bad_job)?;
         print_warnings(subject.warnings());
         subjects.push(subject);

@@ -7,8 +7,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::cli::exit::{Failure, one_line};
-use crate::cli::prepare::model_dir;
 use crate::dataset::store::location::Location;
+use crate::fetch::ModelAddress;
 use crate::job::Job;
 use crate::ledger::Ledger;
 use crate::ledger::keys::JOB;
@@ -316,10 +316,15 @@ pub(super) fn watched_job(ledger: &Ledger, access: &Access) -> Result<Job, Failu
     }
 }
 
-/// Why the operator's settings forbid to load the job's model; `None` if they allow it. A path that
-/// is no folder is reported later, when it is opened.
+/// Why the operator's settings forbid to load the job's model; `None` if they allow it. An address
+/// that leads nowhere is reported later, when it is opened.
 fn model_refusal(job: &Job, access: &Access) -> Option<String> {
-    access.model_refusal(&model_dir(job).ok()?)
+    match ModelAddress::parse(&job.model, &job.base_dir).ok()? {
+        ModelAddress::Folder(dir) if dir.exists() => access.model_refusal(&dir),
+        ModelAddress::Folder(_) => None,
+        ModelAddress::Hub(model) => access.fetched_model_refusal(&model.repository_address()),
+        ModelAddress::Store(location) => access.fetched_model_refusal(location.url.as_str()),
+    }
 }
 
 #[cfg(test)]

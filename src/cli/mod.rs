@@ -17,10 +17,12 @@ mod exit;
 mod extend;
 mod first_job;
 mod inputs;
+mod inspect;
 mod jobs;
 mod limits;
 mod log;
 mod man;
+mod model_source;
 mod on_finish;
 mod output;
 mod plan;
@@ -135,6 +137,7 @@ async fn run_command(command: Command) -> Result<Exit, Failure> {
         Command::Dashboard(args) => dashboard::dashboard(args).await,
         Command::Verify(args) => verify::verify(args).await,
         Command::Recheck(args) => recheck::recheck(args).await,
+        Command::Inspect(args) => inspect::inspect(args).await,
         Command::Calibrate(args) => calibrate::calibrate(args).await,
         Command::Submit(args) => submit::submit(args).await,
         Command::Cancel(args) => cancel::cancel(args).await,

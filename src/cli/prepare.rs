@@ -9,11 +9,11 @@ use anyhow::Context;
 use crate::cli::args::JobArgs;
 use crate::cli::device_choice::ResolvedDevice;
 use crate::cli::exit::Failure;
+use crate::cli::model_source::{open_job_model, output_location};
 use crate::cli::output::output_of;
 use crate::cli::recheck::RecheckSample;
 use crate::cli::sampling::SamplingReport;
 use crate::cli::setup::check_formats;
-use crate::cli::trial;
 use crate::dataset::DatasetError;
 use crate::dataset::output::{OutputColumns, OutputSchema};
 use crate::dataset::plan::Format;
@@ -30,7 +30,6 @@ use crate::job::thinking::ModelThinking;
 use crate::job::{JobError, Parameters, Renderer};
 use crate::ledger::keys::sha256;
 use crate::ledger::{JobDraft, JobIdentity, JobLimits, Ledger, LedgerError, Unfinished};
-use crate::model::folder;
 use crate::report::summary::{counted, number};
 use crate::signing::Signing;
 use crate::worker::model::{Formats, ModelFiles, PromptSettings};
@@ -72,20 +71,15 @@ impl PreparedJob {
         device: impl FnOnce() -> Result<ResolvedDevice, Failure>,
     ) -> Result<PreparedJob, Failure> {
         let parameters = Parameters::new(&args.set).map_err(|why| Failure::bad_job(anyhow::anyhow!(why)))?;
-        let job = Job::load(&args.path, &parameters).map_err(Failure::bad_job)?;
+        let mut job = Job::load(&args.path, &parameters).map_err(Failure::bad_job)?;
         let device = device()?;
         let job_formats = Formats::of_job(&job, device.precision());
         let recheck = job.recheck.as_ref();
         let recheck =
             recheck.map(|settings| RecheckSample::new(&job, job_formats, settings, "`report.recheck.precision`"));
         let recheck = recheck.transpose()?;
-        let model = ModelFiles::open(model_dir(&job)?).map_err(Failure::bad_job)?;
-        let output = output_of(&job)?;
-        let output = match limit {
-            // A trial is a job of its own, so that it does not touch the real output.
-            Some(rows) => trial::location(&job, &output, rows).await?,
-            None => output,
-        };
+        let model = open_job_model(&mut job, limit).await?;
+        let output = output_location(&job, limit).await?;
         Ok(PreparedJob {
             job: Arc::new(job),
             args: args.clone(),
@@ -569,32 +563,4 @@ pub(super) fn input_failure(error: anyhow::Error) -> Failure {
         None | Some(DatasetError::Store { .. }) => Failure::from(error),
         Some(_) => Failure::bad_job(error),
     }
-}
-
-/// The model's folder, which must be local.
-pub(super) fn model_dir(job: &Job) -> Result<PathBuf, Failure> {
-    let bad = |why: &str| Failure::bad_job(anyhow::anyhow!("{}: `model`: {why}", job.file));
-    if job.model.contains("://") && !job.model.starts_with("file://") {
-        if folder::hub_name(&job.model).is_some() {
-            return Err(bad(&format!(
-                "`{}`: {}",
-                job.model,
-                folder::missing_folder_message(&job.model)
-            )));
-        }
-        return Err(bad(&format!(
-            "`{}` cannot be loaded by this build: download the model and name its folder",
-            job.model
-        )));
-    }
-    let location = Location::parse(&job.model, &job.base_dir).map_err(Failure::bad_job)?;
-    let dir = location.local_path().ok_or_else(|| bad("is not a local folder"))?;
-    if !dir.exists() {
-        return Err(bad(&format!(
-            "`{}`: {}",
-            dir.display(),
-            folder::missing_folder_message(&job.model)
-        )));
-    }
-    Ok(dir)
 }

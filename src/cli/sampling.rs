@@ -1,5 +1,7 @@
 //! Resolves a job's sampling values before the job is planned, and reports their sources.
 
+use std::path::Path;
+
 use crate::cli::exit::{Failure, one_line};
 use crate::job::generate::{ConstraintSpec, Generate};
 use crate::job::sampling::{Defaults, Source};
@@ -37,11 +39,7 @@ impl SamplingReport {
                 warnings: Vec::new(),
             });
         }
-        let defaults = file.check().map_err(|error| {
-            Failure::bad_job(anyhow::anyhow!(
-                "{error}; `generate.defaults: neutral` goes on without what this file says of sampling"
-            ))
-        })?;
+        let defaults = check(&file)?;
         job.generate.take_defaults(&defaults);
         Ok(SamplingReport {
             line: job.generate.sampling_line(),
@@ -70,6 +68,27 @@ impl SamplingReport {
             warnings: warnings.into_iter().collect(),
         })
     }
+}
+
+/// The sampling values of a job of the checkpoint in `dir` that sets none, and warnings about them.
+///
+/// # Errors
+/// The checkpoint's file has invalid or unsupported settings.
+pub(super) fn default_sampling(dir: &Path) -> Result<(Generate, Vec<String>), Failure> {
+    let file = GenerationFile::load(dir).map_err(Failure::bad_job)?;
+    let defaults = check(&file)?;
+    let mut generate = Generate::unset().map_err(|why| anyhow::anyhow!(why))?;
+    generate.take_defaults(&defaults);
+    let warnings = warnings(&generate, &defaults, file.name());
+    Ok((generate, warnings))
+}
+
+fn check(file: &GenerationFile) -> Result<GenerationDefaults, Failure> {
+    file.check().map_err(|error| {
+        Failure::bad_job(anyhow::anyhow!(
+            "{error}; `generate.defaults: neutral` goes on without what this file says of sampling"
+        ))
+    })
 }
 
 fn warnings(generate: &Generate, defaults: &GenerationDefaults, file: &str) -> Vec<String> {

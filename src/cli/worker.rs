@@ -13,8 +13,9 @@ use crate::cli::enqueue::QueueTarget;
 use crate::cli::exit::{Exit, Failure, one_line};
 use crate::cli::first_job::{FirstJobSearch, FoundJob, SearchOutcome, watch_failure, watched_job};
 use crate::cli::limits::reached_line;
+use crate::cli::model_source::{open_model, open_recorded_model};
 use crate::cli::on_finish::{FinishNotifier, FinishNotifierTask};
-use crate::cli::prepare::{model_dir, print_signing, print_warnings};
+use crate::cli::prepare::{print_signing, print_warnings};
 use crate::cli::setup::{LoadedModel, render_threads, stop_on_signals, watchdog};
 use crate::dataset::store::location::Location;
 use crate::device::Precision;
@@ -220,9 +221,9 @@ async fn find_model(
     watched: &WatchedJobs,
     stop: &Stop,
 ) -> Result<ModelSearch, Failure> {
-    if let Some(dir) = &args.model {
+    if let Some(model) = &args.model {
         return Ok(ModelSearch::Model(Box::new(WantedModel {
-            files: ModelFiles::open(dir.clone()).map_err(Failure::bad_job)?,
+            files: open_model(model).await?,
             formats: Formats::of(args.precision, args.kv_cache, device.precision()),
             context: args.context,
             failing_outputs: Vec::new(),
@@ -258,7 +259,7 @@ async fn find_model(
         watched.push(first.ledger);
     }
     Ok(ModelSearch::Model(Box::new(WantedModel {
-        files: ModelFiles::open(model_dir(&first.job)?).map_err(Failure::bad_job)?,
+        files: open_recorded_model(&first.job).await?,
         formats,
         context: args.context.or(first.job.context),
         failing_outputs: first.failing_outputs,

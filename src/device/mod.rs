@@ -71,6 +71,8 @@ impl KvFormat {
 
 impl Precision {
     pub const ALL: [Precision; 4] = [Precision::F32, Precision::Bf16, Precision::Int8, Precision::Fp8];
+    /// The precisions that a CPU computes in.
+    pub const ON_CPU: [Precision; 3] = [Precision::F32, Precision::Bf16, Precision::Int8];
     /// The precisions that a GPU computes in.
     pub const ON_GPU: [Precision; 3] = [Precision::Bf16, Precision::Int8, Precision::Fp8];
 
@@ -123,6 +125,15 @@ impl Dtype {
         match self {
             Dtype::F32 => 4,
             Dtype::F16 | Dtype::Bf16 => 2,
+        }
+    }
+
+    /// The name in messages and in JSON.
+    pub fn name(self) -> &'static str {
+        match self {
+            Dtype::F32 => "f32",
+            Dtype::F16 => "f16",
+            Dtype::Bf16 => "bf16",
         }
     }
 }

@@ -73,6 +73,30 @@ pub struct ChatTemplate {
     accepts_parts: bool,
 }
 
+/// Texts by which a chat template's form is known, and the form's name. The first one that a
+/// template's source holds decides: some templates mention other forms' texts, too.
+const FORMS: [(&str, &str); 11] = [
+    ("<|start_header_id|>", "Llama 3"),
+    ("<|im_start|>", "ChatML"),
+    ("<start_of_turn>", "Gemma"),
+    ("<|channel|>", "Harmony"),
+    ("[SYSTEM_PROMPT]", "Mistral with system prompts"),
+    ("[INST]", "Llama 2 or Mistral"),
+    ("<｜Assistant｜>", "DeepSeek"),
+    ("<|START_OF_TURN_TOKEN|>", "Command R"),
+    ("<|start_of_role|>", "Granite"),
+    ("[gMASK]", "GLM"),
+    ("<|assistant|>", "roles as tokens (Phi 3, Zephyr)"),
+];
+
+/// The name of the form of conversations that a chat template writes. `None`: it is no known one.
+pub fn form_of(source: &str) -> Option<&'static str> {
+    FORMS
+        .iter()
+        .find(|(mark, _)| source.contains(mark))
+        .map(|(_, name)| *name)
+}
+
 impl ChatTemplate {
     /// Selects and compiles the template: the job's choice, else `tool_use` if the checkpoint has
     /// it and the job gives tools, else `default`. `now` is the time that `strftime_now` returns.

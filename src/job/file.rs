@@ -38,7 +38,7 @@ fn recheck_precision_names() -> Vec<Option<&'static str>> {
 pub struct JobFile {
     /// Name of the job, for reports.
     pub name: String,
-    /// The checkpoint: a folder (relative to this file) in the Hugging Face layout.
+    /// The checkpoint in the Hugging Face layout: a folder (relative to this file), `hf://organisation/name@revision`, or a folder in a bucket.
     pub model: String,
     /// Number format to compute in. `auto` is what suits the device: `f32` on a CPU.
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -84,6 +84,14 @@ impl ConstraintSpec {
 }
 
 impl Generate {
+    /// The settings of a job that sets nothing, before it takes its checkpoint's.
+    ///
+    /// # Errors
+    /// None: an empty block is valid.
+    pub fn unset() -> Result<Generate, String> {
+        Generate::check(&GenerateFile::default()).map_err(|error| error.to_string())
+    }
+
     /// Checks a job's `generate` block, or a batch line's body.
     pub(super) fn check(file: &GenerateFile) -> Result<Generate, FieldError> {
         let stop = file.stop.clone().map(|stop| stop.into_vec()).unwrap_or_default();

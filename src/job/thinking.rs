@@ -207,7 +207,7 @@ impl ModelThinking {
     ///
     /// # Errors
     /// The model cannot think as the job requires. The error is one line without a location.
-    pub(super) fn detect(
+    pub fn detect(
         generate: &Generate,
         tokenizer: &Tokenizer,
         chat: Option<&ChatTemplate>,
@@ -217,8 +217,7 @@ impl ModelThinking {
             return Ok(None);
         };
         let source = chat.map(ChatTemplate::source).unwrap_or_default();
-        let mentions = |pair: &&Delimiters<'_>| source.contains(pair.open) || source.contains(pair.close);
-        let known = KNOWN_DELIMITERS.iter().filter(mentions).copied();
+        let known = known_delimiters(source);
         let own = spec
             .delimiters
             .as_ref()
@@ -378,6 +377,18 @@ impl ModelThinking {
             }),
         })
     }
+}
+
+/// The known pairs that a chat template mentions.
+fn known_delimiters(source: &str) -> impl Iterator<Item = Delimiters<'static>> + Clone {
+    let mentions = |pair: &&Delimiters<'_>| source.contains(pair.open) || source.contains(pair.close);
+    KNOWN_DELIMITERS.iter().filter(mentions).copied()
+}
+
+/// The first known pair of delimiters that a chat template mentions: what can be said of a model
+/// without its vocabulary.
+pub fn mentioned_delimiters(source: &str) -> Option<(&'static str, &'static str)> {
+    known_delimiters(source).map(|pair| (pair.open, pair.close)).next()
 }
 
 /// The result if no delimiters can be detected by ids. `split_pair` is a pair that prompts contain

@@ -50,34 +50,39 @@ pub fn check(path: &Path) -> Result<(), ModelError> {
 /// # Errors
 /// There are no weights, or only weights in another format, which the error names.
 pub fn check_weights(dir: &Path) -> Result<(), ModelError> {
-    let folder = ModelFolder::list(dir)?;
-    if folder.has(WEIGHTS) || folder.has(INDEX) {
-        Ok(())
-    } else {
-        Err(folder.no_weights_error())
+    if has_weights(dir)? {
+        return Ok(());
     }
+    let message = format!("there is neither `{WEIGHTS}` nor `{INDEX}`");
+    Err(ModelError::broken(dir, message))
+}
+
+/// Whether a folder holds weights in a supported format.
+///
+/// # Errors
+/// There are only weights in another format, which the error names.
+pub fn has_weights(dir: &Path) -> Result<bool, ModelError> {
+    let folder = ModelFolder::list(dir)?;
+    if folder.has_weights() {
+        return Ok(true);
+    }
+    folder.other_weights_error().map_or(Ok(false), Err)
 }
 
 /// The error message for a model folder that does not exist. If it looks like a name on the Hugging
-/// Face hub, the message says how to download the model.
+/// Face hub, the message says how to have it fetched.
 pub fn missing_folder_message(model: &str) -> String {
     match hub_name(model) {
         Some(name) => format!(
-            "there is no such folder, and nothing is downloaded: if `{name}` is a model on the Hugging Face hub, fetch it with \
-             `hf download {name} --local-dir FOLDER` and give that folder"
+            "there is no such folder; if `{name}` is a model on the Hugging Face hub, write `hf://{name}`, and it is fetched"
         ),
         None => "there is no such folder".into(),
     }
 }
 
 /// The `organisation/name` of a model on the hub; `None` if `model` has another form.
-pub fn hub_name(model: &str) -> Option<&str> {
-    let prefixes = ["hf://", "https://huggingface.co/", "https://hf.co/"];
-    let name = prefixes
-        .into_iter()
-        .find_map(|prefix| model.strip_prefix(prefix))
-        .unwrap_or(model);
-    let name = name.trim_end_matches('/');
+fn hub_name(model: &str) -> Option<&str> {
+    let name = model.trim_end_matches('/');
     let is_word = |word: &str| {
         let fits = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
         word.starts_with(|c: char| c.is_ascii_alphanumeric()) && word.chars().all(fits)
@@ -271,15 +276,15 @@ impl ModelFolder<'_> {
         )
     }
 
-    /// The error for a folder without weights in a supported format. It names the weights that
-    /// exist.
-    fn no_weights_error(&self) -> ModelError {
-        let unsupported = |message: String| ModelError::unsupported(self.dir, message);
+    /// The error for a folder with weights only in an unsupported format, which it names. `None`:
+    /// there are no weights.
+    fn other_weights_error(&self) -> Option<ModelError> {
+        let unsupported = |message: String| Some(ModelError::unsupported(self.dir, message));
         if let Some(name) = self.find(is_shard) {
-            return ModelError::broken(
+            return Some(ModelError::broken(
                 self.dir,
                 format!("`{INDEX}` is missing, which says what is in `{name}` and the others: fetch it"),
-            );
+            ));
         }
         if self.find(is_consolidated).is_some()
             && let Some(message) = self.native_layout_message()
@@ -316,7 +321,7 @@ impl ModelFolder<'_> {
                 "weights are there only for another framework (`{name}`): fetch or save them as safetensors"
             ));
         }
-        ModelError::broken(self.dir, format!("there is neither `{WEIGHTS}` nor `{INDEX}`"))
+        None
     }
 
     /// Refuses Git LFS pointers in place of files, and links whose target is missing.
@@ -390,8 +395,7 @@ mod tests {
     fn hub_names_are_distinguished_from_paths() {
         for (model, name) in [
             ("Qwen/Qwen3-8B", Some("Qwen/Qwen3-8B")),
-            ("hf://meta-llama/Llama-3.2-1B/", Some("meta-llama/Llama-3.2-1B")),
-            ("https://huggingface.co/google/gemma-2-2b", Some("google/gemma-2-2b")),
+            ("meta-llama/Llama-3.2-1B/", Some("meta-llama/Llama-3.2-1B")),
             ("models/a/b", None),
             ("./models", None),
             ("../models", None),

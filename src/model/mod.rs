@@ -16,6 +16,7 @@ pub mod folder;
 mod pool;
 pub mod rope;
 pub mod shapes;
+pub mod size;
 mod tensors;
 mod times;
 pub mod transformer;

@@ -6,6 +6,7 @@ use crate::device::batch::StepBatch;
 use crate::device::{Device, DeviceError, Precision};
 use crate::model::config::Config;
 use crate::model::error::ModelError;
+use crate::model::size::ModelSize;
 
 /// Device memory that stays free for allocations that cannot be foreseen: kernels that load later,
 /// and fragmentation.
@@ -75,7 +76,8 @@ pub(super) fn check_fits<D: Device>(device: &D, config: &Config, precision: Prec
     let Some(free) = device.free_bytes()? else {
         return Ok(());
     };
-    let (linear, tables) = weight_bytes(config, precision);
+    let size = ModelSize::of(config);
+    let (linear, tables) = (size.linear_bytes(precision), size.gpu_table_bytes());
     if linear + tables <= free {
         return Ok(());
     }
@@ -90,17 +92,6 @@ pub(super) fn check_fits<D: Device>(device: &D, config: &Config, precision: Prec
         if precision.bits() > 8 { "ask for 8 bits, or take a larger card" } else { "take a larger card" },
     ))
     .into())
-}
-
-/// Bytes of the linear layers' weights, and bytes of the embedding table and output head.
-fn weight_bytes(config: &Config, precision: Precision) -> (u64, u64) {
-    let (hidden, mlp) = (config.hidden_size as u64, config.intermediate_size as u64);
-    let heads = config.heads;
-    let attended = (heads.heads * heads.head_dim) as u64;
-    let layer_weights = hidden * (heads.qkv_width() as u64 + attended) + 3 * hidden * mlp;
-    let linear = config.layers.len() as u64 * layer_weights * u64::from(precision.bits()) / 8;
-    let tables = if config.tied_embeddings { 1 } else { 2 };
-    (linear, tables * config.vocab_size as u64 * hidden * 2)
 }
 
 /// The number of whole blocks that fit into `bytes`, or, for `None`, into the device's free memory
@@ -136,15 +127,6 @@ pub(super) fn blocks_in_free_memory<D: Device>(
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn weight_bytes_of_a_published_model() {
-        let config = crate::model::shapes::named("llama-3.1-8b").unwrap().unwrap();
-        let (linear, tables) = weight_bytes(&config, Precision::Fp8);
-        // 8.03 billion parameters, 1.05 billion of them in the two tables.
-        assert_eq!((linear, tables), (6_979_321_856, 2 * 2 * 128_256 * 4096));
-        assert_eq!(weight_bytes(&config, Precision::Bf16).0, 2 * linear);
-    }
 
     #[test]
     fn the_largest_step_is_valid() {

@@ -87,15 +87,7 @@ pub fn named(name: &str) -> Result<Option<Config>, ModelError> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    /// Number of parameters, counted as the publishers do.
-    fn parameters(config: &Config) -> usize {
-        let heads = config.heads;
-        let attention = config.hidden_size * (heads.qkv_width() + heads.heads * heads.head_dim);
-        let mlp = 3 * config.hidden_size * config.intermediate_size;
-        let tables = if config.tied_embeddings { 1 } else { 2 } * config.vocab_size * config.hidden_size;
-        config.layers.len() * (attention + mlp) + tables
-    }
+    use crate::model::size::ModelSize;
 
     #[test]
     fn every_shape_has_the_size_that_its_name_says() {
@@ -112,7 +104,7 @@ mod tests {
             ("gemma-3-4b", 3_880),
         ] {
             let config = named(name).unwrap().unwrap();
-            let found = parameters(&config) as f64 / 1e6;
+            let found = ModelSize::of(&config).parameters() as f64 / 1e6;
             assert!(
                 (found / f64::from(millions) - 1.0).abs() < 0.01,
                 "{name}: {found:.0} million"

@@ -163,12 +163,7 @@ impl Header {
     /// The tensor is missing, has another shape, or has an unsupported number format.
     pub fn check_tensor(&self, name: &str, rows: Option<usize>, columns: usize) -> Result<Dtype, ModelError> {
         let dtype = self.check_shape(name, rows, columns)?;
-        match dtype {
-            safetensors::Dtype::F32 => Ok(Dtype::F32),
-            safetensors::Dtype::F16 => Ok(Dtype::F16),
-            safetensors::Dtype::BF16 => Ok(Dtype::Bf16),
-            other => Err(self.wrong_dtype(name, other, "F32, F16 and BF16 are read")),
-        }
+        supported(dtype).ok_or_else(|| self.wrong_dtype(name, dtype, "F32, F16 and BF16 are read"))
     }
 
     /// As [`check_tensor`](Self::check_tensor), for a tensor of bytes.
@@ -198,6 +193,16 @@ impl Header {
             ));
         }
         Ok(entry.dtype)
+    }
+}
+
+/// The number format, if weights are read in it.
+fn supported(dtype: safetensors::Dtype) -> Option<Dtype> {
+    match dtype {
+        safetensors::Dtype::F32 => Some(Dtype::F32),
+        safetensors::Dtype::F16 => Some(Dtype::F16),
+        safetensors::Dtype::BF16 => Some(Dtype::Bf16),
+        _ => None,
     }
 }
 
@@ -269,6 +274,20 @@ impl Weights {
 
     pub fn headers(&self) -> &Headers {
         &self.headers
+    }
+
+    /// The number format of most bytes of the weights. `None`: it is none that is supported.
+    pub fn main_dtype(&self) -> Option<Dtype> {
+        let entries = || self.headers.files.iter().flat_map(|file| file.tensors.values());
+        let bytes = |dtype| -> usize {
+            let of_dtype = entries().filter(|entry| supported(entry.dtype) == Some(dtype));
+            of_dtype.map(|entry| entry.bytes.len()).sum()
+        };
+        let (most, dtype) = [Dtype::F32, Dtype::F16, Dtype::Bf16]
+            .map(|dtype| (bytes(dtype), dtype))
+            .into_iter()
+            .max_by_key(|(bytes, _)| *bytes)?;
+        (most > 0).then_some(dtype)
     }
 }
 
@@ -448,7 +467,7 @@ fn no_weights_error(dir: &Path) -> Result<ModelError, ModelError> {
         Some(pickle) => ModelError::unsupported(
             dir,
             format!(
-                "weights are there the only weights are pickle files (`{pickle}`), which can run code when it is read; convert them to \
+                "the only weights are pickle files (`{pickle}` is one), which can run code when they are read: convert them to \
                  safetensors"
             ),
         ),

@@ -248,9 +248,25 @@ pub fn counted(n: u64, noun: &str) -> String {
     format!("{} {noun}{}", number(n), if n == 1 { "" } else { "s" })
 }
 
+/// Formats a size in bytes.
+pub fn show_size(bytes: u64) -> String {
+    match bytes {
+        0..1_000_000 => format!("{:.1} kB", bytes as f64 / 1e3),
+        1_000_000..1_000_000_000 => format!("{:.1} MB", bytes as f64 / 1e6),
+        _ => format!("{:.1} GB", bytes as f64 / 1e9),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn sizes_read_well() {
+        assert_eq!(show_size(1_234), "1.2 kB");
+        assert_eq!(show_size(12_345_678), "12.3 MB");
+        assert_eq!(show_size(2_500_000_000), "2.5 GB");
+    }
 
     #[test]
     fn numbers_read_well() {

@@ -311,7 +311,7 @@ mod tests {
     async fn service(tenants: [&str; 3], batches: usize) -> (Arc<Service>, Vec<BatchKey>) {
         let model = ServedModel {
             name: "demo".into(),
-            folder: "/nowhere".into(),
+            address: "/nowhere".into(),
             job: serde_json::Map::new(),
         };
         let metrics = ServeMetrics::new(None).unwrap();

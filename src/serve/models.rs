@@ -1,6 +1,6 @@
 //! The models that the service offers, by the names that clients use.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use serde::Deserialize;
 use serde_json::{Map, Value};
@@ -17,8 +17,8 @@ const NAME_CHARS_MAX: usize = 256;
 pub struct ServedModel {
     /// As clients name it in `model`.
     pub name: String,
-    /// The folder of its checkpoint.
-    pub folder: PathBuf,
+    /// The address of its checkpoint: a folder's full path, `hf://…`, or a folder in a bucket.
+    pub address: String,
     /// The job fields `precision`, `kv_cache`, `context`, `generate`, `shards` and `budget` that its
     /// batches have, as a job file would hold them.
     pub job: Map<String, Value>,
@@ -35,8 +35,8 @@ struct ModelsFile {
 #[serde(deny_unknown_fields)]
 struct ModelFile {
     name: String,
-    /// Relative to the file.
-    model: PathBuf,
+    /// A path is relative to the file.
+    model: String,
     precision: Option<Value>,
     kv_cache: Option<Value>,
     context: Option<Value>,
@@ -84,7 +84,11 @@ fn parse(text: &str, folder: &Path) -> Result<Vec<ServedModel>, String> {
             .filter_map(|(name, value)| Some((name.to_string(), value?)));
         models.push(ServedModel {
             name: entry.name,
-            folder: folder.join(entry.model),
+            address: if entry.model.contains("://") {
+                entry.model
+            } else {
+                folder.join(entry.model).display().to_string()
+            },
             job: given.collect(),
         });
     }
@@ -100,7 +104,7 @@ mod tests {
     fn a_model_has_a_folder_beside_the_file_and_fields_of_a_job() {
         let text = "models:\n- name: demo\n  model: demo/model\n  precision: f32\n  generate: {max_tokens: 8}\n";
         let models = parse(text, Path::new("/srv")).unwrap();
-        assert_eq!(models[0].folder, Path::new("/srv/demo/model"));
+        assert_eq!(models[0].address, "/srv/demo/model");
         let job = json!({"precision": "f32", "generate": {"max_tokens": 8}});
         assert_eq!(Value::from(models[0].job.clone()), job);
     }

@@ -28,9 +28,9 @@ pub(crate) struct DoctorArgs {
     /// Small sizes only, and no times
     #[arg(long)]
     pub quick: bool,
-    /// A checkpoint's folder, to be held against the CPU besides the small models that are built in; may be given several times
-    #[arg(long, value_name = "DIR")]
-    pub model: Vec<PathBuf>,
+    /// A checkpoint (a folder, `hf://organisation/name`, or a folder in a bucket), to be held against the CPU besides the small models that are built in; may be given several times
+    #[arg(long, value_name = "MODEL")]
+    pub model: Vec<String>,
     /// A format to examine (default: all that the card computes in); may be given several times
     #[arg(long = "precision", value_name = "FORMAT", value_parser = gpu_precision())]
     pub formats: Vec<Precision>,

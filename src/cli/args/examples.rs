@@ -29,6 +29,11 @@ Examples:
   gristmill serve --store ./batches --models models.yaml --work
   gristmill serve --store s3://bucket/batches --models models.yaml --queue kafka://broker:9092/batches";
 
+pub(super) const INSPECT: &str = "\
+Examples:
+  gristmill inspect models/qwen3-8b   family, parameters, memory at each precision, chat template, sampling
+  gristmill inspect hf://Qwen/Qwen3-8B --json   of a model on the hub, for programs";
+
 pub(super) const DASHBOARD: &str = "\
 Examples:
   gristmill dashboard out/labels   one job, at http://127.0.0.1:8680
@@ -44,7 +49,7 @@ mod tests {
 
     #[test]
     fn examples_are_command_lines_of_the_program() {
-        for text in [RUN, PLAN, SUBMIT, WORKER, SERVE, DASHBOARD] {
+        for text in [RUN, PLAN, SUBMIT, WORKER, SERVE, INSPECT, DASHBOARD] {
             let lines = text.strip_prefix("Examples:\n").expect("a heading").lines();
             for line in lines {
                 let command = line.trim().split("   ").next().unwrap_or_default();

@@ -6,6 +6,7 @@ mod dashboard;
 mod doctor;
 mod examples;
 mod formats;
+mod inspect;
 mod jobs;
 mod serve;
 mod traces;
@@ -28,6 +29,7 @@ pub(super) use bench::{BatchingFeature, BenchArgs, LoadFormat};
 pub(super) use completions::{CompletionsArgs, ManArgs};
 pub(super) use dashboard::DashboardArgs;
 pub(super) use doctor::DoctorArgs;
+pub(super) use inspect::InspectArgs;
 pub(super) use jobs::JobsArgs;
 pub(super) use serve::ServeArgs;
 pub(super) use traces::TraceArgs;
@@ -78,6 +80,9 @@ pub(super) enum Command {
     Verify(VerifyArgs),
     /// Run a sample of a finished job's rows again in a higher precision, and say how many answers are the same
     Recheck(RecheckArgs),
+    /// Say what a checkpoint is, how much memory it needs, and what it is refused for, if anything; its weights need not be there
+    #[command(after_help = examples::INSPECT)]
+    Inspect(InspectArgs),
     /// Measure how large a model's channels get on a job's prompts, to balance its weights by for 8 bits
     Calibrate(CalibrateArgs),
     /// Stop a job for good: workers write what is finished and start nothing more
@@ -172,9 +177,10 @@ pub(super) struct WorkerArgs {
     /// A property of librdkafka, such as session.timeout.ms=10000; may be given several times
     #[arg(long, value_name = "PROPERTY=VALUE", value_parser = property)]
     pub kafka: Vec<(String, String)>,
-    /// The checkpoint's folder (default: the model of the first shard that comes)
-    #[arg(long, value_name = "DIR")]
-    pub model: Option<PathBuf>,
+    /// The checkpoint: a folder, `hf://organisation/name@revision`, or a folder in a bucket (default: the model of the first shard
+    /// that comes)
+    #[arg(long, value_name = "MODEL")]
+    pub model: Option<String>,
     /// Number format to compute in, where --model names the checkpoint
     #[arg(long, value_name = "FORMAT", default_value = "auto", value_parser = requested_precision())]
     pub precision: RequestedPrecision,
@@ -209,7 +215,8 @@ pub(super) struct WorkerArgs {
     /// Where inputs may lie besides; web servers are read only where they are listed
     #[arg(long, value_name = "PREFIX", env = "GRISTMILL_ACCEPT_INPUTS", value_delimiter = ',')]
     pub accept_inputs: Vec<String>,
-    /// Where a model may lie that a job names, without --model
+    /// Where a model may lie that a job names, without --model; models on the hub (`hf://organisation/`) and in buckets are fetched
+    /// only where they are listed
     #[arg(long, value_name = "PREFIX", env = "GRISTMILL_ACCEPT_MODELS", value_delimiter = ',')]
     pub accept_models: Vec<String>,
     #[command(flatten)]

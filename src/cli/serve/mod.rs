@@ -62,13 +62,13 @@ pub(super) async fn serve(args: ServeArgs) -> Result<Exit, Failure> {
         Some(path) => Webhooks::load(path, &keys).map_err(bad)?,
         None => Webhooks::default(),
     };
-    let models = load_models(&args.models).map_err(bad)?;
+    let mut models = load_models(&args.models).map_err(bad)?;
     let device = if args.work {
         args.engine.device.resolve()?
     } else {
         args.engine.device.resolve_for_workers()?
     };
-    let opened = Arc::new(OpenModel::open_all(&models, device)?);
+    let opened = Arc::new(OpenModel::open_all(&mut models, device).await?);
     let here = std::env::current_dir()?;
     let root = Location::parse(&args.store, &here).map_err(Failure::bad_job)?;
     if root.is_web() {

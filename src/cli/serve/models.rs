@@ -7,6 +7,7 @@ use serde_json::{Map, Value, json};
 
 use crate::cli::device_choice::ResolvedDevice;
 use crate::cli::exit::Failure;
+use crate::cli::model_source::bring_model;
 use crate::cli::prepare::{PreparedJob, print_warnings};
 use crate::job::{Job, JobFile, Parameters};
 use crate::serve::driver::BatchJob;
@@ -25,20 +26,26 @@ pub(super) struct OpenModel {
 
 impl OpenModel {
     /// Opens the files of all models, and checks the fields of jobs that the file of models gives.
-    pub(super) fn open_all(
-        models: &[ServedModel],
+    /// The address of a fetched model becomes that of exactly these files.
+    pub(super) async fn open_all(
+        models: &mut [ServedModel],
         device: ResolvedDevice,
     ) -> Result<HashMap<String, OpenModel>, Failure> {
-        let opened = models.iter().map(|model| {
-            let opened = OpenModel::open(model, device);
+        let mut all = HashMap::new();
+        for model in models {
+            let opened = OpenModel::open(model, device).await;
             let opened = opened.map_err(|failure| failure.context(at(&model.name)))?;
-            Ok((model.name.clone(), opened))
-        });
-        opened.collect()
+            all.insert(model.name.clone(), opened);
+        }
+        Ok(all)
     }
 
-    fn open(model: &ServedModel, device: ResolvedDevice) -> Result<OpenModel, Failure> {
-        let files = ModelFiles::open(model.folder.clone()).map_err(Failure::bad_job)?;
+    async fn open(model: &mut ServedModel, device: ResolvedDevice) -> Result<OpenModel, Failure> {
+        let local = bring_model(&model.address, Path::new("/")).await?;
+        if let Some(pinned) = local.pinned {
+            model.address = pinned;
+        }
+        let files = ModelFiles::open(local.dir).map_err(Failure::bad_job)?;
         print_warnings(&files.config.warnings);
         let batch = BatchJob::for_check(model).map_err(Failure::bad_job)?;
         let mut prepared = PreparedJob::of_request(job_of(&batch)?, files.clone(), device)?;
@@ -97,7 +104,7 @@ fn job_fields(batch: &BatchJob) -> Map<String, Value> {
     let deadline = format!("{}s", batch.deadline_seconds);
     section("budget", json!({"deadline": deadline, "unfinished": "expire"}));
     fields.insert("name".into(), batch.name.clone().into());
-    fields.insert("model".into(), batch.model.folder.display().to_string().into());
+    fields.insert("model".into(), batch.model.address.clone().into());
     fields.insert(
         "input".into(),
         json!({"uri": batch.input.url.as_str(), "format": "openai_batch"}),

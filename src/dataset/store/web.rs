@@ -23,6 +23,11 @@ use super::hosts::{is_link_local, is_link_local_url};
 /// Maximum redirects per request, about as many as in browsers and in reqwest itself.
 const REDIRECTS_MAX: usize = 10;
 
+/// Maximum seconds without a byte of a download.
+const READ_SECONDS_MAX: u64 = 60;
+/// Maximum seconds until a download's server is connected.
+const CONNECT_SECONDS_MAX: u64 = 10;
+
 /// Returns whether a redirect to an address may be followed.
 pub type MayFollow = Arc<dyn Fn(&Url) -> bool + Send + Sync>;
 
@@ -89,17 +94,10 @@ impl WebConnector {
 
     /// A client that resolves names with `lookup`.
     fn client(&self, lookup: Lookup) -> reqwest::Result<reqwest::Client> {
-        let exempt_name = self.exempt_name();
-        reqwest::Client::builder()
-            .user_agent(concat!("gristmill/", env!("CARGO_PKG_VERSION")))
+        client_builder(&self.server, self.exempt_name(), lookup)
             .timeout(self.timeout)
             .connect_timeout(self.connect_timeout)
-            // Plain HTTP is allowed if the address says `http://`; a redirect from `https://` must
-            // not lead to an unencrypted response.
-            .http1_only()
-            .https_only(self.server.scheme() != "http")
             .redirect(self.redirect_policy())
-            .dns_resolver(Arc::new(LinkLocalFilter { exempt_name, lookup }))
             .build()
     }
 }
@@ -123,17 +121,43 @@ pub fn post_client(url: &Url, timeout: Duration) -> reqwest::Result<reqwest::Cli
 }
 
 fn post_client_with(lookup: Lookup, url: &Url, timeout: Duration) -> reqwest::Result<reqwest::Client> {
+    client_builder(url, None, lookup)
+        .timeout(timeout)
+        .redirect(redirect::Policy::none())
+        .build()
+}
+
+/// A client for downloads from `server`, a person's own choice. A download may take any time, but
+/// its bytes must not pause for `READ_SECONDS_MAX`. If it `follows` redirects, they do not lead to
+/// link-local addresses, and other servers get no token.
+pub fn download_client(server: &Url, follows: bool) -> reqwest::Result<reqwest::Client> {
+    let connector = WebConnector {
+        server: server.clone(),
+        timeout: Duration::from_secs(READ_SECONDS_MAX),
+        connect_timeout: Duration::from_secs(CONNECT_SECONDS_MAX),
+        may_follow: None,
+    };
+    let policy = if follows {
+        connector.redirect_policy()
+    } else {
+        redirect::Policy::none()
+    };
+    client_builder(server, connector.exempt_name(), system_lookup)
+        .read_timeout(connector.timeout)
+        .connect_timeout(connector.connect_timeout)
+        .redirect(policy)
+        .build()
+}
+
+/// What all clients for `server` have in common.
+fn client_builder(server: &Url, exempt_name: Option<String>, lookup: Lookup) -> reqwest::ClientBuilder {
     reqwest::Client::builder()
         .user_agent(concat!("gristmill/", env!("CARGO_PKG_VERSION")))
-        .timeout(timeout)
         .http1_only()
-        .https_only(url.scheme() != "http")
-        .redirect(redirect::Policy::none())
-        .dns_resolver(Arc::new(LinkLocalFilter {
-            exempt_name: None,
-            lookup,
-        }))
-        .build()
+        // Plain HTTP is allowed if the address says `http://`; a redirect from `https://` must not
+        // lead to an unencrypted response.
+        .https_only(server.scheme() != "http")
+        .dns_resolver(Arc::new(LinkLocalFilter { exempt_name, lookup }))
 }
 
 /// Resolves a name to its addresses.

@@ -56,6 +56,11 @@ pub const BLOCK_TOKENS: usize = 16;
 /// Attention over a common prefix is shared by sequences in whole spans.
 const SPAN_TOKENS: usize = 64;
 
+/// Bytes of a layer's keys and values of one block.
+pub fn kv_block_bytes(heads: HeadShape, format: KvFormat) -> usize {
+    KvPool::block_bytes(heads, format)
+}
+
 /// A CPU with its threads, computing in one precision. (Weights are packed on rayon's global thread
 /// pool instead.)
 pub struct Cpu {
@@ -305,7 +310,7 @@ impl Device for Cpu {
     }
 
     fn kv_block_bytes(&self, heads: HeadShape) -> usize {
-        KvPool::block_bytes(heads, self.kv_format)
+        kv_block_bytes(heads, self.kv_format)
     }
 
     fn free_bytes(&self) -> Result<Option<u64>, DeviceError> {

@@ -8,7 +8,22 @@ use super::driver::Argument;
 use super::memory::{Buffer, KvPool, Workspace, address, ensure_capacity};
 use super::plan::{self, KernelFormat};
 use super::{Cuda, Step};
-use crate::device::{Attention, DeviceError};
+use crate::device::{Attention, DeviceError, HeadShape};
+
+/// Refuses heads that the kernels of attention do not compute.
+///
+/// # Errors
+/// The size of the heads or their number is not supported.
+pub fn check_heads(heads: HeadShape) -> Result<(), DeviceError> {
+    let multiple = if heads.head_dim <= 128 { 16 } else { 32 };
+    if !heads.head_dim.is_multiple_of(multiple) || heads.head_dim > 256 || heads.heads / heads.kv_heads > 64 {
+        return Err(DeviceError::Unsupported(format!(
+            "the model has {} heads of {} numbers over {} key and value heads; the GPU's kernels take heads of multiples of 16 up to 128 and of 32 up to 256, up to 64 of them to a key and value head: compute with `--device cpu`",
+            heads.heads, heads.head_dim, heads.kv_heads
+        )));
+    }
+    Ok(())
+}
 
 impl Cuda {
     /// Implements [`attention`](crate::device::Device::attention).

@@ -9,7 +9,7 @@ use half::bf16;
 use super::draw::Drawing;
 use super::driver::{Argument, Context, Memory, Pinned, PinnedTransfer};
 use super::plan::{BLOCK_TOKENS, KernelFormat};
-use crate::device::{DeviceError, HeadShape};
+use crate::device::{DeviceError, HeadShape, KvFormat};
 
 /// Activations: `[rows][width]`.
 pub struct Buffer {
@@ -159,6 +159,17 @@ pub(super) fn block_bytes(heads: HeadShape, format: KernelFormat) -> (usize, usi
     let vectors = heads.kv_heads * BLOCK_TOKENS as usize;
     let scales = if format.is_scaled() { vectors * 4 } else { 0 };
     (vectors * heads.head_dim * format.bytes(), scales)
+}
+
+/// Bytes of a layer's keys and values of one block. `None`: a GPU keeps none in this format.
+pub fn kv_block_bytes(heads: HeadShape, format: KvFormat) -> Option<usize> {
+    KernelFormat::of_kv(format).map(|format| block_pair_bytes(heads, format))
+}
+
+/// Bytes of keys and values of one block, with their scales.
+pub(super) fn block_pair_bytes(heads: HeadShape, format: KernelFormat) -> usize {
+    let (data, scales) = block_bytes(heads, format);
+    2 * (data + scales)
 }
 
 /// Copies a buffer's rows to the host as F32; quantized values are multiplied by their scales.

@@ -38,14 +38,15 @@ mod step;
 mod tuning;
 mod weights;
 
+pub use attention::check_heads;
 use by_library::CublasLtMatmul;
 pub use by_library::MatmulBackend;
 pub use ceilings::Ceilings;
 use compile::{CompileTarget, Kernel, KernelCompiler};
 use draw::Drawing;
 use driver::{Argument, Card, Context, Function, Memory};
-pub use memory::{Buffer, KvPool, Workspace};
-use memory::{Logits, block_bytes};
+pub use memory::{Buffer, KvPool, Workspace, kv_block_bytes};
+use memory::{Logits, block_bytes, block_pair_bytes};
 use nvrtc::Nvrtc;
 use plan::{AttentionShape, BLOCK_TOKENS, KernelFormat, Launch, Tile};
 pub use step::Step;
@@ -298,13 +299,7 @@ impl Device for Cuda {
     }
 
     fn step(&self, heads: HeadShape, ropes: Vec<RopeSpec>, specs: &[KvSpec]) -> Result<Step, DeviceError> {
-        let multiple = if heads.head_dim <= 128 { 16 } else { 32 };
-        if !heads.head_dim.is_multiple_of(multiple) || heads.head_dim > 256 || heads.heads / heads.kv_heads > 64 {
-            return Err(DeviceError::Unsupported(format!(
-                "the model has {} heads of {} numbers over {} key and value heads; the GPU's kernels take heads of multiples of 16 up to 128 and of 32 up to 256, up to 64 of them to a key and value head: compute with `--device cpu`",
-                heads.heads, heads.head_dim, heads.kv_heads
-            )));
-        }
+        check_heads(heads)?;
         Ok(Step::new(heads, ropes, specs))
     }
 
@@ -327,8 +322,7 @@ impl Device for Cuda {
     }
 
     fn kv_block_bytes(&self, heads: HeadShape) -> usize {
-        let (data, scales) = block_bytes(heads, self.kv_format);
-        2 * (data + scales)
+        block_pair_bytes(heads, self.kv_format)
     }
 
     fn free_bytes(&self) -> Result<Option<u64>, DeviceError> {

@@ -87,7 +87,7 @@ impl Family {
         matches!(self, Family::Cohere | Family::Cohere2)
     }
 
-    pub(super) fn name(self) -> &'static str {
+    pub fn name(self) -> &'static str {
         let names = FAMILIES.iter().find(|(family, ..)| *family == self);
         names.map_or("", |(_, name, ..)| name)
     }

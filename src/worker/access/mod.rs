@@ -10,6 +10,7 @@
 //! | output | any bucket; a local folder whose record the worker's own user (or root) owns; what `--job` names | below one of the prefixes; what `--job` names |
 //! | inputs | the output's own bucket; local files and buckets where the output is such a local folder | below one of the prefixes |
 //! | model, where no `--model` is given | any local folder | below one of the prefixes |
+//! | model that is fetched from the hub or a bucket, likewise | none | below one of the prefixes |
 //!
 //! `--accept-inputs` and `--accept-models` add prefixes for inputs and models only. Web servers are
 //! read only where they are listed, and the end of a job is posted only to addresses that
@@ -227,6 +228,28 @@ impl Access {
         ))
     }
 
+    /// Why a worker must not fetch the model at `address`, in a bucket or on the hub, which a record
+    /// names. It must be listed: a download takes the worker's token, network and disk.
+    pub fn fetched_model_refusal(&self, address: &str) -> Option<String> {
+        if self.accepts_everything {
+            return None;
+        }
+        let url = Location::url_of(address, Path::new("/")).map_err(|error| error.to_string());
+        let url = match url {
+            Ok(url) => url,
+            Err(why) => return Some(format!("its model {why}")),
+        };
+        match Prefix::of(&url) {
+            Err(why) => Some(format!("its model {why}")),
+            Ok(prefix) if self.lists(&self.models, &prefix) => None,
+            Ok(_) => Some(format!(
+                "its model `{address}` is fetched only where it is listed; to fetch it, start the worker with `--model {address}` \
+                 or `--accept-models {address}`",
+                address = shown_url(&url)
+            )),
+        }
+    }
+
     /// Why the end of a job must not be posted to `url`, which a record names. It must be listed.
     pub fn on_finish_refusal(&self, url: &Url) -> Option<String> {
         let listed = |address: Prefix| self.on_finish.iter().any(|prefix| prefix.contains_address(&address));
@@ -267,7 +290,7 @@ impl Prefix {
         if let Some(scheme) = text.strip_suffix("://") {
             let scheme = canonical_scheme(&scheme.to_ascii_lowercase());
             return match scheme.as_str() {
-                "s3" | "gs" | "az" | "abfs" | "abfss" => Ok(Prefix {
+                "s3" | "gs" | "az" | "abfs" | "abfss" | "hf" => Ok(Prefix {
                     scheme,
                     authority: None,
                     parts: Vec::new(),
@@ -344,7 +367,7 @@ impl Prefix {
 
 fn is_known(scheme: &str) -> bool {
     let stores = ["s3", "gs", "az", "abfs", "abfss"];
-    ["file", "http", "https"].contains(&scheme) || stores.contains(&canonical_scheme(scheme).as_str())
+    ["file", "http", "https", "hf"].contains(&scheme) || stores.contains(&canonical_scheme(scheme).as_str())
 }
 
 /// Maps all schemes of a store to one of them.

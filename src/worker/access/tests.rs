@@ -284,6 +284,39 @@ fn a_local_output_is_its_users_own_or_listed() {
 }
 
 #[test]
+fn models_that_are_fetched_must_be_listed() {
+    let listing = |models: &[&str]| {
+        let models: Vec<String> = models.iter().map(|text| text.to_string()).collect();
+        let options = AccessOptions {
+            accept_models: &models,
+            ..AccessOptions::default()
+        };
+        Access::new(&options, Path::new("/")).unwrap()
+    };
+    for (models, address, accepted) in [
+        (&[][..], "hf://org/name", false),
+        (&[], "s3://bucket/model", false),
+        (&["hf://org/"], "hf://org/name", true),
+        (&["hf://org/name"], "hf://org/name", true),
+        (&["hf://"], "hf://org/name", true),
+        (&["hf://org/na"], "hf://org/name", false),
+        (&["hf://Org/"], "hf://org/name", false),
+        (&["hf://other/"], "hf://org/name", false),
+        (&["s3://"], "hf://org/name", false),
+        (&["/models/"], "hf://org/name", false),
+        (&["s3://bucket/"], "s3://bucket/model", true),
+        (&["hf://"], "s3://bucket/model", false),
+    ] {
+        let why = listing(models).fetched_model_refusal(address);
+        assert_eq!(why.is_none(), accepted, "{models:?} {address}: {why:?}");
+        if let Some(why) = why {
+            assert!(why.contains(&format!("`--accept-models {address}`")), "{why}");
+        }
+    }
+    assert_eq!(Access::everything().fetched_model_refusal("hf://org/name"), None);
+}
+
+#[test]
 fn models_are_confined_if_outputs_or_models_are() {
     let models = ["/models/".to_string()];
     let confined = AccessOptions {

@@ -1,0 +1,206 @@
+//! Numbers of parameters, and the memory that weights, keys and values take on a CPU and on a GPU.
+//! They follow from the configuration, so no weights are needed.
+
+use crate::device::{Dtype, KvFormat, Precision, cpu, cuda};
+use crate::model::config::{Config, ExpertForm};
+use crate::model::tensors::{ModelTensors, TensorSpec};
+
+/// Bytes of a value of a norm or a bias, which are F32 at every precision.
+const VECTOR_VALUE_BYTES: u64 = 4;
+
+/// The kind of a device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Place {
+    Cpu,
+    Gpu,
+}
+
+impl Place {
+    pub const ALL: [Place; 2] = [Place::Cpu, Place::Gpu];
+
+    /// The name in messages and in JSON.
+    pub fn name(self) -> &'static str {
+        match self {
+            Place::Cpu => "cpu",
+            Place::Gpu => "gpu",
+        }
+    }
+
+    /// Tokens of a KV block.
+    pub fn block_tokens(self) -> u32 {
+        match self {
+            Place::Cpu => cpu::BLOCK_TOKENS as u32,
+            Place::Gpu => cuda::plan::BLOCK_TOKENS,
+        }
+    }
+
+    /// The precisions that such a device computes in.
+    pub fn precisions(self) -> &'static [Precision] {
+        match self {
+            Place::Cpu => &Precision::ON_CPU,
+            Place::Gpu => &Precision::ON_GPU,
+        }
+    }
+}
+
+/// Number of a model's values, by their use.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ModelSize {
+    /// Values of the embedding table and, if it is separate, of the output head.
+    pub tables: u64,
+    /// Values of the linear layers' matrices.
+    pub linear: u64,
+    /// Values of norms and biases.
+    pub vectors: u64,
+    /// Values of the experts' matrices that a token does not use.
+    pub unused_by_a_token: u64,
+}
+
+impl ModelSize {
+    pub fn of(config: &Config) -> ModelSize {
+        // Whatever form the checkpoint stores experts in, these are the matrices that are computed with.
+        let mut config = config.clone();
+        config.experts.iter_mut().for_each(|experts| experts.form = ExpertForm::Matrices);
+        let tensors = ModelTensors::of(&config);
+        let is_table =
+            |tensor: &TensorSpec| *tensor == tensors.embedding || tensors.head.as_ref().is_some_and(|h| h == tensor);
+        let mut size = ModelSize {
+            tables: 0,
+            linear: 0,
+            vectors: 0,
+            unused_by_a_token: config.experts.as_ref().map_or(0, |experts| {
+                let layers = experts.layers.iter().filter(|has_experts| **has_experts).count();
+                let unused = layers * (experts.count - experts.routing.per_token);
+                (unused * 3 * config.hidden_size * experts.intermediate_size) as u64
+            }),
+        };
+        for tensor in tensors.all() {
+            let values = (tensor.rows.unwrap_or(1) * tensor.columns) as u64;
+            match tensor.rows {
+                None => size.vectors += values,
+                Some(_) if is_table(tensor) => size.tables += values,
+                Some(_) => size.linear += values,
+            }
+        }
+        size
+    }
+
+    /// Number of parameters. A table that is also the output head counts once.
+    pub fn parameters(&self) -> u64 {
+        self.tables + self.linear + self.vectors
+    }
+
+    /// Number of parameters that a token uses, of experts only those that the router chooses.
+    pub fn active_parameters(&self) -> u64 {
+        self.parameters() - self.unused_by_a_token
+    }
+
+    /// Bytes of the linear layers' matrices at a precision, without scales and padding.
+    pub fn linear_bytes(&self, precision: Precision) -> u64 {
+        self.linear * u64::from(precision.bits()) / 8
+    }
+
+    /// Bytes of the weights on a device, without scales and padding. `stored` is the format of the
+    /// checkpoint's files, in which a CPU keeps them at F32.
+    pub fn weight_bytes(&self, place: Place, precision: Precision, stored: Dtype) -> u64 {
+        let vectors = self.vectors * VECTOR_VALUE_BYTES;
+        let matrices = match (place, precision) {
+            (Place::Cpu, Precision::F32) => (self.linear + self.tables) * stored.bytes() as u64,
+            (Place::Cpu, _) => (self.linear + self.tables) * u64::from(precision.bits()) / 8,
+            (Place::Gpu, _) => self.linear_bytes(precision) + self.gpu_table_bytes(),
+        };
+        matrices + vectors
+    }
+
+    /// Bytes of the embedding table and the output head on a GPU, which keeps them in BF16.
+    pub fn gpu_table_bytes(&self) -> u64 {
+        self.tables * 2
+    }
+}
+
+/// Bytes of keys and values of a sequence of `tokens` tokens, in whole blocks. `None`: the device
+/// keeps none in this format.
+pub fn kv_bytes(config: &Config, place: Place, format: KvFormat, tokens: u32) -> Option<u64> {
+    let block_bytes = match place {
+        Place::Cpu if format == KvFormat::Fp8 => return None,
+        Place::Cpu => cpu::kv_block_bytes(config.heads, format),
+        Place::Gpu => cuda::kv_block_bytes(config.heads, format)?,
+    };
+    let blocks = u64::from(tokens.div_ceil(place.block_tokens()));
+    Some(blocks * (block_bytes * config.layers.len()) as u64)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+    use crate::model::shapes::named;
+
+    #[test]
+    fn parameters_are_those_of_the_published_model() {
+        let size = ModelSize::of(&named("qwen3-8b").unwrap().unwrap());
+        // The number that the hub shows for Qwen3-8B.
+        assert_eq!(size.parameters(), 8_190_735_360);
+        // The table is also the output head, and counts once.
+        let size = ModelSize::of(&named("qwen3-0.6b").unwrap().unwrap());
+        assert_eq!(size.parameters(), 596_049_920);
+    }
+
+    /// The keys of gpt-oss-20b.
+    const GPT_OSS_20B: &str = r#"{"architectures": ["GptOssForCausalLM"], "head_dim": 64, "hidden_size": 2880,
+        "intermediate_size": 2880, "num_attention_heads": 64, "num_hidden_layers": 24, "num_key_value_heads": 8,
+        "num_local_experts": 32, "num_experts_per_tok": 4, "vocab_size": 201088, "tie_word_embeddings": false,
+        "quantization_config": {"quant_method": "mxfp4"}, "rope_scaling": {"rope_type": "yarn", "factor": 32.0}}"#;
+
+    #[test]
+    fn active_parameters_are_those_of_the_chosen_experts() {
+        let size = ModelSize::of(&Config::parse(Path::new("config.json"), GPT_OSS_20B).unwrap());
+        // Its model card says 20.91 B in all, and 3.61 B active without the embedding table.
+        assert_eq!(size.parameters(), 20_914_757_184);
+        let table = 201_088 * 2880;
+        assert_eq!((size.active_parameters() - table) / 10_000_000, 361);
+    }
+
+    #[test]
+    fn weights_take_the_bytes_of_their_format() {
+        let size = ModelSize {
+            tables: 100,
+            linear: 1000,
+            vectors: 10,
+            unused_by_a_token: 0,
+        };
+        for (place, precision, stored, bytes) in [
+            (Place::Cpu, Precision::F32, Dtype::F32, 4440),
+            (Place::Cpu, Precision::F32, Dtype::Bf16, 2240),
+            (Place::Cpu, Precision::Bf16, Dtype::F32, 2240),
+            (Place::Cpu, Precision::Int8, Dtype::Bf16, 1140),
+            (Place::Gpu, Precision::Bf16, Dtype::F32, 2240),
+            (Place::Gpu, Precision::Int8, Dtype::Bf16, 1240),
+            (Place::Gpu, Precision::Fp8, Dtype::Bf16, 1240),
+        ] {
+            assert_eq!(
+                size.weight_bytes(place, precision, stored),
+                bytes,
+                "{place:?} {precision:?} {stored:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn keys_and_values_take_whole_blocks() {
+        let config = named("llama-3.1-8b").unwrap().unwrap();
+        // 32 layers, 8 KV heads of 128 dimensions, keys and values, 2 bytes each.
+        let token = 32 * 8 * 128 * 2 * 2;
+        assert_eq!(kv_bytes(&config, Place::Cpu, KvFormat::Bf16, 16), Some(16 * token));
+        assert_eq!(kv_bytes(&config, Place::Cpu, KvFormat::Bf16, 17), Some(32 * token));
+        assert_eq!(kv_bytes(&config, Place::Gpu, KvFormat::Bf16, 1), Some(64 * token));
+        // FP8 has a scale for each of the keys and values of a token and head.
+        assert_eq!(
+            kv_bytes(&config, Place::Gpu, KvFormat::Fp8, 64),
+            Some(64 * (token / 2 + 32 * 8 * 2 * 4))
+        );
+        assert_eq!(kv_bytes(&config, Place::Cpu, KvFormat::Fp8, 64), None);
+        assert_eq!(kv_bytes(&config, Place::Gpu, KvFormat::F32, 64), None);
+    }
+}

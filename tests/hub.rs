@@ -1,0 +1,50 @@
+//! Models from a hub and from a bucket, through job files and the built program: `hub.py` has both servers, and says what a case
+//! shows.
+
+use std::process::Command;
+
+use crate::support::{Run, python, root};
+
+fn cases(names: &[&str]) {
+    let only = names.iter().flat_map(|name| ["--only", name]);
+    let run = Run::of(
+        Command::new(python())
+            .arg(root().join("tests/hub.py"))
+            .arg(env!("CARGO_BIN_EXE_gristmill"))
+            .args(only),
+    )
+    .expect(0);
+    println!("{}", run.stdout);
+    let last = run.stdout.trim_end().lines().last().unwrap_or_default();
+    assert_eq!(last, format!("{0} of {0} cases right", names.len()));
+}
+
+#[test]
+fn a_model_is_fetched_once_and_pinned() {
+    cases(&["fetched", "moved", "inspected"]);
+}
+
+#[test]
+fn downloads_are_resumed_and_verified() {
+    cases(&["resumed", "corrupted"]);
+}
+
+#[test]
+fn what_cannot_be_fetched_is_said_in_a_line() {
+    cases(&["gated", "missing", "offline", "full"]);
+}
+
+#[test]
+fn the_cache_is_shared_with_hugging_faces_own_client() {
+    cases(&["shared"]);
+}
+
+#[test]
+fn several_processes_fetch_once() {
+    cases(&["together"]);
+}
+
+#[test]
+fn a_model_in_a_bucket_is_fetched_once() {
+    cases(&["bucket"]);
+}
