@@ -11,6 +11,7 @@ pub mod checkpoint;
 pub mod config;
 pub mod error;
 pub mod folder;
+mod kv_layout;
 mod pool;
 pub mod rope;
 pub mod shapes;
@@ -22,7 +23,8 @@ pub mod weights;
 pub use channels::ActivationMaxima;
 pub use checkpoint::Checkpoint;
 pub use error::ModelError;
-pub use transformer::{KvBudget, LoadOptions, Transformer};
+pub use pool::KvBudget;
+pub use transformer::{LoadOptions, Transformer};
 
 /// Reads a file of at most `max` bytes.
 fn read_limited(path: &Path, max: u64) -> Result<Vec<u8>, ModelError> {

@@ -370,7 +370,7 @@ impl Device for Cuda {
         }
     }
 
-    fn step(&self, heads: HeadShape, ropes: Vec<RopeSpec>, specs: &[KvSpec]) -> Result<Step, DeviceError> {
+    fn step(&self, heads: HeadShape, ropes: Vec<RopeSpec>, tables: &[KvSpec]) -> Result<Step, DeviceError> {
         let multiple = if heads.head_dim <= 128 { 16 } else { 32 };
         if !heads.head_dim.is_multiple_of(multiple) || heads.head_dim > 256 || heads.heads / heads.kv_heads > 64 {
             return Err(DeviceError::Unsupported(format!(
@@ -378,7 +378,7 @@ impl Device for Cuda {
                 heads.heads, heads.head_dim, heads.kv_heads
             )));
         }
-        Ok(Step::new(heads, ropes, specs))
+        Ok(Step::new(heads, ropes, tables))
     }
 
     fn block_tokens(&self) -> u32 {
@@ -509,7 +509,7 @@ impl Device for Cuda {
                 qkv.data(),
                 Argument::Address(step.rotations(op.rope)),
                 Argument::Address(step.positions()),
-                Argument::Address(step.slots()),
+                Argument::Address(step.slots(op.table)),
                 norm(op.qk_norm.as_ref().map(|norm| norm.q)),
                 norm(op.qk_norm.as_ref().map(|norm| norm.k)),
                 Argument::Float(op.qk_norm.as_ref().map_or(0.0, |norm| norm.eps)),
