@@ -306,7 +306,6 @@ impl<D: Device> Transformer<D> {
     }
 
     /// Checks that a batch fits the model. An error is the caller's mistake, never a row's.
-    #[expect(clippy::too_many_lines, reason = "a list of checks")]
     fn check(&self, batch: &StepBatch) -> Result<(), String> {
         if batch.positions.len() != batch.tokens.len() {
             return Err(format!(
