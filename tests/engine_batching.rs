@@ -3,16 +3,17 @@
 //! The model has two layers in its KV blocks: the token ids themselves, and a hash of all tokens up to each, made of the
 //! first layer as it is read back through the block table. Logits are a hash of the whole second layer, read back likewise. A
 //! wrong block, a stale prefix, a block of the same tokens after another beginning, a missing copy, a skipped or repeated
-//! position: each changes every later token.
+//! position: each changes every later token. The model's other block tables have windows: it looks at every position within
+//! them, which must hold what the first table holds.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
-use gristmill::device::DeviceError;
 use gristmill::device::batch::{StepBatch, StepSequence};
 use gristmill::device::cpu::Threads;
 use gristmill::device::cpu::sample::{Scratch, sample};
 use gristmill::device::draw::{Draw, DrawError, DrawnToken, Sampling};
+use gristmill::device::{DeviceError, KvSpec};
 use gristmill::engine::params::{GenerationParams, OutputConstraint};
 use gristmill::engine::request::{Completion, FinishReason, FinishedSample, Request, SampleId};
 use gristmill::engine::scheduler::Policy;
@@ -40,6 +41,8 @@ pub(crate) struct Seen {
 struct FakeModel {
     /// Token id and hash, `[block][token]`.
     kv: Vec<(u32, u64)>,
+    /// The first one is without a window.
+    tables: &'static [KvSpec],
     block_tokens: usize,
     vocabulary: usize,
     context: u32,
@@ -58,6 +61,40 @@ struct FakeModel {
 }
 
 impl FakeModel {
+    /// Stores what a step has computed in the tables with windows, and looks at every position that the step's tokens see
+    /// there.
+    fn attend_to_windows(&mut self, batch: &StepBatch) {
+        let size = self.block_tokens;
+        let tables = || self.tables.iter().zip(&batch.block_tables).skip(1);
+        let mut written = std::collections::BTreeSet::new();
+        for s in &batch.sequences {
+            let first = s.first_block as usize;
+            for position in s.kv_len - s.q_len..s.kv_len {
+                let computed = self.kv[cell(&batch.block_tables[0][first..], position, size)];
+                for (_, table) in tables() {
+                    let cell = cell(&table[first..], position, size);
+                    assert!(written.insert(cell), "two tables or sequences write the same place");
+                    self.kv[cell] = computed;
+                }
+            }
+        }
+        for s in &batch.sequences {
+            let first = s.first_block as usize;
+            let read = |table: &[u32], position| self.kv[cell(&table[first..], position, size)];
+            for (kind, table) in tables() {
+                let first_query = s.kv_len - s.q_len;
+                let seen = match *kind {
+                    KvSpec::Full => 0..s.kv_len,
+                    KvSpec::Window(window) => (first_query + 1).saturating_sub(window)..s.kv_len,
+                };
+                for position in seen {
+                    let want = read(&batch.block_tables[0], position);
+                    assert_eq!(read(table, position), want, "position {position} of {kind:?}");
+                }
+            }
+        }
+    }
+
     /// Is there no memory for what is asked for now?
     fn is_full(&mut self) -> Result<(), ForwardError> {
         self.calls += 1;
@@ -113,9 +150,11 @@ impl Forward for FakeModel {
         let full = self.is_full();
         if full.is_err() {
             for s in &batch.sequences {
-                let table = &batch.block_tables[s.first_block as usize..];
-                (s.kv_len - s.q_len..s.kv_len)
-                    .for_each(|p| self.kv[cell(table, p, self.block_tokens)] = (UNWRITTEN, 0));
+                for table in &batch.block_tables {
+                    let table = &table[s.first_block as usize..];
+                    (s.kv_len - s.q_len..s.kv_len)
+                        .for_each(|p| self.kv[cell(table, p, self.block_tokens)] = (UNWRITTEN, 0));
+                }
             }
             return full;
         }
@@ -132,7 +171,7 @@ impl Forward for FakeModel {
         let mut written = std::collections::BTreeSet::new();
         for s in &batch.sequences {
             assert!(s.q_len >= 1 && s.q_len <= s.kv_len && s.kv_len <= self.context);
-            let table = &batch.block_tables[s.first_block as usize..][..(s.kv_len as usize).div_ceil(size)];
+            let table = &batch.block_tables[0][s.first_block as usize..][..(s.kv_len as usize).div_ceil(size)];
             assert!(table.iter().all(|b| (*b as usize) < blocks));
             for i in 0..s.q_len {
                 let token = (s.first_token + i) as usize;
@@ -144,7 +183,7 @@ impl Forward for FakeModel {
             }
         }
         for s in &batch.sequences {
-            let table = &batch.block_tables[s.first_block as usize..];
+            let table = &batch.block_tables[0][s.first_block as usize..];
             let mut hash = 0;
             for position in 0..s.kv_len {
                 let cell = cell(table, position, size);
@@ -155,11 +194,12 @@ impl Forward for FakeModel {
                 }
             }
         }
+        self.attend_to_windows(&batch);
         self.logits = Vec::new();
         for at in &batch.logits_at {
             let has = |s: &&StepSequence| (s.first_token..s.first_token + s.q_len).contains(at);
             let s = batch.sequences.iter().find(has).unwrap();
-            let table = &batch.block_tables[s.first_block as usize..];
+            let table = &batch.block_tables[0][s.first_block as usize..];
             let layer = (0..=batch.positions[*at as usize]).map(|p| self.kv[cell(table, p, size)].1);
             let mut logits = logits_of(layer, self.vocabulary, self.spread);
             if self.kv[cell(table, 0, size)].0 == POISON {
@@ -198,6 +238,9 @@ impl Forward for FakeModel {
     fn kv_blocks(&self) -> u32 {
         (self.kv.len() / self.block_tokens) as u32
     }
+    fn kv_tables(&self) -> &[KvSpec] {
+        self.tables
+    }
     fn block_tokens(&self) -> u32 {
         self.block_tokens as u32
     }
@@ -212,6 +255,7 @@ fn cell(table: &[u32], position: u32, size: usize) -> usize {
 #[derive(Debug, Clone)]
 pub(crate) struct Setup {
     blocks: usize,
+    tables: &'static [KvSpec],
     block_tokens: usize,
     budget: usize,
     max_sequences: usize,
@@ -224,9 +268,19 @@ pub(crate) struct Setup {
     policy: Policy,
 }
 
+/// Block tables of models with windows: shorter than a block, of blocks of four, and of others.
+const WINDOWS: [&[KvSpec]; 5] = [
+    &[KvSpec::Full],
+    &[KvSpec::Full, KvSpec::Window(1)],
+    &[KvSpec::Full, KvSpec::Window(5)],
+    &[KvSpec::Full, KvSpec::Window(8), KvSpec::Window(8)],
+    &[KvSpec::Full, KvSpec::Window(3), KvSpec::Window(21)],
+];
+
 /// Room for everything.
 pub(crate) const ROOMY: Setup = Setup {
     blocks: 512,
+    tables: &[KvSpec::Full],
     block_tokens: 16,
     budget: 4096,
     max_sequences: 64,
@@ -257,6 +311,7 @@ fn engine(setup: &Setup) -> (Engine, Arc<Mutex<Seen>>) {
     let seen = Arc::new(Mutex::new(Seen::default()));
     let model = FakeModel {
         kv: vec![(UNWRITTEN, 0); setup.blocks * setup.block_tokens],
+        tables: setup.tables,
         block_tokens: setup.block_tokens,
         vocabulary: tokenizer.vocab_size(),
         context: setup.context,
@@ -444,8 +499,9 @@ proptest! {
     #[test]
     fn schedules_change_nothing(
         rows in prop::collection::vec((0usize..40, 1usize..20, 0usize..60, 0usize..8), 1..12),
-        // The longest row: 39 + 19 prompt tokens and 19 more, which is 20 blocks of four.
+        // The longest row: 39 + 19 prompt tokens and 19 more, which is 20 blocks of four; and at most 8 more with windows.
         blocks in 20usize..50,
+        tables in 0..WINDOWS.len(),
         budget in 1usize..70,
         max_sequences in 1usize..9,
         (sort_window, share_prefixes, mix_phases, refill) in any::<(bool, bool, bool, bool)>(),
@@ -457,7 +513,8 @@ proptest! {
         let policy = Policy { sort_window, share_prefixes, mix_phases, refill };
         // Each time steps become half as large, and those of one token do not.
         let full_at = if budget < 4 { vec![] } else { full_at };
-        let setup = Setup { blocks, block_tokens: 4, budget, max_sequences, policy, ahead, full_at, ..ROOMY };
+        let blocks = if tables == 0 { blocks } else { blocks + 8 };
+        let setup = Setup { blocks, tables: WINDOWS[tables], block_tokens: 4, budget, max_sequences, policy, ahead, full_at, ..ROOMY };
         let (batched, _) = run(&setup, &requests);
         for (_, request) in &requests {
             let (alone, _) = run(&ROOMY, &[(0, request.clone())]);
@@ -580,6 +637,85 @@ fn a_tiny_pool_preempts_and_recomputes() {
         assert_eq!(essence(&results[&request.id.row]), essence(&alone[&request.id.row]));
         assert_eq!(results[&request.id.row].as_ref().unwrap().token_ids.len(), 40);
     }
+}
+
+/// A model with windows runs many more rows at once in the same memory, as many as computed beforehand.
+#[test]
+fn windows_leave_room_for_more_rows() {
+    let params = GenerationParams {
+        max_tokens: 32,
+        ignore_eos: true,
+        ..GenerationParams::default()
+    };
+    let requests: Vec<_> = (0..40)
+        .map(|i| (0, request(i, &[i as u32 + 20; 480], &params)))
+        .collect();
+    // A row of 512 tokens takes 32 blocks of 16 in a table without a window; in one with a window of 32 tokens, three.
+    const WINDOW: KvSpec = KvSpec::Window(32);
+    let setup = |tables| Setup {
+        blocks: 8 * 4 * 32,
+        tables,
+        budget: 512,
+        ..ROOMY
+    };
+    let most = |setup: &Setup| {
+        let (mut engine, _) = engine(setup);
+        requests
+            .iter()
+            .for_each(|(_, request)| engine.submit(request.clone()).unwrap());
+        let mut most = 0;
+        while !engine.is_idle() {
+            engine.step().unwrap();
+            most = most.max(engine.running());
+        }
+        assert_eq!(engine.load().preemptions, 0, "each row was computed once");
+        most
+    };
+    assert_eq!(most(&setup(&[KvSpec::Full; 4])), 8 * 32 / 32);
+    let with_windows = most(&setup(&[KvSpec::Full, WINDOW, WINDOW, WINDOW]));
+    // 1,024 blocks, 32 + 3 * 3 per row, and four spare ones per row that runs while others start.
+    assert!((22..=1024 / 41).contains(&with_windows), "{with_windows} rows");
+}
+
+/// A prompt that is far longer than its windows needs only their blocks, also when it is preempted in its middle.
+#[test]
+fn a_long_prompt_needs_the_blocks_of_its_windows() {
+    let params = GenerationParams {
+        max_tokens: 4,
+        ignore_eos: true,
+        ..GenerationParams::default()
+    };
+    let prompt =
+        |row: u64, tokens: u64| -> Vec<u32> { (0..tokens).map(|t| 20 + (mix((row << 32) | t) % 60) as u32).collect() };
+    // 8,000 + 4 tokens: 501 blocks of 16, and four of each window.
+    let windows = &[KvSpec::Full, KvSpec::Window(40), KvSpec::Window(40), KvSpec::Window(40)];
+    let setup = |blocks| Setup {
+        blocks,
+        tables: windows,
+        budget: 100,
+        max_sequences: 4,
+        context: 9000,
+        ..ROOMY
+    };
+    let long = request(0, &prompt(0, 8000), &params);
+    let (alone, seen) = run(&setup(501 + 3 * 4), &[(0, long.clone())]);
+    assert_eq!((alone[&0].as_ref().unwrap().token_ids.len(), seen.preemptions), (4, 0));
+    let refused = run(&setup(501 + 3 * 4 - 1), &[(0, long.clone())]).0[&0]
+        .clone()
+        .unwrap_err();
+    assert!(refused.contains("more than the 8000 tokens"), "{refused}");
+    // An older row grows meanwhile, and takes the blocks of the long one.
+    let growing = GenerationParams {
+        max_tokens: 400,
+        ..params.clone()
+    };
+    let older = request(1, &prompt(1, 20), &growing);
+    let tight = setup(501 + 3 * 4 + 15);
+    let (both, seen) = run(&tight, &[(0, older.clone()), (3, long.clone())]);
+    assert!(seen.preemptions > 0, "the long prompt never lost its blocks");
+    assert_eq!(essence(&both[&0]), essence(&alone[&0]));
+    let (older_alone, _) = run(&ROOMY, &[(0, older)]);
+    assert_eq!(essence(&both[&1]), essence(&older_alone[&1]));
 }
 
 #[test]

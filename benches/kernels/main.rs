@@ -125,7 +125,7 @@ fn batch(sequences: u32, q_len: u32, kv_len: u32) -> StepBatch {
                 first_block: i * blocks,
             })
             .collect(),
-        block_tables: (0..sequences * blocks).collect(),
+        block_tables: vec![(0..sequences * blocks).collect()],
         logits_at: Vec::new(),
         ..StepBatch::default()
     }
@@ -267,6 +267,7 @@ fn attention_of(group: &mut BenchmarkGroup<'_, WallTime>, (name, heads): (&str, 
                     heads,
                     qk_norm: None,
                     rope: 0,
+                    table: 0,
                 };
                 device.rope_store(op, &step, &mut qkv, &mut pool).unwrap();
                 pool

@@ -1,5 +1,9 @@
 //! One step as data, passed from the scheduler to the model.
 
+/// Stands in a block table for a block that the sequence no longer holds, because all its positions
+/// are behind the table's window.
+pub const NO_BLOCK: u32 = u32::MAX;
+
 /// A KV block to copy, by its index in the pool, and the block to copy it to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BlockCopy {
@@ -18,8 +22,9 @@ pub struct StepBatch {
     pub positions: Vec<u32>,
     /// One entry per sequence, in the order of `tokens`.
     pub sequences: Vec<StepSequence>,
-    /// Block tables of all sequences, one after the other.
-    pub block_tables: Vec<u32>,
+    /// For each of the model's block tables: the blocks of all sequences, one sequence after the
+    /// other.
+    pub block_tables: Vec<Vec<u32>>,
     /// Indices into `tokens` of the tokens whose logits are computed, ascending.
     pub logits_at: Vec<u32>,
     /// Tokens that the previous step has yet to draw, ascending: (index into `tokens`, row of the
@@ -34,9 +39,19 @@ pub struct StepBatch {
 }
 
 impl StepBatch {
-    /// Adds a sequence. `tokens` are its last tokens, which the step computes. `kv_len` is the
-    /// sequence's length including `tokens`. `blocks` is its block table.
+    /// Adds a sequence of a model with one table. `tokens` are its last tokens, which the step
+    /// computes. `kv_len` is the sequence's length including `tokens`. `blocks` is its block table.
     pub fn push(&mut self, tokens: impl IntoIterator<Item = u32>, kv_len: u32, blocks: impl IntoIterator<Item = u32>) {
+        if self.block_tables.is_empty() {
+            self.block_tables.push(Vec::new());
+        }
+        self.push_sequence(tokens, kv_len, self.block_tables[0].len() as u32);
+        self.block_tables[0].extend(blocks);
+    }
+
+    /// As [`push`](Self::push), for a sequence whose blocks are in `block_tables`, from index
+    /// `first_block` on in each table.
+    pub fn push_sequence(&mut self, tokens: impl IntoIterator<Item = u32>, kv_len: u32, first_block: u32) {
         let first_token = self.tokens.len() as u32;
         self.tokens.extend(tokens);
         let q_len = self.tokens.len() as u32 - first_token;
@@ -45,9 +60,25 @@ impl StepBatch {
             first_token,
             q_len,
             kv_len,
-            first_block: self.block_tables.len() as u32,
+            first_block,
         });
-        self.block_tables.extend(blocks);
+    }
+
+    /// Makes a batch with one table a batch with `count` tables: block `b` becomes block
+    /// `b * count + table` of each table.
+    pub fn with_tables(mut self, count: usize) -> StepBatch {
+        let blocks = self.block_tables.concat();
+        let of_table = |block: u32, table: usize| block * count as u32 + table as u32;
+        let tables = (0..count).map(|table| blocks.iter().map(|block| of_table(*block, table)).collect());
+        self.block_tables = tables.collect();
+        let copies = self.block_copies.iter().flat_map(|copy| {
+            (0..count).map(|table| BlockCopy {
+                from: of_table(copy.from, table),
+                to: of_table(copy.to, table),
+            })
+        });
+        self.block_copies = copies.collect();
+        self
     }
 }
 
@@ -60,6 +91,8 @@ pub struct StepSequence {
     pub q_len: u32,
     /// Tokens with keys and values in the KV pool after this step.
     pub kv_len: u32,
-    /// Index of its first entry in `block_tables`; it has `kv_len.div_ceil(block_tokens)` entries.
+    /// Index of its first entry in each of `block_tables`; it has `kv_len.div_ceil(block_tokens)`
+    /// entries. Blocks before the one of [`KvSpec::first_needed`](super::KvSpec::first_needed) of
+    /// its first token may be [`NO_BLOCK`].
     pub first_block: u32,
 }

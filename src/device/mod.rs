@@ -202,6 +202,22 @@ pub enum KvSpec {
     Window(u32),
 }
 
+impl KvSpec {
+    /// Number of positions before a token whose keys and values must be kept to compute it; `None`:
+    /// all. It is at least 1, since scales of values in 8 bits depend on the token before.
+    pub fn needed_before(self) -> Option<u32> {
+        match self {
+            KvSpec::Full => None,
+            KvSpec::Window(window) => Some(window.saturating_sub(1).max(1)),
+        }
+    }
+
+    /// The first position whose key and value must be kept to compute a token at `position`.
+    pub fn first_needed(self, position: u32) -> u32 {
+        self.needed_before().map_or(0, |needed| position.saturating_sub(needed))
+    }
+}
+
 /// Rotary embedding: at `position`, pair `d` of a head is rotated by `position *
 /// inverse_frequencies[d]`.
 #[derive(Debug, Clone, PartialEq)]
@@ -241,12 +257,16 @@ pub struct RopeStore<'a, N> {
     pub qk_norm: Option<QkNorm<'a, N>>,
     /// Index into the step's `ropes`.
     pub rope: usize,
+    /// Index of the layer's block table.
+    pub table: usize,
 }
 
 /// Parameters of [`Device::attention`].
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Attention {
     pub spec: KvSpec,
+    /// Index of the layer's block table, which is one of `spec`.
+    pub table: usize,
     /// Factor of the dot products of queries and keys.
     pub scale: f32,
     /// Bound of the scaled dot products before the softmax: `cap * tanh(x / cap)`.
@@ -259,6 +279,7 @@ impl Attention {
     pub fn plain(heads: HeadShape, spec: KvSpec) -> Attention {
         Attention {
             spec,
+            table: 0,
             scale: 1.0 / (heads.head_dim as f32).sqrt(),
             soft_cap: None,
         }
@@ -365,7 +386,7 @@ pub trait Device: Send + Sync {
     type Norm: Send + Sync;
     /// Activations.
     type Buffer: Send + Sync;
-    /// One layer's keys and values, paged.
+    /// Keys and values of one layer per block, paged.
     type KvPool: Send + Sync;
     /// A [`StepBatch`] in device form, with the data that its operations share (rotations,
     /// attention plan).
@@ -412,14 +433,16 @@ pub trait Device: Send + Sync {
     fn buffer(&self) -> Self::Buffer;
     /// An empty workspace.
     fn workspace(&self) -> Self::Workspace;
-    /// An empty step for a model with these heads, these rotations and these kinds of layers.
+    /// An empty step for a model with these heads, these rotations and these block tables, each of
+    /// one kind of layers.
     ///
     /// # Errors
     /// The device does not support these heads.
-    fn step(&self, heads: HeadShape, ropes: Vec<RopeSpec>, specs: &[KvSpec]) -> Result<Self::Step, DeviceError>;
+    fn step(&self, heads: HeadShape, ropes: Vec<RopeSpec>, tables: &[KvSpec]) -> Result<Self::Step, DeviceError>;
     /// Positions per KV block.
     fn block_tokens(&self) -> u32;
-    /// One layer's pool of `blocks` blocks.
+    /// A pool of `blocks` blocks, each with the keys and values of one layer. Layers of different
+    /// block tables may share it.
     ///
     /// # Errors
     /// The device is out of memory.
@@ -450,8 +473,8 @@ pub trait Device: Send + Sync {
         step: &mut Self::Step,
         workspace: &mut Self::Workspace,
     ) -> Result<(), DeviceError>;
-    /// Copies the step's `block_copies` within a pool. Runs before the step's first
-    /// [`rope_store`](Self::rope_store).
+    /// Copies the step's `block_copies` within a pool. Runs once per pool and step, before the
+    /// step's first [`rope_store`](Self::rope_store).
     fn copy_blocks(&self, step: &Self::Step, pool: &mut Self::KvPool) -> Result<(), DeviceError>;
     /// Rows of `table` for the step's tokens, times `scale`. The ids of pending tokens
     /// ([`StepBatch::pending_tokens`]) are read from the workspace.
@@ -567,4 +590,19 @@ pub trait Device: Send + Sync {
     fn write(&self, values: &[f32], width: usize, out: &mut Self::Buffer) -> Result<(), DeviceError>;
     /// Copies a buffer's contents, `[rows][width]`, to the host.
     fn read(&self, buffer: &Self::Buffer) -> Result<Vec<f32>, DeviceError>;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_token_needs_its_window_and_the_token_before() {
+        let first = |window| [0, 1, 3, 4, 100].map(|position| KvSpec::Window(window).first_needed(position));
+        assert_eq!(first(4), [0, 0, 0, 1, 97]);
+        assert_eq!(first(2), [0, 0, 2, 3, 99]);
+        assert_eq!(first(1), [0, 0, 2, 3, 99]);
+        assert_eq!(first(u32::MAX), [0; 5]);
+        assert_eq!(KvSpec::Full.first_needed(100), 0);
+    }
 }

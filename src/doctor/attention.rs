@@ -5,7 +5,7 @@ use super::inputs::{TestTensor, numbers};
 use super::operations::to_device_error;
 use super::tolerance::Tolerance;
 use super::{Comparison, Extent, Finding, compare};
-use crate::device::batch::StepBatch;
+use crate::device::batch::{NO_BLOCK, StepBatch};
 use crate::device::{Attention, AttentionInput, Device, DeviceError, HeadShape, KvSpec, QkNorm, RopeSpec, RopeStore};
 
 /// A test case: heads, kind of attention, and the sequences of two steps.
@@ -52,15 +52,16 @@ fn cases(extent: Extent) -> Vec<AttentionCase> {
         ..case
     };
     let (full, some) = (KvSpec::Full, [(1, 1), (63, 1), (64, 1), (65, 2), (130, 40)]);
+    let long = [(1, 1), (63, 1), (150, 2), (210, 40)];
     let mut cases = vec![
         case(heads(4, 2, 32), full, true, &some, 0),
         case(heads(5, 1, 96), full, false, &[(70, 2)], 0),
         case(heads(4, 2, 256), full, false, &[(70, 1)], 0),
         case(heads(4, 4, 64), full, false, &some, 0),
-        case(heads(7, 1, 64), KvSpec::Window(70), false, &some, 0),
+        case(heads(7, 1, 64), KvSpec::Window(70), false, &long, 0),
         case(heads(8, 2, 128), full, true, &[(100, 1), (3, 1)], 0),
         case(heads(6, 2, 32), full, false, &[(300, 1), (310, 1), (260, 2)], 256),
-        capped(case(heads(4, 2, 32), KvSpec::Window(70), false, &some, 0)),
+        capped(case(heads(4, 2, 32), KvSpec::Window(70), false, &long, 0)),
         capped(case(heads(4, 2, 256), full, false, &[(70, 2)], 0)),
     ];
     if extent == Extent::Full {
@@ -138,7 +139,16 @@ impl AttentionCase {
                 } else {
                     (*first, first + second)
                 };
-                step.push(from..to, to, table[..blocks_of(to) as usize].iter().copied());
+                // Blocks behind a window are not the sequence's any more.
+                let kept_from = self.params.spec.first_needed(from) / block_tokens;
+                let held = |index: u32| {
+                    if index < kept_from {
+                        NO_BLOCK
+                    } else {
+                        table[index as usize]
+                    }
+                };
+                step.push(from..to, to, (0..blocks_of(to)).map(held));
             }
         }
         (steps, block_count)
@@ -179,6 +189,7 @@ impl AttentionCase {
                     eps: 1e-6,
                 }),
                 rope: 1,
+                table: 0,
             };
             device.rope_store(op, &step, &mut qkv, &mut pool)?;
             device.attention(self.params, input(&qkv), &step, &pool, &mut out, &mut workspace)?;
@@ -295,6 +306,7 @@ fn first_sequence_outputs<D: Device>(
             heads,
             qk_norm: None,
             rope: 0,
+            table: 0,
         };
         device.rope_store(op, &on_device, &mut qkv, &mut pool)?;
         device.attention(params, input(&qkv), &on_device, &pool, &mut out, &mut workspace)?;

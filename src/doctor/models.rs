@@ -218,6 +218,7 @@ fn logits<D: Device>(model: &mut Transformer<D>, only_sequence: Option<usize>) -
         }
         batch.logits_at = (0..batch.tokens.len() as u32).collect();
         let vocabulary = model.vocab_size();
+        let batch = batch.with_tables(model.kv_tables().len());
         let logits = model.forward(&batch).map_err(|error| match error {
             crate::engine::ForwardError::Device(error) => ModelError::Device(error),
             crate::engine::ForwardError::Batch(why) => ModelError::Options(why),

@@ -14,9 +14,10 @@
 //! So the pool's memory comes into use as it is needed, and a long job does not fill all of it with
 //! prefixes that no later sequence shares.
 //!
-//! Sequences release their last block first, and a sequence that holds a block holds all blocks
-//! before it. A block is therefore always evicted before the blocks that precede it, and the whole
-//! prefix of every indexed block is in the index.
+//! A block belongs to one of the model's block tables, which are told apart in the index. In a table
+//! without a window, sequences release their last block first, and a sequence that holds a block
+//! holds all blocks before it. There, a block is therefore always evicted before the blocks that
+//! precede it, and the whole prefix of every indexed block is in the index.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -65,13 +66,16 @@ impl BlockKey {
     }
 }
 
+/// A block table's index, and the key of a block's contents.
+type IndexKey = (usize, BlockKey);
+
 /// The state of one block.
 #[derive(Debug, Clone, Default)]
 struct Block {
     /// Number of sequences that hold it.
     holders: u32,
     /// Its key in the index, and its tokens.
-    index_entry: Option<(BlockKey, Box<[u32]>)>,
+    index_entry: Option<(IndexKey, Box<[u32]>)>,
     /// Value of `releases` at its last release: its key in `cached` while no sequence holds it.
     released_at: u64,
     /// Whether it is the source of a copy in the step being planned. A source must not be
@@ -91,7 +95,7 @@ pub struct BlockPool {
     high_water: u32,
     /// Indexed blocks that no sequence holds, by `released_at`.
     cached: BTreeMap<u64, u32>,
-    index: HashMap<BlockKey, u32>,
+    index: HashMap<IndexKey, u32>,
     copy_sources: Vec<u32>,
     /// Counts releases; orders `cached`.
     releases: u64,
@@ -185,18 +189,20 @@ impl BlockPool {
         self.blocks[block as usize].holders > 1
     }
 
-    /// The block that holds `tokens` and whose key is `key`, if there is one.
-    pub fn lookup(&self, key: BlockKey, tokens: &[u32]) -> Option<u32> {
-        let block = *self.index.get(&key)?;
+    /// The block of block table `table` that holds `tokens` and whose key is `key`, if there is one.
+    pub fn lookup(&self, table: usize, key: BlockKey, tokens: &[u32]) -> Option<u32> {
+        let block = *self.index.get(&(table, key))?;
         let (_, indexed_tokens) = self.blocks[block as usize].index_entry.as_ref()?;
         (**indexed_tokens == *tokens).then_some(block)
     }
 
-    /// Adds a full held block to the index, unless a block of the same contents is in the index.
-    pub fn register(&mut self, block: u32, key: BlockKey, tokens: &[u32]) {
+    /// Adds a full held block of block table `table` to the index, unless a block of the same table
+    /// and contents is in the index.
+    pub fn register(&mut self, block: u32, table: usize, key: BlockKey, tokens: &[u32]) {
         assert_eq!(tokens.len(), self.block_tokens, "only full blocks are indexed");
         let entry = &mut self.blocks[block as usize];
         assert!(entry.holders > 0, "block {block} is indexed while nobody holds it");
+        let key = (table, key);
         if entry.index_entry.is_none() && !self.index.contains_key(&key) {
             entry.index_entry = Some((key, tokens.into()));
             self.index.insert(key, block);
@@ -290,7 +296,7 @@ mod tests {
         for tokens in chain {
             key = key.child(tokens);
             let block = pool.allocate().unwrap();
-            pool.register(block, key, tokens);
+            pool.register(block, 0, key, tokens);
             blocks.push(block);
             keys.push(key);
         }
@@ -309,8 +315,12 @@ mod tests {
     #[test]
     fn a_key_with_other_tokens_is_not_found() {
         let (pool, blocks, keys) = pool_with_chain(4, &[[1, 2]]);
-        assert_eq!(pool.lookup(keys[0], &[1, 2]), Some(blocks[0]));
-        assert_eq!(pool.lookup(keys[0], &[1, 3]), None, "a collision must not mix contents");
+        assert_eq!(pool.lookup(0, keys[0], &[1, 2]), Some(blocks[0]));
+        assert_eq!(
+            pool.lookup(0, keys[0], &[1, 3]),
+            None,
+            "a collision must not mix contents"
+        );
     }
 
     #[test]
@@ -320,8 +330,8 @@ mod tests {
         blocks.iter().rev().for_each(|b| pool.release(*b));
         assert_eq!(pool.available(), 2);
         assert_eq!(pool.allocate(), Some(blocks[1]));
-        assert_eq!(pool.lookup(keys[0], &[1, 2]), Some(blocks[0]));
-        assert_eq!(pool.lookup(keys[1], &[3, 4]), None);
+        assert_eq!(pool.lookup(0, keys[0], &[1, 2]), Some(blocks[0]));
+        assert_eq!(pool.lookup(0, keys[1], &[3, 4]), None);
         pool.acquire(blocks[0]);
         assert_eq!(pool.allocate(), None);
         pool.check([&blocks[..]].into_iter());
@@ -346,13 +356,13 @@ mod tests {
         let blocks: Vec<u32> = (0..10).map(|_| pool.allocate().unwrap()).collect();
         for token in 0..20_000u32 {
             let block = pool.allocate().unwrap();
-            pool.register(block, root.child(&[token]), &[token]);
+            pool.register(block, 0, root.child(&[token]), &[token]);
             pool.release(block);
         }
         assert_eq!(pool.blocks_ever_used(), 10 + 100_000 / CACHED_POOL_DIVISOR + 1);
-        assert!(pool.lookup(root.child(&[19_999]), &[19_999]).is_some());
-        assert!(pool.lookup(root.child(&[15_000]), &[15_000]).is_some());
-        assert_eq!(pool.lookup(root.child(&[0]), &[0]), None);
+        assert!(pool.lookup(0, root.child(&[19_999]), &[19_999]).is_some());
+        assert!(pool.lookup(0, root.child(&[15_000]), &[15_000]).is_some());
+        assert_eq!(pool.lookup(0, root.child(&[0]), &[0]), None);
         pool.check([&blocks[..]].into_iter());
     }
 

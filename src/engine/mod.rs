@@ -1,6 +1,6 @@
 //! Continuous batching over paged KV: schedule → begin a step → draw → advance.
 //!
-//! [`run`] is the loop. [`scheduler`] (with [`packing`] and [`blocks`]) plans the tokens that a
+//! [`run`] is the loop. [`scheduler`] (with [`packing`], [`kv`] and [`blocks`]) plans the tokens that a
 //! step computes, and never sees a tensor. [`sequence`] (with [`constraint`], [`choice`] and
 //! [`forbidden`]) turns a completion's state into sampling settings and processes the drawn token;
 //! it never sees a block. The engine names no queue, ledger, dataset or store.
@@ -11,6 +11,7 @@ pub mod constraint;
 pub mod forbidden;
 pub mod generate;
 pub mod ids;
+pub mod kv;
 mod options;
 pub mod packing;
 pub mod params;
@@ -32,9 +33,9 @@ pub use run::Engine;
 
 use std::time::Duration;
 
-use crate::device::DeviceError;
 use crate::device::batch::StepBatch;
 use crate::device::draw::{Draw, DrawError, DrawnToken};
+use crate::device::{DeviceError, KvSpec};
 
 /// The interface of the model to the engine. Implemented by `model::Transformer`; tests use a fake
 /// model.
@@ -69,6 +70,11 @@ pub trait Forward {
     fn context_tokens(&self) -> u32;
     /// Number of KV blocks in the pool.
     fn kv_blocks(&self) -> u32;
+    /// The block tables of a sequence: for each, which keys its layers see. A block belongs to one
+    /// table at a time.
+    fn kv_tables(&self) -> &[KvSpec] {
+        &[KvSpec::Full]
+    }
     /// Tokens per KV block.
     fn block_tokens(&self) -> u32;
     /// Maximum tokens per step, if the device's memory limits them.

@@ -110,7 +110,7 @@ pub enum RequestError {
         context: usize,
     },
     #[error(
-        "the prompt has {prompt} tokens, and an answer up to {max_tokens}: together more than the KV pool's {pool} tokens"
+        "the prompt has {prompt} tokens, and an answer up to {max_tokens}: together more than the {pool} tokens that the KV pool holds of one sequence"
     )]
     Pool {
         prompt: usize,

@@ -21,7 +21,7 @@ use smallvec::{SmallVec, smallvec};
 
 use crate::device::DeviceError;
 use crate::device::draw::{Draw, DrawError};
-use crate::engine::blocks::{BlockKey, BlockPool};
+use crate::engine::blocks::BlockKey;
 use crate::engine::choice::NodeId;
 use crate::engine::constraint::Constraint;
 use crate::engine::constraint::compiler::ShapeState;
@@ -85,9 +85,9 @@ impl Engine {
             max_sequences: options.max_sequences.max(1),
             policy: options.policy,
         };
-        let pool = BlockPool::new(forward.kv_blocks(), forward.block_tokens().max(1));
+        let kv = work::kv_cache(&*forward);
         Engine {
-            scheduler: Scheduler::new(limits, pool, BlockKey::root(&options.prefix_root)),
+            scheduler: Scheduler::new(limits, kv, BlockKey::root(&options.prefix_root)),
             shapes: Shapes::default(),
             forward,
             tokenizer,
@@ -237,7 +237,7 @@ impl Engine {
             return Err(RequestError::Pool {
                 prompt,
                 max_tokens: max_computed,
-                pool: self.scheduler.pool_tokens(),
+                pool: self.scheduler.longest_sequence(),
             });
         }
         if self.join_equal(&request) {
@@ -269,7 +269,7 @@ impl Engine {
 
     /// Begins a planned step, applies the tokens of the step before, and begins to draw this step's
     /// tokens.
-    fn run_plan(&mut self, plan: &StepPlan, finished: &mut Vec<FinishedSample>) -> Result<(), EngineError> {
+    fn run_plan(&mut self, plan: &mut StepPlan, finished: &mut Vec<FinishedSample>) -> Result<(), EngineError> {
         self.step_tokens.clear();
         let tokens = self.count_tokens(plan);
         if !plan.sequences.is_empty() {
@@ -535,7 +535,7 @@ impl Generator for Engine {
         }
         self.admit_compiled();
         let began = Instant::now();
-        let plan = self.scheduler.plan();
+        let mut plan = self.scheduler.plan();
         self.totals.last_step = StepSize::of(&plan);
         self.totals.preemptions += plan.preempted.len() as u64;
         for (sequence, cached) in &plan.started {
@@ -549,7 +549,7 @@ impl Generator for Engine {
         }
         let mut finished = std::mem::take(&mut self.finished);
         let (planned, forward_before) = (Instant::now(), self.totals.forward);
-        self.run_plan(&plan, &mut finished)
+        self.run_plan(&mut plan, &mut finished)
             .inspect_err(|_| self.has_stopped = true)?;
         let totals = &mut self.totals;
         totals.steps += u64::from(!plan.sequences.is_empty());

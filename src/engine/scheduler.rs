@@ -8,10 +8,12 @@
 //! - New sequences gather while a window of earlier sequences is being started. When the window is
 //!   empty, [`packing`] orders the gathered sequences, and they become the next window. So no
 //!   sequence is overtaken for ever.
-//! - A sequence is started when the pool can hold all its tokens so far, with one spare block for
-//!   each running sequence. Its first blocks are taken from the prefix index as far as the index
-//!   has them, including blocks that older sequences compute *in the same step*. A sequence always
-//!   computes its last token itself. Deterministic sequences share blocks only with each other.
+//! - A sequence is started when the pool can hold all its tokens so far (in tables with a window,
+//!   the last of them), with one spare block per table for each running sequence. Its first blocks
+//!   are taken from the prefix index as far as the index has them, including blocks that older
+//!   sequences compute *in the same step*. A sequence always computes its last token itself.
+//!   Deterministic sequences share blocks only with each other.
+//! - Blocks behind the windows of running sequences are released before the next step is planned.
 //! - A step may be planned while the tokens of the step before are still being drawn. A
 //!   [placeholder](Scheduler::add_placeholder) then stands for a sequence's next token, and the
 //!   placeholder's block is indexed once the token is known.
@@ -29,8 +31,9 @@ use std::sync::Arc;
 use smallvec::SmallVec;
 
 use crate::device::batch::BlockCopy;
-use crate::engine::blocks::{BlockKey, BlockPool};
+use crate::engine::blocks::BlockKey;
 use crate::engine::ids::ById;
+use crate::engine::kv::{self, BlockTables, KvCache};
 use crate::engine::packing::{self, WaitingPrompt};
 
 /// Identifies a sequence for as long as the scheduler knows it.
@@ -101,9 +104,10 @@ struct Sequence {
     /// Maximum tokens that will be added; used only to order the window.
     max_tokens: u32,
     sharing: Sharing,
-    /// Number of tokens whose keys and values are in `blocks` once the planned step has run.
+    /// Number of tokens whose keys and values are computed once the planned step has run; they are
+    /// in `tables`, except for those behind a window.
     computed_tokens: usize,
-    blocks: Vec<u32>,
+    tables: BlockTables,
     /// Keys of its first full blocks, computed when needed.
     keys: Vec<BlockKey>,
     /// Whether it has been started before (and preempted since).
@@ -128,14 +132,13 @@ impl Sequence {
         self.tokens.len() - usize::from(self.placeholder_row.is_some())
     }
 
-    /// The key of its full block with this index.
-    fn block_key(&mut self, index: usize, block_tokens: usize) -> BlockKey {
-        while self.keys.len() <= index {
+    /// Computes the keys of its first `blocks` blocks, which must be full.
+    fn compute_keys(&mut self, blocks: usize, block_tokens: usize) {
+        while self.keys.len() < blocks {
             let parent = self.keys.last().unwrap_or(&self.sharing.root);
             let from = self.keys.len() * block_tokens;
             self.keys.push(parent.child(&self.tokens[from..from + block_tokens]));
         }
-        self.keys[index]
     }
 }
 
@@ -147,7 +150,7 @@ pub struct PlannedSequence {
     pub start: usize,
     /// The tokens computed.
     pub tokens: SmallVec<[u32; 4]>,
-    /// Range in [`StepPlan::blocks`] of the blocks that hold all tokens up to the last one
+    /// Range in each of [`StepPlan::blocks`] of the blocks that hold all tokens up to the last one
     /// computed.
     pub blocks: Range<usize>,
     /// Whether the last token computed is the sequence's last, so that the next token is sampled
@@ -164,8 +167,8 @@ pub struct PlannedSequence {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct StepPlan {
     pub sequences: Vec<PlannedSequence>,
-    /// Blocks of all sequences, one sequence after the other.
-    pub blocks: Vec<u32>,
+    /// For each block table, blocks of all sequences, one sequence after the other.
+    pub blocks: Vec<Vec<u32>>,
     /// Blocks to copy before anything is computed.
     pub copies: Vec<BlockCopy>,
     /// Sequences started for the first time, each with the number of its tokens that the prefix
@@ -179,7 +182,7 @@ pub struct StepPlan {
 #[derive(Debug, Clone)]
 pub struct Scheduler {
     limits: StepLimits,
-    pool: BlockPool,
+    kv: KvCache,
     root: BlockKey,
     /// Sequences that have arrived since the window was ordered.
     incoming: Vec<Sequence>,
@@ -195,14 +198,14 @@ pub struct Scheduler {
 
 impl Scheduler {
     /// An empty scheduler. All [roots](Scheduler::sharing) are derived from `root`.
-    pub fn new(limits: StepLimits, pool: BlockPool, root: BlockKey) -> Scheduler {
+    pub fn new(limits: StepLimits, kv: KvCache, root: BlockKey) -> Scheduler {
         assert!(
             limits.max_step_tokens > 0 && limits.max_sequences > 0,
             "a step must hold a token and a sequence"
         );
         Scheduler {
             limits,
-            pool,
+            kv,
             root,
             incoming: Vec::new(),
             waiting: BTreeMap::new(),
@@ -234,29 +237,28 @@ impl Scheduler {
 
     /// Whether a sequence of this many tokens can run alone.
     pub fn fits_pool(&self, tokens: usize) -> bool {
-        tokens.div_ceil(self.pool.block_tokens()) <= self.pool.total()
+        self.kv.fits(tokens)
     }
 
     /// Number of KV blocks that sequences hold.
     pub fn held_blocks(&self) -> usize {
-        self.pool.total() - self.pool.available()
+        self.kv.total() - self.kv.available()
     }
 
     /// Number of all KV blocks.
     pub fn blocks(&self) -> usize {
-        self.pool.total()
+        self.kv.total()
     }
 
-    /// Tokens that the whole pool can hold.
-    pub fn pool_tokens(&self) -> usize {
-        self.pool.total() * self.pool.block_tokens()
+    /// Maximum length of a sequence, if the pool is too small for some sequences.
+    pub fn longest_sequence(&self) -> usize {
+        self.kv.longest_sequence()
     }
 
     /// Adds a sequence: a prompt of at least one token, and forced `tokens` that follow it. At most
     /// `max_tokens` may be added later. All of them together must fit the pool.
     pub fn submit(&mut self, id: SequenceId, prompt: Arc<[u32]>, tokens: Vec<u32>, max_tokens: u32, sharing: Sharing) {
         assert!(!prompt.is_empty(), "sequence {id} has no tokens");
-        let (blocks, keys) = (Vec::new(), Vec::new());
         self.incoming.push(Sequence {
             id,
             age: (0, 0),
@@ -266,8 +268,8 @@ impl Scheduler {
             max_tokens,
             sharing,
             computed_tokens: 0,
-            blocks,
-            keys,
+            tables: self.kv.empty_tables(),
+            keys: Vec::new(),
             was_started: false,
         });
     }
@@ -337,10 +339,10 @@ impl Scheduler {
         sequence.tokens.extend_from_slice(tokens);
         self.ages.insert(id, sequence.age);
         if is_running && self.running.len() < self.limits.max_sequences {
-            sequence.blocks.iter().for_each(|b| self.pool.acquire(*b));
+            self.kv.hold_again(&sequence.tables);
             self.insert_running(sequence);
         } else {
-            sequence.blocks.clear();
+            sequence.tables = self.kv.empty_tables();
             sequence.computed_tokens = 0;
             self.waiting.insert(sequence.age, sequence);
         }
@@ -350,7 +352,7 @@ impl Scheduler {
     pub fn remove(&mut self, id: SequenceId) {
         if let Some(index) = self.running_index(id) {
             let mut sequence = self.running.remove(index);
-            release_all(&mut self.pool, &mut sequence);
+            release_all(&mut self.kv, &mut sequence);
         }
         match self.ages.remove(&id) {
             Some(age) => {
@@ -363,7 +365,14 @@ impl Scheduler {
     /// Plans the next step, whose tokens count as computed from now on. The plan is empty if
     /// nothing needs to be computed.
     pub fn plan(&mut self) -> StepPlan {
-        let mut plan = StepPlan::default();
+        let mut plan = StepPlan {
+            blocks: vec![Vec::new(); self.kv.tables()],
+            ..StepPlan::default()
+        };
+        // Not before: the step before may still read these blocks when its plan has ended.
+        for sequence in &mut self.running {
+            self.kv.release_behind(&mut sequence.tables, sequence.computed_tokens);
+        }
         if self.limits.policy.mix_phases {
             self.fill(&mut plan, |_| true, true);
         } else {
@@ -372,7 +381,7 @@ impl Scheduler {
                 self.fill(&mut plan, |_| true, false);
             }
         }
-        self.pool.end_plan();
+        self.kv.end_plan();
         plan
     }
 
@@ -385,10 +394,10 @@ impl Scheduler {
             return None;
         }
         for mut sequence in std::mem::take(&mut self.running) {
-            release_all(&mut self.pool, &mut sequence);
+            release_all(&mut self.kv, &mut sequence);
             self.waiting.insert(sequence.age, sequence);
         }
-        self.pool.clear_index();
+        self.kv.clear_index();
         self.limits.max_step_tokens /= 2;
         self.limits.max_sequences = (self.limits.max_sequences / 2).max(1);
         Some(self.limits)
@@ -467,7 +476,7 @@ impl Scheduler {
             })
             .collect();
         let order = if self.limits.policy.sort_window {
-            packing::order(&window, self.pool.block_tokens())
+            packing::order(&window, self.kv.block_tokens())
         } else {
             (0..window.len()).collect()
         };
@@ -485,29 +494,24 @@ impl Scheduler {
     /// Gives a sequence the indexed blocks of its prefix. Returns `false`, without any change, if
     /// the pool has too few blocks to start it.
     fn share_prefix(&mut self, sequence: &mut Sequence) -> bool {
-        let block_tokens = self.pool.block_tokens();
+        let block_tokens = self.kv.block_tokens();
         let shareable_tokens = if self.limits.policy.share_prefixes {
             sequence.tokens.len() - 1
         } else {
             0
         };
-        for index in 0..shareable_tokens / block_tokens {
-            let key = sequence.block_key(index, block_tokens);
-            let Some(block) = self
-                .pool
-                .lookup(key, &sequence.tokens[index * block_tokens..][..block_tokens])
-            else {
-                break;
-            };
-            self.pool.acquire(block);
-            sequence.blocks.push(block);
-        }
-        let missing = sequence.tokens.len().div_ceil(block_tokens) - sequence.blocks.len();
-        if self.pool.available() < missing + self.running.len() {
-            release_all(&mut self.pool, sequence);
+        let shareable = shareable_tokens / block_tokens;
+        sequence.compute_keys(shareable, block_tokens);
+        let shared = self
+            .kv
+            .hold_prefix(&mut sequence.tables, &sequence.tokens, &sequence.keys[..shareable]);
+        sequence.computed_tokens = shared * block_tokens;
+        let missing = self.kv.blocks_of(sequence.tokens.len()) - kv::held(&sequence.tables).count();
+        let spare = self.running.len() * self.kv.tables();
+        if self.kv.available() < missing + spare {
+            release_all(&mut self.kv, sequence);
             return false;
         }
-        sequence.computed_tokens = sequence.blocks.len() * block_tokens;
         true
     }
 
@@ -521,37 +525,28 @@ impl Scheduler {
     /// Plans as many pending tokens of a running sequence as budget and blocks allow. `None` if not
     /// a single token fits.
     fn plan_sequence(&mut self, index: usize, budget: usize, plan: &mut StepPlan) -> Option<PlannedSequence> {
-        let block_tokens = self.pool.block_tokens();
+        let block_tokens = self.kv.block_tokens();
         let sequence = &mut self.running[index];
         let wanted_end = sequence.computed_tokens + sequence.pending_tokens().min(budget);
-        // Shared blocks are copied before they are written to.
-        for i in sequence.computed_tokens / block_tokens..sequence.blocks.len().min(wanted_end.div_ceil(block_tokens)) {
-            if self.pool.is_shared(sequence.blocks[i]) {
-                let copy = self.pool.copy_on_write(sequence.blocks[i])?;
-                plan.copies.push(BlockCopy {
-                    from: sequence.blocks[i],
-                    to: copy,
-                });
-                sequence.blocks[i] = copy;
-            }
-        }
-        while sequence.blocks.len() * block_tokens < wanted_end {
-            let Some(block) = self.pool.allocate() else { break };
-            sequence.blocks.push(block);
-        }
-        let end = wanted_end.min(sequence.blocks.len() * block_tokens);
+        let written = sequence.computed_tokens / block_tokens..wanted_end.div_ceil(block_tokens);
+        self.kv
+            .copy_shared(&mut sequence.tables, written.clone(), &mut plan.copies)?;
+        let blocks = self.kv.grow(&mut sequence.tables, written.end);
+        let end = wanted_end.min(blocks * block_tokens);
         if end == sequence.computed_tokens {
             return None;
         }
         let start = std::mem::replace(&mut sequence.computed_tokens, end);
-        let first_block = plan.blocks.len();
-        plan.blocks
-            .extend_from_slice(&sequence.blocks[..end.div_ceil(block_tokens)]);
+        let blocks = end.div_ceil(block_tokens);
+        let first_block = plan.blocks[0].len();
+        for (planned, table) in plan.blocks.iter_mut().zip(&sequence.tables) {
+            planned.extend_from_slice(&table[..blocks]);
+        }
         let planned = PlannedSequence {
             id: sequence.id,
             start,
             tokens: SmallVec::from_slice(&sequence.tokens[start..end]),
-            blocks: first_block..plan.blocks.len(),
+            blocks: first_block..first_block + blocks,
             needs_logits: end == sequence.tokens.len(),
             placeholder_row: sequence.placeholder_row.filter(|_| end == sequence.tokens.len()),
             deterministic: sequence.sharing.deterministic,
@@ -564,45 +559,50 @@ impl Scheduler {
     /// Adds to the index the blocks that a running sequence's tokens from `start` to `end` have
     /// filled.
     fn index_blocks(&mut self, index: usize, start: usize, end: usize) {
-        let block_tokens = self.pool.block_tokens();
+        let block_tokens = self.kv.block_tokens();
         let sequence = &mut self.running[index];
+        sequence.compute_keys(end / block_tokens, block_tokens);
         for i in start / block_tokens..end / block_tokens {
-            let key = sequence.block_key(i, block_tokens);
-            self.pool.register(
-                sequence.blocks[i],
-                key,
-                &sequence.tokens[i * block_tokens..][..block_tokens],
-            );
+            let key = sequence.keys[i];
+            let tokens = &sequence.tokens[i * block_tokens..][..block_tokens];
+            self.kv.register(&sequence.tables, i, key, tokens);
         }
     }
 
     fn preempt_youngest(&mut self, plan: &mut StepPlan) {
         if let Some(mut sequence) = self.running.pop() {
-            release_all(&mut self.pool, &mut sequence);
+            release_all(&mut self.kv, &mut sequence);
             plan.preempted.push(sequence.id);
             self.waiting.insert(sequence.age, sequence);
         }
     }
 }
 
-/// Releases all blocks of a sequence, the last one first.
-fn release_all(pool: &mut BlockPool, sequence: &mut Sequence) {
-    sequence.blocks.drain(..).rev().for_each(|b| pool.release(b));
+/// Releases all blocks of a sequence.
+fn release_all(kv: &mut KvCache, sequence: &mut Sequence) {
+    kv.release_all(&mut sequence.tables);
     sequence.computed_tokens = 0;
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::device::KvSpec;
+    use crate::device::batch::NO_BLOCK;
     use proptest::prelude::*;
 
     fn scheduler(blocks: u32, max_step_tokens: usize, max_sequences: usize) -> Scheduler {
+        scheduler_of(&[KvSpec::Full], blocks, max_step_tokens, max_sequences)
+    }
+
+    fn scheduler_of(tables: &[KvSpec], blocks: u32, max_step_tokens: usize, max_sequences: usize) -> Scheduler {
         let limits = StepLimits {
             max_step_tokens,
             max_sequences,
             policy: Policy::default(),
         };
-        Scheduler::new(limits, BlockPool::new(blocks, 4), BlockKey::root("test"))
+        let kv = KvCache::new(blocks, 4, tables.to_vec());
+        Scheduler::new(limits, kv, BlockKey::root("test"))
     }
 
     fn planned_ranges(plan: &StepPlan) -> Vec<(SequenceId, usize, usize, bool)> {
@@ -623,7 +623,7 @@ mod tests {
             [(0, 0, 10, true), (1, 8, 2, true), (2, 8, 2, true)]
         );
         assert_eq!(plan.started, [(0, 0), (1, 8), (2, 8)]);
-        let [first, second] = [0, 1].map(|i| &plan.blocks[plan.sequences[i].blocks.clone()]);
+        let [first, second] = [0, 1].map(|i| &plan.blocks[0][plan.sequences[i].blocks.clone()]);
         assert_eq!(first[..2], second[..2]);
     }
 
@@ -749,13 +749,13 @@ mod tests {
         let plan = s.plan();
         assert_eq!(planned_ranges(&plan), [(0, 6, 1, true), (1, 6, 1, true)]);
         assert_eq!(plan.copies.len(), 1, "the last holder keeps the block");
-        let [first, second] = [0, 1].map(|i| &plan.blocks[plan.sequences[i].blocks.clone()]);
+        let [first, second] = [0, 1].map(|i| &plan.blocks[0][plan.sequences[i].blocks.clone()]);
         assert_eq!(first[0], second[0]);
         assert_ne!(first[1], second[1]);
         s.remove(0);
         s.remove(1);
-        s.pool.check(std::iter::empty());
-        assert_eq!(s.pool.available(), 8);
+        s.kv.check(std::iter::empty());
+        assert_eq!(s.kv.available(), 8);
     }
 
     /// Starting a sequence that the running ones would soon preempt wastes its computation.
@@ -806,8 +806,8 @@ mod tests {
         assert!(!s.is_computed(0));
         assert_eq!(s.plan().sequences[0].tokens[..], [71]);
         (0..3).for_each(|id| s.remove(id));
-        s.pool.check(std::iter::empty());
-        assert_eq!(s.pool.available(), 32);
+        s.kv.check(std::iter::empty());
+        assert_eq!(s.kv.available(), 32);
     }
 
     /// Sequences whose token is being drawn do not count against `max_sequences`, since most have
@@ -829,7 +829,7 @@ mod tests {
         assert_eq!(ids(s.plan()), [3, 5]);
         assert!(s.plan().sequences.is_empty());
         (0..6).for_each(|id| s.remove(id));
-        assert_eq!(s.pool.available(), 32);
+        assert_eq!(s.kv.available(), 32);
     }
 
     /// The next step has been planned before a sequence's token becomes known, and may have
@@ -858,7 +858,7 @@ mod tests {
         // in this step.
         assert_eq!(tokens, [(1, None, vec![90, 91, 92, 93, 94]), (2, None, vec![94, 95])]);
         (1..3).for_each(|id| s.remove(id));
-        s.pool.check(std::iter::empty());
+        s.kv.check(std::iter::empty());
     }
 
     /// A step that did not run leaves no state behind, not even a placeholder.
@@ -873,7 +873,7 @@ mod tests {
         s.plan();
         let limits = s.start_over().unwrap();
         assert_eq!((limits.max_step_tokens, limits.max_sequences), (4, 1));
-        s.pool.check(std::iter::empty());
+        s.kv.check(std::iter::empty());
         s.extend(0, &[6]);
         s.remove(1);
         assert_eq!((s.running(), s.waiting()), (0, 1));
@@ -883,7 +883,7 @@ mod tests {
         assert!(s.start_over().is_some_and(|limits| limits.max_step_tokens == 1));
         assert!(s.start_over().is_none());
         s.remove(0);
-        assert_eq!(s.pool.available(), 8);
+        assert_eq!(s.kv.available(), 8);
     }
 
     /// A sequence to simulate.
@@ -898,9 +898,33 @@ mod tests {
         arrival_step: usize,
     }
 
+    /// Checks that a planned sequence has the blocks that its tokens need, and of tables with a
+    /// window no others.
+    fn check_blocks(tables: &[KvSpec], plan: &StepPlan, planned: &PlannedSequence) {
+        let end = planned.start + planned.tokens.len();
+        assert_eq!(planned.blocks.len(), end.div_ceil(4));
+        for (spec, blocks) in tables.iter().zip(&plan.blocks) {
+            let first = spec.first_needed(planned.start as u32) as usize / 4;
+            for (index, block) in blocks[planned.blocks.clone()].iter().enumerate() {
+                assert_eq!(
+                    *block == NO_BLOCK,
+                    index < first,
+                    "block {index} at {} of {spec:?}",
+                    planned.start
+                );
+            }
+        }
+    }
+
     /// Runs all sequences to their end and returns the plans.
-    fn simulate(cases: &[SimulatedSequence], blocks: u32, budget: usize, max_sequences: usize) -> Vec<StepPlan> {
-        let mut s = scheduler(blocks, budget, max_sequences);
+    fn simulate(
+        tables: &[KvSpec],
+        cases: &[SimulatedSequence],
+        blocks: u32,
+        budget: usize,
+        max_sequences: usize,
+    ) -> Vec<StepPlan> {
+        let mut s = scheduler_of(tables, blocks, budget, max_sequences);
         let mut left: BTreeMap<SequenceId, usize> = BTreeMap::new();
         let mut plans = Vec::new();
         for step in 0.. {
@@ -922,7 +946,10 @@ mod tests {
             }
             let oldest = s.running.first().map(|o| (o.id, o.computed_tokens));
             let plan = s.plan();
-            s.pool.check(s.running.iter().map(|r| &r.blocks[..]));
+            s.kv.check(s.running.iter().map(|r| &r.tables));
+            plan.sequences
+                .iter()
+                .for_each(|planned| check_blocks(tables, &plan, planned));
             assert!(s.running.is_sorted_by_key(|r| r.age));
             assert!(s.running.len() <= max_sequences);
             if let Some((id, computed)) = oldest {
@@ -950,8 +977,8 @@ mod tests {
                 break;
             }
         }
-        s.pool.check(std::iter::empty());
-        assert_eq!(s.pool.available(), blocks as usize, "a block leaked");
+        s.kv.check(std::iter::empty());
+        assert_eq!(s.kv.available(), blocks as usize, "a block leaked");
         assert_eq!((s.running(), s.waiting()), (0, 0));
         plans
     }
@@ -960,8 +987,11 @@ mod tests {
         #[test]
         fn everything_ends_within_budget_without_a_leak(
             cases in prop::collection::vec((0usize..12, 1usize..14, 1usize..12, 1usize..4, 0usize..6), 1..14),
-            // The largest sequence has 12 + 13 + 11 tokens and needs nine blocks of four.
+            // The largest sequence has 12 + 13 + 11 tokens and needs nine blocks of four, and up to three
+            // in each table with a window of up to nine.
             blocks in 10u32..24,
+            full_tables in 0usize..2,
+            windows in prop::collection::vec(1u32..10, 0..3),
             budget in 1usize..40,
             max_sequences in 1usize..8,
         ) {
@@ -977,8 +1007,13 @@ mod tests {
                     }
                 })
                 .collect();
-            let plans = simulate(&cases, blocks, budget, max_sequences);
-            prop_assert_eq!(plans, simulate(&cases, blocks, budget, max_sequences), "same input, same plan");
+            let full_tables = full_tables.max(usize::from(windows.is_empty()));
+            let windows = windows.into_iter().map(KvSpec::Window);
+            let tables: Vec<KvSpec> = windows.chain(vec![KvSpec::Full; full_tables]).collect();
+            let blocks = blocks + 3 * (tables.len() - full_tables) as u32;
+            let plans = simulate(&tables, &cases, blocks, budget, max_sequences);
+            let again = simulate(&tables, &cases, blocks, budget, max_sequences);
+            prop_assert_eq!(plans, again, "same input, same plan");
         }
     }
 }

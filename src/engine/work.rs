@@ -5,11 +5,19 @@ use smallvec::SmallVec;
 use crate::device::batch::StepBatch;
 use crate::device::cpu::Threads;
 use crate::device::draw::{DrawError, DrawnToken};
+use crate::engine::Forward;
 use crate::engine::choice::NodeId;
 use crate::engine::constraint::GrammarState;
+use crate::engine::kv::KvCache;
 use crate::engine::request::{Completion, FinishedSample, SampleId};
 use crate::engine::scheduler::{SequenceId, StepPlan};
 use crate::engine::sequence::{SampleState, TokenOutcome};
+
+/// The empty KV cache of a model.
+pub(super) fn kv_cache(forward: &dyn Forward) -> KvCache {
+    let tables = forward.kv_tables().to_vec();
+    KvCache::new(forward.kv_blocks(), forward.block_tokens().max(1), tables)
+}
 
 /// A sample, and the sequences that compute it.
 pub(super) struct ActiveSample {
@@ -84,17 +92,17 @@ pub(super) fn results(
     })
 }
 
-/// Flattens a plan into a batch for the device.
-pub(super) fn batch(plan: &StepPlan) -> StepBatch {
+/// Flattens a plan into a batch for the device, and takes its block tables.
+pub(super) fn batch(plan: &mut StepPlan) -> StepBatch {
     let mut batch = StepBatch {
+        block_tables: std::mem::take(&mut plan.blocks),
         block_copies: plan.copies.clone(),
         deterministic: plan.sequences.iter().any(|planned| planned.deterministic),
         ..StepBatch::default()
     };
     for planned in &plan.sequences {
         let end = planned.start + planned.tokens.len();
-        let blocks = &plan.blocks[planned.blocks.clone()];
-        batch.push(planned.tokens.iter().copied(), end as u32, blocks.iter().copied());
+        batch.push_sequence(planned.tokens.iter().copied(), end as u32, planned.blocks.start as u32);
         if let Some(row) = planned.placeholder_row {
             batch.pending_tokens.push((batch.tokens.len() as u32 - 1, row));
         }

@@ -93,14 +93,15 @@ impl ActivationMaxima {
         prompts: impl IntoIterator<Item = &'a [u32]>,
     ) -> Result<ActivationMaxima, ForwardError> {
         let mut layers = vec![LayerMaxima::default(); model.config().layers.len()];
-        let tokens_max = (model.kv_blocks() as usize * BLOCK_TOKENS).min(model.context_tokens() as usize);
+        let tables = model.kv_tables().len();
+        let tokens_max = (model.kv_blocks() as usize / tables * BLOCK_TOKENS).min(model.context_tokens() as usize);
         for prompt in prompts {
             let prompt = &prompt[..prompt.len().min(tokens_max)];
             for (chunk, tokens) in prompt.chunks(STEP_TOKENS_MAX).enumerate() {
                 let end = chunk * STEP_TOKENS_MAX + tokens.len();
                 let mut batch = StepBatch::default();
                 batch.push(tokens.iter().copied(), end as u32, 0..end.div_ceil(BLOCK_TOKENS) as u32);
-                model.forward_with_observer(&batch, |layer, activations, buffer| {
+                model.forward_with_observer(&batch.with_tables(tables), |layer, activations, buffer| {
                     let maxima = &mut layers[layer].by_kind[activations as usize];
                     for row in buffer.rows() {
                         maxima.resize(row.len(), 0.0);

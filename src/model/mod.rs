@@ -13,6 +13,7 @@ pub mod error;
 mod expert_forms;
 mod expert_names;
 pub mod folder;
+mod kv_layout;
 mod pool;
 pub mod rope;
 pub mod shapes;
@@ -25,7 +26,8 @@ pub mod weights;
 pub use channels::ActivationMaxima;
 pub use checkpoint::Checkpoint;
 pub use error::ModelError;
-pub use transformer::{KvBudget, LoadOptions, Transformer};
+pub use pool::KvBudget;
+pub use transformer::{LoadOptions, Transformer};
 
 /// Reads a file of at most `max` bytes.
 fn read_limited(path: &Path, max: u64) -> Result<Vec<u8>, ModelError> {

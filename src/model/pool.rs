@@ -6,6 +6,7 @@ use crate::device::batch::StepBatch;
 use crate::device::{Device, DeviceError, Precision};
 use crate::model::config::Config;
 use crate::model::error::ModelError;
+use crate::model::kv_layout::KvLayout;
 use crate::model::size::ModelSize;
 
 /// Device memory that stays free for allocations that cannot be foreseen: kernels that load later,
@@ -16,23 +17,53 @@ const MARGIN_BYTES: u64 = 512 << 20;
 /// does not fit, the model is too large for the device.
 pub(super) const STEP_TOKENS_MIN: u32 = 128;
 
-/// Bytes per block over all layers.
+/// Size of the KV pool.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum KvBudget {
+    /// Bytes over all layers; the pool gets as many whole blocks as fit.
+    Bytes(u64),
+    /// So many blocks in each block table.
+    Blocks(u32),
+    /// For a device with its own memory. The pool is allocated after a trial step of `step_tokens`
+    /// tokens with logits for `sequences` sequences, so that no later step runs out of memory.
+    Profiled {
+        step_tokens: u32,
+        sequences: u32,
+        /// `None`: all memory that is left after the trial step.
+        bytes: Option<u64>,
+    },
+}
+
+/// Bytes per block.
 fn block_bytes<D: Device>(device: &D, config: &Config) -> u64 {
-    (device.kv_block_bytes(config.heads) * config.layers.len()) as u64
+    (device.kv_block_bytes(config.heads) * KvLayout::new(&config.layers).pools) as u64
+}
+
+/// The number of blocks with which a model is loaded: those of the budget, or those of the trial
+/// step after which the budget is settled.
+pub(super) fn first_blocks<D: Device>(device: &D, config: &Config, budget: KvBudget) -> Result<u32, ModelError> {
+    let tables = KvLayout::new(&config.layers).tables.len() as u32;
+    match budget {
+        KvBudget::Profiled { step_tokens, .. } => Ok((step_tokens.div_ceil(device.block_tokens()) + 1) * tables),
+        KvBudget::Bytes(bytes) => blocks_in_bytes(device, config, bytes),
+        KvBudget::Blocks(blocks) => check_blocks(device, config, blocks.saturating_mul(tables)),
+    }
 }
 
 /// The number of whole blocks that fit into `bytes`.
-pub(super) fn blocks_in_bytes<D: Device>(device: &D, config: &Config, bytes: u64) -> Result<u32, ModelError> {
+fn blocks_in_bytes<D: Device>(device: &D, config: &Config, bytes: u64) -> Result<u32, ModelError> {
     let blocks = bytes / block_bytes(device, config);
     check_blocks(device, config, blocks.min(u64::from(u32::MAX)) as u32)
 }
 
-/// Checks that a pool has at least one block and a size that can be allocated; returns its blocks.
-pub(super) fn check_blocks<D: Device>(device: &D, config: &Config, blocks: u32) -> Result<u32, ModelError> {
-    let bytes = block_bytes(device, config);
-    if blocks == 0 {
+/// Checks that a pool has at least one block of each table and a size that can be allocated; returns
+/// its blocks.
+fn check_blocks<D: Device>(device: &D, config: &Config, blocks: u32) -> Result<u32, ModelError> {
+    let (bytes, tables) = (block_bytes(device, config), KvLayout::new(&config.layers).tables.len());
+    if (blocks as usize) < tables {
         return Err(ModelError::Options(format!(
-            "the KV pool holds no block: one takes {bytes} bytes"
+            "the KV pool holds no block of all layers: one takes {} bytes",
+            bytes * tables as u64
         )));
     }
     if u64::from(blocks)
@@ -46,14 +77,15 @@ pub(super) fn check_blocks<D: Device>(device: &D, config: &Config, blocks: u32) 
     Ok(blocks)
 }
 
-/// Allocates a pool for each layer.
+/// Allocates the device pools of `blocks` blocks.
 pub(super) fn allocate<D: Device>(device: &D, config: &Config, blocks: u32) -> Result<Vec<D::KvPool>, DeviceError> {
     let pool = |_| device.kv_pool(config.heads, blocks as usize);
-    config.layers.iter().map(pool).collect()
+    (0..KvLayout::new(&config.layers).pools).map(pool).collect()
 }
 
 /// A step of `tokens` tokens, in sequences as long as `context` allows, with logits for `sequences`
-/// rows, or for every token if the step has fewer tokens. Its block numbers begin at 0.
+/// rows, or for every token if the step has fewer tokens. It has one block table, and its block
+/// numbers begin at 0.
 pub(super) fn largest_step(tokens: u32, sequences: u32, context: u32, block_tokens: u32) -> StepBatch {
     let mut batch = StepBatch::default();
     // Sequences whose length is not a multiple of the block size share blocks. Sharing is harmless
@@ -137,7 +169,7 @@ mod tests {
             assert_eq!(batch.logits_at.len() as u32, sequences.min(tokens));
             for s in &batch.sequences {
                 assert!(s.kv_len <= context);
-                let blocks = &batch.block_tables[s.first_block as usize..][..s.kv_len.div_ceil(64) as usize];
+                let blocks = &batch.block_tables[0][s.first_block as usize..][..s.kv_len.div_ceil(64) as usize];
                 assert!(blocks.iter().all(|block| *block < tokens.div_ceil(64) + 1));
             }
         }

@@ -1,8 +1,9 @@
 //! Numbers of parameters, and the memory that weights, keys and values take on a CPU and on a GPU.
 //! They follow from the configuration, so no weights are needed.
 
-use crate::device::{Dtype, KvFormat, Precision, cpu, cuda};
+use crate::device::{Dtype, KvFormat, KvSpec, Precision, cpu, cuda};
 use crate::model::config::{Config, ExpertForm};
+use crate::model::kv_layout::KvLayout;
 use crate::model::tensors::{ModelTensors, TensorSpec};
 
 /// Bytes of a value of a norm or a bias, which are F32 at every precision.
@@ -118,7 +119,8 @@ impl ModelSize {
     }
 }
 
-/// Bytes of keys and values of a sequence of `tokens` tokens, in whole blocks. `None`: the device
+/// Bytes of keys and values of a sequence of `tokens` tokens, in whole blocks, of which layers with
+/// windows keep those of the last window. `None`: the device
 /// keeps none in this format.
 pub fn kv_bytes(config: &Config, place: Place, format: KvFormat, tokens: u32) -> Option<u64> {
     let block_bytes = match place {
@@ -126,8 +128,14 @@ pub fn kv_bytes(config: &Config, place: Place, format: KvFormat, tokens: u32) ->
         Place::Cpu => cpu::kv_block_bytes(config.heads, format),
         Place::Gpu => cuda::kv_block_bytes(config.heads, format)?,
     };
-    let blocks = u64::from(tokens.div_ceil(place.block_tokens()));
-    Some(blocks * (block_bytes * config.layers.len()) as u64)
+    let block_tokens = place.block_tokens();
+    let layout = KvLayout::new(&config.layers);
+    let held = |kind: &KvSpec| {
+        let first = kind.first_needed(tokens.saturating_sub(1)) / block_tokens;
+        u64::from(tokens.div_ceil(block_tokens) - first)
+    };
+    let blocks: u64 = layout.tables.iter().map(held).sum();
+    Some(blocks * (block_bytes * layout.pools) as u64)
 }
 
 #[cfg(test)]
@@ -200,6 +208,11 @@ mod tests {
             kv_bytes(&config, Place::Gpu, KvFormat::Fp8, 64),
             Some(64 * (token / 2 + 32 * 8 * 2 * 4))
         );
+        // With windows of 128 in half of the layers, 12 of 24: at most 8 whole blocks and one that moves.
+        let windows = Config::parse(Path::new("config.json"), GPT_OSS_20B).unwrap();
+        let layer_block = 16 * 8 * 64 * 2 * 2;
+        let at = |tokens| kv_bytes(&windows, Place::Cpu, KvFormat::Bf16, tokens).unwrap() / layer_block;
+        assert_eq!((at(16), at(128), at(160), at(1 << 17)), (24, 12 * 16, 12 * (10 + 8), 12 * (8192 + 8)));
         assert_eq!(kv_bytes(&config, Place::Cpu, KvFormat::Fp8, 64), None);
         assert_eq!(kv_bytes(&config, Place::Gpu, KvFormat::F32, 64), None);
     }

@@ -14,7 +14,7 @@ use crate::device::batch::StepBatch;
 use crate::device::cpu::{self, Cpu, Isa};
 use crate::device::draw::{Draw, DrawError, DrawnToken};
 use crate::device::{
-    AddNorm, Attention, AttentionInput, Delta, Device, DeviceError, Dtype, KvFormat, OutputHead, Precision, QkNorm,
+    AddNorm, Attention, AttentionInput, Delta, Device, DeviceError, Dtype, KvFormat, KvSpec, OutputHead, Precision, QkNorm,
     RopeStore,
 };
 use crate::engine::{Forward, ForwardError};
@@ -25,29 +25,14 @@ use crate::model::channels::{ActivationMaxima, Activations};
 use crate::model::checkpoint::Checkpoint;
 use crate::model::config::Config;
 use crate::model::error::ModelError;
-use crate::model::pool;
+use crate::model::kv_layout::KvLayout;
+use crate::model::pool::{self, KvBudget};
 use crate::model::times::{Operation, Times};
 use crate::model::weights::{RandomWeights, WeightSource};
 
 /// Minimum rows for which a device measures its matmul kernels. For fewer rows, it uses the choice
 /// for this number.
 const TUNED_ROWS_MIN: u32 = 16;
-
-/// Size of the KV pool.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum KvBudget {
-    /// Bytes over all layers; the pool gets as many whole blocks as fit.
-    Bytes(u64),
-    Blocks(u32),
-    /// For a device with its own memory. The pool is allocated after a trial step of `step_tokens`
-    /// tokens with logits for `sequences` sequences, so that no later step runs out of memory.
-    Profiled {
-        step_tokens: u32,
-        sequences: u32,
-        /// `None`: all memory that is left after the trial step.
-        bytes: Option<u64>,
-    },
-}
 
 /// Options for loading a model.
 #[derive(Clone)]
@@ -76,6 +61,7 @@ pub struct Transformer<D: Device = Cpu> {
     device: D,
     config: Config,
     weights: ModelWeights<D>,
+    layout: KvLayout,
     pools: Vec<D::KvPool>,
     step: D::Step,
     buffers: Buffers<D>,
@@ -182,11 +168,8 @@ impl<D: Device> Transformer<D> {
         pool::check_fits(&device, &config, options.precision)?;
         // A device without its own memory is synchronous: timing its operations costs no wait.
         let times_operations = device.free_bytes()?.is_none();
-        let kv_blocks = match options.kv {
-            KvBudget::Profiled { step_tokens, .. } => step_tokens.div_ceil(device.block_tokens()) + 1,
-            KvBudget::Bytes(bytes) => pool::blocks_in_bytes(&device, &config, bytes)?,
-            KvBudget::Blocks(blocks) => pool::check_blocks(&device, &config, blocks)?,
-        };
+        let layout = KvLayout::new(&config.layers);
+        let kv_blocks = pool::first_blocks(&device, &config, options.kv)?;
         let vocab_size = options
             .vocabulary
             .map_or(config.vocab_size, |n| n.min(config.vocab_size));
@@ -208,12 +191,13 @@ impl<D: Device> Transformer<D> {
         }
         .weights()?;
         let pools = pool::allocate(&device, &config, kv_blocks)?;
-        let step = device.step(config.heads, config.rope_specs(context_tokens), &config.layers)?;
+        let step = device.step(config.heads, config.rope_specs(context_tokens), &layout.tables)?;
         let buffers = Buffers::new(&device);
         let mut transformer = Transformer {
             device,
             config,
             weights,
+            layout,
             pools,
             step,
             buffers,
@@ -283,6 +267,7 @@ impl<D: Device> Transformer<D> {
     /// Runs a step of `tokens` tokens with logits for `rows` rows and discards its results.
     fn run_trial_step(&mut self, tokens: u32, rows: u32) -> Result<(), DeviceError> {
         let step = pool::largest_step(tokens, rows, self.context_tokens, self.device.block_tokens());
+        let step = step.with_tables(self.layout.tables.len());
         let draws = vec![Draw::GREEDY; step.logits_at.len()];
         self.run(&step, |_, _, _| ())?;
         self.device.draw(self.vocab_size, &draws, &mut self.buffers.workspace)?;
@@ -307,7 +292,6 @@ impl<D: Device> Transformer<D> {
     }
 
     /// Checks that a batch fits the model. An error is the caller's mistake, never a row's.
-    #[expect(clippy::too_many_lines, reason = "a list of checks")]
     fn check(&self, batch: &StepBatch) -> Result<(), String> {
         if batch.positions.len() != batch.tokens.len() {
             return Err(format!(
@@ -342,10 +326,6 @@ impl<D: Device> Transformer<D> {
                     s.q_len, s.kv_len
                 ));
             }
-            let blocks = s.first_block as u64 + s.kv_len.div_ceil(self.device.block_tokens()) as u64;
-            if blocks > batch.block_tables.len() as u64 {
-                return Err(format!("sequence {i}: its block table is too short"));
-            }
         }
         if next_token != batch.tokens.len() as u64 {
             return Err(format!(
@@ -353,16 +333,7 @@ impl<D: Device> Transformer<D> {
                 batch.tokens.len() as u64 - next_token
             ));
         }
-        let copied = batch.block_copies.iter().flat_map(|copy| [copy.from, copy.to]);
-        if let Some(block) = batch
-            .block_tables
-            .iter()
-            .copied()
-            .chain(copied)
-            .find(|b| *b >= self.kv_blocks)
-        {
-            return Err(format!("KV block {block} is not below {}", self.kv_blocks));
-        }
+        self.layout.check(batch, self.device.block_tokens(), self.kv_blocks)?;
         if let Some((token, _)) = batch.pending_tokens.first()
             && !self.device.runs_ahead()
         {
@@ -398,6 +369,7 @@ impl<D: Device> Transformer<D> {
             device,
             config,
             weights,
+            layout,
             pools,
             step,
             buffers: b,
@@ -424,8 +396,11 @@ impl<D: Device> Transformer<D> {
         )?;
         lap(Operation::Embed)?;
         let mut delta = None;
-        for (index, (layer, pool)) in weights.layers.iter().zip(pools).enumerate() {
+        for pool in &mut *pools {
             device.copy_blocks(step, pool)?;
+        }
+        for (index, (layer, kv)) in weights.layers.iter().zip(&layout.layers).enumerate() {
+            let pool = &mut pools[kv.pool];
             // Without a norm of its own, the block reads the residual stream. Then only the addition
             // counts, and any norm will do.
             let own = layer.attention_norm.as_ref();
@@ -452,6 +427,7 @@ impl<D: Device> Transformer<D> {
                     heads: config.heads,
                     qk_norm,
                     rope: config.rope_of(index),
+                    table: kv.table,
                 },
                 step,
                 &mut b.qkv,
@@ -460,6 +436,7 @@ impl<D: Device> Transformer<D> {
             lap(Operation::RopeStore)?;
             let attention = Attention {
                 spec: layer.spec,
+                table: kv.table,
                 scale: config.attention_scale,
                 soft_cap: config.attention_soft_cap,
             };
@@ -571,6 +548,10 @@ impl<D: Device> Forward for Transformer<D> {
 
     fn kv_blocks(&self) -> u32 {
         self.kv_blocks
+    }
+
+    fn kv_tables(&self) -> &[KvSpec] {
+        &self.layout.tables
     }
 
     fn block_tokens(&self) -> u32 {

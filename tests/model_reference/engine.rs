@@ -1,10 +1,10 @@
 //! The engine over real models: however rows are scheduled, each gets the same tokens and the same log probabilities, bit
-//! for bit, in F32.
+//! for bit, in F32 and with keys and values in 8 bits.
 
 use std::sync::Arc;
 
-use gristmill::device::Precision;
 use gristmill::device::draw::Sampling;
+use gristmill::device::{KvSpec, Precision};
 use gristmill::engine::params::GenerationParams;
 use gristmill::engine::request::{Request, SampleId};
 use gristmill::engine::{Engine, EngineOptions, Generator};
@@ -22,6 +22,8 @@ struct Schedule {
     step_tokens: usize,
     sequences: usize,
     kv_blocks: u32,
+    /// As `kv_blocks`, for models with windows and without.
+    kv_blocks_with_windows: u32,
     /// Rows that share the engine; the others run one after the other in engines of their own.
     together: bool,
 }
@@ -32,6 +34,7 @@ const SCHEDULES: [Schedule; 5] = [
         step_tokens: 2048,
         sequences: 1,
         kv_blocks: 64,
+        kv_blocks_with_windows: 64,
         together: false,
     },
     Schedule {
@@ -39,6 +42,7 @@ const SCHEDULES: [Schedule; 5] = [
         step_tokens: 2048,
         sequences: 64,
         kv_blocks: 256,
+        kv_blocks_with_windows: 256,
         together: true,
     },
     Schedule {
@@ -46,6 +50,7 @@ const SCHEDULES: [Schedule; 5] = [
         step_tokens: 7,
         sequences: 5,
         kv_blocks: 256,
+        kv_blocks_with_windows: 256,
         together: true,
     },
     Schedule {
@@ -53,6 +58,7 @@ const SCHEDULES: [Schedule; 5] = [
         step_tokens: 64,
         sequences: 8,
         kv_blocks: 12,
+        kv_blocks_with_windows: 5,
         together: true,
     },
     Schedule {
@@ -60,6 +66,7 @@ const SCHEDULES: [Schedule; 5] = [
         step_tokens: 33,
         sequences: 1,
         kv_blocks: 64,
+        kv_blocks_with_windows: 64,
         together: true,
     },
 ];
@@ -81,10 +88,23 @@ fn prompt(row: u64, vocabulary: u32) -> Arc<[u32]> {
 type Answer = (Vec<u32>, Vec<u32>);
 
 /// Runs rows in one engine: by row, the tokens and the bits of their log probabilities.
-fn run(name: &str, reference: &Reference, schedule: &Schedule, rows: &[u64], temperature: f32) -> Vec<(u64, Answer)> {
-    let mut load = options(reference, Precision::F32);
+fn run(
+    name: &str,
+    reference: &Reference,
+    (schedule, precision): (&Schedule, Precision),
+    rows: &[u64],
+    temperature: f32,
+) -> Vec<(u64, Answer)> {
+    let mut load = options(reference, precision);
     load.kv = KvBudget::Blocks(schedule.kv_blocks);
-    let model = Transformer::load(&folder(name), &load).unwrap();
+    let mut model = Transformer::load(&folder(name), &load).unwrap();
+    let layers = &model.config().layers;
+    let has_windows = layers.iter().any(|layer| *layer != KvSpec::Full);
+    let grows = layers.contains(&KvSpec::Full);
+    if has_windows && schedule.kv_blocks_with_windows != schedule.kv_blocks {
+        load.kv = KvBudget::Blocks(schedule.kv_blocks_with_windows);
+        model = Transformer::load(&folder(name), &load).unwrap();
+    }
     let tokenizer = Arc::new(Tokenizer::from_words(&[], &["<end>"]).unwrap());
     let mut engine = Engine::new(
         Box::new(model),
@@ -131,6 +151,11 @@ fn run(name: &str, reference: &Reference, schedule: &Schedule, rows: &[u64], tem
             answers.push((finished.id.row, (done.token_ids, bits)));
         }
     }
+    let is_preempted = engine.load().preemptions > 0;
+    assert!(
+        is_preempted || !schedule.name.starts_with("preempted") || !grows,
+        "{name}: nothing was preempted"
+    );
     answers
 }
 
@@ -143,17 +168,22 @@ fn schedules_change_no_bit() {
         "qwen3-layers-sharded",
         "gemma2-capped",
         "gemma3-types",
+        "ministral-types",
+        "phi3-window",
+        "exaone4-windows",
+        "olmo3-windows",
+        "cohere2-windows",
     ] {
         let reference = Reference::load(name);
-        for temperature in [0.0, 1.0] {
+        for (temperature, precision) in [(0.0, Precision::F32), (1.0, Precision::F32), (1.0, Precision::Int8)] {
             let mut expected: Option<Vec<(u64, Answer)>> = None;
             for schedule in &SCHEDULES {
                 let all: Vec<u64> = (0..ROWS).collect();
                 let mut answers: Vec<_> = if schedule.together {
-                    run(name, &reference, schedule, &all, temperature)
+                    run(name, &reference, (schedule, precision), &all, temperature)
                 } else {
                     all.iter()
-                        .flat_map(|row| run(name, &reference, schedule, &[*row], temperature))
+                        .flat_map(|row| run(name, &reference, (schedule, precision), &[*row], temperature))
                         .collect()
                 };
                 answers.sort();
@@ -162,7 +192,11 @@ fn schedules_change_no_bit() {
                     None => expected = Some(answers),
                     Some(expected) => {
                         for (alone, other) in expected.iter().zip(&answers) {
-                            assert_eq!(alone, other, "{name}, {}, temperature {temperature}", schedule.name);
+                            assert_eq!(
+                                alone, other,
+                                "{name}, {}, {precision:?}, temperature {temperature}",
+                                schedule.name
+                            );
                         }
                     }
                 }

@@ -28,13 +28,17 @@ fn unfit_batches_and_options_are_refused() {
     };
     refused(&|b| b.tokens[1] = 112, "token id 112");
     refused(&|b| b.positions[2] = 5, "positions");
-    refused(&|b| b.block_tables[0] = KV_BLOCKS, "KV block 64");
-    refused(&|b| b.block_tables.clear(), "block table is too short");
+    refused(&|b| b.block_tables[0][0] = KV_BLOCKS, "KV block 64");
+    refused(&|b| b.block_tables.clear(), "0 block tables");
+    refused(&|b| b.block_tables[0].clear(), "block table is too short");
     refused(&|b| b.logits_at = vec![3], "`logits_at` has 3");
     refused(&|b| b.logits_at = vec![1, 1], "ascend");
     refused(&|b| b.sequences.clear(), "belong to no sequence");
     refused(&|b| b.sequences[0].kv_len = 129, "more than 128");
-    assert_eq!(model.forward(&StepBatch::default()).unwrap(), &[] as &[f32]);
+    assert_eq!(
+        model.forward(&StepBatch::default().with_tables(1)).unwrap(),
+        &[] as &[f32]
+    );
 
     let with = |change: &dyn Fn(&mut LoadOptions)| {
         let mut options = options(&reference, Precision::F32);

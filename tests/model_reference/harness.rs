@@ -187,7 +187,7 @@ impl Runner<'_> {
             sequence.stored = kv_len;
         }
         batch.logits_at = (0..batch.tokens.len() as u32).collect();
-        batch
+        batch.with_tables(self.model.kv_tables().len())
     }
 
     pub(crate) fn release(&mut self, sequence: Sequence) {

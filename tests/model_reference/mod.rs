@@ -7,3 +7,4 @@ mod files;
 pub(crate) mod harness;
 mod perplexity;
 mod precision;
+mod windows;

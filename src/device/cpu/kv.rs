@@ -1,4 +1,4 @@
-//! Paged keys and values of one layer, in blocks of 16 positions, laid out as panels for the matrix
+//! Paged keys and values, in blocks of 16 positions, laid out as panels for the matrix
 //! kernel.
 //!
 //! Keys: `[kv_head][block][head_dim][16 positions]`. Values:
@@ -22,7 +22,7 @@ use super::{Buffer, ExecContext, Threads};
 use crate::device::batch::BlockCopy;
 use crate::device::{HeadShape, KvFormat};
 
-/// One layer's keys and values.
+/// Keys and values of one layer per block.
 pub struct KvPool {
     pub(super) blocks: usize,
     pub(super) heads: HeadShape,
@@ -109,13 +109,14 @@ impl KvPool {
         }
     }
 
-    /// Stores the keys and values of all tokens of the step from their `[q][k][v]` rows.
-    pub(super) fn store(&mut self, ctx: ExecContext<'_>, step: &Step, qkv: &Buffer) {
+    /// Stores the keys and values of all tokens of the step from their `[q][k][v]` rows, in the
+    /// blocks of one block table.
+    pub(super) fn store(&mut self, ctx: ExecContext<'_>, (step, table): (&Step, usize), qkv: &Buffer) {
         assert_eq!(step.heads, self.heads);
         match &mut self.store {
-            KvStore::F32(pages) => pages.store(ctx.threads, self.heads, self.blocks, step, qkv),
-            KvStore::Bf16(pages) => pages.store(ctx.threads, self.heads, self.blocks, step, qkv),
-            KvStore::Int8(pages) => pages.store(ctx, self.heads, self.blocks, step, qkv),
+            KvStore::F32(pages) => pages.store(ctx.threads, self.heads, self.blocks, (step, table), qkv),
+            KvStore::Bf16(pages) => pages.store(ctx.threads, self.heads, self.blocks, (step, table), qkv),
+            KvStore::Int8(pages) => pages.store(ctx, self.heads, self.blocks, (step, table), qkv),
         }
     }
 }
@@ -142,9 +143,9 @@ struct KvSlot {
 }
 
 /// Calls `store` for each token of the step, with the token's row of `qkv`.
-fn for_each_token<'a>(step: &Step, qkv: &'a Buffer, mut store: impl FnMut(&'a [f32], KvSlot)) {
+fn for_each_token<'a>((step, table): (&Step, usize), qkv: &'a Buffer, mut store: impl FnMut(&'a [f32], KvSlot)) {
     for (i, s) in step.batch.sequences.iter().enumerate() {
-        let table = step.blocks(i as u32);
+        let table = step.blocks(table, i as u32);
         let slot_of = |position: usize| (table[position / BLOCK_TOKENS] as usize, position % BLOCK_TOKENS);
         for q in 0..s.q_len as usize {
             let position = (s.kv_len - s.q_len) as usize + q;
@@ -174,7 +175,7 @@ impl Int8Pages {
         copy_within(&mut self.value_scale_max, heads, blocks, BLOCK_TOKENS, copies);
     }
 
-    fn store(&mut self, ctx: ExecContext<'_>, heads: HeadShape, blocks: usize, step: &Step, qkv: &Buffer) {
+    fn store(&mut self, ctx: ExecContext<'_>, heads: HeadShape, blocks: usize, step: (&Step, usize), qkv: &Buffer) {
         let padded_dim = padded(heads.head_dim);
         let block_len = padded_dim * BLOCK_TOKENS;
         let keys = self.keys.chunks_exact_mut(blocks * block_len);
@@ -224,7 +225,14 @@ impl<E: Element> KvPages<E> {
         );
     }
 
-    fn store(&mut self, threads: &Threads, heads: HeadShape, blocks: usize, step: &Step, qkv: &Buffer) {
+    fn store(
+        &mut self,
+        threads: &Threads,
+        heads: HeadShape,
+        blocks: usize,
+        (step, table): (&Step, usize),
+        qkv: &Buffer,
+    ) {
         let dim = heads.head_dim;
         let (key_block, value_block) = (dim * BLOCK_TOKENS, padded(dim) * BLOCK_TOKENS);
         let keys = self.keys.chunks_exact_mut(blocks * key_block);
@@ -232,13 +240,13 @@ impl<E: Element> KvPages<E> {
         let mut head_pages: Vec<_> = keys.zip(values).enumerate().collect();
         threads.parallel_for_each(qkv.data.len(), &mut head_pages, |_, head_pages| {
             for (head, (keys, values)) in head_pages {
-                for &(block, used) in &step.new_tail_blocks {
+                for &(block, used) in &step.new_tail_blocks[table] {
                     let block = &mut values[block as usize * value_block..][..value_block];
                     for panel in block.chunks_exact_mut(BLOCK_TOKENS * PANEL) {
                         panel[used as usize * PANEL..].fill(E::default());
                     }
                 }
-                for_each_token(step, qkv, |row, KvSlot { block, slot, .. }| {
+                for_each_token((step, table), qkv, |row, KvSlot { block, slot, .. }| {
                     let (key, value) = key_and_value(row, heads, *head);
                     let out = &mut keys[block * key_block + slot..(block + 1) * key_block];
                     for (d, x) in key.iter().enumerate() {
@@ -260,10 +268,10 @@ impl<E: Element> KvPages<E> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::RopeSpec;
     use crate::device::batch::{StepBatch, StepSequence};
     use crate::device::cpu::Isa;
     use crate::device::cpu::testing::{buffer, ctx, numbers};
+    use crate::device::{KvSpec, RopeSpec};
 
     #[test]
     fn rows_are_stored_and_the_rest_of_new_blocks_is_cleared() {
@@ -283,6 +291,7 @@ mod tests {
                 inverse_frequencies: vec![1.0; 9],
                 scale: 1.0,
             }],
+            &[KvSpec::Full],
             false,
         );
         step.upload(&StepBatch {
@@ -294,13 +303,13 @@ mod tests {
                 kv_len: 20,
                 first_block: 0,
             }],
-            block_tables: vec![2, 0],
+            block_tables: vec![vec![2, 0]],
             logits_at: vec![],
             ..StepBatch::default()
         });
         let rows = numbers(1, 20 * heads.qkv_width());
         let qkv = buffer(&rows, 20, heads.qkv_width());
-        pool.store(ctx(Isa::Portable), &step, &qkv);
+        pool.store(ctx(Isa::Portable), (&step, 0), &qkv);
         pool.copy_blocks(&[BlockCopy { from: 0, to: 3 }]);
         let KvStore::F32(pages) = &pool.store else {
             panic!("F32 pool")

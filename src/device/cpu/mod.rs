@@ -297,8 +297,8 @@ impl Device for Cpu {
         }
     }
 
-    fn step(&self, heads: HeadShape, ropes: Vec<RopeSpec>, _: &[KvSpec]) -> Result<Step, DeviceError> {
-        Ok(Step::new(heads, ropes, self.rounds_to_bf16()))
+    fn step(&self, heads: HeadShape, ropes: Vec<RopeSpec>, tables: &[KvSpec]) -> Result<Step, DeviceError> {
+        Ok(Step::new(heads, ropes, tables, self.rounds_to_bf16()))
     }
 
     fn block_tokens(&self) -> u32 {
@@ -404,7 +404,7 @@ impl Device for Cpu {
         pool: &mut KvPool,
     ) -> Result<(), DeviceError> {
         rope::rotate(self.ctx(), self.rounds_to_bf16(), &op, step, qkv);
-        pool.store(self.ctx(), step, qkv);
+        pool.store(self.ctx(), (step, op.table), qkv);
         Ok(())
     }
 

@@ -85,7 +85,7 @@ mod tests {
     use crate::device::batch::{StepBatch, StepSequence};
     use crate::device::cpu::Isa;
     use crate::device::cpu::testing::{buffer, ctx, numbers};
-    use crate::device::{HeadShape, QkNorm, RopeSpec};
+    use crate::device::{HeadShape, KvSpec, QkNorm, RopeSpec};
 
     /// `normed`: query heads that a norm is of, 0 without a norm.
     fn check(dim: usize, tokens: usize, normed: usize) {
@@ -108,6 +108,7 @@ mod tests {
                     scale: 1.5,
                 },
             ],
+            &[KvSpec::Full],
             false,
         );
         step.upload(&StepBatch {
@@ -119,7 +120,7 @@ mod tests {
                 kv_len: 3 + tokens as u32,
                 first_block: 0,
             }],
-            block_tables: (0..(3 + tokens as u32).div_ceil(16)).collect(),
+            block_tables: vec![(0..(3 + tokens as u32).div_ceil(16)).collect()],
             logits_at: vec![],
             ..StepBatch::default()
         });
@@ -137,6 +138,7 @@ mod tests {
                 heads,
                 qk_norm,
                 rope: 1,
+                table: 0,
             };
             rotate(ctx(isa), false, &op, &step, &mut got);
             for t in 0..tokens {

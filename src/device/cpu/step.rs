@@ -3,8 +3,8 @@
 
 use super::math::round_bf16;
 use super::{BLOCK_TOKENS, SPAN_TOKENS};
-use crate::device::batch::StepBatch;
-use crate::device::{HeadShape, RopeSpec};
+use crate::device::batch::{StepBatch, StepSequence};
+use crate::device::{HeadShape, KvSpec, RopeSpec};
 
 /// Target rows (queries times query heads per KV head) of an attention task: enough rows to reuse
 /// each loaded key often, but few enough that queries, scores and accumulators fit in the L1 cache.
@@ -14,15 +14,17 @@ const TASK_ROWS: usize = 48;
 pub struct Step {
     pub(super) batch: StepBatch,
     pub(super) heads: HeadShape,
+    /// Indices of the block tables of layers without a window. Only these layers share a prefix.
+    full_tables: Vec<usize>,
     pub(super) rotations: Vec<RotationTable>,
     /// Query tiles, each of which is processed once per KV head.
     pub(super) tiles: Vec<QueryTile>,
     /// The parts of all tiles, in order.
     pub(super) parts: Vec<TilePart>,
-    /// `(block, first unused slot)` of the last block of each sequence, if the block is partly
-    /// filled and this step begins it or copies into it. F32 and BF16 pools clear its values from
-    /// that slot on.
-    pub(super) new_tail_blocks: Vec<(u32, u32)>,
+    /// For each block table, `(block, first unused slot)` of the last block of each sequence, if
+    /// the block is partly filled and this step begins it or copies into it. F32 and BF16 pools
+    /// clear its values from that slot on.
+    pub(super) new_tail_blocks: Vec<Vec<(u32, u32)>>,
 }
 
 /// Cosines and sines of one rotary embedding.
@@ -72,7 +74,7 @@ pub(super) fn queries_per_tile(heads: HeadShape) -> usize {
 }
 
 impl Step {
-    pub(super) fn new(heads: HeadShape, ropes: Vec<RopeSpec>, round_to_bf16: bool) -> Step {
+    pub(super) fn new(heads: HeadShape, ropes: Vec<RopeSpec>, tables: &[KvSpec], round_to_bf16: bool) -> Step {
         let fits = |rope: &RopeSpec| rope.inverse_frequencies.len() * 2 == heads.head_dim;
         assert!(ropes.iter().all(fits));
         let rotations = ropes.into_iter().map(|rope| RotationTable {
@@ -84,6 +86,9 @@ impl Step {
         Step {
             batch: StepBatch::default(),
             heads,
+            full_tables: (0..tables.len())
+                .filter(|table| tables[*table] == KvSpec::Full)
+                .collect(),
             rotations: rotations.collect(),
             tiles: Vec::new(),
             parts: Vec::new(),
@@ -99,10 +104,10 @@ impl Step {
         self.plan();
     }
 
-    /// Block table of a sequence.
-    pub(super) fn blocks(&self, sequence: u32) -> &[u32] {
+    /// A sequence's blocks in a block table.
+    pub(super) fn blocks(&self, table: usize, sequence: u32) -> &[u32] {
         let s = &self.batch.sequences[sequence as usize];
-        &self.batch.block_tables[s.first_block as usize..][..(s.kv_len as usize).div_ceil(BLOCK_TOKENS)]
+        &self.batch.block_tables[table][s.first_block as usize..][..(s.kv_len as usize).div_ceil(BLOCK_TOKENS)]
     }
 
     /// A tile's parts.
@@ -122,13 +127,15 @@ impl Step {
         };
         let first = &self.parts[last.parts.start as usize];
         let prefix_len_max = last.prefix_len.min(whole_spans(part.first_position));
-        let equal_blocks = self
-            .blocks(first.sequence)
-            .iter()
-            .zip(self.blocks(part.sequence))
-            .take(prefix_len_max as usize / BLOCK_TOKENS)
-            .take_while(|(a, b)| a == b)
-            .count();
+        let equal_blocks = self.full_tables.iter().map(|&table| {
+            let pairs = self
+                .blocks(table, first.sequence)
+                .iter()
+                .zip(self.blocks(table, part.sequence));
+            let pairs = pairs.take(prefix_len_max as usize / BLOCK_TOKENS);
+            pairs.take_while(|(a, b)| a == b).count()
+        });
+        let equal_blocks = equal_blocks.min().unwrap_or(0);
         (equal_blocks * BLOCK_TOKENS / SPAN_TOKENS * SPAN_TOKENS) as u32
     }
 
@@ -136,7 +143,6 @@ impl Step {
         let tile_queries_max = queries_per_tile(self.heads) as u32;
         self.tiles.clear();
         self.parts.clear();
-        self.new_tail_blocks.clear();
         for (i, s) in self.batch.sequences.iter().enumerate() {
             let first = s.kv_len - s.q_len;
             for done in (0..s.q_len).step_by(tile_queries_max as usize) {
@@ -162,18 +168,25 @@ impl Step {
                     }),
                 }
             }
-            let block_tokens = BLOCK_TOKENS as u32;
-            let used = s.kv_len % block_tokens;
-            if used == 0 {
-                continue;
-            }
-            let last = self.batch.block_tables[(s.first_block + s.kv_len / block_tokens) as usize];
-            let is_copied = self.batch.block_copies.iter().any(|copy| copy.to == last);
-            if first <= s.kv_len - used || is_copied {
-                self.new_tail_blocks.push((last, used));
-            }
         }
+        let tail_blocks = |table: &Vec<u32>| new_tail_blocks(&self.batch, table);
+        self.new_tail_blocks = self.batch.block_tables.iter().map(tail_blocks).collect();
     }
+}
+
+/// [`Step::new_tail_blocks`] of one block table.
+fn new_tail_blocks(batch: &StepBatch, table: &[u32]) -> Vec<(u32, u32)> {
+    let block_tokens = BLOCK_TOKENS as u32;
+    let new_tail = |s: &StepSequence| {
+        let used = s.kv_len % block_tokens;
+        if used == 0 {
+            return None;
+        }
+        let last = table[(s.first_block + s.kv_len / block_tokens) as usize];
+        let is_begun = s.kv_len - s.q_len <= s.kv_len - used;
+        (is_begun || batch.block_copies.iter().any(|copy| copy.to == last)).then_some((last, used))
+    };
+    batch.sequences.iter().filter_map(new_tail).collect()
 }
 
 impl RotationTable {
@@ -198,7 +211,7 @@ impl RotationTable {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::batch::{BlockCopy, StepSequence};
+    use crate::device::batch::BlockCopy;
 
     #[test]
     fn tiles_cover_every_query_once_and_tail_blocks_are_listed() {
@@ -211,7 +224,7 @@ mod tests {
             inverse_frequencies: vec![0.5],
             scale: 2.0,
         };
-        let mut step = Step::new(heads, vec![rope], false);
+        let mut step = Step::new(heads, vec![rope], &[KvSpec::Full], false);
         let sequence = |first_token, q_len, kv_len, first_block| StepSequence {
             first_token,
             q_len,
@@ -223,12 +236,12 @@ mod tests {
             positions: (0..60).chain([17, 32]).collect(),
             // 60 new tokens; one token in a block begun earlier; one token that begins a block.
             sequences: vec![sequence(0, 60, 60, 0), sequence(60, 1, 18, 4), sequence(61, 1, 33, 6)],
-            block_tables: (0..9).collect(),
+            block_tables: vec![(0..9).collect()],
             logits_at: vec![59, 60, 61],
             ..StepBatch::default()
         };
         step.upload(&batch);
-        assert_eq!(step.new_tail_blocks, [(3, 12), (8, 1)]);
+        assert_eq!(step.new_tail_blocks, [[(3, 12), (8, 1)]]);
         let covered: Vec<u32> = step
             .parts
             .iter()
@@ -236,7 +249,7 @@ mod tests {
             .collect();
         assert_eq!(covered, (0..62).collect::<Vec<_>>());
         assert!(step.tiles.iter().all(|t| t.queries as usize <= queries_per_tile(heads)));
-        assert_eq!(step.blocks(1), [4, 5]);
+        assert_eq!(step.blocks(0, 1), [4, 5]);
         let angle = 17.0f32 * 0.5;
         assert!((step.rotations[0].token_rotations[60 * 2] - 2.0 * angle.cos()).abs() < 1e-6);
         assert!((step.rotations[0].token_rotations[60 * 2 + 1] - 2.0 * angle.sin()).abs() < 1e-6);
@@ -245,7 +258,7 @@ mod tests {
             ..batch
         };
         step.upload(&copied);
-        assert_eq!(step.new_tail_blocks, [(3, 12), (5, 2), (8, 1)]);
+        assert_eq!(step.new_tail_blocks, [[(3, 12), (5, 2), (8, 1)]]);
     }
 
     #[test]
@@ -259,7 +272,7 @@ mod tests {
             inverse_frequencies: vec![0.5],
             scale: 1.0,
         };
-        let mut step = Step::new(heads, vec![rope], false);
+        let mut step = Step::new(heads, vec![rope], &[KvSpec::Full], false);
         assert_eq!(queries_per_tile(heads), 8);
         // Each block from 100 on belongs to one sequence. The fourth sequence differs after 7
         // blocks, the sixth from the start.
@@ -284,5 +297,17 @@ mod tests {
             .collect();
         // The fifth does not fit the first tile; the sixth shares nothing with it.
         assert_eq!(tiles, [(0..4, 5, 64), (4..5, 4, 128), (5..6, 1, 128)]);
+        // A second table without a window, in which the second sequence differs after 3 blocks. What a
+        // table with a window has does not count.
+        let mut second = batch.block_tables[0].clone();
+        second[batch.sequences[1].first_block as usize + 3] += 1000;
+        let unshared = (1000..).take(second.len()).collect();
+        let tables = [KvSpec::Full, KvSpec::Window(9), KvSpec::Full];
+        batch.block_tables.extend([unshared, second]);
+        let rope = step.rotations.remove(0).rope;
+        let mut step = Step::new(heads, vec![rope], &tables, false);
+        step.upload(&batch);
+        let tiles: Vec<_> = step.tiles.iter().map(|t| (t.parts.clone(), t.prefix_len)).collect();
+        assert_eq!(tiles, [(0..1, 128), (1..2, 128), (2..5, 64), (5..6, 128)]);
     }
 }

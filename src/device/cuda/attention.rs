@@ -80,7 +80,7 @@ impl Cuda {
                         Argument::Address(items),
                         Argument::Address(addresses.query_tokens),
                         Argument::Address(step.positions()),
-                        Argument::Address(step.tables()),
+                        Argument::Address(step.tables(op.table)),
                         Argument::Float(op.scale),
                         out.data(),
                         sums,

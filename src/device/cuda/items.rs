@@ -42,7 +42,7 @@ pub struct AttentionItem {
     /// Index in [`AttentionPlan::query_tokens`].
     pub first_query: u32,
     pub queries: u32,
-    /// Index in the step's block tables of the block that has position 0.
+    /// Index in each of the kind's block tables of the block that has position 0.
     pub first_block: u32,
     /// The item walks positions `from..to`; `from` is the first position of a block.
     pub from: u32,
@@ -82,14 +82,16 @@ pub struct AttentionPlan {
 }
 
 impl AttentionPlan {
-    /// The plans of a step, launched one after the other. There is one plan, or several if the
+    /// The plans of a step for layers of kind `spec`, whose block tables have the indices `tables`;
+    /// the plans are launched one after the other. There is one plan, or several if the
     /// partial results of a deterministic step would take too much memory in one.
     ///
     /// # Panics
     /// The batch is invalid: its model has not checked it.
-    pub fn of(batch: &StepBatch, shape: &AttentionShape, spec: KvSpec) -> Vec<AttentionPlan> {
+    pub fn of(batch: &StepBatch, shape: &AttentionShape, (spec, tables): (KvSpec, &[usize])) -> Vec<AttentionPlan> {
         let mut planner = Planner {
             batch,
+            tables,
             shape,
             window: window(spec),
             finished: Vec::new(),
@@ -122,6 +124,8 @@ struct DecodeSequence {
 
 struct Planner<'a> {
     batch: &'a StepBatch,
+    /// Indices of the kind's block tables.
+    tables: &'a [usize],
     shape: &'a AttentionShape,
     /// Number of positions that a query attends to; 0: all.
     window: u32,
@@ -224,13 +228,16 @@ impl Planner<'_> {
         }
         // Only blocks before the first query, so that each sequence still has positions of its own
         // to walk.
-        let context_blocks = |decoding: DecodeSequence| {
+        let context_blocks = |table: usize, decoding: DecodeSequence| {
             let s = self.batch.sequences[decoding.index];
             let blocks = (s.kv_len - s.q_len) / BLOCK_TOKENS;
-            &self.batch.block_tables[s.first_block as usize..][..blocks as usize]
+            &self.batch.block_tables[table][s.first_block as usize..][..blocks as usize]
         };
-        let pairs = context_blocks(a).iter().zip(context_blocks(b));
-        let blocks = pairs.take_while(|(a, b)| a == b).count() as u32;
+        let shared = self.tables.iter().map(|&table| {
+            let pairs = context_blocks(table, a).iter().zip(context_blocks(table, b));
+            pairs.take_while(|(a, b)| a == b).count() as u32
+        });
+        let blocks = shared.min().unwrap_or(0);
         if self.batch.deterministic {
             // Only whole pieces, which each sequence would also walk alone.
             blocks - blocks % (PART_TOKENS / BLOCK_TOKENS)
@@ -336,7 +343,7 @@ mod tests {
     /// KV blocks, and that items fit their thread blocks.
     fn check(batch: &StepBatch, shape: &AttentionShape, spec: KvSpec) {
         let mut walked: HashMap<u32, Vec<(u32, u32)>> = HashMap::new();
-        for plan in AttentionPlan::of(batch, shape, spec) {
+        for plan in AttentionPlan::of(batch, shape, (spec, &[0])) {
             check_plan(&plan, batch, shape, &mut walked);
         }
         assert_eq!(walked.len(), batch.tokens.len());
@@ -382,13 +389,13 @@ mod tests {
                     assert!(!std::mem::replace(row, true), "two parts in one place: {item:?}");
                 }
             }
-            let blocks = &batch.block_tables[item.first_block as usize..];
+            let blocks = &batch.block_tables[0][item.first_block as usize..];
             for (query, &token) in plan.query_tokens[item.first_query as usize..][..item.queries as usize]
                 .iter()
                 .enumerate()
             {
                 let s = batch.sequences.iter().rfind(|s| s.first_token <= token).unwrap();
-                let own = &batch.block_tables[s.first_block as usize..];
+                let own = &batch.block_tables[0][s.first_block as usize..];
                 for block in item.from / BLOCK_TOKENS..item.to.div_ceil(BLOCK_TOKENS) {
                     assert_eq!(blocks[block as usize], own[block as usize], "{item:?} of token {token}");
                 }
@@ -437,8 +444,10 @@ mod tests {
         // 600 tokens in common; the fourth has none of them.
         let mut step = batch(&[(1, 700), (1, 650), (1, 1025), (1, 700)], 9);
         let last = step.sequences[3].first_block as usize;
-        step.block_tables[last..].iter_mut().for_each(|block| *block += 5000);
-        let [plan] = AttentionPlan::of(&step, &SHAPE, KvSpec::Full).try_into().unwrap();
+        step.block_tables[0][last..].iter_mut().for_each(|block| *block += 5000);
+        let [plan] = AttentionPlan::of(&step, &SHAPE, (KvSpec::Full, &[0]))
+            .try_into()
+            .unwrap();
         let ranges = |items: &[AttentionItem]| items.iter().map(|i| (i.queries, i.from, i.to)).collect::<Vec<_>>();
         // The twelve rows of three sequences fit a narrow block.
         assert!(plan.wide.is_empty());
@@ -460,10 +469,26 @@ mod tests {
         check(&step, &SHAPE, KvSpec::Full);
         // The shared range contains no whole piece.
         step.deterministic = true;
-        let [plan] = AttentionPlan::of(&step, &SHAPE, KvSpec::Full).try_into().unwrap();
+        let [plan] = AttentionPlan::of(&step, &SHAPE, (KvSpec::Full, &[0]))
+            .try_into()
+            .unwrap();
         let alone = [(1, 0, 700), (1, 0, 650), (1, 0, 1024), (1, 1024, 1025), (1, 0, 700)];
         assert_eq!(ranges(&plan.narrow), alone);
         assert_eq!((plan.merged_tokens, plan.first_parts), (vec![2], vec![0, 2]));
+    }
+
+    #[test]
+    fn a_prefix_is_shared_as_far_as_all_tables_share_it() {
+        let mut step = batch(&[(1, 700), (1, 700)], 9);
+        let mut second = step.block_tables[0].clone();
+        second[step.sequences[1].first_block as usize + 5] += 5000;
+        step.block_tables.push(second);
+        for (tables, shared) in [(&[0][..], 576), (&[1], 320), (&[0, 1], 320)] {
+            let [plan] = AttentionPlan::of(&step, &SHAPE, (KvSpec::Full, tables))
+                .try_into()
+                .unwrap();
+            assert_eq!((plan.narrow[0].queries, plan.narrow[0].to), (2, shared), "{tables:?}");
+        }
     }
 
     #[test]
@@ -472,7 +497,7 @@ mod tests {
             deterministic: true,
             ..batch(&[(3000, 9000), (1, 5000)], 0)
         };
-        let plans = AttentionPlan::of(&step, &SHAPE, KvSpec::Full);
+        let plans = AttentionPlan::of(&step, &SHAPE, (KvSpec::Full, &[0]));
         assert!(plans.len() > 1);
         for plan in &plans {
             assert!(plan.part_rows * SHAPE.kv_heads * SHAPE.head_dim <= PART_VALUES_MAX);

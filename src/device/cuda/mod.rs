@@ -298,9 +298,9 @@ impl Device for Cuda {
         }
     }
 
-    fn step(&self, heads: HeadShape, ropes: Vec<RopeSpec>, specs: &[KvSpec]) -> Result<Step, DeviceError> {
+    fn step(&self, heads: HeadShape, ropes: Vec<RopeSpec>, tables: &[KvSpec]) -> Result<Step, DeviceError> {
         check_heads(heads)?;
-        Ok(Step::new(heads, ropes, specs))
+        Ok(Step::new(heads, ropes, tables))
     }
 
     fn block_tokens(&self) -> u32 {
@@ -430,7 +430,7 @@ impl Device for Cuda {
                 qkv.data(),
                 Argument::Address(step.rotations(op.rope)),
                 Argument::Address(step.positions()),
-                Argument::Address(step.slots()),
+                Argument::Address(step.slots(op.table)),
                 norm(op.qk_norm.as_ref().map(|norm| norm.q)),
                 norm(op.qk_norm.as_ref().map(|norm| norm.k)),
                 Argument::Float(op.qk_norm.as_ref().map_or(0.0, |norm| norm.eps)),

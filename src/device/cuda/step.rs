@@ -20,7 +20,7 @@ pub struct Step {
     /// Tokens whose logits are computed.
     pub(super) logits_rows: usize,
     pub(super) block_copies: Vec<BlockCopy>,
-    /// One entry per kind of layer.
+    /// One entry per kind of block table.
     pub(super) attention: Vec<AttentionStep>,
     offsets: ArrayOffsets,
     memory: Option<Memory>,
@@ -32,18 +32,21 @@ pub struct Step {
 }
 
 /// Offsets of a step's arrays in its memory, in bytes.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Clone, Default)]
 struct ArrayOffsets {
     tokens: usize,
     positions: usize,
-    slots: usize,
     logits_at: usize,
-    tables: usize,
+    /// One entry per block table, as in `tables`.
+    slots: Vec<usize>,
+    tables: Vec<usize>,
 }
 
-/// Attention in layers of one kind: its plans, run one after the other.
+/// Attention in layers of one kind: its plans, run one after the other. They hold for each of the
+/// kind's block tables.
 pub(super) struct AttentionStep {
     pub spec: KvSpec,
+    tables: Vec<usize>,
     pub plans: Vec<UploadedPlan>,
 }
 
@@ -86,14 +89,16 @@ struct Rotations {
 }
 
 impl Step {
-    pub(super) fn new(shape: HeadShape, ropes: Vec<RopeSpec>, specs: &[KvSpec]) -> Step {
+    pub(super) fn new(shape: HeadShape, ropes: Vec<RopeSpec>, tables: &[KvSpec]) -> Step {
         let mut attention: Vec<AttentionStep> = Vec::new();
-        for spec in specs {
-            if !attention.iter().any(|known| known.spec == *spec) {
-                attention.push(AttentionStep {
+        for (table, spec) in tables.iter().enumerate() {
+            match attention.iter_mut().find(|known| known.spec == *spec) {
+                Some(known) => known.tables.push(table),
+                None => attention.push(AttentionStep {
                     spec: *spec,
+                    tables: vec![table],
                     plans: Vec::new(),
-                });
+                }),
             }
         }
         let rotations = ropes.into_iter().map(|rope| Rotations {
@@ -129,14 +134,19 @@ impl Step {
         self.offsets = ArrayOffsets {
             tokens: append_array(&mut self.bytes, &tokens(batch)),
             positions: append_array(&mut self.bytes, &batch.positions),
-            slots: append_array(&mut self.bytes, &slots(batch)),
             logits_at: append_array(&mut self.bytes, &batch.logits_at),
-            tables: append_array(&mut self.bytes, &batch.block_tables),
+            slots: Vec::new(),
+            tables: Vec::new(),
         };
+        for table in &batch.block_tables {
+            let slots = append_array(&mut self.bytes, &slots(batch, table));
+            self.offsets.slots.push(slots);
+            self.offsets.tables.push(append_array(&mut self.bytes, table));
+        }
         for layer in &mut self.attention {
             let item_words = |i: &AttentionItem| [i.first_query, i.queries, i.first_block, i.from, i.to, i.part];
             layer.plans.clear();
-            for plan in AttentionPlan::of(batch, shape, layer.spec) {
+            for plan in AttentionPlan::of(batch, shape, (layer.spec, &layer.tables)) {
                 let parts = flatten(&plan.parts, |p| [p.part, p.query, p.rows]);
                 layer.plans.push(UploadedPlan {
                     wide_items: plan.wide.len(),
@@ -182,16 +192,16 @@ impl Step {
         self.address_of(self.offsets.positions)
     }
 
-    pub(super) fn slots(&self) -> u64 {
-        self.address_of(self.offsets.slots)
+    pub(super) fn slots(&self, table: usize) -> u64 {
+        self.address_of(self.offsets.slots[table])
     }
 
     pub(super) fn logits_at(&self) -> u64 {
         self.address_of(self.offsets.logits_at)
     }
 
-    pub(super) fn tables(&self) -> u64 {
-        self.address_of(self.offsets.tables)
+    pub(super) fn tables(&self, table: usize) -> u64 {
+        self.address_of(self.offsets.tables[table])
     }
 
     pub(super) fn rotations(&self, rope: usize) -> u64 {
@@ -237,13 +247,13 @@ fn tokens(batch: &StepBatch) -> Vec<u32> {
     tokens
 }
 
-/// KV slot of each token's key and value: block index times tokens per block, plus the offset in
-/// the block.
-fn slots(batch: &StepBatch) -> Vec<u32> {
+/// KV slot of each token's key and value in the blocks of one block table: block index times tokens
+/// per block, plus the offset in the block.
+fn slots(batch: &StepBatch, table: &[u32]) -> Vec<u32> {
     let mut slots = Vec::with_capacity(batch.tokens.len());
     for s in &batch.sequences {
         for position in s.kv_len - s.q_len..s.kv_len {
-            let block = batch.block_tables[(s.first_block + position / BLOCK_TOKENS) as usize];
+            let block = table[(s.first_block + position / BLOCK_TOKENS) as usize];
             slots.push(block * BLOCK_TOKENS + position % BLOCK_TOKENS);
         }
     }
@@ -292,10 +302,13 @@ mod tests {
                     first_block: 2,
                 },
             ],
-            block_tables: vec![7, 3, 9],
+            block_tables: vec![vec![7, 3, 9]],
             ..StepBatch::default()
         };
-        assert_eq!(slots(&batch), [7 * 64 + 62, 7 * 64 + 63, 3 * 64, 3 * 64 + 1, 9 * 64]);
+        assert_eq!(
+            slots(&batch, &batch.block_tables[0]),
+            [7 * 64 + 62, 7 * 64 + 63, 3 * 64, 3 * 64 + 1, 9 * 64]
+        );
     }
 
     #[test]

@@ -148,7 +148,8 @@ pub(crate) struct VisibleSpan<'a> {
     pub rows: Range<usize>,
     /// First position of the range.
     pub start: usize,
-    /// KV blocks of the range, up to the end of the sequence.
+    /// KV blocks of the range, up to the end of the sequence. Blocks without a visible position may
+    /// be [`NO_BLOCK`](crate::device::batch::NO_BLOCK).
     pub blocks: &'a [u32],
 }
 
@@ -206,7 +207,7 @@ impl AttentionTile<'_> {
             KvSpec::Window(_) => 0,
         };
         let blocks_of = |sequence: u32, start: usize| -> &[u32] {
-            let blocks = &step.blocks(sequence)[start / BLOCK_TOKENS..];
+            let blocks = &step.blocks(self.op.params.table, sequence)[start / BLOCK_TOKENS..];
             &blocks[..blocks.len().min(range_len / BLOCK_TOKENS)]
         };
         for start in (0..prefix_len).step_by(range_len) {
@@ -450,9 +451,8 @@ mod tests {
         for &(q_len, kv_len) in sequences {
             batch.push((0..q_len).map(|_| 0), kv_len, (0..kv_len.div_ceil(16)).map(|_| 0));
         }
-        let blocks = batch.block_tables.len() as u32;
-        batch
-            .block_tables
+        let blocks = batch.block_tables[0].len() as u32;
+        batch.block_tables[0]
             .iter_mut()
             .enumerate()
             .for_each(|(i, b)| *b = blocks - 1 - i as u32);
@@ -464,7 +464,7 @@ mod tests {
             inverse_frequencies: vec![0.0; heads.head_dim / 2],
             scale: 1.0,
         };
-        let mut step = Step::new(heads, vec![rope], false);
+        let mut step = Step::new(heads, vec![rope], &[KvSpec::Full], false);
         step.upload(batch);
         step
     }
@@ -502,14 +502,14 @@ mod tests {
         // The first step stores all keys and values. The second step computes the tokens under
         // test.
         let all: Vec<(u32, u32)> = sequences.iter().map(|&(_, kv)| (kv, kv)).collect();
-        let blocks = batch(&all).block_tables.len();
+        let blocks = batch(&all).block_tables[0].len();
         let mut pool = KvPool::new(heads, blocks, format);
         let mut out = Buffer::default();
         for part in [&all[..], sequences] {
             let mut batch = batch(part);
-            let first = batch.block_tables.clone();
+            let first = batch.block_tables[0].clone();
             for s in &batch.sequences[1..] {
-                let table = &mut batch.block_tables[s.first_block as usize..][..s.kv_len.div_ceil(16) as usize];
+                let table = &mut batch.block_tables[0][s.first_block as usize..][..s.kv_len.div_ceil(16) as usize];
                 // As in the engine, only whole blocks are shared.
                 let shared = if is_shared {
                     prefix_blocks.min(s.kv_len as usize / 16)
@@ -535,7 +535,7 @@ mod tests {
                 step: &step,
                 qkv: &qkv,
             };
-            pool.store(op.ctx, &step, &qkv);
+            pool.store(op.ctx, (&step, 0), &qkv);
             attention(&op, &pool, &mut out, &Scratches::new(threads));
         }
         (0..out.rows).map(|i| out.row(i).to_vec()).collect()

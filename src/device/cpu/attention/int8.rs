@@ -18,6 +18,7 @@
 
 use super::float::{AttentionScratch, AttentionTile, VisibleSpan, first_visible};
 use super::softmax_int8::{SoftmaxMerge, SoftmaxPartial, SpanSoftmax, merge_on, softmax_step_on};
+use crate::device::batch::NO_BLOCK;
 use crate::device::cpu::gemm::int8::{OFFSET, QUAD};
 use crate::device::cpu::gemm::tile::PANEL;
 use crate::device::cpu::isa::Isa;
@@ -153,8 +154,11 @@ impl<'a> SpanPages<'a> {
     ) -> SpanPages<'a> {
         let padded_dim = padded(task.heads.head_dim);
         let block_len = padded_dim * BLOCK_TOKENS;
-        // If the sequence ends within the span, its last block fills the remaining entries.
-        let block = |i: usize| task.kv_head * pool_blocks + span.blocks[i.min(span.blocks.len() - 1)] as usize;
+        // The last block, which has visible positions, stands for blocks beyond the end of the
+        // sequence and for blocks behind the window.
+        let last = span.blocks[span.blocks.len() - 1];
+        let held = |i: usize| span.blocks.get(i).copied().filter(|block| *block != NO_BLOCK);
+        let block = |i: usize| task.kv_head * pool_blocks + held(i).unwrap_or(last) as usize;
         let scales = |all: &'a [f32], i: usize| -> &'a [f32; BLOCK_TOKENS] { &all.as_chunks().0[block(i)] };
         SpanPages {
             task,

@@ -1,0 +1,185 @@
+//! How a model's layers share KV blocks.
+//!
+//! Layers of one kind (without a window, or with windows of one size) keep the same positions. They
+//! are divided into groups of a fixed number of layers, the last of them perhaps with fewer. Each
+//! group has a block table of its own, and a block holds one layer's keys and values for each layer
+//! of a group. Blocks of all groups are thus equally large, and one pool serves all of them. In
+//! memory, a block's layers lie in as many device pools, and layer `i` of each group uses pool `i`.
+//!
+//! See docs/decisions/099-layers-with-windows-keep-a-windows-blocks.md.
+
+use crate::device::KvSpec;
+use crate::device::batch::StepBatch;
+
+/// Maximum number of block tables, unless there are more kinds of layers: each costs a little time
+/// per block and memory per step.
+const TABLES_MAX: usize = 16;
+
+/// A layer's block table, and the device pool with its part of each block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct LayerKv {
+    pub table: usize,
+    pub pool: usize,
+}
+
+/// The groups of a model's layers.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct KvLayout {
+    /// The kind of each block table's layers.
+    pub tables: Vec<KvSpec>,
+    /// Number of device pools: layers per block.
+    pub pools: usize,
+    /// One entry per layer.
+    pub layers: Vec<LayerKv>,
+}
+
+impl KvLayout {
+    /// The layout that leaves the fewest parts of blocks unused, and among these the one with the
+    /// fewest tables.
+    pub(super) fn new(layers: &[KvSpec]) -> KvLayout {
+        let mut kinds: Vec<(KvSpec, usize)> = Vec::new();
+        for layer in layers {
+            match kinds.iter_mut().find(|(kind, _)| kind == layer) {
+                Some((_, count)) => *count += 1,
+                None => kinds.push((*layer, 1)),
+            }
+        }
+        let tables_with = |pools: usize| kinds.iter().map(|(_, count)| count.div_ceil(pools)).sum::<usize>();
+        let most = kinds.iter().map(|(_, count)| *count).max().unwrap_or(1);
+        let pools = (1..=most)
+            .filter(|pools| *pools == most || tables_with(*pools) <= TABLES_MAX)
+            .min_by_key(|pools| (tables_with(*pools) * pools, tables_with(*pools)))
+            .unwrap_or(most);
+        let mut layout = KvLayout {
+            tables: Vec::new(),
+            pools,
+            layers: vec![LayerKv { table: 0, pool: 0 }; layers.len()],
+        };
+        for (kind, count) in kinds {
+            let first = layout.tables.len();
+            layout.tables.extend(vec![kind; count.div_ceil(pools)]);
+            let of_kind = layout
+                .layers
+                .iter_mut()
+                .zip(layers)
+                .filter(|(_, layer)| **layer == kind);
+            for (i, (place, _)) in of_kind.enumerate() {
+                *place = LayerKv {
+                    table: first + i / pools,
+                    pool: i % pools,
+                };
+            }
+        }
+        layout
+    }
+
+    /// Checks that a batch's block tables have the blocks that its tokens need, all below
+    /// `kv_blocks`.
+    pub(super) fn check(&self, batch: &StepBatch, block_tokens: u32, kv_blocks: u32) -> Result<(), String> {
+        if batch.block_tables.len() != self.tables.len() {
+            let (found, want) = (batch.block_tables.len(), self.tables.len());
+            return Err(format!("{found} block tables for a model with {want}"));
+        }
+        for (kind, table) in self.tables.iter().zip(&batch.block_tables) {
+            for (i, s) in batch.sequences.iter().enumerate() {
+                let first = kind.first_needed(s.kv_len - s.q_len) / block_tokens;
+                let [from, to] = [first, s.kv_len.div_ceil(block_tokens)].map(|b| s.first_block as usize + b as usize);
+                let Some(needed) = table.get(from..to) else {
+                    return Err(format!("sequence {i}: its block table is too short"));
+                };
+                if let Some(block) = needed.iter().find(|block| **block >= kv_blocks) {
+                    return Err(format!("sequence {i}: KV block {block} is not below {kv_blocks}"));
+                }
+            }
+        }
+        let mut copied = batch.block_copies.iter().flat_map(|copy| [copy.from, copy.to]);
+        match copied.find(|block| *block >= kv_blocks) {
+            Some(block) => Err(format!("KV block {block} to copy is not below {kv_blocks}")),
+            None => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Layers as in Gemma 3: every `period`-th has no window.
+    fn alternating(count: usize, period: usize) -> Vec<KvSpec> {
+        let kind = |layer: usize| {
+            if (layer + 1).is_multiple_of(period) {
+                KvSpec::Full
+            } else {
+                KvSpec::Window(1024)
+            }
+        };
+        (0..count).map(kind).collect()
+    }
+
+    /// Pools, tables without and with a window, and parts of blocks that no layer uses.
+    fn summary(layers: &[KvSpec]) -> (usize, usize, usize, usize) {
+        let layout = KvLayout::new(layers);
+        let mut used = vec![0; layout.pools * layout.tables.len()];
+        for (place, layer) in layout.layers.iter().zip(layers) {
+            assert_eq!(layout.tables[place.table], *layer);
+            used[place.table * layout.pools + place.pool] += 1;
+        }
+        assert!(used.iter().all(|count| *count <= 1), "two layers in one place");
+        let full = layout.tables.iter().filter(|table| **table == KvSpec::Full).count();
+        let unused = used.iter().filter(|count| **count == 0).count();
+        (layout.pools, full, layout.tables.len() - full, unused)
+    }
+
+    #[test]
+    fn layers_of_one_kind_have_one_table() {
+        assert_eq!(summary(&[KvSpec::Full; 80]), (80, 1, 0, 0));
+        assert_eq!(summary(&[KvSpec::Window(4096); 32]), (32, 0, 1, 0));
+        assert_eq!(KvLayout::new(&[]).tables, []);
+    }
+
+    #[test]
+    fn groups_of_published_models_waste_little() {
+        // Gemma 2 2B, 9B and 27B; gpt-oss 20B has its layers in the same way.
+        assert_eq!(summary(&alternating(26, 2)), (13, 1, 1, 0));
+        assert_eq!(summary(&alternating(42, 2)), (21, 1, 1, 0));
+        assert_eq!(summary(&alternating(46, 2)), (23, 1, 1, 0));
+        // Gemma 3 1B, 4B, 12B and 27B.
+        assert_eq!(summary(&alternating(26, 6)), (2, 2, 11, 0));
+        assert_eq!(summary(&alternating(34, 6)), (5, 1, 6, 1));
+        assert_eq!(summary(&alternating(48, 6)), (8, 1, 5, 0));
+        assert_eq!(summary(&alternating(62, 6)), (4, 3, 13, 2));
+        // OLMo 3 7B and 32B, EXAONE 4 32B.
+        assert_eq!(summary(&alternating(32, 4)), (8, 1, 3, 0));
+        assert_eq!(summary(&alternating(64, 4)), (16, 1, 3, 0));
+    }
+
+    #[test]
+    fn blocks_that_a_step_needs_are_checked() {
+        let layout = KvLayout::new(&[KvSpec::Full, KvSpec::Window(17)]);
+        // One token at position 64: its window begins at position 48, block 3 of 16 tokens.
+        let with = |change: &dyn Fn(&mut StepBatch)| {
+            let mut batch = StepBatch::default();
+            batch.push([0], 65, 0..5);
+            let mut batch = batch.with_tables(2);
+            change(&mut batch);
+            layout.check(&batch, 16, 10)
+        };
+        let none = crate::device::batch::NO_BLOCK;
+        assert_eq!(with(&|_| ()), Ok(()));
+        assert_eq!(with(&|batch| batch.block_tables[1][..3].fill(none)), Ok(()));
+        let behind = with(&|batch| batch.block_tables[1][..4].fill(none)).unwrap_err();
+        assert!(behind.contains("KV block 4294967295"), "{behind}");
+        assert!(with(&|batch| batch.block_tables[0][0] = none).is_err());
+        assert!(with(&|batch| batch.block_tables[0][2] = 10).is_err());
+        assert!(
+            with(&|batch| batch.block_tables[1].truncate(4))
+                .unwrap_err()
+                .contains("too short")
+        );
+        assert!(
+            with(&|batch| batch.block_tables.truncate(1))
+                .unwrap_err()
+                .contains("1 block tables")
+        );
+    }
+}
