@@ -61,7 +61,10 @@ impl ModelSize {
     pub fn of(config: &Config) -> ModelSize {
         // Whatever form the checkpoint stores experts in, these are the matrices that are computed with.
         let mut config = config.clone();
-        config.experts.iter_mut().for_each(|experts| experts.form = ExpertForm::Matrices);
+        config
+            .experts
+            .iter_mut()
+            .for_each(|experts| experts.form = ExpertForm::Matrices);
         let tensors = ModelTensors::of(&config);
         let is_table =
             |tensor: &TensorSpec| *tensor == tensors.embedding || tensors.head.as_ref().is_some_and(|h| h == tensor);
@@ -212,7 +215,10 @@ mod tests {
         let windows = Config::parse(Path::new("config.json"), GPT_OSS_20B).unwrap();
         let layer_block = 16 * 8 * 64 * 2 * 2;
         let at = |tokens| kv_bytes(&windows, Place::Cpu, KvFormat::Bf16, tokens).unwrap() / layer_block;
-        assert_eq!((at(16), at(128), at(160), at(1 << 17)), (24, 12 * 16, 12 * (10 + 8), 12 * (8192 + 8)));
+        assert_eq!(
+            (at(16), at(128), at(160), at(1 << 17)),
+            (24, 12 * 16, 12 * (10 + 8), 12 * (8192 + 8))
+        );
         assert_eq!(kv_bytes(&config, Place::Cpu, KvFormat::Fp8, 64), None);
         assert_eq!(kv_bytes(&config, Place::Gpu, KvFormat::F32, 64), None);
     }

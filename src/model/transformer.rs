@@ -14,8 +14,8 @@ use crate::device::batch::StepBatch;
 use crate::device::cpu::{self, Cpu, Isa};
 use crate::device::draw::{Draw, DrawError, DrawnToken};
 use crate::device::{
-    AddNorm, Attention, AttentionInput, Delta, Device, DeviceError, Dtype, KvFormat, KvSpec, OutputHead, Precision, QkNorm,
-    RopeStore,
+    AddNorm, Attention, AttentionInput, Delta, Device, DeviceError, Dtype, KvFormat, KvSpec, OutputHead, Precision,
+    QkNorm, RopeStore,
 };
 use crate::engine::{Forward, ForwardError};
 use crate::model::balance::BalancedWeights;
