@@ -49,20 +49,12 @@ say "build"
 # The program among them: a `cargo build` before it would compile a dozen crates twice, since tests want more of their features.
 cargo test --release --locked --features faults --no-run
 
-say "lints"
-cargo clippy --release --locked --all-targets --features faults --quiet -- -D warnings
-# Tests run in the build with failpoints; the one for real work has none of them and must stand without.
-cargo clippy --release --locked --lib --bins --quiet -- -D warnings
-
 say "licences and sources"
 if command -v cargo-deny >/dev/null; then
     cargo deny --locked --offline check licenses bans sources
 else
     echo "cargo-deny is not installed, so deny.toml was not checked: cargo install cargo-deny"
 fi
-
-say "docs"
-RUSTDOCFLAGS="-D warnings" cargo doc --release --locked --no-deps --features faults --quiet
 
 say "services: start"
 work=$(mktemp -d)
@@ -85,6 +77,12 @@ with() (
     eval "$(python3 tests/services/services.py env --dir "$work/$1")"
     "${@:2}"
 )
+# Tests run in the build with failpoints; the one for real work has none of them and must stand without.
+lints() {
+    cargo clippy --release --locked --all-targets --features faults --quiet -- -D warnings &&
+        cargo clippy --release --locked --lib --bins --quiet -- -D warnings &&
+        RUSTDOCFLAGS="-D warnings" cargo doc --release --locked --no-deps --features faults --quiet
+}
 # All of them, whatever fails.
 tests() { cargo test --release --locked --features faults --no-fail-fast "$@" 2>&1; }
 
@@ -98,16 +96,26 @@ set +m
 # Most tests wait for programs and timers, so one more than the two cores runs at a time.
 with first tests --lib --bins --test all -- --test-threads=3 --skip cuda_ | tee "$log" || status=$?
 # Fault tests kill and stop the services that they share, so they run one at a time: in two halves, each with services of its own.
-say "fault tests in two halves (shown when they are done)"
+say "fault tests in two halves, lints and docs beside them (shown when they are done)"
 half=(failpoints kills limits lost_queues membership orders pauses)
 set -m
 with first tests --test faults -- --test-threads=1 "${half[@]/#/faults::}" > "$work/half" &
 beside+=($!)
 with second tests --test faults -- --test-threads=1 $(printf -- '--skip faults::%s ' "${half[@]}") > "$work/other-half" &
 beside+=($!)
+# Fault tests leave most of the time of both cores. The lints begin once the tests run, since a build holds up the other.
+(
+    renice -n 19 $BASHPID > /dev/null
+    until grep -qs '^running ' "$work/half" && grep -qs '^running ' "$work/other-half"; do
+        kill -0 "${beside[@]: -2}" 2> /dev/null || break
+        sleep 1
+    done
+    lints
+) > "$work/lints" 2>&1 &
+beside+=($!)
 set +m
 for job in "${beside[@]}"; do wait "$job" || status=$?; done
-cat "$work"/{half,other-half,kernels} | tee -a "$log"
+cat "$work"/{lints,half,other-half,kernels} | tee -a "$log"
 say "examples in docs"
 cargo test --release --locked --features faults --doc 2>&1 | tee -a "$log" || status=$?
 
