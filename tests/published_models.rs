@@ -215,9 +215,10 @@ fn line(model: &Published, config: Option<&Config>) -> String {
         return format!("| {name} | – | refused: {words} |");
     };
     let small = reduced(config);
-    let width = match small.hidden_size == config.hidden_size {
-        true => "full width".to_owned(),
-        false => format!("narrowed to {}", small.hidden_size),
+    let width = if small.hidden_size == config.hidden_size {
+        "full width".to_owned()
+    } else {
+        format!("narrowed to {}", small.hidden_size)
     };
     let notes: String = model.warnings.iter().map(|words| format!("; warns: {words}")).collect();
     let experts = match &config.experts {

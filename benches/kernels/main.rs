@@ -16,7 +16,8 @@ use criterion::{BenchmarkGroup, BenchmarkId, Criterion, SamplingMode, Throughput
 use gristmill::device::batch::{StepBatch, StepSequence};
 use gristmill::device::cpu::{BLOCK_TOKENS, Buffer, Cpu, Isa, KvPool, Matrix, Step, Threads, Vector};
 use gristmill::device::{
-    Attention, Device, Dtype, HeadShape, KvFormat, KvSpec, Linear, Precision, RopeSpec, RopeStore, Tensor,
+    Attention, AttentionInput, Device, Dtype, HeadShape, KvFormat, KvSpec, Linear, Precision, RopeSpec, RopeStore,
+    Tensor,
 };
 
 #[cfg(target_arch = "x86_64")]
@@ -283,8 +284,9 @@ fn attention_of(group: &mut BenchmarkGroup<'_, WallTime>, (name, heads): (&str, 
         let whole = Attention::plain(heads, KvSpec::Full);
         bencher.iter(|| {
             let pool = next.next().unwrap();
+            let input = AttentionInput { qkv: &qkv, sinks: None };
             device
-                .attention(whole, &step, &qkv, pool, &mut out, &mut workspace)
+                .attention(whole, input, &step, pool, &mut out, &mut workspace)
                 .unwrap();
         });
     });

@@ -51,7 +51,24 @@ pub(super) struct LinearTensors {
     pub fused: Option<TensorSpec>,
 }
 
+/// A layer's tensor that the checkpoint stores in place of its parts.
+fn fused(layer: usize, name: &str, rows: usize, columns: usize) -> TensorSpec {
+    TensorSpec::matrix(format!("model.layers.{layer}.{name}"), rows, columns)
+}
+
 impl LinearTensors {
+    /// Projections of a layer, each with its number of rows.
+    fn of(layer: usize, parts: &[(&str, usize)], columns: usize, has_biases: bool) -> LinearTensors {
+        let name = |part: &str, kind: &str| format!("model.layers.{layer}.{part}.{kind}");
+        let weight = |(part, rows): &(&str, usize)| TensorSpec::matrix(name(part, "weight"), *rows, columns);
+        let bias = |(part, rows): &(&str, usize)| TensorSpec::vector(name(part, "bias"), *rows);
+        LinearTensors {
+            fused: None,
+            weights: parts.iter().map(weight).collect(),
+            biases: parts.iter().filter(|_| has_biases).map(bias).collect(),
+        }
+    }
+
     /// The tensors that the checkpoint stores.
     fn stored(&self) -> impl Iterator<Item = &TensorSpec> {
         let apart = if self.fused.is_some() { &[] } else { &self.weights[..] };
@@ -135,12 +152,44 @@ pub(super) enum MlpTensors {
 }
 
 impl GatedTensors {
+    /// A layer's MLP or expert `mlp`, `width` numbers wide.
+    fn of(c: &Config, layer: usize, mlp: &str, width: usize) -> GatedTensors {
+        let name = |part: &str| format!("{mlp}.{part}");
+        let both = [(&*name("gate_proj"), width), (&*name("up_proj"), width)];
+        GatedTensors {
+            gate_up: LinearTensors::of(layer, &both, c.hidden_size, c.mlp_bias),
+            down: LinearTensors::of(layer, &[(&name("down_proj"), c.hidden_size)], width, c.mlp_bias),
+        }
+    }
+
     fn stored(&self) -> impl Iterator<Item = &TensorSpec> {
         [&self.gate_up, &self.down].into_iter().flat_map(LinearTensors::stored)
     }
 }
 
 impl MlpTensors {
+    fn of(c: &Config, layer: usize) -> MlpTensors {
+        let Some(experts) = c.experts_of(layer) else {
+            let mut mlp = GatedTensors::of(c, layer, "mlp", c.intermediate_size);
+            let rows = 2 * c.intermediate_size;
+            mlp.gate_up.fused = c
+                .fused_gate_up
+                .then(|| fused(layer, FUSED_GATE_UP, rows, c.hidden_size));
+            return MlpTensors::Plain(mlp);
+        };
+        let of_expert = |expert| {
+            let name = format!("mlp.experts.{expert}");
+            GatedTensors::of(c, layer, &name, experts.intermediate_size)
+        };
+        let router = [("mlp.gate", experts.count)];
+        MlpTensors::Experts {
+            routing: experts.routing,
+            router: LinearTensors::of(layer, &router, c.hidden_size, experts.router_bias),
+            experts: (0..experts.count).map(of_expert).collect(),
+            stored: expert_forms::stored(c, layer),
+        }
+    }
+
     fn stored(&self) -> impl Iterator<Item = &TensorSpec> {
         let (router, mlps, instead) = match self {
             MlpTensors::Plain(mlp) => (None, std::slice::from_ref(mlp), &[][..]),
@@ -230,51 +279,13 @@ impl LayerTensors {
         let (q, kv, hidden) = (c.heads.heads * dim, c.heads.kv_heads * dim, c.hidden_size);
         let name = |rest: &str, kind: &str| format!("model.layers.{layer}.{rest}.{kind}");
         let norm = |rest: &str, width: usize| TensorSpec::vector(name(rest, "weight"), width);
-        let fused =
-            |stored: &str, rows: usize| TensorSpec::matrix(format!("model.layers.{layer}.{stored}"), rows, hidden);
         let norms = NormNames::of(c);
-        let linear = |parts: &[(&str, usize)], columns: usize, bias: bool| LinearTensors {
-            fused: None,
-            weights: parts
-                .iter()
-                .map(|(rest, rows)| TensorSpec::matrix(name(rest, "weight"), *rows, columns))
-                .collect(),
-            biases: parts
-                .iter()
-                .filter(|_| bias)
-                .map(|(rest, rows)| TensorSpec::vector(name(rest, "bias"), *rows))
-                .collect(),
-        };
-        let gated = |mlp: &str, width: usize, bias: bool| GatedTensors {
-            gate_up: linear(
-                &[(&format!("{mlp}.gate_proj"), width), (&format!("{mlp}.up_proj"), width)],
-                hidden,
-                bias,
-            ),
-            down: linear(&[(&format!("{mlp}.down_proj"), hidden)], width, bias),
-        };
-        let mlp = match c.experts_of(layer) {
-            None => {
-                let mut mlp = gated("mlp", c.intermediate_size, c.mlp_bias);
-                mlp.gate_up.fused = c.fused_gate_up.then(|| fused(FUSED_GATE_UP, 2 * c.intermediate_size));
-                MlpTensors::Plain(mlp)
-            }
-            Some(experts) => MlpTensors::Experts {
-                routing: experts.routing,
-                router: linear(&[("mlp.gate", experts.count)], hidden, experts.router_bias),
-                experts: (0..experts.count)
-                    .map(|expert| {
-                        let mlp = format!("mlp.experts.{expert}");
-                        gated(&mlp, experts.intermediate_size, c.mlp_bias)
-                    })
-                    .collect(),
-                stored: expert_forms::stored(c, layer),
-            },
-        };
+        let linear =
+            |parts: &[(&str, usize)], columns: usize, bias: bool| LinearTensors::of(layer, parts, columns, bias);
         LayerTensors {
             attention_norm: c.pre_norms.then(|| norm("input_layernorm", hidden)),
             qkv: LinearTensors {
-                fused: c.fused_qkv.then(|| fused(FUSED_QKV, q + 2 * kv)),
+                fused: c.fused_qkv.then(|| fused(layer, FUSED_QKV, q + 2 * kv, hidden)),
                 ..linear(
                     &[
                         ("self_attn.q_proj", q),
@@ -295,7 +306,7 @@ impl LayerTensors {
             o: linear(&[("self_attn.o_proj", hidden)], q, c.o_bias),
             post_attention_norm: c.post_norms.then(|| norm(norms.post_attention, hidden)),
             mlp_norm: (c.pre_norms && !c.parallel_mlp).then(|| norm(norms.mlp, hidden)),
-            mlp,
+            mlp: MlpTensors::of(c, layer),
             post_mlp_norm: c.post_norms.then(|| norm(norms.post_mlp, hidden)),
         }
     }

@@ -36,6 +36,10 @@ impl Reader<'_> {
             ),
             _ => return Ok(None),
         };
+        // The class has these norms, whatever the key says.
+        if self.flag("use_qk_norm")? == Some(false) {
+            return Err(self.unsupported(format!("`use_qk_norm` false is not supported for {}", family.name())));
+        }
         let count = self.experts_count()?;
         let per_token = self.size_or("num_experts_per_tok", EXPERTS_MAX, Some(per_token))?;
         if per_token > count {
@@ -146,7 +150,7 @@ mod tests {
                 .extend(changes.as_object().unwrap().clone());
             parse(QWEN3, &all).unwrap()
         };
-        let plain = of(json!({}));
+        let plain = of(json!({"use_qk_norm": true}));
         assert!(plain.qk_norm && !plain.qkv_bias && plain.intermediate_size == 96);
         let experts = plain.experts.unwrap();
         let routing = Routing {
@@ -308,6 +312,11 @@ mod tests {
                 QWEN3,
                 json!({"num_experts": 8, "moe_intermediate_size": 40, "use_sliding_window": true, "sliding_window": 9}),
                 "`use_sliding_window` is not supported for Qwen 3 MoE",
+            ),
+            (
+                QWEN3,
+                json!({"num_experts": 8, "moe_intermediate_size": 40, "use_qk_norm": false}),
+                "`use_qk_norm` false is not supported for Qwen 3 MoE",
             ),
             (
                 QWEN3,

@@ -277,6 +277,7 @@ impl Family {
                 "num_experts",
                 "num_experts_per_tok",
                 "num_local_experts",
+                "use_qk_norm",
                 "use_sliding_window",
             ],
             Family::Olmoe => &[
