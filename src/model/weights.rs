@@ -77,7 +77,7 @@ impl StoredTensor<'_> {
 }
 
 /// The safetensors files of a checkpoint folder. Tensors of a multimodal model's text part get the
-/// names that they would have in a text-only model, and experts those of [`expert_names`].
+/// names that they would have in a text-only model, and experts those of `expert_names.rs`.
 ///
 /// Opening the files does not check that they hold the tensors of a model; see
 /// [`Checkpoint`](super::Checkpoint).
