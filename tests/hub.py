@@ -7,7 +7,6 @@ missing repositories, no network, several processes at once. Both servers are do
 The last line counts the cases.
 """
 
-import argparse
 import contextlib
 import email.utils
 import hashlib
@@ -24,6 +23,8 @@ import tempfile
 import threading
 import time
 import urllib.parse
+
+import cases
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 DEMO = ROOT / "jobs/demo/model"
@@ -625,19 +626,5 @@ def bucket(program):
 CASES = [fetched, resumed, corrupted, gated, missing, offline, shared, together, full, moved, inspected, bucket]
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("program", type=pathlib.Path)
-    parser.add_argument("--only", action="append", choices=[case.__name__ for case in CASES])
-    arguments = parser.parse_args()
-    program = arguments.program.resolve()
-    cases = [case for case in CASES if not arguments.only or case.__name__ in arguments.only]
-    for case in cases:
-        began = time.monotonic()
-        case(program)
-        print(f"{case.__name__}: right in {time.monotonic() - began:.0f} s", flush=True)
-    print(f"{len(cases)} of {len(cases)} cases right")
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    cases.main(__doc__, CASES)

@@ -1,22 +1,10 @@
 //! Models from a hub and from a bucket, through job files and the built program: `hub.py` has both servers, and says what a case
 //! shows.
 
-use std::process::Command;
-
-use crate::support::{Run, python, root};
+use crate::support::cases_of;
 
 fn cases(names: &[&str]) {
-    let only = names.iter().flat_map(|name| ["--only", name]);
-    let run = Run::of(
-        Command::new(python())
-            .arg(root().join("tests/hub.py"))
-            .arg(env!("CARGO_BIN_EXE_gristmill"))
-            .args(only),
-    )
-    .expect(0);
-    println!("{}", run.stdout);
-    let last = run.stdout.trim_end().lines().last().unwrap_or_default();
-    assert_eq!(last, format!("{0} of {0} cases right", names.len()));
+    cases_of("hub.py", names, &[]);
 }
 
 #[test]

@@ -1,29 +1,15 @@
 //! The batch service as its clients see it: OpenAI's own client, requests that no client sends, webhooks, limits, and kills.
 
-use std::process::Command;
-
 use crate::skips::lacks;
-use crate::support::{Run, python, root};
+use crate::support::cases_of;
 
 /// Each group of cases runs beside the others; `serve/run.py` says what a case shows.
 fn cases(names: &[&str], requests: u32) {
-    cases_of("run.py", names, &["--requests", &requests.to_string(), "--kills", "3"]);
-}
-
-/// Runs cases of a script.
-fn cases_of(script: &str, names: &[&str], more: &[&str]) {
-    let only = names.iter().flat_map(|name| ["--only", name]);
-    let run = Run::of(
-        Command::new(python())
-            .arg(root().join("tests/serve").join(script))
-            .arg(env!("CARGO_BIN_EXE_gristmill"))
-            .args(only)
-            .args(more),
-    )
-    .expect(0);
-    println!("{}", run.stdout);
-    let last = run.stdout.trim_end().lines().last().unwrap_or_default();
-    assert_eq!(last, format!("{0} of {0} cases right", names.len()));
+    cases_of(
+        "serve/run.py",
+        names,
+        &["--requests", &requests.to_string(), "--kills", "3"],
+    );
 }
 
 #[test]
@@ -74,35 +60,39 @@ fn batches_end_without_a_worker() {
 
 #[test]
 fn the_official_client_verifies_webhooks() {
-    cases_of("webhooks.py", &["ends", "files"], &[]);
+    cases_of("serve/webhooks.py", &["ends", "files"], &[]);
 }
 
 #[test]
 fn webhooks_are_tried_until_they_are_taken() {
-    cases_of("webhooks.py", &["down_at_first", "given_up", "hanging"], &[]);
+    cases_of("serve/webhooks.py", &["down_at_first", "given_up", "hanging"], &[]);
 }
 
 #[test]
 fn webhooks_survive_kills_and_are_shared() {
-    cases_of("webhooks.py", &["killed", "kills", "two_services"], &[]);
+    cases_of("serve/webhooks.py", &["killed", "kills", "two_services"], &[]);
 }
 
 #[test]
 fn tenants_stay_within_their_limits() {
-    cases_of("webhooks.py", &["open_batches", "queued"], &[]);
+    cases_of("serve/webhooks.py", &["open_batches", "queued"], &[]);
 }
 
 #[test]
 fn the_dashboard_shows_the_batches_of_a_tenant() {
-    cases_of("dashboard.py", &["batches", "cancelled", "listeners"], &[]);
+    cases_of("serve/dashboard.py", &["batches", "cancelled", "listeners"], &[]);
 }
 
 #[test]
 fn the_dashboard_shows_jobs_below_a_folder() {
-    cases_of("dashboard.py", &["outputs", "keys"], &[]);
+    cases_of("serve/dashboard.py", &["outputs", "keys"], &[]);
 }
 
 #[test]
 fn requests_get_responses_and_errors_in_the_words_of_the_api() {
-    cases_of("rows.py", &["responses", "errors", "closed_schemas", "job_files"], &[]);
+    cases_of(
+        "serve/rows.py",
+        &["responses", "errors", "closed_schemas", "job_files"],
+        &[],
+    );
 }

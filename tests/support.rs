@@ -83,6 +83,23 @@ pub(crate) fn python() -> PathBuf {
     python
 }
 
+/// Runs the named cases of a script of `tests/` with the built program, and `more` arguments.
+#[track_caller]
+pub(crate) fn cases_of(script: &str, names: &[&str], more: &[&str]) {
+    let only = names.iter().flat_map(|name| ["--only", name]);
+    let run = Run::of(
+        Command::new(python())
+            .arg(root().join("tests").join(script))
+            .arg(env!("CARGO_BIN_EXE_gristmill"))
+            .args(only)
+            .args(more),
+    )
+    .expect(0);
+    println!("{}", run.stdout);
+    let last = run.stdout.trim_end().lines().last().unwrap_or_default();
+    assert_eq!(last, format!("{0} of {0} cases right", names.len()));
+}
+
 /// Runs Python with pyarrow, pandas and DuckDB in `folder`; returns its output.
 #[track_caller]
 pub(crate) fn py(folder: &Path, script: &str) -> String {

@@ -6,7 +6,6 @@
 The last line counts the cases.
 """
 
-import argparse
 import collections
 import contextlib
 import http.server
@@ -22,6 +21,7 @@ import tempfile
 import threading
 import time
 
+import cases
 import httpx2 as httpx
 import pyarrow.dataset as ds
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -367,19 +367,5 @@ def interrupted(program):
 CASES = [shards, settings, troubles, service, nothing, interrupted]
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("program", type=pathlib.Path)
-    parser.add_argument("--only", action="append", choices=[case.__name__ for case in CASES])
-    arguments = parser.parse_args()
-    program = arguments.program.resolve()
-    cases = [case for case in CASES if not arguments.only or case.__name__ in arguments.only]
-    for case in cases:
-        began = time.monotonic()
-        told = case(program)
-        print(f"{case.__name__}: right in {time.monotonic() - began:.0f} s{': ' + told if told else ''}", flush=True)
-    print(f"{len(cases)} of {len(cases)} cases right")
-
-
 if __name__ == "__main__":
-    main()
+    cases.main(__doc__, CASES)

@@ -1,21 +1,9 @@
 //! Traces as a collector takes them, and as it does not: `traces.py` says what a case shows.
 
-use std::process::Command;
-
-use crate::support::{Run, python, root};
+use crate::support::cases_of;
 
 fn cases(names: &[&str]) {
-    let only = names.iter().flat_map(|name| ["--only", name]);
-    let run = Run::of(
-        Command::new(python())
-            .arg(root().join("tests/traces.py"))
-            .arg(env!("CARGO_BIN_EXE_gristmill"))
-            .args(only),
-    )
-    .expect(0);
-    println!("{}", run.stdout);
-    let last = run.stdout.trim_end().lines().last().unwrap_or_default();
-    assert_eq!(last, format!("{0} of {0} cases right", names.len()));
+    cases_of("traces.py", names, &[]);
 }
 
 #[test]

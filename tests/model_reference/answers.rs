@@ -11,7 +11,7 @@ use gristmill::model::config::Config;
 use gristmill::model::rope::Scaling;
 use gristmill::model::weights::Weights;
 
-use super::harness::{MODELS, Reference, Runner, Sequence, folder, load, options};
+use super::harness::{MODELS, Reference, Runner, Sequence, chooses_experts, folder, load, options};
 
 /// Largest relative difference of logits in F32.
 const RELATIVE_MAX: f64 = 1e-4;
@@ -101,8 +101,7 @@ fn bf16_stays_near_the_reference() {
         let (worst, _) = compare(&mut load(name, &reference, Precision::Bf16), &reference);
         println!("{name}: {worst:.1e}");
         // A rounding may choose another expert. `cheap_precisions_stay_near_f32` compares without a choice, too.
-        let experts = Config::load(&folder(name)).unwrap().experts;
-        let chooses = experts.is_some_and(|experts| experts.routing.per_token < experts.count);
+        let chooses = chooses_experts(&Config::load(&folder(name)).unwrap());
         if worst > BF16_RELATIVE_MAX * if chooses { 2.0 } else { 1.0 } {
             far.push(format!("{name}: logits differ by {worst:.1e} relative"));
         }

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use gristmill::device::batch::{BlockCopy, StepBatch};
 use gristmill::device::{Dtype, Precision, cpu};
 use gristmill::engine::Forward;
+use gristmill::model::config::Config;
 use gristmill::model::weights::{StoredTensor, WeightSource, Weights};
 use gristmill::model::{KvBudget, LoadOptions, ModelError, Transformer};
 use safetensors::SafeTensors;
@@ -66,6 +67,12 @@ pub(crate) fn folder(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR"))
         .join("tests/fixtures/models")
         .join(name)
+}
+
+/// Whether a token uses some of the experts, so that a rounding may choose another one.
+pub(crate) fn chooses_experts(config: &Config) -> bool {
+    let experts = config.experts.as_ref();
+    experts.is_some_and(|experts| experts.routing.per_token < experts.count)
 }
 
 /// What transformers computed.

@@ -7,7 +7,7 @@ use gristmill::model::config::Config;
 use gristmill::model::weights::Weights;
 use gristmill::model::{ActivationMaxima, LoadOptions, Transformer};
 
-use super::harness::{Altered, MODELS, Reference, Runner, folder, in_chunks, options};
+use super::harness::{Altered, MODELS, Reference, Runner, chooses_experts, folder, in_chunks, options};
 
 /// Precision, format of keys and values, most nats of mean KL divergence from F32 and least share of the same largest logit
 /// that are accepted over all models. The models are tiny and untrained: their distributions are flat, and ties near.
@@ -120,8 +120,7 @@ fn cheap_precisions_stay_near_f32() {
     };
     for name in MODELS {
         let mut config = Config::load(&folder(name)).unwrap();
-        let experts = config.experts.as_ref();
-        let chooses = experts.is_some_and(|experts| experts.routing.per_token < experts.count);
+        let chooses = chooses_experts(&config);
         let limits = if chooses { OTHER_EXPERTS } else { ANY };
         compare(name, "", &config, limits);
         if chooses {
