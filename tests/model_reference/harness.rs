@@ -226,17 +226,13 @@ pub(crate) struct Altered<F> {
 impl<F: Fn(&str, usize, &mut [f32]) + Sync> WeightSource for Altered<F> {
     fn tensor(&self, name: &str, rows: Option<usize>, columns: usize) -> Result<StoredTensor<'_>, ModelError> {
         let tensor = self.inner.tensor(name, rows, columns)?;
-        assert_eq!(tensor.dtype, Dtype::F32);
-        let mut values: Vec<f32> = tensor
-            .data
-            .as_chunks::<4>()
-            .0
-            .iter()
-            .map(|b| f32::from_le_bytes(*b))
-            .collect();
+        let mut values = vec![0.0; tensor.rows * columns];
+        let rows = values.chunks_exact_mut(columns).enumerate();
+        rows.for_each(|(row, values)| tensor.view().read_row(row, values));
         (self.change)(name, columns, &mut values);
         let data = Cow::Owned(values.iter().flat_map(|x| x.to_le_bytes()).collect());
-        Ok(StoredTensor { data, ..tensor })
+        let dtype = Dtype::F32;
+        Ok(StoredTensor { data, dtype, ..tensor })
     }
     fn path_of(&self, name: &str) -> &Path {
         self.inner.path_of(name)

@@ -132,6 +132,34 @@ fn cheap_precisions_stay_near_f32() {
     assert!(failed.is_empty(), "{failed:#?}");
 }
 
+/// What a bounded gate's down projection reads cannot be rescaled, however different its columns are.
+#[test]
+fn bounded_up_rows_keep_their_scale() {
+    let name = "gptoss-transposed";
+    let reference = Reference::load(name);
+    let mut config = Config::load(&folder(name)).unwrap();
+    config.experts.iter_mut().for_each(|e| e.routing.per_token = e.count);
+    let load = |precision, kv| {
+        let change = |name: &str, columns: usize, values: &mut [f32]| {
+            if name.ends_with(".down_proj") {
+                // Stored transposed: a row is what one channel is multiplied with.
+                let rows = values.chunks_exact_mut(columns).step_by(5);
+                rows.flatten().for_each(|x| *x *= 8.0);
+            }
+        };
+        let source = Altered {
+            inner: Weights::open(&folder(name), config.expert_form()).unwrap(),
+            change,
+        };
+        let options = in_format(&reference, precision, kv);
+        Transformer::from_weights(config.clone(), &source, &options).unwrap()
+    };
+    let want = logits(load(Precision::F32, KvFormat::F32), &reference);
+    let (divergence, same) = distance(&want, &logits(load(Precision::Int8, KvFormat::Bf16), &reference));
+    println!("{divergence:.1e} nats, {same}");
+    assert!(divergence < 0.05, "{divergence:.1e} nats, {same}");
+}
+
 /// Prints a table of benches/README.md.
 #[test]
 fn outliers_cost_precision_and_nothing_else() {
