@@ -113,6 +113,9 @@ fn reduced(full: &Config) -> Config {
         experts.count = experts.count.min(EXPERTS_MAX);
         if full.hidden_size > WIDE_MAX {
             experts.intermediate_size = narrowed(experts.intermediate_size);
+            if let Some(shared) = &mut experts.shared {
+                shared.intermediate_size = narrowed(shared.intermediate_size);
+            }
         }
     }
     if full.hidden_size > WIDE_MAX {
@@ -222,7 +225,10 @@ fn line(model: &Published, config: Option<&Config>) -> String {
     };
     let notes: String = model.warnings.iter().map(|words| format!("; warns: {words}")).collect();
     let experts = match &config.experts {
-        Some(experts) => format!(", {} of {} experts", experts.routing.per_token, experts.count),
+        Some(experts) => {
+            let shared = experts.shared.map_or("", |_| " and a shared one");
+            format!(", {} of {} experts{shared}", experts.routing.per_token, experts.count)
+        }
         None => String::new(),
     };
     format!(

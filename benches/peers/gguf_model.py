@@ -2,7 +2,7 @@
 
     python gguf_model.py MODEL_DIR FILE.gguf [--type q8_0|q4_0|bf16|f32] [--check]
 
-Llama and Qwen2 with tied embeddings. Matrices get the type asked for, norms and biases stay F32; a file that is there is kept.
+Llama, Qwen2, Qwen3 MoE and gpt-oss with tied embeddings. Matrices get the type asked for, norms and biases stay F32; a file that is there is kept.
 It has the vocabulary's size only, since the benchmark's prompts are token ids.
 
 `--check` generates 12 tokens from each of 24 prompts with a common beginning, greedily, as peer_llamacpp.py does it (8 sequences at
@@ -29,8 +29,11 @@ WHOLE = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": 
 PARTS = {
     "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate": "ffn_gate_inp", "mlp.router": "ffn_gate_inp",
 }
+# llama.cpp's names of families that it calls otherwise.
+FAMILIES = {"qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss"}
 
 
 def tensors(path):
@@ -47,10 +50,38 @@ def tensors(path):
         yield name, bits.view(numpy.float32).reshape(entry["shape"])
 
 
-def renamed(name):
-    if name in WHOLE:
-        return WHOLE[name]
+def by_layer(all_tensors):
+    """The same tensors, experts of a layer as one: `blk.0.ffn_up_exps.weight`, `[experts][out features][in features]`."""
+    experts = {}
+    for name, values in all_tensors:
+        if ".mlp.experts." not in name:
+            yield name, values
+            continue
+        layer, part = name.removeprefix("model.layers.").split(".mlp.experts.")
+        if part.startswith("gate_up_proj"):
+            kind = "bias" if part.endswith("_bias") else "weight"
+            for first, to in enumerate(("gate", "up")):
+                of_one = values[..., first::2]
+                yield f"blk.{layer}.ffn_{to}_exps.{kind}", of_one if kind == "bias" else of_one.transpose(0, 2, 1)
+        elif part == "down_proj":
+            yield f"blk.{layer}.ffn_down_exps.weight", values.transpose(0, 2, 1)
+        elif part == "down_proj_bias":
+            yield f"blk.{layer}.ffn_down_exps.bias", values
+        else:
+            _, projection, _ = part.split(".")
+            experts.setdefault((layer, projection.removesuffix("_proj")), []).append(values)
+    for (layer, part), matrices in experts.items():
+        yield f"blk.{layer}.ffn_{part}_exps.weight", numpy.stack(matrices)
+
+
+def renamed(name, family):
+    if name in WHOLE or name.startswith("blk."):
+        return WHOLE.get(name, name)
     _, _, layer, part = name.split(".", 3)
+    if part == "self_attn.sinks":
+        return f"blk.{layer}.attn_sinks.weight"
+    if family == "gpt_oss" and part.startswith("post_attention_layernorm"):
+        return f"blk.{layer}.post_attention_norm.weight"
     part, kind = part.rsplit(".", 1)
     return f"blk.{layer}.{PARTS[part]}.{kind}"
 
@@ -61,13 +92,20 @@ def paired(rows, dim):
     return rows.reshape(-1, dim, *rows.shape[1:])[:, order].reshape(rows.shape)
 
 
+def quantized(values, kind):
+    """The bytes of a matrix, or of a stack of matrices one by one, which takes less memory."""
+    if values.ndim == 2:
+        return gguf.quants.quantize(numpy.ascontiguousarray(values), kind)
+    return numpy.stack([quantized(matrix, kind) for matrix in values])
+
+
 def write(model, path, kind):
     config = json.loads((model / "config.json").read_text())
     family = config["model_type"]
-    assert family in ("llama", "qwen2") and config["tie_word_embeddings"], "only what make.py makes"
+    assert family in ("llama", "qwen2", *FAMILIES) and config["tie_word_embeddings"], "only what make.py makes"
     matrices, file_type, _ = TYPES[kind]
     part = path.with_suffix(".part")
-    writer = gguf.GGUFWriter(part, family)
+    writer = gguf.GGUFWriter(part, FAMILIES.get(family, family))
     writer.add_file_type(file_type)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     writer.add_vocab_size(config["vocab_size"])
@@ -83,13 +121,28 @@ def write(model, path, kind):
     writer.add_rope_dimension_count(config["head_dim"])
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    for name, values in tensors(model / "model.safetensors"):
+    if family in FAMILIES:
+        writer.add_expert_count(config.get("num_experts") or config["num_local_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config.get("moe_intermediate_size", config["intermediate_size"]))
+    if family == "gpt_oss":
+        rope = config["rope_scaling"]
+        writer.add_sliding_window(config["sliding_window"])
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    for name, values in by_layer(tensors(model / "model.safetensors")):
+        if family == "gpt_oss" and name == "model.embed_tokens.weight":
+            # llama.cpp takes no tied table here.
+            writer.add_tensor("output.weight", quantized(values, matrices), raw_dtype=matrices)
         if family == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
             values = paired(values, config["head_dim"])
-        if values.ndim == 2:
-            writer.add_tensor(renamed(name), gguf.quants.quantize(values, matrices), raw_dtype=matrices)
+        to = renamed(name, family)
+        # As llama.cpp's own conversion, routers and biases stay F32.
+        if values.ndim >= 2 and not to.endswith((".bias", "ffn_gate_inp.weight")):
+            writer.add_tensor(to, quantized(values, matrices), raw_dtype=matrices)
         else:
-            writer.add_tensor(renamed(name), values)
+            writer.add_tensor(to, numpy.ascontiguousarray(values))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -1,9 +1,10 @@
-"""Makes the two random models and the three traces of the peers' benchmark.
+"""Makes random models and the three traces of the peers' benchmark.
 
     python make.py --data DIR [--models l30m,q05b]
 
-DIR/l30m and DIR/q05b become checkpoints (safetensors in BF16, a byte-level BPE of made-up words); DIR/MODEL-W1.jsonl to -W3.jsonl their
-traces, a request a line as `gristmill bench --trace` reads it. Everything follows from the seed.
+DIR/l30m and so on become checkpoints (safetensors in BF16, a byte-level BPE of made-up words); DIR/MODEL-W1.jsonl to -W3.jsonl their
+traces, a request a line as `gristmill bench --trace` reads it. Everything follows from the seed. `q3moe` and `gptoss` have the
+layers of Qwen3-30B-A3B and of gpt-oss-20b at full width, but few of them, and tied embeddings.
 
 - W1, labelling: each the same instruction of 192 tokens and 64 of its own, 16 generated, greedy.
 - W2, synthetic data: 48 tokens, 256 generated, temperature 0.8, top-p 0.95.
@@ -38,12 +39,32 @@ MODELS = {
         "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2, "head_dim": 64,
         "vocab_size": 151_936, "rope_theta": 1_000_000.0, "rms_norm_eps": 1e-6, "max_position_embeddings": 32_768,
     },
+    "q3moe": {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144,
+        "num_hidden_layers": 3, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+        "vocab_size": 151_936, "rope_theta": 1_000_000.0, "rms_norm_eps": 1e-6, "max_position_embeddings": 40_960,
+        "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
+        "decoder_sparse_step": 1, "mlp_only_layers": [],
+    },
+    "gptoss": {
+        "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880,
+        "num_hidden_layers": 2, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 201_088,
+        "rope_theta": 150_000.0, "rms_norm_eps": 1e-5, "max_position_embeddings": 131_072, "num_local_experts": 32,
+        "num_experts_per_tok": 4, "sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"],
+        "attention_bias": True, "swiglu_limit": 7.0,
+        "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+                         "original_max_position_embeddings": 4096},
+    },
 }
 COMMON = {"hidden_act": "silu", "tie_word_embeddings": True, "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2,
           "attention_dropout": 0.0, "initializer_range": EMBEDDING_STD, "use_cache": True}
 
 # Rows at scale 1, for each model.
-ROWS = {"W1": {"l30m": 256, "q05b": 64}, "W2": {"l30m": 64, "q05b": 64}, "W3": {"l30m": 128, "q05b": 32}}
+ROWS = {
+    "W1": {"l30m": 256, "q05b": 64, "q3moe": 64, "gptoss": 64},
+    "W2": {"l30m": 64, "q05b": 64, "q3moe": 64, "gptoss": 64},
+    "W3": {"l30m": 128, "q05b": 32, "q3moe": 32, "gptoss": 32},
+}
 
 
 def tensors(config):
@@ -64,14 +85,43 @@ def tensors(config):
         yield at + "post_attention_layernorm.weight", numpy.ones(hidden, numpy.float32)
         for name, rows in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
             yield f"{at}self_attn.{name}.weight", matrix(rows, hidden)
-            if config["model_type"] == "qwen2":
+            if config["model_type"] in ("qwen2", "gpt_oss"):
                 yield f"{at}self_attn.{name}.bias", matrix(1, rows)[0]
         yield at + "self_attn.o_proj.weight", matrix(hidden, queries)
-        yield at + "mlp.gate_proj.weight", matrix(inner, hidden)
-        yield at + "mlp.up_proj.weight", matrix(inner, hidden)
-        yield at + "mlp.down_proj.weight", matrix(hidden, inner)
+        yield from mlp(config, at, matrix)
     std = math.sqrt(2 * (math.log(config["vocab_size"]) - ENTROPY))
     yield "model.norm.weight", numpy.full(hidden, std / (math.sqrt(hidden) * EMBEDDING_STD), numpy.float32)
+
+
+def mlp(config, at, matrix):
+    """As `tensors`, of the MLP or the experts of the layer with names that begin with `at`."""
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    family = config["model_type"]
+    if family == "qwen3_moe":
+        for part in ("q_norm", "k_norm"):
+            yield f"{at}self_attn.{part}.weight", numpy.ones(config["head_dim"], numpy.float32)
+        yield at + "mlp.gate.weight", matrix(config["num_experts"], hidden)
+        places = [f"{at}mlp.experts.{i}." for i in range(config["num_experts"])]
+        inner = config["moe_intermediate_size"]
+    elif family == "gpt_oss":
+        experts = config["num_local_experts"]
+        yield at + "self_attn.o_proj.bias", matrix(1, hidden)[0]
+        yield at + "self_attn.sinks", matrix(1, config["num_attention_heads"])[0]
+        yield at + "mlp.router.weight", matrix(experts, hidden)
+        yield at + "mlp.router.bias", matrix(1, experts)[0]
+        # Transposed, columns of gate and up by turns.
+        yield at + "mlp.experts.gate_up_proj", numpy.stack(
+            [matrix(hidden, 2 * inner, hidden ** -0.5) for _ in range(experts)])
+        yield at + "mlp.experts.gate_up_proj_bias", matrix(experts, 2 * inner)
+        yield at + "mlp.experts.down_proj", numpy.stack([matrix(inner, hidden, inner ** -0.5) for _ in range(experts)])
+        yield at + "mlp.experts.down_proj_bias", matrix(experts, hidden)
+        return
+    else:
+        places = [at + "mlp."]
+    for place in places:
+        yield place + "gate_proj.weight", matrix(inner, hidden)
+        yield place + "up_proj.weight", matrix(inner, hidden)
+        yield place + "down_proj.weight", matrix(hidden, inner)
 
 
 def bf16(values):
@@ -214,6 +264,6 @@ def make(data, models):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=pathlib.Path, required=True)
-    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--models", default="l30m,q05b")
     args = parser.parse_args()
     make(args.data, args.models.split(","))

@@ -316,15 +316,26 @@ pub struct Linear<M, V> {
     pub bias: Option<V>,
 }
 
-/// How a router chooses a token's experts: those with the largest logits. Their weights are a
-/// softmax.
+/// What a router makes of an expert's logit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Score {
+    /// Its softmax over all experts.
+    Softmax,
+    /// `1 / (1 + e^-logit)`.
+    Sigmoid,
+}
+
+/// How a router chooses a token's experts: those with the largest scores, each plus its
+/// [correction](ExpertWeights::correction). Their weights are the scores, without corrections.
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Routing {
     /// From 1 to the number of experts.
     pub per_token: usize,
-    /// Whether the weights of a token's experts are divided by their sum. Otherwise they sum to
-    /// less than 1.
+    pub score: Score,
+    /// Whether the weights of a token's experts are divided by their sum.
     pub renormalized: bool,
+    /// Factor of the weights, after the division.
+    pub scale: f32,
 }
 
 /// Weights of a layer's routed experts, MLPs of which each token uses some.
@@ -332,9 +343,22 @@ pub struct ExpertWeights<M, V> {
     /// `[experts][hidden]`, of [`Device::router_matrix`].
     pub router: Linear<M, V>,
     pub routing: Routing,
+    /// `[experts]`: added to scores where experts are chosen. In F32, whatever the precision.
+    pub correction: Option<V>,
     /// For each expert, the linear operation of [`Device::gated_linear`].
     pub gate_up: Vec<Linear<M, V>>,
     pub down: Vec<Linear<M, V>>,
+    pub shared: Option<SharedExpert<M, V>>,
+}
+
+/// Weights of an MLP that every token uses beside those that its router chooses.
+pub struct SharedExpert<M, V> {
+    /// The linear operation of [`Device::gated_linear`].
+    pub gate_up: Linear<M, V>,
+    pub down: Linear<M, V>,
+    /// Whether the router has one row more, whose sigmoid is this MLP's weight. Otherwise the weight
+    /// is 1.
+    pub is_weighted: bool,
 }
 
 /// The output head.
@@ -408,7 +432,14 @@ pub trait Device: Send + Sync {
     ///
     /// # Errors
     /// As in [`matrix`](Self::matrix), or the device [runs no experts](Self::runs_experts).
-    fn router_matrix(&self, _part: Tensor<'_>) -> Result<Self::Matrix, TensorError> {
+    fn router_matrix(&self, _parts: &[Tensor<'_>]) -> Result<Self::Matrix, TensorError> {
+        Err(TensorError::Device(no_experts()))
+    }
+    /// As [`vector`](Self::vector), for the router's [correction](ExpertWeights::correction).
+    ///
+    /// # Errors
+    /// As in [`router_matrix`](Self::router_matrix).
+    fn router_vector(&self, _part: Tensor<'_>) -> Result<Self::Vector, TensorError> {
         Err(TensorError::Device(no_experts()))
     }
     /// As [`matrix`](Self::matrix), for [`embed`](Self::embed) and [`logits`](Self::logits).
@@ -551,8 +582,8 @@ pub trait Device: Send + Sync {
     fn runs_experts(&self) -> bool {
         false
     }
-    /// For each row of `x`, the sum of the outputs of the experts that the router chooses, times
-    /// their weights.
+    /// For each row of `x`, the sum of the outputs of the experts that the router chooses and of the
+    /// shared one, times their weights.
     fn experts(
         &self,
         _experts: &ExpertWeights<Self::Matrix, Self::Vector>,

@@ -195,12 +195,15 @@ impl BalancedLayer<'_> {
     /// read by the router and all experts, that of an up projection by one down projection.
     fn mlp_factors(&self, norm: Vec<f32>, of_norm: Vec<f32>) -> Result<Vec<(String, ChannelFactors)>, ModelError> {
         let (c, hidden) = (self.config, self.config.hidden_size);
-        let (mlps, width) = match c.experts_of(self.layer) {
-            None => (vec!["mlp".to_owned()], c.intermediate_size),
-            Some(experts) => (
-                (0..experts.count).map(|i| format!("mlp.experts.{i}")).collect(),
-                experts.intermediate_size,
-            ),
+        // Each MLP and its width.
+        let mlps: Vec<(String, usize)> = match c.experts_of(self.layer) {
+            None => vec![("mlp".to_owned(), c.intermediate_size)],
+            Some(experts) => {
+                let of_expert = |i| (format!("mlp.experts.{i}"), experts.intermediate_size);
+                let shared = experts.shared.as_ref();
+                let shared = shared.map(|shared| ("mlp.shared_experts".to_owned(), shared.intermediate_size));
+                (0..experts.count).map(of_expert).chain(shared).collect()
+            }
         };
         let mut scaled = Vec::new();
         let mut add = |name: String, rows: Option<Vec<f32>>, columns: Option<Vec<f32>>| {
@@ -211,20 +214,22 @@ impl BalancedLayer<'_> {
         } else {
             let name = format!("{}.weight", NormNames::of(c).mlp);
             let norm = self.norm(&name, hidden)?;
-            let readers: Vec<String> = mlps
+            let readers: Vec<(String, usize)> = mlps
                 .iter()
-                .flat_map(|mlp| ["gate_proj", "up_proj"].map(|part| format!("{mlp}.{part}")))
+                .flat_map(|(mlp, width)| ["gate_proj", "up_proj"].map(|part| (format!("{mlp}.{part}"), *width)))
                 .collect();
-            let readers: Vec<(&str, usize)> = readers.iter().map(|name| (&name[..], width)).collect();
+            let readers: Vec<(&str, usize)> = readers.iter().map(|(name, width)| (&name[..], *width)).collect();
             let magnitudes = self.measured(Activations::MlpNorm).unwrap_or(&norm);
             let of_norm = self.of_norm(magnitudes, &readers, hidden)?;
             add(self.name(&name), Some(inverse(&of_norm)), None);
             (norm, of_norm)
         };
         if c.experts_of(self.layer).is_some() {
-            add(self.name("mlp.gate.weight"), None, Some(of_norm.clone()));
+            for router in ["mlp.gate.weight", "mlp.shared_expert_gate.weight"] {
+                add(self.name(router), None, Some(of_norm.clone()));
+            }
         }
-        for mlp in mlps {
+        for (mlp, width) in mlps {
             let name = |rest: &str| self.name(&format!("{mlp}.{rest}"));
             add(name("gate_proj.weight"), None, Some(of_norm.clone()));
             if let Activation::ClampedSwiglu { .. } = c.activation {

@@ -1,6 +1,6 @@
 //! Moves a model's weights from a source to a device, tensor by tensor.
 
-use crate::device::{Device, Dtype, ExpertWeights, KvSpec, Linear, Tensor, TensorError};
+use crate::device::{Device, Dtype, ExpertWeights, KvSpec, Linear, SharedExpert, Tensor, TensorError};
 use crate::model::config::Config;
 use crate::model::error::ModelError;
 use crate::model::tensors::{GatedTensors, LayerTensors, LinearTensors, MlpTensors, ModelTensors, TensorSpec};
@@ -95,21 +95,35 @@ impl<D: Device> Builder<'_, D> {
                 gate_up: gate_up(mlp)?,
                 down: self.linear(&mlp.down)?,
             },
-            MlpTensors::Experts {
-                routing,
-                router,
-                experts,
-                ..
-            } => MlpWeights::Experts(ExpertWeights {
-                routing: *routing,
-                router: self.linear_with(router, |views| self.device.router_matrix(views[0]))?,
-                gate_up: experts.iter().map(gate_up).collect::<Result<_, _>>()?,
-                down: experts
+            MlpTensors::Experts(tensors) => MlpWeights::Experts(ExpertWeights {
+                routing: tensors.routing,
+                router: self.linear_with(&tensors.router, |views| self.device.router_matrix(views))?,
+                correction: match &tensors.correction {
+                    Some(correction) => Some(self.router_vector(correction)?),
+                    None => None,
+                },
+                gate_up: tensors.experts.iter().map(gate_up).collect::<Result<_, _>>()?,
+                down: tensors
+                    .experts
                     .iter()
                     .map(|mlp| self.linear(&mlp.down))
                     .collect::<Result<_, _>>()?,
+                shared: match &tensors.shared {
+                    Some(shared) => Some(SharedExpert {
+                        gate_up: gate_up(shared)?,
+                        down: self.linear(&shared.down)?,
+                        is_weighted: tensors.router.weights.len() > 1,
+                    }),
+                    None => None,
+                },
             }),
         })
+    }
+
+    fn router_vector(&self, tensor: &TensorSpec) -> Result<D::Vector, ModelError> {
+        let stored = self.source.tensor(&tensor.name, tensor.rows, tensor.columns)?;
+        let vector = self.device.router_vector(stored.view());
+        vector.map_err(|e| self.tensor_error(std::slice::from_ref(tensor), e))
     }
 
     fn linear(&self, tensors: &LinearTensors) -> Result<Linear<D::Matrix, D::Vector>, ModelError> {

@@ -3,7 +3,13 @@
 //! Models are built from tensors that are named as Qwen's are: `mlp.gate.weight` is the router, and
 //! expert 3 has `mlp.experts.3.gate_proj.weight`, `.up_proj.weight` and `.down_proj.weight`.
 //!
+//! The expert that all tokens use is `mlp.shared_experts`.
+//!
 //! - Mixtral says `block_sparse_moe` for `mlp`, and `w1`, `w3` and `w2` for the three projections.
+//! - Qwen says `mlp.shared_expert`.
+//! - Granite says `block_sparse_moe.router.layer` for the router, and has the tensors of all experts as
+//!   `block_sparse_moe.input_linear` and `.output_linear`, those of the shared one as `shared_mlp`.
+//! - ERNIE says `mlp.moe_statics` and MiniMax `block_sparse_moe` for what holds the router's correction.
 //! - transformers 5 may store all experts of a layer in two tensors: `mlp.experts.gate_up_proj`,
 //!   `[experts][gate rows, then up rows][hidden]`, and `mlp.experts.down_proj`.
 //! - gpt-oss says `router`, and stores experts in [other forms](super::expert_forms).
@@ -16,14 +22,24 @@ use super::weights::TensorEntry;
 /// Maximum number of experts in one tensor.
 const EXPERTS_MAX: usize = 1 << 12;
 
-/// The name of a tensor of Mixtral's experts, or of gpt-oss' router, in other models. `None`: it is
-/// none of these.
+/// The name of a tensor of experts or of a router in the models that are [built](self). `None`: it is
+/// that name, or of another tensor.
 pub(super) fn general_name(name: &str) -> Option<String> {
-    if let Some((layer, part)) = name.split_once(".mlp.router.") {
-        return Some(format!("{layer}.mlp.gate.{part}"));
+    for (theirs, ours) in [
+        (".mlp.router.", ".mlp.gate."),
+        (".mlp.shared_expert.", ".mlp.shared_experts."),
+        (".mlp.moe_statics.", ".mlp.gate."),
+        (".mlp.gate.moe_statics.", ".mlp.gate."),
+    ] {
+        if let Some((layer, part)) = name.split_once(theirs) {
+            return Some(format!("{layer}{ours}{part}"));
+        }
+    }
+    if let Some(layer) = name.strip_suffix(SHARED_DOWN) {
+        return Some(format!("{layer}.mlp.shared_experts.down_proj.weight"));
     }
     let (layer, rest) = name.split_once(".block_sparse_moe.")?;
-    if rest == "gate.weight" {
+    if matches!(rest, "gate.weight" | "router.weight" | "router.layer.weight") {
         return Some(format!("{layer}.mlp.gate.weight"));
     }
     let (expert, part) = rest.strip_prefix("experts.")?.split_once('.')?;
@@ -36,21 +52,53 @@ pub(super) fn general_name(name: &str) -> Option<String> {
     Some(format!("{layer}.mlp.experts.{expert}.{part}.weight"))
 }
 
-/// The tensors of single experts that lie in a tensor of all experts of a layer, each with its
-/// name. `None`: `name` is not such a tensor.
+const GATE_UP: &[&str] = &["gate_proj", "up_proj"];
+const DOWN: &[&str] = &["down_proj"];
+
+/// Names of tensors that hold several matrices, one below the other, and the names of these.
+const STACKED: [(&str, &[&str]); 6] = [
+    (".mlp.experts.gate_up_proj", GATE_UP),
+    (".mlp.experts.down_proj", DOWN),
+    (".block_sparse_moe.experts.gate_up_proj", GATE_UP),
+    (".block_sparse_moe.experts.down_proj", DOWN),
+    (".block_sparse_moe.input_linear.weight", GATE_UP),
+    (".block_sparse_moe.output_linear.weight", DOWN),
+];
+const SHARED_GATE_UP: &str = ".shared_mlp.input_linear.weight";
+const SHARED_DOWN: &str = ".shared_mlp.output_linear.weight";
+
+/// The tensors of single experts that lie in one tensor, each with its name. `None`: `name` is not
+/// such a tensor.
 pub(super) fn split(form: ExpertForm, name: &str, entry: &TensorEntry) -> Option<Vec<(String, TensorEntry)>> {
-    let (layer, part) = name.rsplit_once(".mlp.experts.")?;
     if form != ExpertForm::Matrices {
+        let (layer, part) = name.rsplit_once(".mlp.experts.")?;
         return split_by_expert(layer, part, entry);
     }
-    let parts: &[&str] = match part {
-        "gate_up_proj" => &["gate_proj", "up_proj"],
-        "down_proj" => &["down_proj"],
-        _ => return None,
-    };
+    if let Some(layer) = name.strip_suffix(SHARED_GATE_UP) {
+        let [rows, columns] = entry.shape[..] else {
+            return None;
+        };
+        let name = |_: usize, part: &str| format!("{layer}.mlp.shared_experts.{part}.weight");
+        return split_stacked(GATE_UP, (1, rows, columns), entry, name);
+    }
+    let (layer, parts) = STACKED
+        .iter()
+        .find_map(|(stacked, parts)| Some((name.strip_suffix(stacked)?, *parts)))?;
     let [experts, rows, columns] = entry.shape[..] else {
         return None;
     };
+    let name = |expert: usize, part: &str| format!("{layer}.mlp.experts.{expert}.{part}.weight");
+    split_stacked(parts, (experts, rows, columns), entry, name)
+}
+
+/// The `parts` of each expert in a tensor of shape `[experts][rows][columns]`, named by the number of
+/// their expert.
+fn split_stacked(
+    parts: &[&str],
+    (experts, rows, columns): (usize, usize, usize),
+    entry: &TensorEntry,
+    name: impl Fn(usize, &str) -> String,
+) -> Option<Vec<(String, TensorEntry)>> {
     if !(1..=EXPERTS_MAX).contains(&experts) || !rows.is_multiple_of(parts.len()) {
         return None;
     }
@@ -67,7 +115,7 @@ pub(super) fn split(form: ExpertForm, name: &str, entry: &TensorEntry) -> Option
             shape: vec![rows / parts.len(), columns],
             bytes: start..start + bytes,
         };
-        (format!("{layer}.mlp.experts.{expert}.{part}.weight"), entry)
+        (name(expert, part), entry)
     };
     Some((0..count).map(tensor).collect())
 }
@@ -124,6 +172,23 @@ mod tests {
             ("model.layers.3.block_sparse_moe.experts.7.w1.bias", None),
             ("model.layers.3.mlp.gate.weight", None),
             ("model.layers.3.mlp.router.bias", Some("model.layers.3.mlp.gate.bias")),
+            (
+                "model.layers.3.block_sparse_moe.router.layer.weight",
+                Some("model.layers.3.mlp.gate.weight"),
+            ),
+            (
+                "model.layers.3.mlp.shared_expert.up_proj.weight",
+                Some("model.layers.3.mlp.shared_experts.up_proj.weight"),
+            ),
+            ("model.layers.3.mlp.shared_expert_gate.weight", None),
+            (
+                "model.layers.3.shared_mlp.output_linear.weight",
+                Some("model.layers.3.mlp.shared_experts.down_proj.weight"),
+            ),
+            (
+                "model.layers.3.mlp.moe_statics.e_score_correction_bias",
+                Some("model.layers.3.mlp.gate.e_score_correction_bias"),
+            ),
         ] {
             assert_eq!(general_name(name).as_deref(), want, "{name}");
         }
@@ -135,6 +200,39 @@ mod tests {
             shape: shape.to_vec(),
             bytes,
         }
+    }
+
+    #[test]
+    fn granites_tensors_are_split() {
+        let (form, layer) = (ExpertForm::Matrices, "model.layers.0");
+        let names = |name: &str, shape: &[usize]| -> Option<Vec<String>> {
+            let found = split(form, &format!("{layer}.{name}"), &entry(shape, 0..240))?;
+            Some(found.into_iter().map(|(name, _)| name[15..].to_owned()).collect())
+        };
+        for name in [
+            "block_sparse_moe.input_linear.weight",
+            "block_sparse_moe.experts.gate_up_proj",
+        ] {
+            let found = names(name, &[2, 6, 5]).unwrap();
+            assert_eq!(found.len(), 4);
+            assert_eq!(found[3], "mlp.experts.1.up_proj.weight");
+        }
+        let found = names("block_sparse_moe.output_linear.weight", &[2, 5, 3]).unwrap();
+        assert_eq!(
+            found,
+            ["mlp.experts.0.down_proj.weight", "mlp.experts.1.down_proj.weight"]
+        );
+        let shared = split(
+            form,
+            &format!("{layer}.shared_mlp.input_linear.weight"),
+            &entry(&[6, 5], 0..60),
+        )
+        .unwrap();
+        let (name, up) = &shared[1];
+        assert_eq!(&name[15..], "mlp.shared_experts.up_proj.weight");
+        assert_eq!((&up.shape[..], up.bytes.clone()), (&[3, 5][..], 30..60));
+        assert_eq!(names("shared_mlp.input_linear.weight", &[7, 5]), None);
+        assert_eq!(names("shared_mlp.input_linear.weight", &[6]), None);
     }
 
     #[test]

@@ -4,7 +4,7 @@
 //! See docs/decisions/087-tensors-stand-in-one-list.md.
 
 use crate::device::Routing;
-use crate::model::config::{Config, Family};
+use crate::model::config::{Config, Experts, Family};
 use crate::model::expert_forms;
 
 /// Name of the output head, if it is separate from the embedding table.
@@ -142,13 +142,58 @@ pub(super) struct GatedTensors {
 #[derive(Debug)]
 pub(super) enum MlpTensors {
     Plain(GatedTensors),
-    Experts {
-        routing: Routing,
-        router: LinearTensors,
-        experts: Vec<GatedTensors>,
-        /// The tensors that the checkpoint stores in place of those of `experts`.
-        stored: Option<Vec<TensorSpec>>,
-    },
+    Experts(Box<ExpertTensors>),
+}
+
+/// Tensors of a layer's experts.
+#[derive(Debug)]
+pub(super) struct ExpertTensors {
+    pub routing: Routing,
+    /// The router's matrix, and the row that weighs the shared expert, if it has one.
+    pub router: LinearTensors,
+    /// Added to the router's scores.
+    pub correction: Option<TensorSpec>,
+    pub experts: Vec<GatedTensors>,
+    /// The tensors that the checkpoint stores in place of those of `experts`.
+    stored: Option<Vec<TensorSpec>>,
+    pub shared: Option<GatedTensors>,
+}
+
+impl ExpertTensors {
+    fn of(c: &Config, layer: usize, experts: &Experts) -> ExpertTensors {
+        let of_expert = |expert| {
+            let name = format!("mlp.experts.{expert}");
+            GatedTensors::of(c, layer, &name, experts.intermediate_size)
+        };
+        let router = [("mlp.gate", experts.count), ("mlp.shared_expert_gate", 1)];
+        let is_weighted = experts.shared.as_ref().is_some_and(|shared| shared.is_weighted);
+        let router = &router[..1 + usize::from(is_weighted)];
+        let shared = experts.shared.as_ref();
+        ExpertTensors {
+            routing: experts.routing,
+            router: LinearTensors::of(layer, router, c.hidden_size, experts.router_bias),
+            correction: experts.has_correction.then(|| {
+                let name = format!("model.layers.{layer}.mlp.gate.e_score_correction_bias");
+                if c.family == Family::Ernie4_5Moe {
+                    TensorSpec::matrix(name, 1, experts.count)
+                } else {
+                    TensorSpec::vector(name, experts.count)
+                }
+            }),
+            experts: (0..experts.count).map(of_expert).collect(),
+            stored: expert_forms::stored(c, layer),
+            shared: shared.map(|shared| GatedTensors::of(c, layer, "mlp.shared_experts", shared.intermediate_size)),
+        }
+    }
+
+    fn stored(&self) -> impl Iterator<Item = &TensorSpec> {
+        let (mlps, instead) = match &self.stored {
+            Some(stored) => (&[][..], &stored[..]),
+            None => (&self.experts[..], &[][..]),
+        };
+        let mlps = mlps.iter().chain(&self.shared).flat_map(GatedTensors::stored);
+        self.router.stored().chain(&self.correction).chain(mlps).chain(instead)
+    }
 }
 
 impl GatedTensors {
@@ -177,31 +222,16 @@ impl MlpTensors {
                 .then(|| fused(layer, FUSED_GATE_UP, rows, c.hidden_size));
             return MlpTensors::Plain(mlp);
         };
-        let of_expert = |expert| {
-            let name = format!("mlp.experts.{expert}");
-            GatedTensors::of(c, layer, &name, experts.intermediate_size)
-        };
-        let router = [("mlp.gate", experts.count)];
-        MlpTensors::Experts {
-            routing: experts.routing,
-            router: LinearTensors::of(layer, &router, c.hidden_size, experts.router_bias),
-            experts: (0..experts.count).map(of_expert).collect(),
-            stored: expert_forms::stored(c, layer),
-        }
+        MlpTensors::Experts(Box::new(ExpertTensors::of(c, layer, experts)))
     }
 
     fn stored(&self) -> impl Iterator<Item = &TensorSpec> {
-        let (router, mlps, instead) = match self {
-            MlpTensors::Plain(mlp) => (None, std::slice::from_ref(mlp), &[][..]),
-            MlpTensors::Experts {
-                router,
-                stored: Some(stored),
-                ..
-            } => (Some(router), &[][..], &stored[..]),
-            MlpTensors::Experts { router, experts, .. } => (Some(router), &experts[..], &[][..]),
+        let (plain, experts) = match self {
+            MlpTensors::Plain(mlp) => (Some(mlp), None),
+            MlpTensors::Experts(experts) => (None, Some(experts)),
         };
-        let router = router.into_iter().flat_map(LinearTensors::stored);
-        router.chain(mlps.iter().flat_map(GatedTensors::stored)).chain(instead)
+        let experts = experts.into_iter().flat_map(|experts| experts.stored());
+        plain.into_iter().flat_map(GatedTensors::stored).chain(experts)
     }
 }
 
@@ -374,6 +404,22 @@ mod tests {
                 json!({"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "mlp_only_layers": [1]}),
             ),
             ("OlmoeForCausalLM", json!({"num_experts": 3, "num_experts_per_tok": 2})),
+            (
+                "Qwen2MoeForCausalLM",
+                json!({"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 24}),
+            ),
+            (
+                "Glm4MoeForCausalLM",
+                json!({"n_routed_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "use_qk_norm": true}),
+            ),
+            (
+                "GraniteMoeSharedForCausalLM",
+                json!({"num_local_experts": 3, "shared_intermediate_size": 24}),
+            ),
+            (
+                "Ernie4_5_MoeForCausalLM",
+                json!({"moe_num_experts": 3, "moe_k": 2, "moe_intermediate_size": 40}),
+            ),
             ("Gemma2ForCausalLM", json!({"tie_word_embeddings": false})),
             ("Gemma3ForCausalLM", json!({})),
             ("GemmaForCausalLM", json!({})),

@@ -14,7 +14,7 @@ use safetensors::SafeTensors;
 
 pub(crate) const KV_BLOCKS: u32 = 64;
 
-pub(crate) const MODELS: [&str; 46] = [
+pub(crate) const MODELS: [&str; 52] = [
     "llama-plain",
     "llama-llama3-tied",
     "llama-linear-biases",
@@ -34,6 +34,12 @@ pub(crate) const MODELS: [&str; 46] = [
     "qwen3moe-tied",
     "qwen3moe-dense-layers-sharded",
     "olmoe-experts",
+    "qwen2moe-weighted",
+    "glm4moe-corrected",
+    "granitemoe-shared",
+    "granitemoe-tied",
+    "ernie45-tied",
+    "ernie45moe-corrected",
     "gptoss-transposed",
     "gptoss-mxfp4",
     "gemma2-capped",

@@ -14,7 +14,7 @@ use super::gemm::matrix::{Matrix, Panels, Vector};
 use super::isa::multiversion;
 use super::math::{exp, round_bf16};
 use super::{Buffer, ExecContext, gated};
-use crate::device::{Activation, ExpertWeights, Linear, Routing};
+use crate::device::{Activation, ExpertWeights, Linear, Routing, Score};
 
 /// Scratch memory of [`experts`], reused from step to step.
 #[derive(Default)]
@@ -25,6 +25,8 @@ pub(super) struct Scratch {
     gate_up: Buffer,
     gated: Buffer,
     down: Buffer,
+    /// Outputs of the shared expert.
+    shared: Buffer,
 }
 
 /// A layer's experts and how they compute.
@@ -42,6 +44,8 @@ struct Routes {
     experts: Vec<u32>,
     /// Their weights, in the same order.
     weights: Vec<f32>,
+    /// The weight of each token's shared expert.
+    shared_weights: Vec<f32>,
     /// The sorted rows: the token of each.
     tokens: Vec<u32>,
     /// For each entry of `experts`, its sorted row.
@@ -51,9 +55,16 @@ struct Routes {
 }
 
 impl Routes {
-    /// Chooses experts by the router's logits, `[tokens][experts]`.
-    fn choose(&mut self, ctx: ExecContext<'_>, routing: Routing, logits: &Buffer) {
-        let per_token = routing.per_token;
+    /// Chooses experts by the router's logits, `[tokens][experts]`. If shared experts are weighted, a
+    /// row has the logit of their weight, too.
+    fn choose(&mut self, ctx: ExecContext<'_>, router: Router<'_>, logits: &Buffer) {
+        let per_token = router.routing.per_token;
+        self.shared_weights.clear();
+        self.shared_weights
+            .extend(logits.rows().map(|row| match row.get(router.experts) {
+                Some(logit) => sigmoid(*logit),
+                None => 1.0,
+            }));
         self.experts.resize(logits.rows * per_token, 0);
         self.weights.resize(logits.rows * per_token, 0.0);
         let elements = logits.data.len();
@@ -66,8 +77,8 @@ impl Routes {
             for (part, (experts, weights)) in parts {
                 let rows = experts.chunks_exact_mut(per_token);
                 for (i, (experts, weights)) in rows.zip(weights.chunks_exact_mut(per_token)).enumerate() {
-                    let logits = logits.row(*part * tokens + i);
-                    choose_experts_on(ctx.isa, routing, logits, &mut ranked, experts, weights);
+                    let logits = &logits.row(*part * tokens + i)[..router.experts];
+                    choose_experts_on(ctx.isa, router, logits, &mut ranked, experts, weights);
                 }
             }
         });
@@ -113,38 +124,71 @@ impl Routes {
     }
 }
 
+/// How a layer's router chooses among its experts.
+#[derive(Clone, Copy)]
+struct Router<'a> {
+    routing: Routing,
+    experts: usize,
+    correction: Option<&'a [f32]>,
+}
+
+fn sigmoid(logit: f32) -> f32 {
+    1.0 / (1.0 + exp(-logit))
+}
+
 #[inline(always)]
 fn choose_experts(
-    routing: Routing,
+    router: Router<'_>,
     logits: &[f32],
     ranked: &mut Vec<(u32, f32)>,
     experts: &mut [u32],
     weights: &mut [f32],
 ) {
+    let routing = router.routing;
     let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let all: f32 = logits.iter().map(|logit| exp(logit - max)).sum();
+    // Of a softmax, the numerator.
+    let score = |logit: f32| match routing.score {
+        Score::Softmax => exp(logit - max),
+        Score::Sigmoid => sigmoid(logit),
+    };
+    let all: f32 = logits.iter().map(|logit| score(*logit)).sum();
+    let denominator = match routing.score {
+        Score::Softmax => all,
+        Score::Sigmoid => 1.0,
+    };
     ranked.clear();
-    ranked.extend((0..).zip(logits.iter().copied()));
+    match router.correction {
+        // Scores are in the order of their logits.
+        None => ranked.extend((0..).zip(logits.iter().copied())),
+        Some(correction) => {
+            let corrected = logits.iter().zip(correction);
+            ranked.extend((0..).zip(corrected.map(|(logit, c)| score(*logit) / denominator + c)));
+        }
+    }
     ranked.select_nth_unstable_by(experts.len() - 1, |(i, a), (j, b)| b.total_cmp(a).then(i.cmp(j)));
     ranked.truncate(experts.len());
     ranked.sort_unstable_by_key(|(expert, _)| *expert);
-    for ((expert, logit), (chosen, weight)) in ranked.iter().zip(experts.iter_mut().zip(weights.iter_mut())) {
-        (*chosen, *weight) = (*expert, exp(logit - max));
+    for ((expert, _), (chosen, weight)) in ranked.iter().zip(experts.iter_mut().zip(weights.iter_mut())) {
+        (*chosen, *weight) = (*expert, score(logits[*expert as usize]));
     }
-    let sum: f32 = if routing.renormalized && !all.is_nan() {
-        weights.iter().sum()
-    } else {
+    let sum: f32 = if all.is_nan() {
         all
+    } else if routing.renormalized {
+        // The sum of sigmoids can be zero.
+        weights.iter().sum::<f32>().max(f32::MIN_POSITIVE)
+    } else {
+        denominator
     };
-    weights.iter_mut().for_each(|weight| *weight /= sum);
+    weights
+        .iter_mut()
+        .for_each(|weight| *weight = *weight / sum * routing.scale);
 }
 
 multiversion! {
-    /// Chooses the experts with the largest logits, among equal ones those with the lowest numbers,
-    /// and sorts them by number. An expert's weight is its softmax over all experts, or over the
-    /// chosen ones if weights are renormalized. It is NaN if a logit is NaN. `ranked` is scratch.
+    /// Chooses the experts with the largest scores, among equal ones those with the lowest numbers,
+    /// and sorts them by number. Every weight is NaN if a logit is NaN. `ranked` is scratch.
     fn choose_experts_on(
-        routing: Routing,
+        router: Router<'_>,
         logits: &[f32],
         ranked: &mut Vec<(u32, f32)>,
         experts: &mut [u32],
@@ -161,6 +205,48 @@ multiversion! {
     fn add_scaled_on(values: &[f32], scale: f32, sum: &mut [f32]) = add_scaled;
 }
 
+/// MLPs, each with its rows.
+struct Mlps<'a> {
+    gate_up: Vec<Segment<'a>>,
+    down: Vec<Segment<'a>>,
+}
+
+impl<'a> Mlps<'a> {
+    /// One MLP for `rows` rows.
+    fn one(gate_up: &'a Linear<Matrix, Vector>, down: &'a Linear<Matrix, Vector>, rows: usize) -> Mlps<'a> {
+        let segment = |linear: &'a Linear<Matrix, Vector>| Segment {
+            rows: 0..rows,
+            matrix: &linear.weight,
+            bias: linear.bias.as_ref().map(|bias| &bias.0[..]),
+        };
+        Mlps {
+            gate_up: vec![segment(gate_up)],
+            down: vec![segment(down)],
+        }
+    }
+}
+
+/// Runs MLPs of one shape, of which there is at least one.
+fn mlps(
+    op: &ExpertsOp<'_>,
+    mlps: &Mlps<'_>,
+    rows: Rows<'_>,
+    (gate_up, gated): (&mut Buffer, &mut Buffer),
+    out: &mut Buffer,
+    packed: &mut PackedRows,
+) {
+    let (ctx, activation, round) = (op.ctx, op.activation, op.round_to_bf16);
+    let (first, down) = (mlps.gate_up[0].matrix, mlps.down[0].matrix);
+    if let Panels::Int8(_) = &first.panels {
+        gated_int8(ctx, &mlps.gate_up, (first.rows / 2, activation), rows, gated, packed);
+    } else {
+        grouped_linear(ctx, &mlps.gate_up, first.rows, round, rows, gate_up, packed);
+        gated::gated(ctx, activation, round, gate_up, gated);
+    }
+    let rows = Rows { x: gated, picked: None };
+    grouped_linear(ctx, &mlps.down, down.rows, round, rows, out, packed);
+}
+
 /// Writes each token's weighted sum of its experts' outputs to `out`.
 pub(super) fn experts(
     op: &ExpertsOp<'_>,
@@ -169,61 +255,75 @@ pub(super) fn experts(
     scratch: &mut Scratch,
     packed: &mut PackedRows,
 ) {
-    let ExpertsOp {
-        ctx,
-        weights,
-        activation,
-        round_to_bf16,
-    } = *op;
+    let (ctx, weights) = (op.ctx, op.weights);
     let Scratch {
         router_logits,
         routes,
         gate_up,
         gated,
         down,
+        shared,
     } = scratch;
-    let router = &weights.router.weight;
+    let matrix = &weights.router.weight;
     let unrounded = Epilogue {
         bias: weights.router.bias.as_ref().map(|bias| &bias.0[..]),
         round_to_bf16: false,
     };
-    let routing = weights.routing;
-    assert!((1..=router.rows).contains(&routing.per_token) && x.quantized.is_none());
-    linear(ctx, router, router.rows, unrounded, x, router_logits, packed);
-    routes.choose(ctx, routing, router_logits);
-    routes.sort(router.rows, routing.per_token);
-
-    let rows = Rows {
-        x,
-        picked: Some(&routes.tokens),
+    let router = Router {
+        routing: weights.routing,
+        experts: weights.gate_up.len(),
+        correction: weights.correction.as_ref().map(|correction| &correction.0[..]),
     };
-    let segments = routes.segments(&weights.gate_up);
-    let (both, hidden) = (weights.gate_up[0].weight.rows, weights.down[0].weight.rows);
-    if let Panels::Int8(_) = &weights.gate_up[0].weight.panels {
-        gated_int8(ctx, &segments, (both / 2, activation), rows, gated, packed);
-    } else {
-        grouped_linear(ctx, &segments, both, round_to_bf16, rows, gate_up, packed);
-        gated::gated(ctx, activation, round_to_bf16, gate_up, gated);
+    let per_token = router.routing.per_token;
+    let is_weighted = weights.shared.as_ref().is_some_and(|shared| shared.is_weighted);
+    assert!((1..=router.experts).contains(&per_token) && x.quantized.is_none());
+    assert!(matrix.rows == router.experts + usize::from(is_weighted));
+    assert!(
+        router
+            .correction
+            .is_none_or(|correction| correction.len() == router.experts)
+    );
+    linear(ctx, matrix, matrix.rows, unrounded, x, router_logits, packed);
+    if x.rows > 0 {
+        routes.choose(ctx, router, router_logits);
+        routes.sort(router.experts, per_token);
+        let rows = Rows {
+            x,
+            picked: Some(&routes.tokens),
+        };
+        let routed = Mlps {
+            gate_up: routes.segments(&weights.gate_up),
+            down: routes.segments(&weights.down),
+        };
+        mlps(op, &routed, rows, (gate_up, gated), down, packed);
+        if let Some(weights) = &weights.shared {
+            let one = Mlps::one(&weights.gate_up, &weights.down, x.rows);
+            let rows = Rows { x, picked: None };
+            mlps(op, &one, rows, (gate_up, gated), shared, packed);
+        }
     }
-    let rows = Rows { x: gated, picked: None };
-    let segments = routes.segments(&weights.down);
-    grouped_linear(ctx, &segments, hidden, round_to_bf16, rows, down, packed);
-    combine(op, routes, down, x.rows, out);
+    combine(op, routes, (down, shared), x.rows, out);
 }
 
-/// Adds up each token's rows of `down`, multiplied by their weights.
-fn combine(op: &ExpertsOp<'_>, routes: &Routes, down: &Buffer, tokens: usize, out: &mut Buffer) {
-    let (width, per_token) = (down.width, op.weights.routing.per_token);
-    let elements = down.data.len();
+/// Adds up each token's rows of `down`, multiplied by their weights, and the row of `shared`, if
+/// there is a shared expert.
+fn combine(op: &ExpertsOp<'_>, routes: &Routes, (down, shared): (&Buffer, &Buffer), tokens: usize, out: &mut Buffer) {
+    let per_token = op.weights.routing.per_token;
+    let width = op.weights.down[0].weight.rows;
+    let elements = tokens * per_token * width;
     out.reshape(tokens, width);
     let mut parts: Vec<_> = out.parts_mut(op.ctx.threads.parts(elements)).collect();
     op.ctx.threads.parallel_for_each(elements, &mut parts, |_, parts| {
         for (first, part) in parts {
             for (i, sum) in part.chunks_exact_mut(width).enumerate() {
-                let entries = (*first + i) * per_token..(*first + i + 1) * per_token;
+                let token = *first + i;
+                let entries = token * per_token..(token + 1) * per_token;
                 sum.fill(0.0);
                 for (row, weight) in routes.rows[entries.clone()].iter().zip(&routes.weights[entries]) {
                     add_scaled_on(op.ctx.isa, down.row(*row as usize), *weight, sum);
+                }
+                if op.weights.shared.is_some() {
+                    add_scaled_on(op.ctx.isa, shared.row(token), routes.shared_weights[token], sum);
                 }
                 if op.round_to_bf16 {
                     sum.iter_mut().for_each(|y| *y = round_bf16(*y));
@@ -240,18 +340,29 @@ mod tests {
     use super::*;
     use crate::device::cpu::isa::Isa;
     use crate::device::cpu::testing::{buffer, bytes_of, ctx, ctx_with_threads, numbers};
-    use crate::device::{Dtype, Precision, Tensor};
+    use crate::device::{Dtype, Precision, SharedExpert, Tensor};
 
     const ROUTING: Routing = Routing {
         per_token: 2,
+        score: Score::Softmax,
         renormalized: false,
+        scale: 1.0,
     };
 
     fn choice(routing: Routing, logits: &[f32]) -> (Vec<u32>, Vec<f32>) {
+        corrected_choice(routing, None, logits)
+    }
+
+    fn corrected_choice(routing: Routing, correction: Option<&[f32]>, logits: &[f32]) -> (Vec<u32>, Vec<f32>) {
+        let router = Router {
+            routing,
+            experts: logits.len(),
+            correction,
+        };
         let mut first = None;
         for isa in Isa::available() {
             let mut routes = Routes::default();
-            routes.choose(ctx(isa), routing, &buffer(logits, 1, logits.len()));
+            routes.choose(ctx(isa), router, &buffer(logits, 1, logits.len()));
             let found = (routes.experts, routes.weights);
             assert_eq!(
                 format!("{found:?}"),
@@ -260,8 +371,64 @@ mod tests {
             );
         }
         let (mut experts, mut weights) = (vec![0; routing.per_token], vec![0.0; routing.per_token]);
-        choose_experts(routing, logits, &mut Vec::new(), &mut experts, &mut weights);
+        choose_experts(router, logits, &mut Vec::new(), &mut experts, &mut weights);
         (experts, weights)
+    }
+
+    #[test]
+    fn weights_are_sigmoids_divided_by_their_sum_and_scaled() {
+        let logits = [0.0f32, -3.0, 1.0, 2.0];
+        let s = |x: f64| 1.0 / (1.0 + (-x).exp());
+        for (renormalized, sum) in [(false, 1.0), (true, s(1.0) + s(2.0))] {
+            let routing = Routing {
+                score: Score::Sigmoid,
+                renormalized,
+                scale: 2.5,
+                ..ROUTING
+            };
+            let (experts, weights) = choice(routing, &logits);
+            assert_eq!(experts, [2, 3]);
+            for (found, want) in weights.iter().zip([2.5 * s(1.0) / sum, 2.5 * s(2.0) / sum]) {
+                assert!((f64::from(*found) - want).abs() < 1e-6, "{found} {want}");
+            }
+        }
+        // Sigmoids that are zero in F32 have no sum to divide by.
+        let zeros = Routing {
+            score: Score::Sigmoid,
+            renormalized: true,
+            ..ROUTING
+        };
+        assert_eq!(choice(zeros, &[-200.0; 3]).1, [0.0; 2]);
+    }
+
+    #[test]
+    fn a_correction_chooses_but_does_not_weigh() {
+        let logits = [3.0f32, 0.0, 1.0, 2.0];
+        let of = |score, correction: &[f32]| {
+            let routing = Routing {
+                score,
+                renormalized: true,
+                ..ROUTING
+            };
+            corrected_choice(routing, Some(correction), &logits)
+        };
+        let none = [0.0; 4];
+        for score in [Score::Softmax, Score::Sigmoid] {
+            let routing = Routing {
+                score,
+                renormalized: true,
+                ..ROUTING
+            };
+            assert_eq!(of(score, &none), choice(routing, &logits));
+        }
+        // Of softmaxes, 0.64 and 0.03 are those of experts 0 and 1. Of sigmoids, 0.95 and 0.5.
+        let (experts, weights) = of(Score::Softmax, &[-0.7, 0.3, 0.0, 0.0]);
+        let e = |x: f32| x.exp();
+        assert_eq!(experts, [1, 3]);
+        assert!((weights[0] - e(0.0) / (e(0.0) + e(2.0))).abs() < 1e-6);
+        assert_eq!(of(Score::Softmax, &[-0.5, 0.0, 0.0, 0.0]).0, [0, 3]);
+        assert_eq!(of(Score::Sigmoid, &[-0.3, 0.2, 0.0, 0.0]).0, [2, 3]);
+        assert_eq!(of(Score::Sigmoid, &[-0.3, 0.25, 0.0, 0.0]).0, [1, 3]);
     }
 
     #[test]
@@ -298,14 +465,22 @@ mod tests {
     #[test]
     fn a_logit_that_is_not_a_number_reaches_every_weight() {
         for bad in [f32::NAN, -f32::NAN, f32::INFINITY] {
-            for renormalized in [false, true] {
-                let (_, weights) = choice(
-                    Routing {
-                        renormalized,
-                        ..ROUTING
-                    },
-                    &[1.0, bad, 0.0, 2.0],
-                );
+            for (renormalized, score) in [
+                (false, Score::Softmax),
+                (true, Score::Softmax),
+                (false, Score::Sigmoid),
+                (true, Score::Sigmoid),
+            ] {
+                // An infinite logit has a sigmoid.
+                if bad.is_infinite() && score == Score::Sigmoid {
+                    continue;
+                }
+                let routing = Routing {
+                    renormalized,
+                    score,
+                    ..ROUTING
+                };
+                let (_, weights) = choice(routing, &[1.0, bad, 0.0, 2.0]);
                 assert!(weights.iter().all(|weight| weight.is_nan()), "{bad} {weights:?}");
             }
         }
@@ -327,6 +502,8 @@ mod tests {
         experts: usize,
         hidden: usize,
         width: usize,
+        /// Width of the shared expert; 0: there is none.
+        shared: usize,
     }
 
     /// Weights of a layer, as numbers and packed.
@@ -334,12 +511,19 @@ mod tests {
         router: Vec<f32>,
         gate_up: Vec<Vec<f32>>,
         down: Vec<Vec<f32>>,
+        shared: (Vec<f32>, Vec<f32>),
         packed: ExpertWeights<Matrix, Vector>,
     }
 
     fn layer(sizes: &Sizes, pack: impl Fn(&[Tensor<'_>], bool) -> Matrix) -> Layer {
-        let Sizes { experts, hidden, width } = *sizes;
-        let router = numbers(1, experts * hidden);
+        let Sizes {
+            experts,
+            hidden,
+            width,
+            shared,
+        } = *sizes;
+        let is_shared = usize::from(shared > 0);
+        let router = numbers(1, (experts + is_shared) * hidden);
         let of = |seed, rows: usize, columns: usize| -> Vec<Vec<f32>> {
             (0..experts).map(|e| numbers(seed + e as u64, rows * columns)).collect()
         };
@@ -358,16 +542,26 @@ mod tests {
             )
         };
         let linear = |weight| Linear { weight, bias: None };
+        let both = (
+            numbers(5, 2 * shared.max(1) * hidden),
+            numbers(6, hidden * shared.max(1)),
+        );
         let packed = ExpertWeights {
             routing: Routing {
-                per_token: 2,
                 renormalized: true,
+                ..ROUTING
             },
+            correction: None,
+            shared: (shared > 0).then(|| SharedExpert {
+                gate_up: linear(pack(&both.0, hidden, true)),
+                down: linear(pack(&both.1, shared, false)),
+                is_weighted: true,
+            }),
             router: {
                 let data = bytes_of(&router, Dtype::F32);
                 let tensor = Tensor {
                     dtype: Dtype::F32,
-                    rows: experts,
+                    rows: experts + is_shared,
                     columns: hidden,
                     data: &data,
                 };
@@ -380,6 +574,7 @@ mod tests {
             router,
             gate_up,
             down,
+            shared: both,
             packed,
         }
     }
@@ -407,8 +602,16 @@ mod tests {
         ranked.sort_by(|a, b| logits[*b].total_cmp(&logits[*a]));
         let sum = logits[ranked[0]].exp() + logits[ranked[1]].exp();
         let mut out = vec![0.0; sizes.hidden];
-        for &expert in &ranked[..2] {
-            let (gate, up) = layer.gate_up[expert].split_at(sizes.width * sizes.hidden);
+        let of_expert = |&expert: &usize| {
+            let weight = logits[expert].exp() / sum;
+            (&layer.gate_up[expert], &layer.down[expert], sizes.width, weight)
+        };
+        let shared = logits.get(sizes.experts).map(|logit| {
+            let weight = 1.0 / (1.0 + (-logit).exp());
+            (&layer.shared.0, &layer.shared.1, sizes.shared, weight)
+        });
+        for (gate_up, down, width, weight) in ranked[..2].iter().map(of_expert).chain(shared) {
+            let (gate, up) = gate_up.split_at(width * sizes.hidden);
             let gated: Vec<f32> = gate
                 .chunks(sizes.hidden)
                 .zip(up.chunks(sizes.hidden))
@@ -417,8 +620,8 @@ mod tests {
                     (g / (1.0 + (-g).exp()) * dot(u, x)) as f32
                 })
                 .collect();
-            for (y, w) in out.iter_mut().zip(layer.down[expert].chunks(sizes.width)) {
-                *y += logits[expert].exp() / sum * dot(w, &gated);
+            for (y, w) in out.iter_mut().zip(down.chunks(width)) {
+                *y += weight * dot(w, &gated);
             }
         }
         out
@@ -427,10 +630,20 @@ mod tests {
     /// The packings of each kernel, and how far a result may be from the sum in F64, relative to
     /// the largest result.
     fn check(name: &str, tolerance: f64, isa: Isa, pack: impl Fn(&[Tensor<'_>], bool) -> Matrix) -> Vec<Vec<f32>> {
-        let all = [(1, 2, 5, 3), (40, 5, 24, 20), (130, 9, 40, 33), (3, 64, 32, 16)];
+        let all = [
+            (1, 2, 5, 3, 0),
+            (40, 5, 24, 20, 7),
+            (130, 9, 40, 33, 0),
+            (3, 64, 32, 16, 40),
+        ];
         let mut outputs = Vec::new();
-        for (tokens, experts, hidden, width) in all {
-            let sizes = Sizes { experts, hidden, width };
+        for (tokens, experts, hidden, width, shared) in all {
+            let sizes = Sizes {
+                experts,
+                hidden,
+                width,
+                shared,
+            };
             let layer = layer(&sizes, &pack);
             let x = buffer(&numbers(7, tokens * hidden), tokens, hidden);
             let out = run(ctx_with_threads(isa, 3), &layer, &x);

@@ -266,8 +266,12 @@ impl Device for Cpu {
         }
     }
 
-    fn router_matrix(&self, part: Tensor<'_>) -> Result<Matrix, TensorError> {
-        Matrix::pack(&[part], Precision::F32)
+    fn router_matrix(&self, parts: &[Tensor<'_>]) -> Result<Matrix, TensorError> {
+        Matrix::pack(parts, Precision::F32)
+    }
+
+    fn router_vector(&self, part: Tensor<'_>) -> Result<Vector, TensorError> {
+        Vector::pack(&[part], Precision::F32)
     }
 
     fn embedding_table(&self, part: Tensor<'_>) -> Result<Matrix, TensorError> {

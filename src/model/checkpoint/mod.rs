@@ -118,6 +118,16 @@ const IMAGE_PARTS: [&str; 4] = [
     "model.multi_modal_projector.",
 ];
 
+/// Whether a tensor belongs to a layer behind the last that predicts further tokens.
+fn is_of_mtp_layer(config: &Config, name: &str) -> bool {
+    let count = config.layers.len();
+    let layer = name.strip_prefix("model.layers.").and_then(|rest| rest.split_once('.'));
+    layer.is_some_and(|(layer, _)| {
+        let layer: Option<usize> = layer.parse().ok();
+        layer.is_some_and(|layer| (count..count + config.mtp_layers).contains(&layer))
+    })
+}
+
 /// Checks the files' headers against the model that `config` describes. Returns whether an output
 /// head is stored beside the embedding table.
 ///
@@ -133,7 +143,9 @@ pub fn check_headers(config: &Config, headers: &Headers) -> Result<bool, ModelEr
             name.strip_suffix(*end)
                 .is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
         };
-        HARMLESS.iter().any(ends) || (is_multimodal && IMAGE_PARTS.iter().any(|part| name.starts_with(part)))
+        HARMLESS.iter().any(ends)
+            || (is_multimodal && IMAGE_PARTS.iter().any(|part| name.starts_with(part)))
+            || is_of_mtp_layer(config, name)
     };
     check_index(headers, &is_harmless)?;
 

@@ -321,3 +321,20 @@ fn numbers_are_compared_to_the_last() {
     // A number that only F32 can hold is not a copy.
     assert!(!same_numbers(&f32s(1.001), &bf16s(1.001)));
 }
+
+#[test]
+fn layers_that_predict_further_tokens_are_passed_over() {
+    let one = config(json!({"num_nextn_predict_layers": 1}));
+    let behind = ["model.layers.2.enorm.weight", "model.layers.2.mlp.gate_proj.weight"];
+    check_headers(&one, &with(&one, &behind)).unwrap();
+    let words = ["`model.layers.3.enorm.weight`", "belongs to a layer above the 2"];
+    refused(&one, &with(&one, &["model.layers.3.enorm.weight"]), &words);
+    for none in [json!({}), json!({"num_nextn_predict_layers": 0})] {
+        let none = config(none);
+        refused(
+            &none,
+            &with(&none, &behind[..1]),
+            &["`model.layers.2.enorm.weight`", "belongs to a layer above"],
+        );
+    }
+}

@@ -3,13 +3,40 @@
 use serde_json::Value;
 
 use super::reader::{Reader, short};
-use super::{ExpertForm, Experts, Family};
-use crate::device::Routing;
+use super::{ExpertForm, Experts, Family, SharedExpert};
+use crate::device::{Routing, Score};
 use crate::model::error::ModelError;
 use crate::model::expert_forms::MXFP4_GROUP;
 
 /// Maximum number of experts per layer.
 const EXPERTS_MAX: usize = 1 << 12;
+/// Maximum number of experts that are one shared expert.
+const SHARED_MAX: usize = 1 << 6;
+/// Maximum width of an expert.
+const WIDTH_MAX: usize = 1 << 20;
+
+impl Family {
+    /// Experts of a token, if the configuration says nothing of it. `None`: the family has no experts.
+    fn experts_per_token(self) -> Option<usize> {
+        match self {
+            Family::Mixtral | Family::GraniteMoe | Family::GraniteMoeShared => Some(2),
+            Family::GptOss | Family::Qwen2Moe => Some(4),
+            Family::Ernie4_5Moe => Some(6),
+            Family::Qwen3Moe | Family::Olmoe | Family::Glm4Moe => Some(8),
+            _ => None,
+        }
+    }
+
+    /// The key of the number of experts.
+    fn experts_key(self) -> &'static str {
+        match self {
+            Family::Glm4Moe => "n_routed_experts",
+            Family::Ernie4_5Moe => "moe_num_experts",
+            Family::Mixtral | Family::GptOss | Family::GraniteMoe | Family::GraniteMoeShared => "num_local_experts",
+            _ => "num_experts",
+        }
+    }
+}
 
 impl Reader<'_> {
     /// The experts of a model with `layers` layers. `None`: every layer has a plain MLP.
@@ -19,29 +46,23 @@ impl Reader<'_> {
         layers: usize,
         hidden_size: usize,
     ) -> Result<Option<Experts>, ModelError> {
-        let (per_token, renormalized, intermediate_size, layers) = match family {
-            Family::Mixtral => (2, true, "intermediate_size", vec![true; layers]),
-            Family::GptOss => (4, true, "intermediate_size", vec![true; layers]),
-            Family::Qwen3Moe => (
-                8,
-                self.flag("norm_topk_prob")?.unwrap_or(false),
-                "moe_intermediate_size",
-                self.sparse_layers(layers)?,
-            ),
-            Family::Olmoe => (
-                8,
-                self.flag("norm_topk_prob")?.unwrap_or(false),
-                "intermediate_size",
-                vec![true; layers],
-            ),
-            _ => return Ok(None),
+        let Some(default) = family.experts_per_token() else {
+            return Ok(None);
         };
         // The class has these norms, whatever the key says.
-        if self.flag("use_qk_norm")? == Some(false) {
+        if family != Family::Glm4Moe && self.flag("use_qk_norm")? == Some(false) {
             return Err(self.unsupported(format!("`use_qk_norm` false is not supported for {}", family.name())));
         }
-        let count = self.experts_count()?;
-        let per_token = self.size_or("num_experts_per_tok", EXPERTS_MAX, Some(per_token))?;
+        let names = [
+            "num_local_experts",
+            "num_experts",
+            "n_routed_experts",
+            "moe_num_experts",
+        ];
+        let count = self.size_of_names(&names, EXPERTS_MAX)?;
+        let count = count.ok_or_else(|| self.broken(format!("`{}` is missing", family.experts_key())))?;
+        let per_token = self.size_of_names(&["num_experts_per_tok", "moe_k"], EXPERTS_MAX)?;
+        let per_token = per_token.unwrap_or(default);
         if per_token > count {
             return Err(self.broken(format!(
                 "`num_experts_per_tok` is {per_token}, more than the {count} experts"
@@ -52,18 +73,93 @@ impl Reader<'_> {
                 "`num_experts_per_tok` is {per_token}, and `experts_per_token` is {other}"
             )));
         }
-        let intermediate_size = self.required_size(intermediate_size, 1 << 20)?;
+        let width = match family {
+            Family::Qwen2Moe | Family::Qwen3Moe | Family::Glm4Moe | Family::Ernie4_5Moe => "moe_intermediate_size",
+            _ => "intermediate_size",
+        };
+        let intermediate_size = self.required_size(width, WIDTH_MAX)?;
+        let layers = self.layers_with_experts(family, layers)?;
         Ok(layers.contains(&true).then_some(Experts {
             count,
-            routing: Routing {
-                per_token,
-                renormalized,
-            },
+            routing: self.routing(family, per_token)?,
             router_bias: family == Family::GptOss,
+            has_correction: matches!(family, Family::Glm4Moe | Family::Ernie4_5Moe),
             form: self.expert_form(family, [hidden_size, intermediate_size])?,
             intermediate_size,
+            shared: self.shared_expert(family, intermediate_size)?,
             layers,
         }))
+    }
+
+    fn routing(&self, family: Family, per_token: usize) -> Result<Routing, ModelError> {
+        let by_key = |default: bool| Ok::<_, ModelError>(self.flag("norm_topk_prob")?.unwrap_or(default));
+        let is_glm = family == Family::Glm4Moe;
+        if is_glm && self.size("n_group", EXPERTS_MAX)?.is_some_and(|groups| groups > 1) {
+            return Err(self.unsupported("experts in groups (`n_group` above 1) are not supported".to_owned()));
+        }
+        let scale = if is_glm {
+            self.number_in("routed_scaling_factor", 1e-6, 1e6)?.unwrap_or(1.0)
+        } else {
+            1.0
+        };
+        Ok(Routing {
+            per_token,
+            score: if is_glm { Score::Sigmoid } else { Score::Softmax },
+            renormalized: match family {
+                Family::Qwen2Moe | Family::Qwen3Moe | Family::Olmoe => by_key(false)?,
+                Family::Glm4Moe => by_key(true)?,
+                _ => true,
+            },
+            scale: scale as f32,
+        })
+    }
+
+    fn shared_expert(&self, family: Family, expert: usize) -> Result<Option<SharedExpert>, ModelError> {
+        // Without the key, transformers takes this size or number.
+        let size = |name: &str, max: usize, default: usize| match self.get(name) {
+            Some(value) if value.as_u64() == Some(0) => Ok(0),
+            _ => self.size_or(name, max, Some(default)),
+        };
+        let intermediate_size = match family {
+            Family::Qwen2Moe => size("shared_expert_intermediate_size", WIDTH_MAX, 5632)?,
+            Family::GraniteMoeShared => size("shared_intermediate_size", WIDTH_MAX, 1024)?,
+            Family::Glm4Moe => expert * size("n_shared_experts", SHARED_MAX, 1)?,
+            Family::Ernie4_5Moe => expert * size("moe_num_shared_experts", SHARED_MAX, 2)?,
+            _ => 0,
+        };
+        Ok((intermediate_size > 0).then_some(SharedExpert {
+            intermediate_size,
+            is_weighted: family == Family::Qwen2Moe,
+        }))
+    }
+
+    /// Whether each layer has experts.
+    fn layers_with_experts(&self, family: Family, count: usize) -> Result<Vec<bool>, ModelError> {
+        let number = |name: &str, default: usize| match self.get(name) {
+            None => Ok(default),
+            Some(value) => match value.as_u64() {
+                Some(n) if n <= 1 << 20 => Ok(n as usize),
+                _ => Err(self.broken(format!("`{name}` is {}, not a number of layers", short(value)))),
+            },
+        };
+        match family {
+            Family::Qwen2Moe | Family::Qwen3Moe => self.sparse_layers(count),
+            Family::Glm4Moe => {
+                let dense = number("first_k_dense_replace", 1)?;
+                Ok((0..count).map(|layer| layer >= dense).collect())
+            }
+            Family::Ernie4_5Moe => {
+                let last = match self.get("moe_layer_end_index") {
+                    Some(value) if value.as_i64() == Some(-1) => count,
+                    _ => number("moe_layer_end_index", count)?,
+                };
+                let layers = number("moe_layer_start_index", 1)?..=last;
+                let interval = self.size_or("moe_layer_interval", 1 << 10, Some(1))?;
+                let has_experts = |layer: usize| (layer + 1).is_multiple_of(interval) && layers.contains(&layer);
+                Ok((0..count).map(has_experts).collect())
+            }
+            _ => Ok(vec![true; count]),
+        }
     }
 
     /// How experts are stored, which gpt-oss' `quantization_config` says. `widths` are those of the
@@ -89,16 +185,22 @@ impl Reader<'_> {
         }
     }
 
-    /// The number of experts, which has two names.
-    fn experts_count(&self) -> Result<usize, ModelError> {
-        let [local, plain] = ["num_local_experts", "num_experts"].map(|name| self.size(name, EXPERTS_MAX));
-        match (local?, plain?) {
-            (Some(local), Some(plain)) if local != plain => {
-                Err(self.broken(format!("`num_local_experts` is {local}, and `num_experts` is {plain}")))
+    /// A size that has several names.
+    ///
+    /// # Errors
+    /// Two of them differ.
+    fn size_of_names(&self, names: &[&str], max: usize) -> Result<Option<usize>, ModelError> {
+        let mut found: Option<(&str, usize)> = None;
+        for name in names {
+            match (self.size(name, max)?, found) {
+                (Some(size), None) => found = Some((name, size)),
+                (Some(size), Some((first, other))) if size != other => {
+                    return Err(self.broken(format!("`{first}` is {other}, and `{name}` is {size}")));
+                }
+                _ => (),
             }
-            (Some(count), _) | (None, Some(count)) => Ok(count),
-            (None, None) => Err(self.broken("`num_experts` is missing".to_owned())),
         }
+        Ok(found.map(|(_, size)| size))
     }
 
     /// Whether each layer has experts: every `decoder_sparse_step`-th layer, except those of
@@ -155,7 +257,9 @@ mod tests {
         let experts = plain.experts.unwrap();
         let routing = Routing {
             per_token: 2,
+            score: Score::Softmax,
             renormalized: false,
+            scale: 1.0,
         };
         assert_eq!(
             (experts.count, experts.routing, experts.intermediate_size),
@@ -186,7 +290,9 @@ mod tests {
         let experts = config.experts.unwrap();
         let routing = Routing {
             per_token: 2,
+            score: Score::Softmax,
             renormalized: true,
+            scale: 1.0,
         };
         assert_eq!(
             (experts.count, experts.routing, experts.intermediate_size),
@@ -250,6 +356,117 @@ mod tests {
                 .unwrap()
                 .attention_sinks
         );
+    }
+
+    const GLM: &str = "Glm4MoeForCausalLM";
+    const ERNIE: &str = "Ernie4_5_MoeForCausalLM";
+
+    #[test]
+    fn glm_has_sigmoids_corrections_and_a_shared_expert_behind_dense_layers() {
+        let base = json!({"n_routed_experts": 9, "moe_intermediate_size": 40, "attention_bias": true});
+        let of = |changes: Value| {
+            let mut all = base.clone();
+            all.as_object_mut()
+                .unwrap()
+                .extend(changes.as_object().unwrap().clone());
+            parse(GLM, &all)
+        };
+        let config = of(json!({})).unwrap();
+        assert!(config.qkv_bias && !config.o_bias && !config.qk_norm && !config.rotates_neighbours);
+        assert_eq!((config.rotary_dims, config.norm_eps, config.mtp_layers), (8, 1e-5, 0));
+        let experts = config.experts.unwrap();
+        let routing = Routing {
+            per_token: 8,
+            score: Score::Sigmoid,
+            renormalized: true,
+            scale: 1.0,
+        };
+        assert_eq!((experts.routing, experts.has_correction), (routing, true));
+        let shared = SharedExpert {
+            intermediate_size: 40,
+            is_weighted: false,
+        };
+        assert_eq!((experts.count, experts.shared), (9, Some(shared)));
+        assert_eq!(experts.layers, [false, true, true, true, true]);
+        let other = of(
+            json!({"use_qk_norm": true, "norm_topk_prob": false, "routed_scaling_factor": 2.5, "n_group": 1,
+            "first_k_dense_replace": 3, "n_shared_experts": 2, "num_nextn_predict_layers": 1}),
+        );
+        let other = other.unwrap();
+        assert!(other.qk_norm && other.mtp_layers == 1);
+        let experts = other.experts.unwrap();
+        assert!(!experts.routing.renormalized && experts.routing.scale == 2.5);
+        assert_eq!(experts.shared.unwrap().intermediate_size, 80);
+        assert_eq!(experts.layers, [false, false, false, true, true]);
+        assert_eq!(
+            of(json!({"n_shared_experts": 0})).unwrap().experts.unwrap().shared,
+            None
+        );
+        assert!(of(json!({"first_k_dense_replace": 9})).unwrap().experts.is_none());
+        let groups = of(json!({"n_group": 8})).unwrap_err();
+        assert!(groups.contains("`n_group` above 1"), "{groups}");
+        let unnamed = parse(GLM, &json!({"moe_intermediate_size": 40})).unwrap_err();
+        assert!(unnamed.contains("`n_routed_experts` is missing"), "{unnamed}");
+    }
+
+    #[test]
+    fn shared_experts_of_qwen_granite_and_ernie() {
+        let base = json!({"num_experts": 8, "moe_intermediate_size": 40});
+        let qwen = parse("Qwen2MoeForCausalLM", &base).unwrap();
+        assert!(qwen.qkv_bias && !qwen.o_bias);
+        let experts = qwen.experts.unwrap();
+        assert!(experts.routing.per_token == 4 && !experts.routing.renormalized && !experts.has_correction);
+        let shared = |intermediate_size, is_weighted| {
+            Some(SharedExpert {
+                intermediate_size,
+                is_weighted,
+            })
+        };
+        assert_eq!(experts.shared, shared(5632, true));
+        let windows = json!({"num_experts": 8, "moe_intermediate_size": 40, "use_sliding_window": true});
+        assert!(
+            parse("Qwen2MoeForCausalLM", &windows)
+                .unwrap_err()
+                .contains("`use_sliding_window`")
+        );
+
+        let granite = |architecture, shared: usize| {
+            let factors = json!({"num_local_experts": 8, "residual_multiplier": 0.5, "embedding_multiplier": 12,
+                "shared_intermediate_size": shared});
+            parse(architecture, &factors).unwrap()
+        };
+        let config = granite("GraniteMoeSharedForCausalLM", 72);
+        assert_eq!((config.embedding_scale, config.mlp_bias), (24.0, false));
+        let experts = config.experts.unwrap();
+        assert!(experts.routing.renormalized && experts.routing.per_token == 2);
+        assert_eq!((experts.intermediate_size, experts.shared), (96, shared(72, false)));
+        assert_eq!(granite("GraniteMoeSharedForCausalLM", 0).experts.unwrap().shared, None);
+        assert_eq!(granite("GraniteMoeForCausalLM", 72).experts.unwrap().shared, None);
+
+        let of = |changes: Value| {
+            let mut all = json!({"moe_num_experts": 8, "moe_intermediate_size": 40});
+            all.as_object_mut()
+                .unwrap()
+                .extend(changes.as_object().unwrap().clone());
+            parse(ERNIE, &all)
+        };
+        let ernie = of(json!({"num_experts": 8, "use_bias": false})).unwrap();
+        assert!(ernie.rotates_neighbours && ernie.tied_embeddings && ernie.rope.theta == 5e5);
+        let experts = ernie.experts.unwrap();
+        assert!(experts.has_correction && experts.routing.renormalized && experts.routing.score == Score::Softmax);
+        assert_eq!((experts.routing.per_token, experts.shared), (6, shared(80, false)));
+        assert_eq!(experts.layers, [false, true, true, true, true]);
+        let layers = |changes| of(changes).unwrap().experts.unwrap().layers;
+        let (x, o) = (true, false);
+        assert_eq!(layers(json!({"moe_layer_end_index": 2})), [o, x, x, o, o]);
+        assert_eq!(
+            layers(json!({"moe_layer_end_index": -1, "moe_layer_start_index": 0, "moe_layer_interval": 2})),
+            [o, x, o, x, o]
+        );
+        let error = of(json!({"use_bias": true})).unwrap_err();
+        assert!(error.contains("option `use_bias` (true)"), "{error}");
+        let error = of(json!({"moe_layer_start_index": "a"})).unwrap_err();
+        assert!(error.contains("`moe_layer_start_index` is \"a\""), "{error}");
     }
 
     #[test]

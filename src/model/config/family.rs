@@ -12,6 +12,7 @@ pub enum Family {
     Ministral,
     Ministral3,
     Qwen2,
+    Qwen2Moe,
     Qwen3,
     Qwen3Moe,
     Mixtral,
@@ -22,10 +23,15 @@ pub enum Family {
     Gemma3,
     SmolLm3,
     Granite,
+    GraniteMoe,
+    GraniteMoeShared,
     SeedOss,
     Phi3,
     Glm,
     Glm4,
+    Glm4Moe,
+    Ernie4_5,
+    Ernie4_5Moe,
     Exaone4,
     Olmo2,
     Olmo3,
@@ -34,12 +40,13 @@ pub enum Family {
 }
 
 /// Each family with its name, its `model_type` and its `architectures`.
-const FAMILIES: [(Family, &str, &str, &str); 24] = [
+const FAMILIES: [(Family, &str, &str, &str); 30] = [
     (Family::Llama, "Llama", "llama", "LlamaForCausalLM"),
     (Family::Mistral, "Mistral", "mistral", "MistralForCausalLM"),
     (Family::Ministral, "Ministral", "ministral", "MinistralForCausalLM"),
     (Family::Ministral3, "Ministral 3", "ministral3", "Ministral3ForCausalLM"),
     (Family::Qwen2, "Qwen 2", "qwen2", "Qwen2ForCausalLM"),
+    (Family::Qwen2Moe, "Qwen 2 MoE", "qwen2_moe", "Qwen2MoeForCausalLM"),
     (Family::Qwen3, "Qwen 3", "qwen3", "Qwen3ForCausalLM"),
     (Family::Qwen3Moe, "Qwen 3 MoE", "qwen3_moe", "Qwen3MoeForCausalLM"),
     (Family::Mixtral, "Mixtral", "mixtral", "MixtralForCausalLM"),
@@ -50,10 +57,25 @@ const FAMILIES: [(Family, &str, &str, &str); 24] = [
     (Family::Gemma3, "Gemma 3", "gemma3_text", "Gemma3ForCausalLM"),
     (Family::SmolLm3, "SmolLM3", "smollm3", "SmolLM3ForCausalLM"),
     (Family::Granite, "Granite", "granite", "GraniteForCausalLM"),
+    (Family::GraniteMoe, "Granite MoE", "granitemoe", "GraniteMoeForCausalLM"),
+    (
+        Family::GraniteMoeShared,
+        "Granite MoE with shared experts",
+        "granitemoeshared",
+        "GraniteMoeSharedForCausalLM",
+    ),
     (Family::SeedOss, "Seed-OSS", "seed_oss", "SeedOssForCausalLM"),
     (Family::Phi3, "Phi-3", "phi3", "Phi3ForCausalLM"),
     (Family::Glm, "GLM", "glm", "GlmForCausalLM"),
     (Family::Glm4, "GLM-4", "glm4", "Glm4ForCausalLM"),
+    (Family::Glm4Moe, "GLM-4.5", "glm4_moe", "Glm4MoeForCausalLM"),
+    (Family::Ernie4_5, "ERNIE 4.5", "ernie4_5", "Ernie4_5ForCausalLM"),
+    (
+        Family::Ernie4_5Moe,
+        "ERNIE 4.5 MoE",
+        "ernie4_5_moe",
+        "Ernie4_5_MoeForCausalLM",
+    ),
     (Family::Exaone4, "EXAONE 4", "exaone4", "Exaone4ForCausalLM"),
     (Family::Olmo2, "OLMo 2", "olmo2", "Olmo2ForCausalLM"),
     (Family::Olmo3, "OLMo 3", "olmo3", "Olmo3ForCausalLM"),
@@ -87,6 +109,19 @@ impl Family {
         matches!(self, Family::Cohere | Family::Cohere2)
     }
 
+    pub(super) fn is_granite(self) -> bool {
+        matches!(self, Family::Granite | Family::GraniteMoe | Family::GraniteMoeShared)
+    }
+
+    pub(super) fn is_ernie(self) -> bool {
+        matches!(self, Family::Ernie4_5 | Family::Ernie4_5Moe)
+    }
+
+    /// Whether dimensions 2d and 2d + 1 of a head rotate as a pair.
+    pub(super) fn rotates_neighbours(self) -> bool {
+        self.is_cohere() || self.is_ernie() || matches!(self, Family::Glm | Family::Glm4)
+    }
+
     pub fn name(self) -> &'static str {
         let names = FAMILIES.iter().find(|(family, ..)| *family == self);
         names.map_or("", |(_, name, ..)| name)
@@ -113,10 +148,11 @@ impl Family {
             | Family::GptOss
             | Family::Ministral
             | Family::Ministral3
-            | Family::SeedOss => Some(8),
-            Family::Gemma => Some(16),
-            Family::Gemma2 | Family::Gemma3 | Family::SmolLm3 | Family::Qwen3Moe => Some(4),
-            Family::Glm | Family::Glm4 => Some(2),
+            | Family::SeedOss
+            | Family::Glm4Moe => Some(8),
+            Family::Gemma | Family::Qwen2Moe => Some(16),
+            Family::Gemma2 | Family::Gemma3 | Family::SmolLm3 | Family::Qwen3Moe | Family::Ernie4_5Moe => Some(4),
+            Family::Glm | Family::Glm4 | Family::Ernie4_5 => Some(2),
             Family::Exaone4 => Some(32),
             _ => None,
         }
@@ -126,24 +162,35 @@ impl Family {
         match self {
             Family::GptOss => Some(64),
             Family::Gemma | Family::Gemma2 | Family::Gemma3 => Some(256),
-            Family::Qwen3 | Family::Ministral3 | Family::SeedOss | Family::Glm | Family::Glm4 => Some(128),
+            Family::Qwen3 | Family::Ministral3 | Family::SeedOss | Family::Glm | Family::Glm4 | Family::Ernie4_5 => {
+                Some(128)
+            }
             _ => None,
         }
     }
 
     fn max_position_embeddings(self) -> u32 {
         match self {
-            Family::Llama | Family::Granite | Family::Exaone4 | Family::Olmo2 | Family::Olmo3 => 2048,
+            Family::Llama
+            | Family::Granite
+            | Family::GraniteMoe
+            | Family::GraniteMoeShared
+            | Family::Exaone4
+            | Family::Olmo2
+            | Family::Olmo3 => 2048,
             Family::Phi3 | Family::Olmoe => 4096,
             Family::Gemma | Family::Gemma2 | Family::Cohere | Family::Cohere2 => 8192,
-            Family::Qwen2 | Family::Qwen3 | Family::Qwen3Moe | Family::SmolLm3 => 32_768,
+            Family::Qwen2 | Family::Qwen2Moe | Family::Qwen3 | Family::Qwen3Moe | Family::SmolLm3 => 32_768,
             Family::Mistral
             | Family::Mixtral
             | Family::GptOss
             | Family::Ministral
             | Family::Gemma3
             | Family::Glm
-            | Family::Glm4 => 131_072,
+            | Family::Glm4
+            | Family::Glm4Moe
+            | Family::Ernie4_5
+            | Family::Ernie4_5Moe => 131_072,
             Family::Ministral3 => 262_144,
             Family::SeedOss => 524_288,
         }
@@ -162,7 +209,7 @@ impl Family {
             Family::SmolLm3 => 2_000_000.0,
             Family::Mixtral => 1_000_000.0,
             Family::GptOss => 150_000.0,
-            Family::Olmo3 | Family::Cohere => 500_000.0,
+            Family::Olmo3 | Family::Cohere | Family::Ernie4_5 | Family::Ernie4_5Moe => 500_000.0,
             _ => 10_000.0,
         }
     }
@@ -171,7 +218,7 @@ impl Family {
     pub(super) fn rotary_share(self) -> Option<f64> {
         match self {
             Family::Phi3 => Some(1.0),
-            Family::Glm | Family::Glm4 => Some(0.5),
+            Family::Glm | Family::Glm4 | Family::Glm4Moe => Some(0.5),
             _ => None,
         }
     }
@@ -187,14 +234,17 @@ impl Family {
             | Family::Olmo2
             | Family::Olmo3
             | Family::Cohere
-            | Family::Cohere2 => 1e-5,
+            | Family::Cohere2
+            | Family::Glm4Moe
+            | Family::Ernie4_5
+            | Family::Ernie4_5Moe => 1e-5,
             Family::Glm | Family::Glm4 => 1.5625e-7,
             _ => 1e-6,
         }
     }
 
     pub(super) fn ties_embeddings(self) -> bool {
-        self.is_gemma() || self.is_cohere() || self == Family::SmolLm3
+        self.is_gemma() || self.is_cohere() || self.is_ernie() || self == Family::SmolLm3
     }
 }
 
@@ -214,6 +264,23 @@ pub(super) struct Scales {
 }
 
 impl Reader<'_> {
+    /// Whether query and key heads have norms.
+    pub(super) fn qk_norm(&self, family: Family) -> Result<bool, ModelError> {
+        match family {
+            Family::Glm4Moe => Ok(self.flag("use_qk_norm")?.unwrap_or(false)),
+            Family::Qwen3 | Family::Qwen3Moe | Family::Gemma3 | Family::Olmoe => Ok(true),
+            _ => Ok(family.has_norms_behind_alone()),
+        }
+    }
+
+    /// Layers that predict further tokens, which transformers appends to the others.
+    pub(super) fn mtp_layers(&self) -> Result<usize, ModelError> {
+        match self.get("num_nextn_predict_layers") {
+            Some(value) if value.as_u64() != Some(0) => self.size_or("num_nextn_predict_layers", 1 << 4, None),
+            _ => Ok(0),
+        }
+    }
+
     pub(super) fn max_position_embeddings(&self, family: Family) -> Result<u32, ModelError> {
         let positions = self.size("max_position_embeddings", 1 << 28)?;
         Ok(positions.map_or(family.max_position_embeddings(), |n| n as u32))
@@ -314,7 +381,10 @@ impl Reader<'_> {
             | Family::Phi3
             | Family::Exaone4 => (false, false),
             Family::Qwen2 => (true, false),
-            Family::Glm | Family::Glm4 => (attention, false),
+            Family::Qwen2Moe => (flag("qkv_bias", true)?, false),
+            // `use_bias` is refused, because it stands for a bias of the output head, too.
+            Family::Ernie4_5 | Family::Ernie4_5Moe => (false, false),
+            Family::Glm | Family::Glm4 | Family::Glm4Moe => (attention, false),
             Family::SeedOss => (attention, flag("attention_out_bias", false)?),
             _ => (attention, attention),
         };
@@ -333,7 +403,7 @@ impl Reader<'_> {
             "rms_norm_eps"
         };
         let norm_eps = self.number_in(norm_eps, 0.0, 1.0)?.unwrap_or(family.norm_eps());
-        if family == Family::Granite {
+        if family.is_granite() {
             let factor = |name: &str| Ok::<_, ModelError>(self.number_in(name, 1e-6, 1e6)?.unwrap_or(1.0));
             // Granite multiplies all that is added to the residual stream by m. The stream divided by
             // m needs no such factor, and its norms are those of the stream if their epsilon is

@@ -49,7 +49,7 @@ const USED: [&str; 19] = [
 ];
 
 /// Options of other models that change results.
-const REFUSED: [(&str, Neutral); 61] = [
+const REFUSED: [(&str, Neutral); 62] = [
     // Quantized weights: the keys of MLX, of compressed-tensors, and of all other formats.
     ("quantization", Unset),
     ("compression_config", Unset),
@@ -112,6 +112,7 @@ const REFUSED: [(&str, Neutral); 61] = [
     ("per_layer_config", Unset),
     ("swiglu_alpha", Unset),
     ("swiglu_limit", Unset),
+    ("use_bias", Unset),
     ("use_parallel_residual", Unset),
     ("use_qk_norm", Unset),
     // Keys that only Gemma 2 and 3 read.
@@ -280,6 +281,50 @@ impl Family {
                 "use_qk_norm",
                 "use_sliding_window",
             ],
+            Family::Qwen2Moe => &[
+                "decoder_sparse_step",
+                "hidden_act",
+                // As for Qwen 3 MoE.
+                "max_window_layers",
+                "sliding_window",
+                "mlp_only_layers",
+                "moe_intermediate_size",
+                "norm_topk_prob",
+                "num_experts",
+                "num_experts_per_tok",
+                "qkv_bias",
+                "shared_expert_intermediate_size",
+                "use_sliding_window",
+            ],
+            Family::Glm4Moe => &[
+                "attention_bias",
+                "first_k_dense_replace",
+                "hidden_act",
+                "moe_intermediate_size",
+                "n_group",
+                "n_routed_experts",
+                "n_shared_experts",
+                "norm_topk_prob",
+                "num_experts_per_tok",
+                "num_local_experts",
+                "routed_scaling_factor",
+                "topk_group",
+                "use_qk_norm",
+            ],
+            Family::Ernie4_5 => &["hidden_act"],
+            Family::Ernie4_5Moe => &[
+                "hidden_act",
+                "moe_intermediate_size",
+                "moe_k",
+                "moe_layer_end_index",
+                "moe_layer_interval",
+                "moe_layer_start_index",
+                "moe_norm_min",
+                "moe_num_experts",
+                "moe_num_shared_experts",
+                "num_experts",
+                "num_experts_per_tok",
+            ],
             Family::Olmoe => &[
                 "attention_bias",
                 "hidden_act",
@@ -320,6 +365,17 @@ impl Family {
                 "logits_scaling",
                 "mlp_bias",
                 "residual_multiplier",
+            ],
+            Family::GraniteMoe | Family::GraniteMoeShared => &[
+                "attention_bias",
+                "attention_multiplier",
+                "embedding_multiplier",
+                "hidden_act",
+                "logits_scaling",
+                "num_experts_per_tok",
+                "num_local_experts",
+                "residual_multiplier",
+                "shared_intermediate_size",
             ],
             Family::SeedOss => &["attention_bias", "attention_out_bias", "hidden_act", "mlp_bias"],
             Family::Glm | Family::Glm4 | Family::Olmo2 => &["attention_bias", "hidden_act"],

@@ -13,18 +13,24 @@ impl Reader<'_> {
         let never_slides = matches!(
             family,
             Family::Llama
+                | Family::Qwen2Moe
                 | Family::Qwen3Moe
                 | Family::Olmoe
                 | Family::Gemma
                 | Family::Granite
+                | Family::GraniteMoe
+                | Family::GraniteMoeShared
                 | Family::SeedOss
                 | Family::Glm
                 | Family::Glm4
+                | Family::Glm4Moe
+                | Family::Ernie4_5
+                | Family::Ernie4_5Moe
                 | Family::Olmo2
                 | Family::Cohere
         );
-        // Programs disagree about which layers of Qwen 3 MoE would have windows.
-        if family == Family::Qwen3Moe && self.flag("use_sliding_window")?.unwrap_or(false) {
+        // Programs disagree about which layers of Qwen's models with experts would have windows.
+        if matches!(family, Family::Qwen2Moe | Family::Qwen3Moe) && self.flag("use_sliding_window")?.unwrap_or(false) {
             let name = family.name();
             return Err(self.unsupported(format!("`use_sliding_window` is not supported for {name}")));
         }

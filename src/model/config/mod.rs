@@ -24,16 +24,28 @@ use keys::UnknownKeys;
 use reader::{Reader, read_json, short};
 
 /// Routed experts: MLPs of which a router chooses some for each token.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Experts {
     pub count: usize,
     pub routing: Routing,
     pub router_bias: bool,
+    /// Whether scores have a correction where experts are chosen.
+    pub has_correction: bool,
     pub form: ExpertForm,
     /// Width of one expert.
     pub intermediate_size: usize,
+    /// The expert that every token uses besides.
+    pub shared: Option<SharedExpert>,
     /// Whether each layer has experts. The other layers have a plain MLP.
     pub layers: Vec<bool>,
+}
+
+/// An MLP that every token uses beside those that a router chooses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SharedExpert {
+    pub intermediate_size: usize,
+    /// Whether its output is multiplied by the sigmoid of a projection. Otherwise it counts as it is.
+    pub is_weighted: bool,
 }
 
 /// How a checkpoint stores experts.
@@ -60,6 +72,9 @@ pub struct Config {
     pub experts: Option<Experts>,
     /// Each layer's attention: full, or a sliding window.
     pub layers: Vec<KvSpec>,
+    /// Number of layers behind the last that a checkpoint may have: they predict further tokens, and
+    /// are not read.
+    pub mtp_layers: usize,
     pub heads: HeadShape,
     /// Factor of the dot products of queries and keys.
     pub attention_scale: f32,
@@ -372,6 +387,7 @@ impl Reader<'_> {
             experts: self.experts(family, num_layers, hidden_size)?,
             rotates: self.rotates(family, &layers)?,
             layers,
+            mtp_layers: self.mtp_layers()?,
             heads,
             attention_scale: scales.attention,
             // Gemma 3's attention has no soft cap, even if its configuration sets one.
@@ -398,16 +414,12 @@ impl Reader<'_> {
             qkv_bias: biases.qkv,
             o_bias: biases.o,
             mlp_bias: biases.mlp,
-            qk_norm: family.has_norms_behind_alone()
-                || matches!(
-                    family,
-                    Family::Qwen3 | Family::Qwen3Moe | Family::Gemma3 | Family::Olmoe
-                ),
+            qk_norm: self.qk_norm(family)?,
             joint_qk_norm: matches!(family, Family::Olmo2 | Family::Olmo3 | Family::Olmoe),
             fused_qkv: family == Family::Phi3,
             fused_gate_up: matches!(family, Family::Phi3 | Family::Glm | Family::Glm4),
             rotary_dims,
-            rotates_neighbours: family.is_cohere() || matches!(family, Family::Glm | Family::Glm4),
+            rotates_neighbours: family.rotates_neighbours(),
             rope,
             window_rope,
             tied_embeddings: self.flag("tie_word_embeddings")?.unwrap_or(family.ties_embeddings()),
