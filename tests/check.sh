@@ -47,7 +47,7 @@ python3 tests/services/services.py prepare
 
 say "build"
 # The program among them: a `cargo build` before it would compile a dozen crates twice, since tests want more of their features.
-cargo test --release --locked --features faults --no-run
+cargo test --profile checked --locked --features faults --no-run
 
 say "licences and sources"
 if command -v cargo-deny >/dev/null; then
@@ -79,12 +79,12 @@ with() (
 )
 # Tests run in the build with failpoints; the one for real work has none of them and must stand without.
 lints() {
-    cargo clippy --release --locked --all-targets --features faults --quiet -- -D warnings &&
-        cargo clippy --release --locked --lib --bins --quiet -- -D warnings &&
-        RUSTDOCFLAGS="-D warnings" cargo doc --release --locked --no-deps --features faults --quiet
+    cargo clippy --profile checked --locked --all-targets --features faults --quiet -- -D warnings &&
+        cargo clippy --profile checked --locked --lib --bins --quiet -- -D warnings &&
+        RUSTDOCFLAGS="-D warnings" cargo doc --profile checked --locked --no-deps --features faults --quiet
 }
 # All of them, whatever fails.
-tests() { cargo test --release --locked --features faults --no-fail-fast "$@" 2>&1; }
+tests() { cargo test --profile checked --locked --features faults --no-fail-fast "$@" 2>&1; }
 
 beside=()
 say "tests, kernels in the emulator beside them (shown at the end)"
@@ -117,7 +117,7 @@ set +m
 for job in "${beside[@]}"; do wait "$job" || status=$?; done
 cat "$work"/{lints,half,other-half,kernels} | tee -a "$log"
 say "examples in docs"
-cargo test --release --locked --features faults --doc 2>&1 | tee -a "$log" || status=$?
+cargo test --profile checked --locked --features faults --doc 2>&1 | tee -a "$log" || status=$?
 
 # One closing line over all test programs. A test that noted itself as skipped has passed for cargo, but checked nothing.
 printf '\n'

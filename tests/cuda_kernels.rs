@@ -1,6 +1,6 @@
 //! Kernels without a GPU: launch plans of real models, and what NVIDIA's compiler makes of each kernel for each card, as snapshots.
 //!
-//! `UPDATE_SNAPSHOTS=1 cargo test --release --test all cuda_kernels` writes them anew.
+//! `UPDATE_SNAPSHOTS=1 cargo test --profile checked --test all cuda_kernels` writes them anew.
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;

@@ -122,7 +122,7 @@ for section in "$@"; do
     echo "== $section"
     line=$(mktemp)
     export GRISTMILL_FAULTS=$scale GRISTMILL_FAULTS_SHARES=$shares GRISTMILL_FAULTS_RESULT=$line
-    if ! env $variable cargo test --release --locked --features faults --test "$program" -- \
+    if ! env $variable cargo test --profile checked --locked --features faults --test "$program" -- \
         --test-threads=1 --exact "$test" $ignored; then
         failed="$failed $section"
         continue

@@ -211,7 +211,7 @@ fn compressed_data_that_is_damaged_is_refused_before_anything_is_written() {
     assert!(!output.exists());
 }
 
-/// `GRISTMILL_LINES=1000000 cargo test --release --test all a_million -- --ignored --nocapture` for the full size.
+/// `GRISTMILL_LINES=1000000 cargo test --profile checked --test all a_million -- --ignored --nocapture` for the full size.
 #[test]
 #[ignore = "takes minutes at its full size"]
 fn a_million_gzip_lines_are_planned_within_memory() {

@@ -493,7 +493,7 @@ open("3.jsonl", "w").write('{"id": "not a number", "text": "x"}\n')
     refused(&path, &["no input matches `gone/*.jsonl`"]);
 }
 
-/// `cargo test --release --test all ten_thousand_partitions -- --ignored --nocapture`
+/// `cargo test --profile checked --test all ten_thousand_partitions -- --ignored --nocapture`
 #[test]
 #[ignore = "makes ten thousand files"]
 fn ten_thousand_partitions_are_planned_within_memory() {

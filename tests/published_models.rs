@@ -241,7 +241,7 @@ fn line(model: &Published, config: Option<&Config>) -> String {
     )
 }
 
-/// `GRISTMILL_WRITE_MODELS=1 cargo test --release --features faults --test all published_models` writes the table of
+/// `GRISTMILL_WRITE_MODELS=1 cargo test --profile checked --features faults --test all published_models` writes the table of
 /// docs/models.md anew.
 #[test]
 fn each_is_run_or_refused_for_its_reason() {

@@ -11,7 +11,7 @@ use gristmill::queue::Message;
 use crate::commands::{run, small_job};
 use crate::support::{Run, arg, python, root};
 
-/// `GRISTMILL_WRITE_SCHEMAS=1 cargo test --release --features faults --test all schemas` writes them anew.
+/// `GRISTMILL_WRITE_SCHEMAS=1 cargo test --profile checked --features faults --test all schemas` writes them anew.
 #[test]
 fn the_schemas_are_current() {
     for (name, schema) in [

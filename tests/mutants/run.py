@@ -107,7 +107,7 @@ def copy_checkout(texts):
 
 def build():
     """Builds all test programs; where they lie, by name."""
-    command = ["cargo", "test", "--release", "--locked", "--features", "faults", "--no-run", "--message-format", "json",
+    command = ["cargo", "test", "--profile", "checked", "--locked", "--features", "faults", "--no-run", "--message-format", "json",
                "--lib", "--bins", "--test", "all", "--test", "faults"]
     environment = os.environ | {"CARGO_TARGET_DIR": str(ROOT / "target/mutants/target")}
     done = subprocess.run(command, cwd=COPY, env=environment, stdout=subprocess.PIPE, text=True)
