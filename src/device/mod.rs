@@ -15,9 +15,11 @@ pub mod cpu;
 pub mod cuda;
 pub mod draw;
 pub mod error;
+mod experts;
 pub mod random;
 
 pub use error::{DeviceError, TensorError};
+pub use experts::{ExpertWeights, Routing, Score, SharedExpert};
 
 /// Precision of a device's computations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -316,52 +318,6 @@ pub struct Linear<M, V> {
     pub bias: Option<V>,
 }
 
-/// What a router makes of an expert's logit.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Score {
-    /// Its softmax over all experts.
-    Softmax,
-    /// `1 / (1 + e^-logit)`.
-    Sigmoid,
-}
-
-/// How a router chooses a token's experts: those with the largest scores, each plus its
-/// [correction](ExpertWeights::correction). Their weights are the scores, without corrections.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Routing {
-    /// From 1 to the number of experts.
-    pub per_token: usize,
-    pub score: Score,
-    /// Whether the weights of a token's experts are divided by their sum.
-    pub renormalized: bool,
-    /// Factor of the weights, after the division.
-    pub scale: f32,
-}
-
-/// Weights of a layer's routed experts, MLPs of which each token uses some.
-pub struct ExpertWeights<M, V> {
-    /// `[experts][hidden]`, of [`Device::router_matrix`].
-    pub router: Linear<M, V>,
-    pub routing: Routing,
-    /// `[experts]`: added to scores where experts are chosen. In F32, whatever the precision.
-    pub correction: Option<V>,
-    /// For each expert, the linear operation of [`Device::gated_linear`]. A device that [stacks
-    /// experts](Device::stacks_experts) has a single one here.
-    pub gate_up: Vec<Linear<M, V>>,
-    pub down: Vec<Linear<M, V>>,
-    pub shared: Option<SharedExpert<M, V>>,
-}
-
-/// Weights of an MLP that every token uses beside those that its router chooses.
-pub struct SharedExpert<M, V> {
-    /// The linear operation of [`Device::gated_linear`].
-    pub gate_up: Linear<M, V>,
-    pub down: Linear<M, V>,
-    /// Whether the router has one row more, whose sigmoid is this MLP's weight. Otherwise the weight
-    /// is 1.
-    pub is_weighted: bool,
-}
-
 /// The output head.
 pub struct OutputHead<'a, M> {
     /// An embedding table.
@@ -391,6 +347,10 @@ pub struct AddNorm<'a, B, N> {
     pub centered: bool,
     /// Whether [`Device::experts`] reads the normalised rows: they are then not quantized here.
     pub for_experts: bool,
+}
+
+fn no_experts() -> DeviceError {
+    DeviceError::Unsupported("this device runs no experts".into())
 }
 
 /// A device: its own memory and the fused operations of a transformer.
@@ -426,9 +386,19 @@ pub trait Device: Send + Sync {
     fn gated_matrix(&self, parts: &[Tensor<'_>]) -> Result<Self::Matrix, TensorError>;
     /// As [`matrix`](Self::matrix), for the router of [`experts`](Self::experts): in F32, whatever
     /// the precision.
-    fn router_matrix(&self, parts: &[Tensor<'_>]) -> Result<Self::Matrix, TensorError>;
+    ///
+    /// # Errors
+    /// As in [`matrix`](Self::matrix), or the device [runs no experts](Self::runs_experts).
+    fn router_matrix(&self, _parts: &[Tensor<'_>]) -> Result<Self::Matrix, TensorError> {
+        Err(TensorError::Device(no_experts()))
+    }
     /// As [`vector`](Self::vector), for the router's [correction](ExpertWeights::correction).
-    fn router_vector(&self, part: Tensor<'_>) -> Result<Self::Vector, TensorError>;
+    ///
+    /// # Errors
+    /// As in [`router_matrix`](Self::router_matrix).
+    fn router_vector(&self, _part: Tensor<'_>) -> Result<Self::Vector, TensorError> {
+        Err(TensorError::Device(no_experts()))
+    }
     /// As [`matrix`](Self::matrix), for [`embed`](Self::embed) and [`logits`](Self::logits).
     fn embedding_table(&self, part: Tensor<'_>) -> Result<Self::Matrix, TensorError>;
     /// Whether the device makes random weights itself. Otherwise the host makes and uploads them.
@@ -504,6 +474,10 @@ pub trait Device: Send + Sync {
         out: &mut Self::Buffer,
         workspace: &Self::Workspace,
     ) -> Result<(), DeviceError>;
+    /// Whether [`add_norm`](Self::add_norm) can subtract the mean.
+    fn centers_norms(&self) -> bool {
+        false
+    }
     /// `residual += delta`, where `delta` may be normalised first, then `out = rms_norm(residual) *
     /// weight`.
     fn add_norm(
@@ -529,6 +503,10 @@ pub trait Device: Send + Sync {
         out: &mut Self::Buffer,
         workspace: &mut Self::Workspace,
     ) -> Result<(), DeviceError>;
+    /// Whether [`rope_store`](Self::rope_store) can normalise all query or key heads together.
+    fn normalises_heads_jointly(&self) -> bool {
+        false
+    }
     /// Normalises (if `qk_norm` is set) and rotates the query and key heads of `qkv`, and stores
     /// keys and values in the pool.
     fn rope_store(
@@ -557,21 +535,22 @@ pub trait Device: Send + Sync {
         out: &mut Self::Buffer,
         workspace: &mut Self::Workspace,
     ) -> Result<(), DeviceError>;
-    /// Whether the matrices of a layer's experts are one matrix, in which they are stacked by rows, as
-    /// are their biases: then they are in one allocation.
-    fn stacks_experts(&self) -> bool {
+    /// Whether the device has [`experts`](Self::experts).
+    fn runs_experts(&self) -> bool {
         false
     }
     /// For each row of `x`, the sum of the outputs of the experts that the router chooses and of the
     /// shared one, times their weights.
     fn experts(
         &self,
-        experts: &ExpertWeights<Self::Matrix, Self::Vector>,
-        activation: Activation,
-        x: &Self::Buffer,
-        out: &mut Self::Buffer,
-        workspace: &mut Self::Workspace,
-    ) -> Result<(), DeviceError>;
+        _experts: &ExpertWeights<Self::Matrix, Self::Vector>,
+        _activation: Activation,
+        _x: &Self::Buffer,
+        _out: &mut Self::Buffer,
+        _workspace: &mut Self::Workspace,
+    ) -> Result<(), DeviceError> {
+        Err(no_experts())
+    }
     /// Computes the logits of each row of `x` in F32. They stay in the workspace,
     /// `[rows][vocab_size]`.
     fn logits(

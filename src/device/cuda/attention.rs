@@ -7,8 +7,8 @@
 use super::driver::Argument;
 use super::memory::{Buffer, KvPool, Workspace, address, ensure_capacity};
 use super::plan::{self, KernelFormat};
-use super::{Cuda, Step, Vector};
-use crate::device::{Attention, AttentionInput, DeviceError, HeadShape};
+use super::{Cuda, Step};
+use crate::device::{Attention, DeviceError, HeadShape};
 
 /// Refuses heads that the kernels of attention do not compute.
 ///
@@ -30,8 +30,8 @@ impl Cuda {
     pub(super) fn attend(
         &self,
         op: Attention,
-        input: &AttentionInput<'_, Buffer, Vector>,
-        (step, pool): (&Step, &KvPool),
+        step: &Step,
+        (qkv, pool): (&Buffer, &KvPool),
         out: &mut Buffer,
         workspace: &mut Workspace,
     ) -> Result<(), DeviceError> {
@@ -62,7 +62,6 @@ impl Cuda {
         )?;
         let (sums, states) = (address(&workspace.part_sums), address(&workspace.part_states));
         let window = plan::window(op.spec);
-        let sinks = Argument::Address(input.sinks.map_or(0, |sinks| sinks.0.address()));
         let [keys, values, key_scales, value_scales] = pool.arguments();
         for plan in &layer.plans {
             let addresses = step.plan_addresses(plan);
@@ -71,9 +70,9 @@ impl Cuda {
                 (shape.narrow_block_warps(), addresses.narrow, plan.narrow_items),
             ] {
                 self.launch(
-                    &shape.attention(warps, (window, op.soft_cap, input.sinks.is_some()), count),
+                    &shape.attention(warps, (window, op.soft_cap), count),
                     &[
-                        input.qkv.data(),
+                        qkv.data(),
                         keys,
                         values,
                         key_scales,
@@ -83,7 +82,6 @@ impl Cuda {
                         Argument::Address(step.positions()),
                         Argument::Address(step.tables(op.table)),
                         Argument::Float(op.scale),
-                        sinks,
                         out.data(),
                         sums,
                         states,
@@ -98,7 +96,6 @@ impl Cuda {
                     Argument::Address(addresses.parts),
                     sums,
                     states,
-                    sinks,
                     out.data(),
                 ],
             )?;

@@ -1,0 +1,48 @@
+//! Routed experts: how a layer's router chooses among them, and their weights.
+
+use super::Linear;
+
+/// What a router makes of an expert's logit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Score {
+    /// Its softmax over all experts.
+    Softmax,
+    /// `1 / (1 + e^-logit)`.
+    Sigmoid,
+}
+
+/// How a router chooses a token's experts: those with the largest scores, each plus its
+/// [correction](ExpertWeights::correction). Their weights are the scores, without corrections.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Routing {
+    /// From 1 to the number of experts.
+    pub per_token: usize,
+    pub score: Score,
+    /// Whether the weights of a token's experts are divided by their sum.
+    pub renormalized: bool,
+    /// Factor of the weights, after the division.
+    pub scale: f32,
+}
+
+/// Weights of a layer's routed experts, MLPs of which each token uses some.
+pub struct ExpertWeights<M, V> {
+    /// `[experts][hidden]`, of [`Device::router_matrix`](crate::device::Device::router_matrix).
+    pub router: Linear<M, V>,
+    pub routing: Routing,
+    /// `[experts]`: added to scores where experts are chosen. In F32, whatever the precision.
+    pub correction: Option<V>,
+    /// For each expert, the linear operation of [`Device::gated_linear`](crate::device::Device::gated_linear).
+    pub gate_up: Vec<Linear<M, V>>,
+    pub down: Vec<Linear<M, V>>,
+    pub shared: Option<SharedExpert<M, V>>,
+}
+
+/// Weights of an MLP that every token uses beside those that its router chooses.
+pub struct SharedExpert<M, V> {
+    /// The linear operation of [`Device::gated_linear`](crate::device::Device::gated_linear).
+    pub gate_up: Linear<M, V>,
+    pub down: Linear<M, V>,
+    /// Whether the router has one row more, whose sigmoid is this MLP's weight. Otherwise the weight
+    /// is 1.
+    pub is_weighted: bool,
+}
