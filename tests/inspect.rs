@@ -318,7 +318,7 @@ fn every_family_is_described_by_its_configuration_alone() {
             );
         }
     }
-    assert_eq!(families.len(), 24, "{families:?}");
+    assert_eq!(families.len(), 30, "{families:?}");
 }
 
 /// A number of `/proc/self/status`, in bytes.

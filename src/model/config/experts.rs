@@ -97,6 +97,10 @@ impl Reader<'_> {
         if is_glm && self.size("n_group", EXPERTS_MAX)?.is_some_and(|groups| groups > 1) {
             return Err(self.unsupported("experts in groups (`n_group` above 1) are not supported".to_owned()));
         }
+        // The least sum that weights are divided by; softmaxes of chosen experts add up to far more.
+        if family == Family::Ernie4_5Moe && self.number("moe_norm_min")?.is_some_and(|min| min > 1e-6) {
+            return Err(self.unsupported("`moe_norm_min` above 0.000001 is not supported".to_owned()));
+        }
         let scale = if is_glm {
             self.number_in("routed_scaling_factor", 1e-6, 1e6)?.unwrap_or(1.0)
         } else {
@@ -465,6 +469,8 @@ mod tests {
         );
         let error = of(json!({"use_bias": true})).unwrap_err();
         assert!(error.contains("option `use_bias` (true)"), "{error}");
+        let error = of(json!({"moe_norm_min": 0.5})).unwrap_err();
+        assert!(error.contains("`moe_norm_min` above"), "{error}");
         let error = of(json!({"moe_layer_start_index": "a"})).unwrap_err();
         assert!(error.contains("`moe_layer_start_index` is \"a\""), "{error}");
     }
