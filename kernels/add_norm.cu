@@ -2,12 +2,16 @@
 // row. (Zhang and Sennrich 2019.)
 //
 // WIDTH, THREADS, OUTPUT: see rows.cuh. DELTA_NORM: 1 if delta is normalised first (Gemma 2, 2024),
+// else 0. CENTERED: 1 if the mean is subtracted from the sum before it is normalised (Ba et al. 2016),
 // else 0. residual, delta: [rows][WIDTH] BF16; without DELTA_NORM, delta may be null. weight,
 // delta_weight (read with DELTA_NORM): [WIDTH] F32. picked: null, or for each row of out the row of
 // residual and delta that it comes from; residual is then not written.
 #include "ptx.cuh"
 #include "rows.cuh"
 
+#ifndef CENTERED
+#define CENTERED 0
+#endif
 // Without this bound, the compiler saves registers for two blocks of 1024 threads, and spills some.
 #if THREADS == 1024
 #define BOUNDS THREADS, 1
@@ -15,23 +19,10 @@
 #define BOUNDS THREADS
 #endif
 
-// The factor of a row, from this thread's part of the sum of squares.
-__device__ inline float norm_scale(float squares, float* scratch, float eps) {
-    return 1.0f / sqrtf(reduce(squares, scratch, [](float a, float b) { return a + b; }) / WIDTH + eps);
-}
-
-// Normalises eight values, without rounding the results.
-__device__ inline void normalise(float* x, float scale, const float* weight) {
-    float w[8];
-    load(weight, w);
-#pragma unroll
-    for (int i = 0; i < 8; i++) x[i] = x[i] * scale * w[i];
-}
-
 extern "C" __global__ void __launch_bounds__(BOUNDS)
     add_norm(Bf16* residual, const Bf16* delta, const float* delta_weight, const float* weight, const u32* picked, float eps,
              void* out, float* scales) {
-    __shared__ float scratch[2 + DELTA_NORM][WARPS];
+    __shared__ float scratch[2 + DELTA_NORM + CENTERED][WARPS];
     u64 from = u64(picked ? picked[blockIdx.x] : blockIdx.x) * WIDTH;
     Row row;
 #if DELTA_NORM
@@ -48,6 +39,9 @@ extern "C" __global__ void __launch_bounds__(BOUNDS)
         for (int i = 0; i < 8; i++) delta_squares = fmaf(d[i], d[i], delta_squares);
     }
     float delta_scale = norm_scale(delta_squares, scratch[2], eps);
+#endif
+#if CENTERED
+    float total = 0;
 #endif
     float squares = 0;
 #pragma unroll
@@ -72,14 +66,35 @@ extern "C" __global__ void __launch_bounds__(BOUNDS)
             if (!picked) *(Vec16*)(residual + from + column_of(v)) = row.vectors[v];
         }
 #pragma unroll
-        for (int i = 0; i < 8; i++) squares = fmaf(x[i], x[i], squares);
+        for (int i = 0; i < 8; i++) {
+#if CENTERED
+            total += x[i];
+#else
+            squares = fmaf(x[i], x[i], squares);
+#endif
+        }
     }
+#if CENTERED
+    float mean = reduce(total, scratch[2 + DELTA_NORM], [](float a, float b) { return a + b; }) / WIDTH;
+#pragma unroll
+    for (int v = 0; v < VECTORS; v++) {
+        if (column_of(v) >= WIDTH) continue;
+        float x[8];
+        unpack(row.vectors[v], x);
+#pragma unroll
+        for (int i = 0; i < 8; i++) squares = fmaf(x[i] - mean, x[i] - mean, squares);
+    }
+#endif
     float scale = norm_scale(squares, scratch[0], eps);
 #pragma unroll
     for (int v = 0; v < VECTORS; v++) {
         if (column_of(v) >= WIDTH) continue;
         float x[8];
         unpack(row.vectors[v], x);
+#if CENTERED
+#pragma unroll
+        for (int i = 0; i < 8; i++) x[i] -= mean;
+#endif
         normalise(x, scale, weight + column_of(v));
         row.vectors[v] = pack(x);
     }

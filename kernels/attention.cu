@@ -76,7 +76,7 @@ template <int BYTES, int ROWS, bool DEALT = false> __device__ inline void copy_r
 
 extern "C" __global__ void __launch_bounds__(BOUNDS)
     attention(const Bf16* qkv, const u8* keys, const u8* values, const float* key_scales, const float* value_scales,
-              const Item* items, const u32* queries, const u32* positions, const u32* tables, float scale, Bf16* out,
+              const Item* items, const u32* queries, const u32* positions, const u32* tables, float scale, const Bf16* sinks, Bf16* out,
               float* part_sums, float* part_states) {
     DYNAMIC_SHARED(shared);
     const Item& item = items[blockIdx.x];
@@ -274,6 +274,6 @@ extern "C" __global__ void __launch_bounds__(BOUNDS)
         if (limits[half] < 0) continue;
         int row = first_row + half * 8 + lane / 4;
         auto sum = [&](int t, int i) { return sums[t][half * 2 + i]; };
-        write_row(item, queries, head, row, lane, sum, largest[half], totals[half], out, part_sums, part_states);
+        write_row(item, queries, head, row, lane, sum, largest[half], totals[half], sinks, out, part_sums, part_states);
     }
 }

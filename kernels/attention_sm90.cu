@@ -146,7 +146,7 @@ __device__ inline void add_values(float (&sums)[HEAD_DIM / 2], u32 (&weights)[VA
 
 extern "C" __global__ void __launch_bounds__(THREADS, SHARING)
     attention_sm90(const Bf16* qkv, const u8* keys, const u8* values, const float* key_scales, const float* value_scales,
-                   const Item* items, const u32* queries, const u32* positions, const u32* tables, float scale, Bf16* out,
+                   const Item* items, const u32* queries, const u32* positions, const u32* tables, float scale, const Bf16* sinks, Bf16* out,
                    float* part_sums, float* part_states) {
     DYNAMIC_SHARED(dynamic);
     u8* shared = dynamic + (1024 - shared_address(dynamic) % 1024) % 1024;
@@ -338,6 +338,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, SHARING)
         int row = anew(first_row + half * 8 + lane / 4);
         if (row >= int(item.queries) * GROUP) continue;
         auto sum = [&](int t, int i) { return sums[t * 4 + half * 2 + i]; };
-        write_row(item, queries, head, row, lane, sum, largest[half] * LN_2, totals[half], out, part_sums, part_states);
+        write_row(item, queries, head, row, lane, sum, largest[half] * LN_2, totals[half], sinks, out, part_sums, part_states);
     }
 }

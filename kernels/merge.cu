@@ -2,8 +2,8 @@
 // largest score of all parts), and added in the order of the list.
 //
 // HEADS, KV_HEADS, HEAD_DIM: as in attention.cu and attention_sm90.cu, which write the parts, with
-// any number of warps. A thread block merges one token: the i-th token's parts are
-// `parts[first[i]]` to before `parts[first[i + 1]]`.
+// any number of warps. sinks: a score per query head, as in those, or null. A thread block merges one
+// token: the i-th token's parts are `parts[first[i]]` to before `parts[first[i + 1]]`.
 #include "ptx.cuh"
 #include "types.cuh"
 
@@ -17,7 +17,8 @@ struct Part {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    merge(const u32* tokens, const u32* first, const Part* parts, const float* part_sums, const float* part_states, Bf16* out) {
+    merge(const u32* tokens, const u32* first, const Part* parts, const float* part_sums, const float* part_states, const Bf16* sinks,
+          Bf16* out) {
     u32 begin = first[blockIdx.x], end = first[blockIdx.x + 1];
     Bf16* to = out + u64(tokens[blockIdx.x]) * HEADS * HEAD_DIM;
     for (int at = int(threadIdx.x); at < HEADS * HEAD_DIM; at += THREADS) {
@@ -33,8 +34,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             sum = fmaf(weight, part_sums[row(i) * HEAD_DIM + dim], sum);
             total = fmaf(weight, part_states[row(i) * 2 + 1], total);
         }
-        // The same operation as for a complete result, so that a part without any visible position
+        // The same operations as for a complete result, so that a part without any visible position
         // changes no bit.
+        total += sinks ? expf(widen(sinks[head]) - largest) : 0.0f;
         to[at] = to_bf16(sum * (1.0f / total));
     }
 }

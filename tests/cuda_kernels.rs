@@ -7,7 +7,9 @@ use std::fmt::Write as _;
 use std::path::PathBuf;
 use std::process::Command;
 
+use gristmill::device::Activation;
 use gristmill::device::cuda::compile::{self, CompileTarget, Kernel, KernelCompiler};
+use gristmill::device::cuda::expert_plan::{self, ExpertShape};
 use gristmill::device::cuda::nvrtc::Nvrtc;
 use gristmill::device::cuda::plan::{self, AttentionShape, KernelFormat, Launch, LinearShape, Tile};
 use gristmill::model::config::Config;
@@ -56,16 +58,17 @@ fn launches(config: &Config, format: KernelFormat, capability: u32, rows: usize)
             _ => plan::linear(&shape),
         }
     };
+    let norms = (config.post_norms, config.layer_norms);
     let attended = config.heads.heads * config.heads.head_dim;
     let mut all = vec![
         plan::embed(hidden, rows),
-        plan::add_norm(hidden, format, config.post_norms, rows),
+        plan::add_norm(hidden, format, norms, rows),
         linear(config.heads.qkv_width(), hidden, format, false),
         shape.rope_store(rows),
     ];
     let windows: BTreeSet<u32> = config.layers.iter().copied().map(plan::window).collect();
     for window in windows {
-        let bounds = (window, config.attention_soft_cap);
+        let bounds = (window, config.attention_soft_cap, config.attention_sinks);
         let warps = shape.wide_block_warps();
         all.extend([
             shape.attention(warps, bounds, rows.div_ceil(shape.queries_max(warps) as usize)),
@@ -81,7 +84,7 @@ fn launches(config: &Config, format: KernelFormat, capability: u32, rows: usize)
         linear(2 * mlp, hidden, format, false),
         plan::gated(mlp, format, config.activation, rows),
         linear(hidden, mlp, format, false),
-        plan::add_norm(hidden, KernelFormat::Bf16, config.post_norms, rows),
+        plan::add_norm(hidden, KernelFormat::Bf16, norms, rows),
         linear(config.vocab_size, hidden, KernelFormat::Bf16, true),
     ]);
     all.extend(config.logit_soft_cap.map(|_| plan::soft_cap(rows, config.vocab_size)));
@@ -96,6 +99,28 @@ fn attention_shape(config: &Config, kv_format: KernelFormat, capability: u32) ->
         kv_format,
         is_hopper: capability == 90,
     }
+}
+
+/// What a step of `rows` tokens launches in a layer with gpt-oss-20b's experts.
+fn expert_launches(format: KernelFormat, rows: usize) -> Vec<Launch> {
+    let (experts, per_token, hidden, width) = (32, 4, 2880, 2880);
+    let shape = ExpertShape {
+        experts,
+        rows: rows * per_token,
+    };
+    let clamped = Activation::ClampedSwiglu {
+        alpha: 1.702,
+        limit: 7.0,
+    };
+    vec![
+        expert_plan::router(rows, experts),
+        expert_plan::choose_experts(rows),
+        shape.sort_rows(),
+        shape.grouped_linear(format, 2 * width),
+        plan::gated(width, format, clamped, shape.rows),
+        shape.grouped_linear(format, hidden),
+        expert_plan::combine_experts(rows),
+    ]
 }
 
 #[test]
@@ -125,6 +150,12 @@ fn launch_plans_of_published_models() {
                     assert!(launch.shared_bytes <= most && launch.threads <= 1024, "{launch}");
                 }
             }
+        }
+    }
+    for rows in [1, 64, 2048] {
+        writeln!(found, "experts of gpt-oss-20b, Int8, {rows} rows").unwrap();
+        for launch in expert_launches(KernelFormat::Int8, rows) {
+            writeln!(found, "  {launch}").unwrap();
         }
     }
     check("launch_plans.txt", &found);
@@ -190,9 +221,20 @@ fn every_kernel_compiles_for_every_card_without_spills() {
                     if name == "llama-3.1-8b" {
                         let attention = attention_shape(&shape(name), format, card);
                         let warps = [attention.wide_block_warps(), attention.narrow_block_warps()];
-                        all.extend(warps.map(|warps| attention.attention(warps, (4096, None), 1).kernel));
+                        all.extend(warps.map(|warps| attention.attention(warps, (4096, None, false), 1).kernel));
                         // Hopper runs these, too, where it is asked to.
                         all.insert(Kernel::new("linear", &[("FORMAT", format as u32), ("WIDE", 0)]));
+                        all.extend(expert_launches(format, 1).into_iter().map(|launch| launch.kernel));
+                        // gpt-oss-20b's attention, Command R+'s norm, OLMo 2 7B's norm of all heads.
+                        let sinks = AttentionShape {
+                            heads: 64,
+                            head_dim: 64,
+                            ..attention
+                        };
+                        let warps = [sinks.wide_block_warps(), sinks.narrow_block_warps()];
+                        all.extend(warps.map(|warps| sinks.attention(warps, (128, None, true), 1).kernel));
+                        all.insert(plan::add_norm(12_288, format, (false, true), 1).kernel);
+                        all.insert(plan::norm_heads(4096, 1).kernel);
                     }
                 }
             }

@@ -39,7 +39,7 @@ KV = LLAMA | {"BLOCK": 64}
 KERNELS = [
     ("add_norm", {"WIDTH": 4096, "OUTPUT": 1, "THREADS": 128, "DELTA_NORM": 0}),
     ("add_norm", {"WIDTH": 3584, "OUTPUT": 1, "THREADS": 128, "DELTA_NORM": 1}),
-    ("gated", {"WIDTH": 14336, "OUTPUT": 1, "THREADS": 512, "GELU": 0}),
+    ("gated", {"WIDTH": 14336, "OUTPUT": 1, "THREADS": 512, "ACTIVATION": 0}),
     ("quantize", {"WIDTH": 4096, "OUTPUT": 1, "THREADS": 128}),
     ("embed", {"WIDTH": 4096}),
     ("soft_cap", {}),
@@ -53,6 +53,10 @@ KERNELS = [
     ("attention_sm90", KV | {"STORE": 1, "WINDOW": 0, "ROW_WARPS": 4}),
     ("attention_sm90", KV | {"STORE": 1, "WINDOW": 0, "ROW_WARPS": 12}),
     ("attention_sm90", KV | {"STORE": 2, "WINDOW": 0, "ROW_WARPS": 8}),
+    ("grouped_linear", {"FORMAT": 1, "WIDE": 0}),
+    ("grouped_linear", {"FORMAT": 2, "WIDE": 0}),
+    ("router", {}),
+    ("combine_experts", {}),
     ("peak", {"FORMAT": 1, "WARPGROUPS": 1}),
 ]
 MOVES = ("LDG", "STG", "LDL", "STL")

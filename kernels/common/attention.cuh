@@ -1,7 +1,8 @@
 // Shared by attention.cu and attention_sm90.cu: items, the order of tokens among columns, the
 // layout of queries for products, and how sums become results.
 //
-// HEADS, KV_HEADS, HEAD_DIM, BLOCK, STORE: as in those. The fragments of a warp's 16 rows are those
+// HEADS, KV_HEADS, HEAD_DIM, BLOCK, STORE: as in those. SINKS: 1 if each query head has a score in
+// `sinks`, which counts in its softmax as that of a position whose value is zero (Xiao et al. 2023). The fragments of a warp's 16 rows are those
 // of `multiply` in ptx.cuh, and of `products` in hopper.cuh, in which each warp of a warpgroup has
 // 16 rows of the same layout.
 #pragma once
@@ -9,6 +10,9 @@
 
 #define GROUP (HEADS / KV_HEADS)
 #define NONE 0xffffffffu
+#ifndef SINKS
+#define SINKS 0
+#endif
 #define SIZE (STORE == 2 ? 2 : 1)
 // Bytes of a key's row, and of a row of values (one dimension of all tokens of the block).
 #define KEY_ROW (HEAD_DIM * SIZE)
@@ -161,13 +165,17 @@ __device__ inline void load_queries(const Item& item, const Bf16* qkv, const u32
     }
 }
 
-// Writes row `row` of an item: its result, or, if it is partial, its sums, largest score and total.
+// Writes row `row` of an item: its result, or, if it is partial, its sums, largest score and total,
+// without the sink's weight.
 // `sum(t, i)`: the lane's sum of dimension 8 t + 2 (lane % 4) + i. The rows of a partial result are
 // those of its first key-value head, then of the next.
 template <class SumOf>
 __device__ inline void write_row(const Item& item, const u32* queries, int head, int row, int lane, const SumOf& sum,
-                                 float largest, float total, Bf16* out, float* part_sums, float* part_states) {
+                                 float largest, float total, const Bf16* sinks, Bf16* out, float* part_sums, float* part_states) {
     if (item.part == NONE) {
+#if SINKS
+        total += expf(widen(sinks[head * GROUP + row % GROUP]) - largest);
+#endif
         float inverse = 1.0f / total;
         u32 token = queries[item.first_query + row / GROUP];
         Bf16* result = out + (u64(token) * HEADS + head * GROUP + row % GROUP) * HEAD_DIM;

@@ -41,6 +41,16 @@ __device__ inline unsigned long long shuffle_up(unsigned long long x, int lanes)
     return __shfl_up_sync(0xffffffffu, x, lanes);
 }
 
+// A bit per lane of the warp, which is set where `x` is true.
+__device__ inline unsigned int vote(bool x) {
+    return __ballot_sync(0xffffffffu, x);
+}
+
+// Number of bits that are set.
+__device__ inline int bits_set(unsigned int x) {
+    return __popc(x);
+}
+
 __device__ inline float add_toward_zero(float a, float b) {
     return __fadd_rz(a, b);
 }

@@ -47,6 +47,19 @@ template <class Op> __device__ inline float reduce(float x, float* scratch, Op o
     return x;
 }
 
+// The factor of a norm of the row, from this thread's part of the sum of squares.
+__device__ inline float norm_scale(float squares, float* scratch, float eps) {
+    return 1.0f / sqrtf(reduce(squares, scratch, [](float a, float b) { return a + b; }) / WIDTH + eps);
+}
+
+// Normalises eight values, without rounding the results.
+__device__ inline void normalise(float* x, float scale, const float* weight) {
+    float w[8];
+    load(weight, w);
+#pragma unroll
+    for (int i = 0; i < 8; i++) x[i] = x[i] * scale * w[i];
+}
+
 // Writes the row: BF16, or eight bits and its scale. A value that is not finite makes the scale NaN, so that it shows in the logits.
 __device__ inline void write_row(const Row& row, void* out, float* scales, float* scratch) {
     u64 at = u64(blockIdx.x) * WIDTH;

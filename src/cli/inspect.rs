@@ -15,13 +15,13 @@ use crate::cli::exit::{Exit, Failure, one_line};
 use crate::cli::model_source::bring_description;
 use crate::cli::prepare::print_warnings;
 use crate::cli::sampling::default_sampling;
-use crate::device::{Dtype, KvSpec, cuda};
+use crate::device::{Dtype, KvSpec};
 use crate::job::Generate;
 use crate::job::chat::{ChatTemplate, Turn, form_of};
 use crate::job::thinking::{ModelThinking, mentioned_delimiters};
 use crate::model::config::{Config, declared_dtype};
 use crate::model::size::{ModelSize, Place, kv_bytes};
-use crate::model::{Checkpoint, ModelError, folder};
+use crate::model::{Checkpoint, folder};
 use crate::report::summary::{counted, number, show_size};
 use crate::tokenizer::{Tokenizer, TokenizerConfig, TokenizerError};
 
@@ -277,7 +277,6 @@ impl Architecture {
         let windows = config.layers.iter().filter(|spec| matches!(spec, KvSpec::Window(_)));
         let size = ModelSize::of(config);
         let on_gpu = config.refuse_on_gpu();
-        let on_gpu = on_gpu.and_then(|()| cuda::check_heads(config.heads).map_err(ModelError::from));
         Architecture {
             family: config.family.name(),
             parameters: size.parameters(),

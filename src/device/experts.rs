@@ -31,7 +31,8 @@ pub struct ExpertWeights<M, V> {
     pub routing: Routing,
     /// `[experts]`: added to scores where experts are chosen. In F32, whatever the precision.
     pub correction: Option<V>,
-    /// For each expert, the linear operation of [`Device::gated_linear`](crate::device::Device::gated_linear).
+    /// For each expert, the linear operation of [`Device::gated_linear`](crate::device::Device::gated_linear). A device that
+    /// [stacks experts](crate::device::Device::stacks_experts) has a single one here.
     pub gate_up: Vec<Linear<M, V>>,
     pub down: Vec<Linear<M, V>>,
     pub shared: Option<SharedExpert<M, V>>,

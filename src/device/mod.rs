@@ -349,10 +349,6 @@ pub struct AddNorm<'a, B, N> {
     pub for_experts: bool,
 }
 
-fn no_experts() -> DeviceError {
-    DeviceError::Unsupported("this device runs no experts".into())
-}
-
 /// A device: its own memory and the fused operations of a transformer.
 ///
 /// Shapes are `[rows][width]`, one row per token of the step unless stated otherwise. Buffers take
@@ -386,19 +382,9 @@ pub trait Device: Send + Sync {
     fn gated_matrix(&self, parts: &[Tensor<'_>]) -> Result<Self::Matrix, TensorError>;
     /// As [`matrix`](Self::matrix), for the router of [`experts`](Self::experts): in F32, whatever
     /// the precision.
-    ///
-    /// # Errors
-    /// As in [`matrix`](Self::matrix), or the device [runs no experts](Self::runs_experts).
-    fn router_matrix(&self, _parts: &[Tensor<'_>]) -> Result<Self::Matrix, TensorError> {
-        Err(TensorError::Device(no_experts()))
-    }
+    fn router_matrix(&self, parts: &[Tensor<'_>]) -> Result<Self::Matrix, TensorError>;
     /// As [`vector`](Self::vector), for the router's [correction](ExpertWeights::correction).
-    ///
-    /// # Errors
-    /// As in [`router_matrix`](Self::router_matrix).
-    fn router_vector(&self, _part: Tensor<'_>) -> Result<Self::Vector, TensorError> {
-        Err(TensorError::Device(no_experts()))
-    }
+    fn router_vector(&self, part: Tensor<'_>) -> Result<Self::Vector, TensorError>;
     /// As [`matrix`](Self::matrix), for [`embed`](Self::embed) and [`logits`](Self::logits).
     fn embedding_table(&self, part: Tensor<'_>) -> Result<Self::Matrix, TensorError>;
     /// Whether the device makes random weights itself. Otherwise the host makes and uploads them.
@@ -474,10 +460,6 @@ pub trait Device: Send + Sync {
         out: &mut Self::Buffer,
         workspace: &Self::Workspace,
     ) -> Result<(), DeviceError>;
-    /// Whether [`add_norm`](Self::add_norm) can subtract the mean.
-    fn centers_norms(&self) -> bool {
-        false
-    }
     /// `residual += delta`, where `delta` may be normalised first, then `out = rms_norm(residual) *
     /// weight`.
     fn add_norm(
@@ -503,10 +485,6 @@ pub trait Device: Send + Sync {
         out: &mut Self::Buffer,
         workspace: &mut Self::Workspace,
     ) -> Result<(), DeviceError>;
-    /// Whether [`rope_store`](Self::rope_store) can normalise all query or key heads together.
-    fn normalises_heads_jointly(&self) -> bool {
-        false
-    }
     /// Normalises (if `qk_norm` is set) and rotates the query and key heads of `qkv`, and stores
     /// keys and values in the pool.
     fn rope_store(
@@ -535,22 +513,21 @@ pub trait Device: Send + Sync {
         out: &mut Self::Buffer,
         workspace: &mut Self::Workspace,
     ) -> Result<(), DeviceError>;
-    /// Whether the device has [`experts`](Self::experts).
-    fn runs_experts(&self) -> bool {
+    /// Whether the matrices of a layer's experts are one matrix, in which they are stacked by rows, as
+    /// are their biases: then they are in one allocation.
+    fn stacks_experts(&self) -> bool {
         false
     }
     /// For each row of `x`, the sum of the outputs of the experts that the router chooses and of the
     /// shared one, times their weights.
     fn experts(
         &self,
-        _experts: &ExpertWeights<Self::Matrix, Self::Vector>,
-        _activation: Activation,
-        _x: &Self::Buffer,
-        _out: &mut Self::Buffer,
-        _workspace: &mut Self::Workspace,
-    ) -> Result<(), DeviceError> {
-        Err(no_experts())
-    }
+        experts: &ExpertWeights<Self::Matrix, Self::Vector>,
+        activation: Activation,
+        x: &Self::Buffer,
+        out: &mut Self::Buffer,
+        workspace: &mut Self::Workspace,
+    ) -> Result<(), DeviceError>;
     /// Computes the logits of each row of `x` in F32. They stay in the workspace,
     /// `[rows][vocab_size]`.
     fn logits(

@@ -5,6 +5,7 @@
 //! number format: see [`tolerance`].
 
 mod attention;
+mod experts;
 mod inputs;
 pub mod models;
 mod operations;
@@ -108,6 +109,7 @@ impl<'a, D: Device> Comparison<'a, D> {
         operations::check_embed(self, report)?;
         operations::check_norms(self, report)?;
         operations::check_linears(self, report)?;
+        experts::check_experts(self, report)?;
         operations::check_logits(self, report)
     }
 

@@ -1,4 +1,4 @@
-//! Compares small models of every family, with random weights, with the CPU in F32.
+//! Compares small models, with random weights, with the CPU in F32.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -81,8 +81,8 @@ impl TestModel {
     }
 }
 
-/// Small models of every family that a GPU runs: name, architecture, and what differs from the common keys.
-fn shapes() -> [(&'static str, &'static str, serde_json::Value); 14] {
+/// Small models that together have all that families differ in: name, architecture, and what differs from the common keys.
+fn shapes() -> [(&'static str, &'static str, serde_json::Value); 17] {
     use serde_json::json;
     let capped = json!({"sliding_window": 40, "query_pre_attn_scalar": 4, "attn_logit_softcapping": 2.0,
         "final_logit_softcapping": 4.0});
@@ -93,6 +93,11 @@ fn shapes() -> [(&'static str, &'static str, serde_json::Value); 14] {
     let longrope = json!({"partial_rotary_factor": 0.5, "original_max_position_embeddings": 64,
         "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0],
             "long_factor": [1.0, 1.2, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0]}});
+    // Every token uses every expert: rounding may choose another one where logits are almost equal.
+    let experts = json!({"num_experts": 2, "num_experts_per_tok": 2});
+    let gpt_oss = json!({"num_local_experts": 4, "intermediate_size": 64,
+        "layer_types": ["full_attention", "full_attention"], "rope_scaling": {"rope_type": "yarn", "factor": 2.0,
+        "original_max_position_embeddings": 256, "truncate": false}});
     let layer_types = json!({"sliding_window": 40, "layer_types": ["sliding_attention", "full_attention"]});
     [
         ("llama", "LlamaForCausalLM", json!({})),
@@ -125,10 +130,13 @@ fn shapes() -> [(&'static str, &'static str, serde_json::Value); 14] {
             "Exaone4ForCausalLM",
             json!({"sliding_window": 40, "sliding_window_pattern": 2}),
         ),
+        ("olmoe, experts, norms of all heads", "OlmoeForCausalLM", experts),
+        ("gpt-oss, sinks, bounded experts", "GptOssForCausalLM", gpt_oss),
+        ("command-r, layer norms", "CohereForCausalLM", json!({})),
     ]
 }
 
-/// Small models of every family that a GPU runs, with random weights.
+/// Small models, which together have all that families differ in, with random weights.
 ///
 /// # Errors
 /// None with the sizes given here.

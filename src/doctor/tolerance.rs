@@ -75,6 +75,12 @@ impl Tolerance {
         Tolerance::with_peak(16.0, 5.0, eight_bit_error(precision), 1.0)
     }
 
+    /// For experts: their gated rows are as in [`gated`](Self::gated), and are then multiplied and
+    /// added up, with a rounding to BF16 after each.
+    pub fn experts(precision: Precision) -> Tolerance {
+        Tolerance::with_peak(6.0, 7.0, eight_bit_error(precision), 1.0)
+    }
+
     /// For attention: queries (twice, because of their rotation), keys, weights, values and the
     /// result are rounded.
     pub fn attention(kv: KvFormat) -> Tolerance {

@@ -3,7 +3,7 @@
 use crate::device::{Device, Dtype, ExpertWeights, KvSpec, Linear, SharedExpert, Tensor, TensorError};
 use crate::model::config::Config;
 use crate::model::error::ModelError;
-use crate::model::tensors::{GatedTensors, LayerTensors, LinearTensors, MlpTensors, ModelTensors, TensorSpec};
+use crate::model::tensors::{LayerTensors, LinearTensors, MlpTensors, ModelTensors, TensorSpec};
 use crate::model::weights::{RandomWeights, StoredTensor, WeightSource};
 
 /// A model's weights on a device.
@@ -38,6 +38,9 @@ pub(super) enum MlpWeights<D: Device> {
     },
     Experts(ExpertWeights<D::Matrix, D::Vector>),
 }
+
+/// Linear operations of a layer's experts.
+type ExpertLinears<D> = Vec<Linear<<D as Device>::Matrix, <D as Device>::Vector>>;
 
 /// Copies a model's tensors from a source to a device.
 pub(super) struct Builder<'a, D: Device> {
@@ -89,28 +92,27 @@ impl<D: Device> Builder<'_, D> {
     }
 
     fn mlp(&self, tensors: &MlpTensors) -> Result<MlpWeights<D>, ModelError> {
-        let gate_up = |mlp: &GatedTensors| self.linear_with(&mlp.gate_up, |views| self.device.gated_matrix(views));
+        let gate_up = |tensors: &LinearTensors| self.linear_with(tensors, |views| self.device.gated_matrix(views));
         Ok(match tensors {
             MlpTensors::Plain(mlp) => MlpWeights::Plain {
-                gate_up: gate_up(mlp)?,
+                gate_up: gate_up(&mlp.gate_up)?,
                 down: self.linear(&mlp.down)?,
             },
             MlpTensors::Experts(tensors) => MlpWeights::Experts(ExpertWeights {
                 routing: tensors.routing,
-                router: self.linear_with(&tensors.router, |views| self.device.router_matrix(views))?,
+                router: Linear {
+                    weight: self.uploaded(&tensors.router.weights, |views| self.device.router_matrix(views))?,
+                    bias: self.bias(&tensors.router)?,
+                },
                 correction: match &tensors.correction {
                     Some(correction) => Some(self.router_vector(correction)?),
                     None => None,
                 },
-                gate_up: tensors.experts.iter().map(gate_up).collect::<Result<_, _>>()?,
-                down: tensors
-                    .experts
-                    .iter()
-                    .map(|mlp| self.linear(&mlp.down))
-                    .collect::<Result<_, _>>()?,
+                gate_up: self.expert_linears(tensors.experts.iter().map(|mlp| &mlp.gate_up), gate_up)?,
+                down: self.expert_linears(tensors.experts.iter().map(|mlp| &mlp.down), |down| self.linear(down))?,
                 shared: match &tensors.shared {
                     Some(shared) => Some(SharedExpert {
-                        gate_up: gate_up(shared)?,
+                        gate_up: gate_up(&shared.gate_up)?,
                         down: self.linear(&shared.down)?,
                         is_weighted: tensors.router.weights.len() > 1,
                     }),
@@ -126,6 +128,24 @@ impl<D: Device> Builder<'_, D> {
         vector.map_err(|e| self.tensor_error(std::slice::from_ref(tensor), e))
     }
 
+    /// The linear operations of a layer's experts, or the single one in which the device stacks them.
+    fn expert_linears<'t>(
+        &self,
+        experts: impl Iterator<Item = &'t LinearTensors>,
+        load: impl Fn(&LinearTensors) -> Result<Linear<D::Matrix, D::Vector>, ModelError>,
+    ) -> Result<ExpertLinears<D>, ModelError> {
+        if !self.device.stacks_experts() {
+            return experts.map(load).collect();
+        }
+        let (weights, biases): (Vec<_>, Vec<_>) = experts.map(|e| (&e.weights[..], &e.biases[..])).unzip();
+        let stacked = LinearTensors {
+            weights: weights.concat(),
+            biases: biases.concat(),
+            fused: None,
+        };
+        Ok(vec![load(&stacked)?])
+    }
+
     fn linear(&self, tensors: &LinearTensors) -> Result<Linear<D::Matrix, D::Vector>, ModelError> {
         self.linear_with(tensors, |views| self.device.matrix(views))
     }
@@ -138,12 +158,15 @@ impl<D: Device> Builder<'_, D> {
     ) -> Result<Linear<D::Matrix, D::Vector>, ModelError> {
         Ok(Linear {
             weight: self.stacked_matrix(&tensors.weights, false, upload)?,
-            bias: if tensors.biases.is_empty() {
-                None
-            } else {
-                Some(self.vector(&tensors.biases)?)
-            },
+            bias: self.bias(tensors)?,
         })
+    }
+
+    fn bias(&self, tensors: &LinearTensors) -> Result<Option<D::Vector>, ModelError> {
+        match &tensors.biases[..] {
+            [] => Ok(None),
+            biases => self.vector(biases).map(Some),
+        }
     }
 
     /// Builds one matrix from matrices of equal width, stacked. The device generates them if they
@@ -161,6 +184,15 @@ impl<D: Device> Builder<'_, D> {
                 .collect();
             return Ok(self.device.random_matrix(&parts, is_table)?);
         }
+        self.uploaded(parts, upload)
+    }
+
+    /// Builds one matrix from matrices of the source.
+    fn uploaded(
+        &self,
+        parts: &[TensorSpec],
+        upload: impl FnOnce(&[Tensor<'_>]) -> Result<D::Matrix, TensorError>,
+    ) -> Result<D::Matrix, ModelError> {
         let stored = self.stored(parts)?;
         let views: Vec<_> = stored.iter().map(StoredTensor::view).collect();
         upload(&views).map_err(|e| self.tensor_error(parts, e))

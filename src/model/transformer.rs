@@ -162,9 +162,6 @@ impl<D: Device> Transformer<D> {
         options: &LoadOptions,
     ) -> Result<Transformer<D>, ModelError> {
         let context_tokens = config.context_tokens(options.max_context)?;
-        if !device.normalises_heads_jointly() || !device.centers_norms() || !device.runs_experts() {
-            config.refuse_on_gpu()?;
-        }
         pool::check_fits(&device, &config, options.precision)?;
         // A device without its own memory is synchronous: timing its operations costs no wait.
         let times_operations = device.free_bytes()?.is_none();

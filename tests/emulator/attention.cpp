@@ -302,6 +302,20 @@ struct Results {
     std::vector<float> sums, states;
 };
 
+// A score per query head, where there are sinks: far above the positions' scores, among them, far below.
+static const Bf16* sinks() {
+#if SINKS
+    static const std::vector<Bf16> all = [] {
+        std::vector<Bf16> all;
+        for (int head = 0; head < HEADS; head++) all.push_back(to_bf16(float(head % 7 * 2 - 6) + check::number()));
+        return all;
+    }();
+    return all.data();
+#else
+    return nullptr;
+#endif
+}
+
 static Results attend_items(const World& world, const Step& step, unsigned seed) {
     const Bf16 unwritten = {0x7fff};
     size_t rows = size_t(step.part_rows) * KV_HEADS;
@@ -309,7 +323,7 @@ static Results attend_items(const World& world, const Step& step, unsigned seed)
                     std::vector<float>(rows * 2 + 1, NAN)};
     check::run(attend::kernel, unsigned(step.items.size()), KV_HEADS, ROW_WARPS * 32, SHARED_BYTES, seed, step.qkv.data(),
                world.keys.data(), world.values.data(), world.key_scales.data(), world.value_scales.data(), step.items.data(),
-               step.queries.data(), step.positions.data(), world.tables.data(), SCALE, results.out.data(), results.sums.data(),
+               step.queries.data(), step.positions.data(), world.tables.data(), SCALE, sinks(), results.out.data(), results.sums.data(),
                results.states.data());
     return results;
 }
@@ -317,7 +331,7 @@ static Results attend_items(const World& world, const Step& step, unsigned seed)
 static std::vector<Bf16> attend_all(const World& world, const Step& step, unsigned seed) {
     Results results = attend_items(world, step, seed);
     check::run(merging::merge, unsigned(step.merged.size()), 1, 128, 0, seed, step.merged.data(), step.first_part.data(),
-               step.parts.data(), results.sums.data(), results.states.data(), results.out.data());
+               step.parts.data(), results.sums.data(), results.states.data(), sinks(), results.out.data());
     return results.out;
 }
 
@@ -376,6 +390,7 @@ static void head_errors(const World& world, const Step& step, const std::vector<
         largest = std::max(largest, score);
     }
     for (double& w : weights) total += w = std::exp(w - largest);
+    if (sinks()) total += std::exp(widen(sinks()[head]) - largest);
     for (double& w : weights) w /= total;
 
     // In eight bits weights are quantized times the values' scales, by spans of SPAN positions.

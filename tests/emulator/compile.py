@@ -37,11 +37,13 @@ def shapes(name, card):
     hopper_heads = [MODEL | {"HEAD_DIM": dim, "ROW_WARPS": warps} for dim, warps in HOPPER_HEADS]
     hopper_heads += [shape | {"HEADS": heads} for shape in hopper_heads if shape["HEAD_DIM"] in (64, 128) for heads in (8, 40, 56, 128)]
     return {
-        "add_norm": [shape | {"DELTA_NORM": norm} for shape in rows for norm in (0, 1)],
-        "gated": [shape | {"GELU": gelu} for shape in rows for gelu in (0, 1)],
+        "add_norm": [shape | {"DELTA_NORM": norm, "CENTERED": centered} for shape in rows for norm in (0, 1) for centered in (0, 1)],
+        "gated": [shape | {"ACTIVATION": activation} for shape in rows for activation in (0, 1, 2)],
         "quantize": rows,
+        "norm_heads": [shape | {"OUTPUT": 2} for shape in rows if shape["WIDTH"] <= 28672],
         "embed": [{"WIDTH": 4096}],
         "linear": [{"WIDE": wide} for wide in (0, 1)],
+        "grouped_linear": [{"WIDE": 0}],
         "linear_sm90": [tile | {"WIDE": wide} for tile in tiles for wide in (0, 1)],
         "attention": heads + [shape | {"SOFT_CAP": SOFT_CAP, "WINDOW": 4096} for shape in heads if shape["HEAD_DIM"] >= 128],
         "attention_sm90": hopper_heads + [shape | {"SOFT_CAP": SOFT_CAP, "WINDOW": 4096} for shape in hopper_heads],
@@ -55,7 +57,7 @@ def formats(name, card):
     """The names of a kernel's formats that a card has, and their macros."""
     macro = {"add_norm": "OUTPUT", "gated": "OUTPUT", "quantize": "OUTPUT"}
     macro |= {"attention": "STORE", "attention_sm90": "STORE", "rope_store": "STORE"}
-    macro |= {"linear": "FORMAT", "linear_sm90": "FORMAT", "peak": "FORMAT"}
+    macro |= {"linear": "FORMAT", "grouped_linear": "FORMAT", "linear_sm90": "FORMAT", "peak": "FORMAT"}
     if name not in macro:
         return [("", {})]
     return [(word, {macro[name]: value}) for word, value in FORMATS.items() if word != "fp8" or card not in ("sm_80", "sm_86")]

@@ -68,6 +68,18 @@ inline unsigned long long shuffle_up(unsigned long long x, int lanes) {
     return emulator::exchange(x, lane < (unsigned)lanes ? lane : lane - lanes);
 }
 
+inline unsigned int vote(bool x) {
+    unsigned int mine[1] = {x};
+    const auto& all = emulator::gather<1>(mine);
+    unsigned int votes = 0;
+    for (int lane = 0; lane < 32; lane++) votes |= all.of[lane][0] << lane;
+    return votes;
+}
+
+inline int bits_set(unsigned int x) {
+    return __builtin_popcount(x);
+}
+
 inline float add_toward_zero(float a, float b) {
     double exact = (double)a + b;
     float sum = (float)exact;

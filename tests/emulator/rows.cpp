@@ -1,9 +1,10 @@
-// add_norm.cu, gated.cu, quantize.cu, embed.cu, soft_cap.cu and random_weights.cu against doubles.
+// add_norm.cu, gated.cu, quantize.cu, norm_heads.cu, embed.cu, soft_cap.cu and random_weights.cu against doubles.
 #include "ptx.cuh"
 #include "types.cuh"
 #include "../../kernels/add_norm.cu"
 #include "../../kernels/gated.cu"
 #include "../../kernels/quantize.cu"
+#include "../../kernels/norm_heads.cu"
 #include "../../kernels/embed.cu"
 #include "../../kernels/soft_cap.cu"
 #include "../../kernels/random_weights.cu"
@@ -64,6 +65,16 @@ static void add_errors(check::Worst& worst, const Output& out, int row, const st
     }
 }
 
+// A row less its mean, where the kernel is asked for that.
+static std::vector<double> centered(std::vector<double> row) {
+#if CENTERED
+    double total = 0;
+    for (double x : row) total += x;
+    for (double& x : row) x -= total / WIDTH;
+#endif
+    return row;
+}
+
 // A row of a norm, not rounded.
 static std::vector<double> normed(std::vector<double> row, const float* weight) {
     double squares = 0;
@@ -105,7 +116,7 @@ static void check_add_norm() {
             check::run(add_norm, rows, 1, THREADS, 0, 3, residual, delta, delta_weight, weight, picked, EPS, out.bytes, out.scales);
             check::Worst worst;
             for (int row = 0; row < rows; row++)
-                add_errors(worst, out, row, normed(sum_of(before, delta, delta_weight, picked ? picked[row] : row), weight), 1 + DELTA_NORM);
+                add_errors(worst, out, row, normed(centered(sum_of(before, delta, delta_weight, picked ? picked[row] : row)), weight), 1 + DELTA_NORM);
             // The kernel's scale of a delta's norm is off by some 2^-23: where that lies near the middle between two numbers of BF16,
             // it rounds the other way. One in some 2^14 does.
             int others = 0;
@@ -135,9 +146,17 @@ static void check_add_norm() {
     check::expect(right, "add_norm of NaN and infinity");
 }
 
+const float ALPHA = 1.702f, LIMIT = 2;
+
 static double activated(double x) {
     const double pi = std::acos(-1.0);
-    return GELU ? x / 2 * (1 + std::tanh(std::sqrt(2 / pi) * (x + 0.044715 * x * x * x))) : x / (1 + std::exp(-x));
+    if (ACTIVATION == 2) x = std::min(x, double(LIMIT));
+    return ACTIVATION == 1 ? x / 2 * (1 + std::tanh(std::sqrt(2 / pi) * (x + 0.044715 * x * x * x)))
+                           : x / (1 + std::exp(-x * (ACTIVATION == 2 ? ALPHA : 1.0)));
+}
+
+static double factor(double up) {
+    return ACTIVATION == 2 ? std::max(-double(LIMIT), std::min(up, double(LIMIT))) + 1 : up;
 }
 
 static void check_gated() {
@@ -146,21 +165,22 @@ static void check_gated() {
     const float far[8] = {-3e38f, -1e15f, -1e4f, -20, -5, 0, 20, 1e15f};
     for (int i = 0; i < 8; i++) pairs[size_t(COUNT - 1) * 2 * WIDTH + i] = to_bf16(far[i]);
     Output out;
-    check::run(gated, COUNT, 1, THREADS, 0, 5, pairs, out.bytes, out.scales);
+    check::run(gated, COUNT, 1, THREADS, 0, 5, pairs, out.bytes, out.scales, ALPHA, LIMIT);
     check::Worst worst;
     for (int row = 0; row < COUNT; row++) {
         const Bf16 *gate = pairs + size_t(row) * 2 * WIDTH, *up = gate + WIDTH;
         std::vector<double> want;
-        for (int i = 0; i < WIDTH; i++) want.push_back(activated(widen(gate[i])) * widen(up[i]));
-        add_errors(worst, out, row, want, 2);
+        for (int i = 0; i < WIDTH; i++) want.push_back(activated(widen(gate[i])) * factor(widen(up[i])));
+        add_errors(worst, out, row, want, ACTIVATION == 2 ? 3 : 2);
     }
     check::expect(worst.fine(), "gated: %.2f of the error allowed", worst.part);
 
     pairs[1 * 2 * WIDTH + WIDTH - 1] = NOT_A_NUMBER;
     pairs[2 * 2 * WIDTH] = MINUS_INFINITY;
     pairs[3 * 2 * WIDTH + 2 * WIDTH - 1] = MINUS_INFINITY;
-    check::run(gated, COUNT, 1, THREADS, 0, 5, pairs, out.bytes, out.scales);
-    bool right = !tells(out, 0) && tells(out, 1) && tells(out, 2) && tells(out, 3) && !tells(out, 4);
+    check::run(gated, COUNT, 1, THREADS, 0, 5, pairs, out.bytes, out.scales, ALPHA, LIMIT);
+    // An infinite up that is bounded is finite.
+    bool right = !tells(out, 0) && tells(out, 1) && tells(out, 2) && tells(out, 3) == (ACTIVATION != 2) && !tells(out, 4);
     check::expect(right, "gated of NaN and infinity");
 }
 
@@ -180,6 +200,36 @@ static void check_quantize() {
     bool right = out.scales[0] > 0 && std::isnan(out.scales[1]) && std::isnan(out.scales[2]) && out.scales[3] == 0;
     check::expect(right, "scales of a row, with NaN, with infinity, of zeros: %g %g %g %g", out.scales[0], out.scales[1], out.scales[2],
                   out.scales[3]);
+}
+
+// Heads in the middle of longer rows, which stay as they are on both sides.
+static void check_norm_heads() {
+    const int before = 16, stride = before + WIDTH + 8;
+    Bf16* rows = check::guarded<Bf16>(size_t(COUNT) * stride);
+    for (int i = 0; i < COUNT * stride; i++) rows[i] = to_bf16(check::number() * 3);
+    rows[stride + before + WIDTH - 1] = NOT_A_NUMBER;
+    const std::vector<Bf16> old(rows, rows + size_t(COUNT) * stride);
+    const float* weight = random_weight();
+    check::run(norm_heads, COUNT, 1, THREADS, 0, 3, rows + before, weight, EPS, stride);
+    check::Worst worst;
+    bool stay = true, tells = true;
+    for (int row = 0; row < COUNT; row++) {
+        const size_t first = size_t(row) * stride;
+        std::vector<double> want;
+        for (int i = 0; i < WIDTH; i++) want.push_back(widen(old[first + before + i]));
+        want = normed(want, weight);
+        for (int i = 0; i < WIDTH; i++) {
+            double is = widen(rows[first + before + i]);
+            if (row == 1)
+                tells &= std::isnan(is);
+            else
+                worst.add(is - want[i], 1.02 * std::fabs(want[i]) / 256 + 1e-30);
+        }
+        for (int i = 0; i < stride; i++)
+            if (i < before || i >= before + WIDTH) stay &= rows[first + i].bits == old[first + i].bits;
+    }
+    check::expect(worst.fine() && stay && tells, "norm_heads: %.2f of the error allowed, NaN %s, neighbours %s", worst.part,
+                  tells ? "shows" : "is lost", stay ? "stay" : "change");
 }
 
 static void check_embed() {
@@ -254,6 +304,7 @@ int main() {
     check_add_norm();
     check_gated();
     check_quantize();
+    check_norm_heads();
     check_embed();
     check_soft_cap();
     check_random_weights();

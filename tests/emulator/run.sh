@@ -1,6 +1,6 @@
 #!/bin/bash
 # Runs kernels in the emulator against references in doubles, in every format: tests/emulator/run.sh [--quick] [PROGRAM]..., of encodings, linear,
-# rows, attention, sample and client (the libraries that stand in for NVIDIA's). Needs a C++ compiler alone. Fails where an error is larger than its
+# experts, rows, attention, sample and client (the libraries that stand in for NVIDIA's). Needs a C++ compiler alone. Fails where an error is larger than its
 # check says. --quick, as every run of the tests has it, leaves out shapes (`slow`) whose code others run, too: half of the time.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -38,13 +38,17 @@ linear() {
     done
 }
 
+experts() {
+    for format in 0 1 2; do run experts FORMAT=$format; done
+}
+
 rows() {
     for format in 0 1 2; do
-        run rows OUTPUT=$format WIDTH=8 THREADS=128 DELTA_NORM=1 GELU=1
-        slow run rows OUTPUT=$format WIDTH=904 THREADS=128 DELTA_NORM=0 GELU=0
-        run rows OUTPUT=$format WIDTH=4864 THREADS=256 DELTA_NORM=1 GELU=0
-        slow run rows OUTPUT=$format WIDTH=28672 THREADS=1024 DELTA_NORM=0 GELU=1
-        run rows OUTPUT=$format WIDTH=65536 THREADS=1024 DELTA_NORM=1 GELU=0
+        run rows OUTPUT=$format WIDTH=8 THREADS=128 DELTA_NORM=1 ACTIVATION=1 CENTERED=1
+        slow run rows OUTPUT=$format WIDTH=904 THREADS=128 DELTA_NORM=0 ACTIVATION=0 CENTERED=1
+        run rows OUTPUT=$format WIDTH=4864 THREADS=256 DELTA_NORM=0 ACTIVATION=2 CENTERED=1
+        slow run rows OUTPUT=$format WIDTH=28672 THREADS=1024 DELTA_NORM=0 ACTIVATION=1
+        run rows OUTPUT=$format WIDTH=65536 THREADS=1024 DELTA_NORM=1 ACTIVATION=0
     done
 }
 
@@ -53,7 +57,7 @@ attention() {
     local cap=1073741824
     for store in 0 1 2; do
         run attention STORE=$store HEADS=8 KV_HEADS=2 HEAD_DIM=64 BLOCK=64 ROW_WARPS=4
-        run attention STORE=$store HEADS=16 KV_HEADS=1 HEAD_DIM=32 BLOCK=64 ROW_WARPS=1
+        run attention STORE=$store HEADS=16 KV_HEADS=1 HEAD_DIM=32 BLOCK=64 ROW_WARPS=1 SINKS=1
         slow run attention STORE=$store HEADS=6 KV_HEADS=2 HEAD_DIM=80 BLOCK=64 ROW_WARPS=2 WINDOW=100
         run attention STORE=$store HEADS=5 KV_HEADS=1 HEAD_DIM=96 BLOCK=32 ROW_WARPS=1 WINDOW=33
         run attention STORE=$store HEADS=7 KV_HEADS=1 HEAD_DIM=128 BLOCK=64 ROW_WARPS=1 SOFT_CAP=$cap
@@ -62,7 +66,7 @@ attention() {
         run attention SM90=1 STORE=$store HEADS=8 KV_HEADS=2 HEAD_DIM=64 BLOCK=64 ROW_WARPS=4
         slow run attention SM90=1 STORE=$store HEADS=16 KV_HEADS=1 HEAD_DIM=32 BLOCK=64 ROW_WARPS=8
         slow run attention SM90=1 STORE=$store HEADS=10 KV_HEADS=2 HEAD_DIM=80 BLOCK=64 ROW_WARPS=4 WINDOW=100
-        run attention SM90=1 STORE=$store HEADS=8 KV_HEADS=1 HEAD_DIM=96 BLOCK=64 ROW_WARPS=4 WINDOW=33 SOFT_CAP=$cap
+        run attention SM90=1 STORE=$store HEADS=8 KV_HEADS=1 HEAD_DIM=96 BLOCK=64 ROW_WARPS=4 WINDOW=33 SOFT_CAP=$cap SINKS=1
         run attention SM90=1 STORE=$store HEADS=7 KV_HEADS=1 HEAD_DIM=112 BLOCK=64 ROW_WARPS=12
         slow run attention SM90=1 STORE=$store HEADS=7 KV_HEADS=1 HEAD_DIM=128 BLOCK=64 ROW_WARPS=4 SOFT_CAP=$cap
         run attention SM90=1 STORE=$store HEADS=16 KV_HEADS=1 HEAD_DIM=128 BLOCK=64 ROW_WARPS=4 STAGES=2
@@ -89,7 +93,7 @@ client() {
     "$built/client" "$built/lib" || failed=1
 }
 
-for part in "${@:-encodings linear rows attention sample client}"; do
+for part in "${@:-encodings linear experts rows attention sample client}"; do
     for name in $part; do "$name"; done
 done
 exit $failed

@@ -392,14 +392,6 @@ impl Device for Cpu {
         Ok(())
     }
 
-    fn centers_norms(&self) -> bool {
-        true
-    }
-
-    fn normalises_heads_jointly(&self) -> bool {
-        true
-    }
-
     fn rope_store(
         &self,
         op: RopeStore<'_, Vector>,
@@ -471,10 +463,6 @@ impl Device for Cpu {
             gated::gated(self.ctx(), activation, self.rounds_to_bf16(), gate_up, out);
         }
         Ok(())
-    }
-
-    fn runs_experts(&self) -> bool {
-        true
     }
 
     fn experts(

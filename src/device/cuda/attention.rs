@@ -7,8 +7,8 @@
 use super::driver::Argument;
 use super::memory::{Buffer, KvPool, Workspace, address, ensure_capacity};
 use super::plan::{self, KernelFormat};
-use super::{Cuda, Step};
-use crate::device::{Attention, DeviceError, HeadShape};
+use super::{Cuda, Step, Vector};
+use crate::device::{Attention, AttentionInput, DeviceError, HeadShape};
 
 /// Refuses heads that the kernels of attention do not compute.
 ///
@@ -30,8 +30,8 @@ impl Cuda {
     pub(super) fn attend(
         &self,
         op: Attention,
-        step: &Step,
-        (qkv, pool): (&Buffer, &KvPool),
+        input: &AttentionInput<'_, Buffer, Vector>,
+        (step, pool): (&Step, &KvPool),
         out: &mut Buffer,
         workspace: &mut Workspace,
     ) -> Result<(), DeviceError> {
@@ -62,6 +62,7 @@ impl Cuda {
         )?;
         let (sums, states) = (address(&workspace.part_sums), address(&workspace.part_states));
         let window = plan::window(op.spec);
+        let sinks = Argument::Address(input.sinks.map_or(0, |sinks| sinks.0.address()));
         let [keys, values, key_scales, value_scales] = pool.arguments();
         for plan in &layer.plans {
             let addresses = step.plan_addresses(plan);
@@ -70,9 +71,9 @@ impl Cuda {
                 (shape.narrow_block_warps(), addresses.narrow, plan.narrow_items),
             ] {
                 self.launch(
-                    &shape.attention(warps, (window, op.soft_cap), count),
+                    &shape.attention(warps, (window, op.soft_cap, input.sinks.is_some()), count),
                     &[
-                        qkv.data(),
+                        input.qkv.data(),
                         keys,
                         values,
                         key_scales,
@@ -82,6 +83,7 @@ impl Cuda {
                         Argument::Address(step.positions()),
                         Argument::Address(step.tables(op.table)),
                         Argument::Float(op.scale),
+                        sinks,
                         out.data(),
                         sums,
                         states,
@@ -96,6 +98,7 @@ impl Cuda {
                     Argument::Address(addresses.parts),
                     sums,
                     states,
+                    sinks,
                     out.data(),
                 ],
             )?;

@@ -11,17 +11,23 @@ use super::nvrtc::{Compiled, Nvrtc};
 use crate::device::DeviceError;
 
 /// Sources by stem; the stem is also the name of the kernel function.
-const SOURCES: [(&str, &str); 15] = [
+const SOURCES: [(&str, &str); 21] = [
     ("embed", include_str!("../../../kernels/embed.cu")),
     ("add_norm", include_str!("../../../kernels/add_norm.cu")),
     ("quantize", include_str!("../../../kernels/quantize.cu")),
     ("gated", include_str!("../../../kernels/gated.cu")),
+    ("norm_heads", include_str!("../../../kernels/norm_heads.cu")),
     ("rope_store", include_str!("../../../kernels/rope_store.cu")),
     ("attention", include_str!("../../../kernels/attention.cu")),
     ("attention_sm90", include_str!("../../../kernels/attention_sm90.cu")),
     ("merge", include_str!("../../../kernels/merge.cu")),
     ("linear", include_str!("../../../kernels/linear.cu")),
     ("linear_sm90", include_str!("../../../kernels/linear_sm90.cu")),
+    ("router", include_str!("../../../kernels/router.cu")),
+    ("choose_experts", include_str!("../../../kernels/choose_experts.cu")),
+    ("sort_rows", include_str!("../../../kernels/sort_rows.cu")),
+    ("grouped_linear", include_str!("../../../kernels/grouped_linear.cu")),
+    ("combine_experts", include_str!("../../../kernels/combine_experts.cu")),
     ("scale_sums", include_str!("../../../kernels/scale_sums.cu")),
     ("soft_cap", include_str!("../../../kernels/soft_cap.cu")),
     ("peak", include_str!("../../../kernels/peak.cu")),
@@ -29,13 +35,18 @@ const SOURCES: [(&str, &str); 15] = [
     ("sample", include_str!("../../../kernels/sample.cu")),
 ];
 
-const HEADERS: [(&str, &str); 7] = [
+const HEADERS: [(&str, &str); 9] = [
     ("types.cuh", include_str!("../../../kernels/common/types.cuh")),
     ("ptx.cuh", include_str!("../../../kernels/common/ptx.cuh")),
     ("drawn.cuh", include_str!("../../../kernels/common/drawn.cuh")),
     ("rows.cuh", include_str!("../../../kernels/common/rows.cuh")),
     ("attention.cuh", include_str!("../../../kernels/common/attention.cuh")),
     ("linear.cuh", include_str!("../../../kernels/common/linear.cuh")),
+    (
+        "linear_tile.cuh",
+        include_str!("../../../kernels/common/linear_tile.cuh"),
+    ),
+    ("experts.cuh", include_str!("../../../kernels/common/experts.cuh")),
     ("hopper.cuh", include_str!("../../../kernels/common/hopper.cuh")),
 ];
 
@@ -48,7 +59,7 @@ pub fn names() -> impl Iterator<Item = &'static str> {
 const FORMAT_TAG: &str = "after a hash";
 
 /// Maximum number of macros per kernel.
-const MACROS_MAX: usize = 9;
+const MACROS_MAX: usize = 10;
 
 /// A kernel, specialised by macros.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -61,7 +72,7 @@ impl Kernel {
     /// The kernel `name` with these macros.
     ///
     /// # Panics
-    /// `macros` has more than nine entries.
+    /// `macros` has more than ten entries.
     pub fn new(name: &'static str, macros: &[(&'static str, u32)]) -> Kernel {
         let mut all = [("", 0); MACROS_MAX];
         all[..macros.len()].copy_from_slice(macros);

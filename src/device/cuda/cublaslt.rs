@@ -414,6 +414,7 @@ impl CublasLt {
             KernelFormat::Int8 => (I8, I32, COMPUTE_I32, I32),
             KernelFormat::E4m3 => (E4M3, BF16, COMPUTE_F32, F32),
             KernelFormat::Bf16 => (BF16, BF16, COMPUTE_F32, F32),
+            KernelFormat::F32 => return Ok(None),
         };
         let output_type = if f32_output { F32 } else { output_type };
         let supports_row_scales = self.version >= ROW_SCALES_VERSION_MIN && self.context.card().is_hopper();

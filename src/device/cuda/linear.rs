@@ -29,7 +29,7 @@ pub(super) struct LinearCall<'a> {
 
 impl Cuda {
     /// `x` in `format`: `x` itself, or a copy that is quantized into `quantized`.
-    fn in_format<'a>(
+    pub(super) fn in_format<'a>(
         &self,
         x: &'a Buffer,
         format: KernelFormat,

@@ -8,6 +8,7 @@ use half::bf16;
 
 use super::draw::Drawing;
 use super::driver::{Argument, Context, Memory, Pinned, PinnedTransfer};
+use super::experts::ExpertsScratch;
 use super::plan::{BLOCK_TOKENS, KernelFormat};
 use crate::device::{DeviceError, HeadShape, KvFormat};
 
@@ -110,6 +111,7 @@ pub struct Workspace {
     pub(super) quantized: Buffer,
     /// Gate and up projections, side by side in each row.
     pub(super) gate_up: Buffer,
+    pub(super) experts: ExpertsScratch,
     /// Partial attention results: unnormalised sums, and (maximum score, sum of weights) pairs.
     pub(super) part_sums: Option<Memory>,
     pub(super) part_states: Option<Memory>,

@@ -16,8 +16,8 @@ use crate::device::batch::{BlockCopy, StepBatch};
 use crate::device::draw::{Draw, DrawError, DrawnToken};
 use crate::device::random::RandomMatrix;
 use crate::device::{
-    Activation, AddNorm, Attention, AttentionInput, Device, DeviceError, HeadShape, KvFormat, KvSpec, Linear,
-    OutputHead, Precision, RopeSpec, RopeStore, Tensor, TensorError,
+    Activation, AddNorm, Attention, AttentionInput, Device, DeviceError, ExpertWeights, HeadShape, KvFormat, KvSpec,
+    Linear, OutputHead, Precision, RopeSpec, RopeStore, Tensor, TensorError,
 };
 
 mod attention;
@@ -28,12 +28,15 @@ pub mod compile;
 mod cublaslt;
 mod draw;
 pub mod driver;
+pub mod expert_plan;
+mod experts;
 pub mod items;
 pub mod libraries;
 mod linear;
 mod memory;
 pub mod nvrtc;
 pub mod plan;
+mod rope;
 mod step;
 mod tuning;
 mod weights;
@@ -45,6 +48,7 @@ pub use ceilings::Ceilings;
 use compile::{CompileTarget, Kernel, KernelCompiler};
 use draw::Drawing;
 use driver::{Argument, Card, Context, Function, Memory};
+use experts::ExpertsScratch;
 pub use memory::{Buffer, KvPool, Workspace, kv_block_bytes};
 use memory::{Logits, block_bytes, block_pair_bytes};
 use nvrtc::Nvrtc;
@@ -73,11 +77,18 @@ pub struct Cuda {
     kv_format: KernelFormat,
 }
 
-/// Biases, in BF16.
+/// Biases, in BF16; a router's correction, in F32.
 pub struct Vector(Memory);
 
 /// A norm's weights, in F32.
 pub struct Norm(Memory);
+
+impl Norm {
+    /// Number of weights.
+    fn values(&self) -> usize {
+        self.0.bytes() / 4
+    }
+}
 
 impl Cuda {
     /// Checks that card `ordinal` can compute (driver, NVRTC) and returns its description.
@@ -200,6 +211,26 @@ impl Cuda {
         }
     }
 
+    /// Combines the gate and the up projection of each row.
+    fn activate(&self, activation: Activation, gate_up: &Buffer, out: &mut Buffer) -> Result<(), DeviceError> {
+        let (alpha, limit) = match activation {
+            Activation::ClampedSwiglu { alpha, limit } => (alpha, limit),
+            Activation::Silu | Activation::GeluTanh => (0.0, 0.0),
+        };
+        let width = gate_up.width / 2;
+        out.reshape(&self.context, gate_up.rows, width, self.format)?;
+        self.launch(
+            &plan::gated(width, self.format, activation, gate_up.rows),
+            &[
+                gate_up.data(),
+                out.data(),
+                out.scales(),
+                Argument::Float(alpha),
+                Argument::Float(limit),
+            ],
+        )
+    }
+
     /// Adds the delta, then normalises all rows, or those listed at address `row_indices` (0: all).
     fn launch_add_norm(
         &self,
@@ -212,7 +243,7 @@ impl Cuda {
         out.reshape(&self.context, rows, residual.width, format)?;
         let delta_norm = op.delta.as_ref().and_then(|delta| delta.norm);
         self.launch(
-            &plan::add_norm(residual.width, format, delta_norm.is_some(), rows),
+            &plan::add_norm(residual.width, format, (delta_norm.is_some(), op.centered), rows),
             &[
                 residual.data(),
                 op.delta
@@ -246,6 +277,18 @@ impl Device for Cuda {
         self.load_tensors(parts, self.format)
     }
 
+    fn stacks_experts(&self) -> bool {
+        true
+    }
+
+    fn router_matrix(&self, parts: &[Tensor<'_>]) -> Result<Matrix, TensorError> {
+        self.load_router(parts)
+    }
+
+    fn router_vector(&self, part: Tensor<'_>) -> Result<Vector, TensorError> {
+        self.load_f32(&[part], "a router's correction").map(Vector)
+    }
+
     /// BF16 at every precision: rounding the logits' weights costs the most accuracy, and embedding
     /// reads the table by rows.
     fn embedding_table(&self, part: Tensor<'_>) -> Result<Matrix, TensorError> {
@@ -273,13 +316,7 @@ impl Device for Cuda {
     }
 
     fn norm(&self, part: Tensor<'_>) -> Result<Norm, TensorError> {
-        let mut values = vec![0.0f32; part.columns];
-        part.read_row(0, &mut values);
-        if !values.iter().all(|x| x.is_finite()) {
-            return Err(TensorError::NotFinite { part: 0, row: 0 });
-        }
-        let bytes: Vec<u8> = values.iter().flat_map(|x| x.to_ne_bytes()).collect();
-        Ok(Norm(self.context.allocate_copy(&bytes, "a norm's weights")?))
+        self.load_f32(&[part], "a norm's weights").map(Norm)
     }
 
     fn buffer(&self) -> Buffer {
@@ -290,6 +327,7 @@ impl Device for Cuda {
         Workspace {
             quantized: Buffer::new(),
             gate_up: Buffer::new(),
+            experts: ExpertsScratch::new(),
             part_sums: None,
             part_states: None,
             logits: Logits::default(),
@@ -386,7 +424,12 @@ impl Device for Cuda {
         residual: &mut Buffer,
         out: &mut Buffer,
     ) -> Result<(), DeviceError> {
-        self.launch_add_norm(&op, residual, (0, residual.rows), self.format, out)
+        let format = if op.for_experts {
+            KernelFormat::Bf16
+        } else {
+            self.format
+        };
+        self.launch_add_norm(&op, residual, (0, residual.rows), format, out)
     }
 
     fn add_norm_logits_rows(
@@ -422,24 +465,7 @@ impl Device for Cuda {
         qkv: &mut Buffer,
         pool: &mut KvPool,
     ) -> Result<(), DeviceError> {
-        let norm = |norm: Option<&Norm>| Argument::Address(norm.map_or(0, |norm| norm.0.address()));
-        let [keys, values, key_scales, value_scales] = pool.arguments();
-        self.launch(
-            &self.attention_shape(op.heads).rope_store(step.tokens),
-            &[
-                qkv.data(),
-                Argument::Address(step.rotations(op.rope)),
-                Argument::Address(step.positions()),
-                Argument::Address(step.slots(op.table)),
-                norm(op.qk_norm.as_ref().map(|norm| norm.q)),
-                norm(op.qk_norm.as_ref().map(|norm| norm.k)),
-                Argument::Float(op.qk_norm.as_ref().map_or(0.0, |norm| norm.eps)),
-                keys,
-                values,
-                key_scales,
-                value_scales,
-            ],
-        )
+        self.rotate_and_store(op, step, qkv, pool)
     }
 
     fn attention(
@@ -451,10 +477,7 @@ impl Device for Cuda {
         out: &mut Buffer,
         workspace: &mut Workspace,
     ) -> Result<(), DeviceError> {
-        if input.sinks.is_some() {
-            return Err(DeviceError::Unsupported("attention with sinks".into()));
-        }
-        self.attend(op, step, (input.qkv, pool), out, workspace)
+        self.attend(op, &input, (step, pool), out, workspace)
     }
 
     fn gated_linear(
@@ -471,16 +494,19 @@ impl Device for Cuda {
             deterministic,
             ..
         } = workspace;
-        if let Activation::ClampedSwiglu { .. } = activation {
-            return Err(DeviceError::Unsupported("a gate with bounds".into()));
-        }
         self.linear_into(linear, x, gate_up, (quantized, *deterministic))?;
-        let width = gate_up.width / 2;
-        out.reshape(&self.context, gate_up.rows, width, self.format)?;
-        self.launch(
-            &plan::gated(width, self.format, activation, gate_up.rows),
-            &[gate_up.data(), out.data(), out.scales()],
-        )
+        self.activate(activation, gate_up, out)
+    }
+
+    fn experts(
+        &self,
+        experts: &ExpertWeights<Matrix, Vector>,
+        activation: Activation,
+        x: &Buffer,
+        out: &mut Buffer,
+        workspace: &mut Workspace,
+    ) -> Result<(), DeviceError> {
+        self.run_experts(experts, activation, x, out, workspace)
     }
 
     fn logits(&self, head: OutputHead<'_, Matrix>, x: &Buffer, workspace: &mut Workspace) -> Result<(), DeviceError> {

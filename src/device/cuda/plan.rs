@@ -35,6 +35,8 @@ pub enum KernelFormat {
     Int8 = 0,
     E4m3 = 1,
     Bf16 = 2,
+    /// Of routers' weights alone.
+    F32 = 3,
 }
 
 impl KernelFormat {
@@ -63,11 +65,12 @@ impl KernelFormat {
         match self {
             KernelFormat::Int8 | KernelFormat::E4m3 => 1,
             KernelFormat::Bf16 => 2,
+            KernelFormat::F32 => 4,
         }
     }
 
     pub fn is_scaled(self) -> bool {
-        self != KernelFormat::Bf16
+        matches!(self, KernelFormat::Int8 | KernelFormat::E4m3)
     }
 }
 
@@ -86,12 +89,12 @@ fn row_kernel(
     name: &'static str,
     width: usize,
     output: KernelFormat,
-    extra_macro: Option<(&'static str, u32)>,
+    extra_macros: &[(&'static str, u32)],
     rows: usize,
 ) -> Launch {
     let threads = row_threads(width);
     let mut macros = vec![("WIDTH", width as u32), ("OUTPUT", output as u32), ("THREADS", threads)];
-    macros.extend(extra_macro);
+    macros.extend(extra_macros);
     Launch {
         kernel: Kernel::new(name, &macros),
         grid: [rows as u32, 1],
@@ -100,20 +103,32 @@ fn row_kernel(
     }
 }
 
-/// Launch over `rows` rows. `delta_norm`: whether the delta is normalised before it is added.
-pub fn add_norm(width: usize, output: KernelFormat, delta_norm: bool, rows: usize) -> Launch {
-    row_kernel("add_norm", width, output, Some(("DELTA_NORM", delta_norm.into())), rows)
+/// Launch over `rows` rows. `delta_norm`: whether the delta is normalised before it is added;
+/// `centered`: whether the mean is subtracted.
+pub fn add_norm(width: usize, output: KernelFormat, (delta_norm, centered): (bool, bool), rows: usize) -> Launch {
+    let macros = [("DELTA_NORM", delta_norm.into()), ("CENTERED", 1)];
+    let macros = if centered { &macros[..] } else { &macros[..1] };
+    row_kernel("add_norm", width, output, macros, rows)
+}
+
+/// Launch over `tokens` tokens, of each of which `width` values are normalised.
+pub fn norm_heads(width: usize, tokens: usize) -> Launch {
+    row_kernel("norm_heads", width, KernelFormat::Bf16, &[], tokens)
 }
 
 /// Launch over `rows` rows of `2 * width` values (gate and up).
 pub fn gated(width: usize, output: KernelFormat, activation: Activation, rows: usize) -> Launch {
-    let gelu = activation == Activation::GeluTanh;
-    row_kernel("gated", width, output, Some(("GELU", gelu.into())), rows)
+    let activation = match activation {
+        Activation::Silu => 0,
+        Activation::GeluTanh => 1,
+        Activation::ClampedSwiglu { .. } => 2,
+    };
+    row_kernel("gated", width, output, &[("ACTIVATION", activation)], rows)
 }
 
 /// Launch over `rows` rows of activations or weights.
 pub fn quantize(width: usize, output: KernelFormat, rows: usize) -> Launch {
-    row_kernel("quantize", width, output, None, rows)
+    row_kernel("quantize", width, output, &[], rows)
 }
 
 /// Launch over `rows` rows of logits, 1024 logits per block.
@@ -279,7 +294,7 @@ impl Tile {
         (tiles / multiprocessors).ceil() * (stages * stage_cycles + TILE_OVERHEAD_CYCLES)
     }
 
-    fn stage_bytes(self) -> u32 {
+    pub(super) fn stage_bytes(self) -> u32 {
         (self.rows() + self.columns) * STAGE_ROW_BYTES
     }
 
@@ -415,7 +430,13 @@ impl AttentionShape {
 
     /// Launch over `items` work items, with `warps` warps per thread block. `window`: the number of
     /// positions that a query attends to, or 0 for all. `soft_cap`: bound of the scores.
-    pub fn attention(&self, warps: u32, (window, soft_cap): (u32, Option<f32>), items: usize) -> Launch {
+    /// `has_sinks`: whether each query head has a sink.
+    pub fn attention(
+        &self,
+        warps: u32,
+        (window, soft_cap, has_sinks): (u32, Option<f32>, bool),
+        items: usize,
+    ) -> Launch {
         let mut macros = vec![
             ("HEADS", self.heads),
             ("KV_HEADS", self.kv_heads),
@@ -426,6 +447,7 @@ impl AttentionShape {
             ("WINDOW", window),
         ];
         macros.extend(soft_cap.map(|cap| ("SOFT_CAP", cap.to_bits())));
+        macros.extend(has_sinks.then_some(("SINKS", 1)));
         let (name, shared_bytes) = if self.uses_wgmma() {
             ("attention_sm90", self.wgmma_shared_bytes(warps))
         } else {

@@ -36,12 +36,7 @@ impl Cuda {
         format: KernelFormat,
         stage: impl FnOnce(&mut Loader, &mut dyn FnMut(StagedPiece<'_>) -> Result<(), DeviceError>) -> Result<(), E>,
     ) -> Result<Matrix, E> {
-        if !columns.is_multiple_of(16) || columns == 0 || columns > 65536 {
-            return Err(DeviceError::Unsupported(format!(
-                "a matrix has rows of {columns} numbers; the GPU's kernels take multiples of 16 up to 65,536"
-            ))
-            .into());
-        }
+        check_width(columns)?;
         let data = self.context.allocate(rows * columns * format.bytes(), "weights")?;
         let scales = format
             .is_scaled()
@@ -77,6 +72,35 @@ impl Cuda {
         })
     }
 
+    /// Loads a matrix, or a vector, in F32.
+    pub(super) fn load_f32(&self, parts: &[Tensor<'_>], what: &str) -> Result<Memory, TensorError> {
+        let mut bytes = Vec::new();
+        for (part, tensor) in parts.iter().enumerate() {
+            let mut values = vec![0.0f32; tensor.columns];
+            for row in 0..tensor.rows {
+                tensor.read_row(row, &mut values);
+                if !values.iter().all(|x| x.is_finite()) {
+                    return Err(TensorError::NotFinite { part, row });
+                }
+                bytes.extend(values.iter().flat_map(|x| x.to_ne_bytes()));
+            }
+        }
+        Ok(self.context.allocate_copy(&bytes, what)?)
+    }
+
+    /// Loads a router's matrix, in F32.
+    pub(super) fn load_router(&self, parts: &[Tensor<'_>]) -> Result<Matrix, TensorError> {
+        let columns = parts.first().map_or(0, |part| part.columns);
+        check_width(columns)?;
+        Ok(Matrix {
+            rows: parts.iter().map(|part| part.rows).sum(),
+            columns,
+            format: KernelFormat::F32,
+            data: self.load_f32(parts, "a router's weights")?,
+            scales: None,
+        })
+    }
+
     pub(super) fn load_tensors(&self, parts: &[Tensor<'_>], format: KernelFormat) -> Result<Matrix, TensorError> {
         let columns = parts.first().map_or(0, |part| part.columns);
         let rows = parts.iter().map(|part| part.rows).sum();
@@ -100,6 +124,16 @@ impl Cuda {
         };
         self.load_matrix(shape, format, |loader, consume| loader.generate(parts, fill, consume))
     }
+}
+
+/// Refuses matrices whose rows the kernels do not read.
+fn check_width(columns: usize) -> Result<(), DeviceError> {
+    if !columns.is_multiple_of(16) || columns == 0 || columns > 65536 {
+        return Err(DeviceError::Unsupported(format!(
+            "a matrix has rows of {columns} numbers; the GPU's kernels take multiples of 16 up to 65,536"
+        )));
+    }
+    Ok(())
 }
 
 /// Copies weights to the card through two staging buffers in turn.

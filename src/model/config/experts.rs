@@ -562,18 +562,4 @@ mod tests {
             assert!(error.contains(words), "{architecture} {changes}: {error}");
         }
     }
-
-    #[test]
-    fn a_gpu_refuses_experts_by_the_familys_name() {
-        let error = parse(MIXTRAL, &json!({"num_local_experts": 8}))
-            .unwrap()
-            .refuse_on_gpu();
-        let error = error.unwrap_err().to_string();
-        assert!(
-            error.contains("Mixtral does not run on a GPU yet, because it has experts"),
-            "{error}"
-        );
-        let dense = parse("MistralForCausalLM", &json!({})).unwrap();
-        assert!(dense.refuse_on_gpu().is_ok());
-    }
 }

@@ -7,7 +7,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use crate::device::{Activation, Dtype, HeadShape, KvSpec, RopeSpec, Routing};
+use crate::device::{Activation, Dtype, HeadShape, KvSpec, RopeSpec, Routing, cuda};
 use crate::model::error::ModelError;
 use crate::model::rope::{Rope, Scaling};
 
@@ -214,24 +214,12 @@ impl Config {
         self.context_max.map_or(limit, |max| limit.min(max))
     }
 
-    /// Refuses a model that needs what GPUs do not compute yet.
+    /// Refuses a model that GPUs do not compute.
     ///
     /// # Errors
-    /// The model has experts or layer norms, or norms of queries and keys over all heads together.
+    /// The GPU's kernels do not take its heads.
     pub fn refuse_on_gpu(&self) -> Result<(), ModelError> {
-        let why = if self.experts.is_some() {
-            "it has experts"
-        } else if self.joint_qk_norm {
-            "it normalises all query heads together"
-        } else if self.layer_norms {
-            "it has layer norms"
-        } else {
-            return Ok(());
-        };
-        Err(ModelError::Options(format!(
-            "{} does not run on a GPU yet, because {why}: use a CPU (`--device cpu`)",
-            self.family.name()
-        )))
+        Ok(cuda::check_heads(self.heads)?)
     }
 
     /// How the checkpoint stores experts.

@@ -1,0 +1,246 @@
+//! Routed experts: a router chooses each token's experts, the rows are sorted by expert, and all
+//! experts' MLPs are two grouped products.
+//!
+//! The host never learns what was chosen. It knows the number of rows, since each token has as many
+//! experts, and launches as many tiles as there may be.
+//!
+//! See docs/decisions/102-a-gpu-sorts-experts-rows-by-itself.md.
+
+use std::sync::Arc;
+
+use super::driver::{Argument, Context, Memory};
+use super::expert_plan::{self, ExpertShape};
+use super::memory::{Buffer, Workspace, address, ensure_capacity};
+use super::plan::{KernelFormat, Tile};
+use super::{Cuda, Matrix, Vector};
+use crate::device::{Activation, DeviceError, ExpertWeights, Linear, Routing, Score};
+
+/// Bytes of a `RowTile` in `kernels/common/experts.cuh`.
+const ROW_TILE_BYTES: usize = 12;
+
+/// Scratch memory of [`Cuda::run_experts`].
+pub(super) struct ExpertsScratch {
+    router_logits: Option<Memory>,
+    routes: Option<Memory>,
+    gated: Buffer,
+    /// Outputs of the experts, `[sorted rows][hidden]`, and of the shared one.
+    outputs: Buffer,
+    shared: Buffer,
+}
+
+impl ExpertsScratch {
+    pub(super) fn new() -> ExpertsScratch {
+        ExpertsScratch {
+            router_logits: None,
+            routes: None,
+            gated: Buffer::new(),
+            outputs: Buffer::new(),
+            shared: Buffer::new(),
+        }
+    }
+}
+
+/// Addresses of the arrays of kernels `choose_experts` and `sort_rows`.
+struct Routes {
+    shape: ExpertShape,
+    chosen: Argument,
+    weights: Argument,
+    tokens: Argument,
+    rows: Argument,
+    tiles: Argument,
+    tile_count: Argument,
+}
+
+impl Routes {
+    /// All arrays in one allocation.
+    fn reserve(context: &Arc<Context>, memory: &mut Option<Memory>, shape: ExpertShape) -> Result<Routes, DeviceError> {
+        let (entries, tiles) = (shape.rows * 4, shape.tiles_max() * ROW_TILE_BYTES);
+        ensure_capacity(context, memory, 4 * entries + tiles + 4, "routes to experts")?;
+        let start = memory.as_ref().map_or(0, Memory::address);
+        let at = |offset: usize| Argument::Address(start + offset as u64);
+        Ok(Routes {
+            shape,
+            chosen: at(0),
+            weights: at(entries),
+            tokens: at(2 * entries),
+            rows: at(3 * entries),
+            tiles: at(4 * entries),
+            tile_count: at(4 * entries + tiles),
+        })
+    }
+}
+
+impl Cuda {
+    /// Implements [`experts`](crate::device::Device::experts).
+    pub(super) fn run_experts(
+        &self,
+        experts: &ExpertWeights<Matrix, Vector>,
+        activation: Activation,
+        x: &Buffer,
+        out: &mut Buffer,
+        workspace: &mut Workspace,
+    ) -> Result<(), DeviceError> {
+        let ([gate_up], [down]) = (&experts.gate_up[..], &experts.down[..]) else {
+            return Err(DeviceError::Unsupported("experts that are not stacked".into()));
+        };
+        let Workspace {
+            quantized,
+            gate_up: both,
+            experts: scratch,
+            deterministic,
+            ..
+        } = workspace;
+        let routes = self.route(experts, x, scratch)?;
+        let width = down.weight.rows / routes.shape.experts;
+        out.reshape(&self.context, x.rows, width, KernelFormat::Bf16)?;
+        let read = self.in_format(x, gate_up.weight.format, quantized)?;
+        self.multiply_grouped(gate_up, &routes, (read, routes.tokens), both)?;
+        self.activate(activation, both, &mut scratch.gated)?;
+        let sorted = Argument::Address(0);
+        self.multiply_grouped(down, &routes, (&scratch.gated, sorted), &mut scratch.outputs)?;
+        let (mut shared, mut shared_logits) = (Argument::Address(0), Argument::Address(0));
+        if let Some(mlp) = &experts.shared {
+            self.linear_into(&mlp.gate_up, x, both, (quantized, *deterministic))?;
+            self.activate(activation, both, &mut scratch.gated)?;
+            self.linear_into(
+                &mlp.down,
+                &scratch.gated,
+                &mut scratch.shared,
+                (quantized, *deterministic),
+            )?;
+            shared = scratch.shared.data();
+            if mlp.is_weighted {
+                let logits = scratch.router_logits.as_ref().map_or(0, Memory::address);
+                shared_logits = Argument::Address(logits + routes.shape.experts as u64 * 4);
+            }
+        }
+        self.launch(
+            &expert_plan::combine_experts(x.rows),
+            &[
+                scratch.outputs.data(),
+                routes.rows,
+                routes.weights,
+                shared,
+                shared_logits,
+                out.data(),
+                Argument::Int(experts.routing.per_token as i32),
+                Argument::Int(width as i32),
+                Argument::Int(experts.router.weight.rows as i32),
+            ],
+        )
+    }
+
+    /// Chooses the experts of all rows of `x`, and sorts the rows by expert.
+    fn route(
+        &self,
+        experts: &ExpertWeights<Matrix, Vector>,
+        x: &Buffer,
+        scratch: &mut ExpertsScratch,
+    ) -> Result<Routes, DeviceError> {
+        let Linear { weight, bias } = &experts.router;
+        let Routing {
+            per_token,
+            score,
+            renormalized,
+            scale,
+        } = experts.routing;
+        // A weighted shared expert has the last row of the router.
+        let is_weighted = experts.shared.as_ref().is_some_and(|shared| shared.is_weighted);
+        let (stride, count) = (weight.rows, weight.rows - usize::from(is_weighted));
+        assert!(x.format == KernelFormat::Bf16 && weight.format == KernelFormat::F32);
+        assert!(x.width == weight.columns && (1..=count).contains(&per_token));
+        let shape = ExpertShape {
+            experts: count,
+            rows: x.rows * per_token,
+        };
+        let routes = Routes::reserve(&self.context, &mut scratch.routes, shape)?;
+        let logits = &mut scratch.router_logits;
+        ensure_capacity(&self.context, logits, x.rows * stride * 4, "a router's logits")?;
+        let logits = address(logits);
+        let [rows, count, stride, per_token] = [x.rows, count, stride, per_token].map(|n| Argument::Int(n as i32));
+        self.launch(
+            &expert_plan::router(x.rows, weight.rows),
+            &[
+                x.data(),
+                Argument::Address(weight.data.address()),
+                Argument::Address(bias.as_ref().map_or(0, |bias| bias.0.address())),
+                logits,
+                rows,
+                stride,
+                Argument::Int(weight.columns as i32),
+            ],
+        )?;
+        self.launch(
+            &expert_plan::choose_experts(x.rows),
+            &[
+                logits,
+                Argument::Address(
+                    experts
+                        .correction
+                        .as_ref()
+                        .map_or(0, |correction| correction.0.address()),
+                ),
+                routes.chosen,
+                routes.weights,
+                rows,
+                count,
+                stride,
+                per_token,
+                Argument::Int(match score {
+                    Score::Softmax => 0,
+                    Score::Sigmoid => 1,
+                }),
+                Argument::Int(renormalized.into()),
+                Argument::Float(scale),
+            ],
+        )?;
+        self.launch(
+            &shape.sort_rows(),
+            &[
+                routes.chosen,
+                routes.tokens,
+                routes.rows,
+                routes.tiles,
+                routes.tile_count,
+                Argument::Int(shape.rows as i32),
+                per_token,
+                Argument::Int(Tile::MMA_SYNC.rows() as i32),
+            ],
+        )?;
+        Ok(routes)
+    }
+
+    /// Multiplies each sorted row with its expert's matrix. `picked`: the address of each sorted
+    /// row's row of `x`, or null if `x` has sorted rows.
+    fn multiply_grouped(
+        &self,
+        linear: &Linear<Matrix, Vector>,
+        routes: &Routes,
+        (x, picked): (&Buffer, Argument),
+        out: &mut Buffer,
+    ) -> Result<(), DeviceError> {
+        let weight = &linear.weight;
+        let (shape, format) = (routes.shape, weight.format);
+        let columns = weight.rows / shape.experts;
+        assert!(x.format == format && x.width == weight.columns && weight.rows.is_multiple_of(shape.experts));
+        // Another matrix has rows as wide as these columns, or as half of them.
+        assert!(columns.is_multiple_of(16));
+        out.reshape(&self.context, shape.rows, columns, KernelFormat::Bf16)?;
+        self.launch(
+            &shape.grouped_linear(format, columns),
+            &[
+                x.data(),
+                Argument::Address(weight.data.address()),
+                x.scales(),
+                address(&weight.scales),
+                Argument::Address(linear.bias.as_ref().map_or(0, |bias| bias.0.address())),
+                out.data(),
+                routes.tiles,
+                routes.tile_count,
+                picked,
+                Argument::Int(columns as i32),
+                Argument::Int((weight.columns * format.bytes()) as i32),
+            ],
+        )
+    }
+}
