@@ -89,9 +89,10 @@ fn write_files(folder: &Path, model: &Published) {
 
 /// The fewest layers, two at least, that have each kind of layer of the model.
 fn depth(config: &Config) -> usize {
-    let kind = |layer: usize| -> (KvSpec, bool, bool) {
+    let kind = |layer: usize| -> (KvSpec, [bool; 3]) {
         let has_experts = config.experts_of(layer).is_some();
-        (config.layers[layer], config.rotates[layer], has_experts)
+        let flags = [config.rotates[layer], has_experts, config.is_recurrent(layer)];
+        (config.layers[layer], flags)
     };
     let kinds: Vec<_> = (0..config.layers.len()).map(kind).collect();
     let last = kinds.iter().map(|kind| kinds.iter().position(|k| k == kind).unwrap());
@@ -116,6 +117,14 @@ fn reduced(full: &Config) -> Config {
             if let Some(shared) = &mut experts.shared {
                 shared.intermediate_size = narrowed(shared.intermediate_size);
             }
+        }
+    }
+    if let Some(recurrent) = &mut config.recurrent {
+        recurrent.layers.truncate(depth);
+        if full.hidden_size > WIDE_MAX {
+            let group = recurrent.shape.value_heads / recurrent.shape.key_heads;
+            recurrent.shape.key_heads = recurrent.shape.key_heads.min(2);
+            recurrent.shape.value_heads = group * recurrent.shape.key_heads;
         }
     }
     if full.hidden_size > WIDE_MAX {

@@ -4,7 +4,7 @@
 /// are behind the table's window.
 pub const NO_BLOCK: u32 = u32::MAX;
 
-/// A KV block to copy, by its index in the pool, and the block to copy it to.
+/// A KV block (or a slot) to copy, by its index in the pool, and the one to copy it to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BlockCopy {
     pub from: u32,
@@ -33,6 +33,11 @@ pub struct StepBatch {
     pub pending_tokens: Vec<(u32, u32)>,
     /// KV blocks to copy (copy on write) before keys and values are stored.
     pub block_copies: Vec<BlockCopy>,
+    /// For a model with recurrent layers: the slot of each sequence's state, all different. A
+    /// sequence's state is that of its `kv_len - q_len` tokens before the step.
+    pub state_slots: Vec<u32>,
+    /// Slots whose states are copied, in this order, before anything is computed.
+    pub state_copies: Vec<BlockCopy>,
     /// Whether the result of a sequence must be bit-identical whatever other sequences the step
     /// contains and however the sequence's own tokens are divided among steps.
     pub deterministic: bool,

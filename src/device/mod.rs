@@ -4,8 +4,6 @@
 //! same [`Step`](Device::Step) see its result. Devices keep no state per step: every operation
 //! takes its step, its workspace and its buffers, so two micro-batches may be interleaved.
 
-use half::{bf16, f16};
-
 use crate::device::batch::StepBatch;
 use crate::device::draw::{Draw, DrawError, DrawnToken};
 use crate::device::random::RandomMatrix;
@@ -16,167 +14,14 @@ pub mod cuda;
 pub mod draw;
 pub mod error;
 mod experts;
+pub mod format;
 pub mod random;
+pub mod recurrent;
 
 pub use error::{DeviceError, TensorError};
 pub use experts::{ExpertWeights, Routing, Score, SharedExpert};
-
-/// Precision of a device's computations.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Precision {
-    /// Activations, keys and values in F32; weights as stored (widening F16 and BF16 to F32 is
-    /// exact).
-    F32,
-    /// Weights, activations, keys and values are rounded to BF16 at the end of each operation;
-    /// accumulation is in F32.
-    Bf16,
-    /// Linear weights and activations in 8 bits, with one scale per output feature and per token;
-    /// accumulation is exact, in 32-bit integers. Everything else is in F32 on a CPU and in BF16 on
-    /// a GPU; the format of keys and values is set by [`KvFormat`].
-    Int8,
-    /// As [`Int8`](Self::Int8), in E4M3 and with accumulation in F32; GPU only.
-    Fp8,
-}
-
-/// Storage format of keys and values.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum KvFormat {
-    F32,
-    Bf16,
-    /// 8 bits, with one scale per token and head; attention also quantizes queries and softmax
-    /// weights to 8 bits.
-    Int8,
-    /// As [`Int8`](Self::Int8), in E4M3; GPU only.
-    Fp8,
-}
-
-impl KvFormat {
-    /// The name in job files and records.
-    pub fn name(self) -> &'static str {
-        match self {
-            KvFormat::F32 => "f32",
-            KvFormat::Bf16 => "bf16",
-            KvFormat::Int8 => "int8",
-            KvFormat::Fp8 => "fp8",
-        }
-    }
-
-    /// Bits per value.
-    pub fn bits(self) -> u32 {
-        match self {
-            KvFormat::F32 => 32,
-            KvFormat::Bf16 => 16,
-            KvFormat::Int8 | KvFormat::Fp8 => 8,
-        }
-    }
-}
-
-impl Precision {
-    pub const ALL: [Precision; 4] = [Precision::F32, Precision::Bf16, Precision::Int8, Precision::Fp8];
-    /// The precisions that a CPU computes in.
-    pub const ON_CPU: [Precision; 3] = [Precision::F32, Precision::Bf16, Precision::Int8];
-    /// The precisions that a GPU computes in.
-    pub const ON_GPU: [Precision; 3] = [Precision::Bf16, Precision::Int8, Precision::Fp8];
-
-    /// The name in job files and records.
-    pub fn name(self) -> &'static str {
-        match self {
-            Precision::F32 => "f32",
-            Precision::Bf16 => "bf16",
-            Precision::Int8 => "int8",
-            Precision::Fp8 => "fp8",
-        }
-    }
-
-    /// The precision with this [name](Self::name).
-    pub fn from_name(name: &str) -> Option<Precision> {
-        Precision::ALL.into_iter().find(|precision| precision.name() == name)
-    }
-
-    /// Bits per value of the operands of linear layers.
-    pub fn bits(self) -> u32 {
-        match self {
-            Precision::F32 => 32,
-            Precision::Bf16 => 16,
-            Precision::Int8 | Precision::Fp8 => 8,
-        }
-    }
-
-    /// Default format of keys and values at this precision.
-    pub fn kv_format(self) -> KvFormat {
-        match self {
-            Precision::F32 => KvFormat::F32,
-            Precision::Bf16 => KvFormat::Bf16,
-            Precision::Int8 => KvFormat::Int8,
-            Precision::Fp8 => KvFormat::Fp8,
-        }
-    }
-}
-
-/// Number format of a stored tensor.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Dtype {
-    F32,
-    F16,
-    Bf16,
-}
-
-impl Dtype {
-    /// Bytes per element.
-    pub fn bytes(self) -> usize {
-        match self {
-            Dtype::F32 => 4,
-            Dtype::F16 | Dtype::Bf16 => 2,
-        }
-    }
-
-    /// The name in messages and in JSON.
-    pub fn name(self) -> &'static str {
-        match self {
-            Dtype::F32 => "f32",
-            Dtype::F16 => "f16",
-            Dtype::Bf16 => "bf16",
-        }
-    }
-}
-
-/// A matrix as a checkpoint stores it: `[rows][columns]`, row-major, little-endian, not necessarily
-/// aligned.
-///
-/// A vector is a matrix of one row.
-#[derive(Debug, Clone, Copy)]
-pub struct Tensor<'a> {
-    pub dtype: Dtype,
-    pub rows: usize,
-    pub columns: usize,
-    /// `rows * columns * dtype.bytes()` bytes.
-    pub data: &'a [u8],
-}
-
-impl Tensor<'_> {
-    /// Writes row `row` to `out`, converted to F32 exactly.
-    pub fn read_row(&self, row: usize, out: &mut [f32]) {
-        let bytes = self.columns * self.dtype.bytes();
-        let data = &self.data[row * bytes..(row + 1) * bytes];
-        match self.dtype {
-            Dtype::F32 => {
-                for (x, b) in out.iter_mut().zip(data.as_chunks::<4>().0) {
-                    *x = f32::from_le_bytes(*b);
-                }
-            }
-            Dtype::F16 => {
-                for (x, b) in out.iter_mut().zip(data.as_chunks::<2>().0) {
-                    *x = f16::from_le_bytes(*b).to_f32();
-                }
-            }
-            Dtype::Bf16 => {
-                for (x, b) in out.iter_mut().zip(data.as_chunks::<2>().0) {
-                    *x = bf16::from_le_bytes(*b).to_f32();
-                }
-            }
-        }
-    }
-}
+pub use format::{Dtype, KvFormat, Precision, Tensor};
+pub use recurrent::{RecurrentShape, RecurrentWeights};
 
 /// Layout of one token's `[q heads][k heads][v heads]` row of the fused projection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -349,6 +194,10 @@ pub struct AddNorm<'a, B, N> {
     pub for_experts: bool,
 }
 
+fn no_recurrent_layers() -> DeviceError {
+    DeviceError::Unsupported("this device runs no recurrent layers".into())
+}
+
 /// A device: its own memory and the fused operations of a transformer.
 ///
 /// Shapes are `[rows][width]`, one row per token of the step unless stated otherwise. Buffers take
@@ -365,6 +214,8 @@ pub trait Device: Send + Sync {
     type Buffer: Send + Sync;
     /// Keys and values of one layer per block, paged.
     type KvPool: Send + Sync;
+    /// States of one recurrent layer, in slots.
+    type StatePool: Send + Sync;
     /// A [`StepBatch`] in device form, with the data that its operations share (rotations,
     /// attention plan).
     type Step: Send + Sync;
@@ -385,6 +236,14 @@ pub trait Device: Send + Sync {
     fn router_matrix(&self, parts: &[Tensor<'_>]) -> Result<Self::Matrix, TensorError>;
     /// As [`vector`](Self::vector), for the router's [correction](ExpertWeights::correction).
     fn router_vector(&self, part: Tensor<'_>) -> Result<Self::Vector, TensorError>;
+    /// Uploads the vectors of [`recurrent`](Self::recurrent), in F32, whatever the precision.
+    ///
+    /// # Errors
+    /// As in [`matrix`](Self::matrix), or the device [runs no recurrent
+    /// layers](Self::runs_recurrent_layers).
+    fn recurrent_vector(&self, _part: Tensor<'_>) -> Result<Self::Vector, TensorError> {
+        Err(TensorError::Device(no_recurrent_layers()))
+    }
     /// As [`matrix`](Self::matrix), for [`embed`](Self::embed) and [`logits`](Self::logits).
     fn embedding_table(&self, part: Tensor<'_>) -> Result<Self::Matrix, TensorError>;
     /// Whether the device makes random weights itself. Otherwise the host makes and uploads them.
@@ -424,6 +283,14 @@ pub trait Device: Send + Sync {
     /// Bytes per KV block of one layer.
     fn kv_block_bytes(&self, heads: HeadShape) -> usize;
 
+    /// A pool of `slots` states of one recurrent layer.
+    ///
+    /// # Errors
+    /// As in [`recurrent`](Self::recurrent).
+    fn state_pool(&self, _shape: RecurrentShape, _slots: usize) -> Result<Self::StatePool, DeviceError> {
+        Err(no_recurrent_layers())
+    }
+
     /// Free bytes of the device's own memory; `None` for a device that uses the host's memory.
     ///
     /// # Errors
@@ -450,6 +317,11 @@ pub trait Device: Send + Sync {
     /// Copies the step's `block_copies` within a pool. Runs once per pool and step, before the
     /// step's first [`rope_store`](Self::rope_store).
     fn copy_blocks(&self, step: &Self::Step, pool: &mut Self::KvPool) -> Result<(), DeviceError>;
+    /// Copies the step's `state_copies` within a pool. Runs once per pool and step, before
+    /// [`recurrent`](Self::recurrent).
+    fn copy_states(&self, _step: &Self::Step, _pool: &mut Self::StatePool) -> Result<(), DeviceError> {
+        Err(no_recurrent_layers())
+    }
     /// Rows of `table` for the step's tokens, times `scale`. The ids of pending tokens
     /// ([`StepBatch::pending_tokens`]) are read from the workspace.
     fn embed(
@@ -513,6 +385,27 @@ pub trait Device: Send + Sync {
         out: &mut Self::Buffer,
         workspace: &mut Self::Workspace,
     ) -> Result<(), DeviceError>;
+    /// Whether the device has [`recurrent`](Self::recurrent) and [`gate`](Self::gate).
+    fn runs_recurrent_layers(&self) -> bool {
+        false
+    }
+    /// Runs a recurrent layer on the rows that its [input](RecurrentWeights::input) projection made,
+    /// and updates the states in the slots of the step's sequences. A sequence whose first tokens are
+    /// in the step begins with a state of zeros.
+    fn recurrent(
+        &self,
+        _weights: &RecurrentWeights<Self::Matrix, Self::Vector>,
+        _input: &Self::Buffer,
+        _step: &Self::Step,
+        _pool: &mut Self::StatePool,
+        _out: &mut Self::Buffer,
+    ) -> Result<(), DeviceError> {
+        Err(no_recurrent_layers())
+    }
+    /// Multiplies `out` by the sigmoid of `gate`.
+    fn gate(&self, _gate: &Self::Buffer, _out: &mut Self::Buffer) -> Result<(), DeviceError> {
+        Err(no_recurrent_layers())
+    }
     /// Whether the matrices of a layer's experts are one matrix, in which they are stacked by rows, as
     /// are their biases: then they are in one allocation.
     fn stacks_experts(&self) -> bool {

@@ -21,6 +21,7 @@ pub mod run;
 pub mod scheduler;
 pub mod sequence;
 mod shapes;
+pub mod states;
 pub mod thinking;
 pub mod totals;
 pub mod vocabulary;
@@ -74,6 +75,11 @@ pub trait Forward {
     /// table at a time.
     fn kv_tables(&self) -> &[KvSpec] {
         &[KvSpec::Full]
+    }
+    /// Number of slots for the states of recurrent layers: so many sequences can run at once. `None`:
+    /// the model has no such layers.
+    fn state_slots(&self) -> Option<u32> {
+        None
     }
     /// Tokens per KV block.
     fn block_tokens(&self) -> u32;

@@ -31,6 +31,7 @@ use crate::engine::request::{FinishedSample, Request, RequestError, SampleId};
 use crate::engine::scheduler::{Scheduler, SequenceId, StepLimits, StepPlan};
 use crate::engine::sequence::{Continuation, SampleState, TokenOutcome};
 use crate::engine::shapes::Shapes;
+use crate::engine::states::StateSlots;
 use crate::engine::thinking::CompletionStart;
 use crate::engine::totals::{EngineLoad, StepSize, StepTotals};
 use crate::engine::work::{self, ActiveSample, LogitsRow, PendingStep, SampleWork};
@@ -85,9 +86,9 @@ impl Engine {
             max_sequences: options.max_sequences.max(1),
             policy: options.policy,
         };
-        let kv = work::kv_cache(&*forward);
+        let (kv, states) = (work::kv_cache(&*forward), StateSlots::new(forward.state_slots()));
         Engine {
-            scheduler: Scheduler::new(limits, kv, BlockKey::root(&options.prefix_root)),
+            scheduler: Scheduler::new(limits, kv, states, BlockKey::root(&options.prefix_root)),
             shapes: Shapes::default(),
             forward,
             tokenizer,

@@ -13,6 +13,8 @@
 //!   are taken from the prefix index as far as the index has them, including blocks that older
 //!   sequences compute *in the same step*. A sequence always computes its last token itself.
 //!   Deterministic sequences share blocks only with each other.
+//! - In a model with recurrent layers, a running sequence has a slot for its state, and none starts
+//!   while no slot is free. No prefix is shared there. A fork's state is a copy of its parent's.
 //! - Blocks behind the windows of running sequences are released before the next step is planned.
 //! - A step may be planned while the tokens of the step before are still being drawn. A
 //!   [placeholder](Scheduler::add_placeholder) then stands for a sequence's next token, and the
@@ -35,6 +37,7 @@ use crate::engine::blocks::BlockKey;
 use crate::engine::ids::ById;
 use crate::engine::kv::{self, BlockTables, KvCache};
 use crate::engine::packing::{self, WaitingPrompt};
+use crate::engine::states::StateSlots;
 
 /// Identifies a sequence for as long as the scheduler knows it.
 pub type SequenceId = u64;
@@ -108,6 +111,9 @@ struct Sequence {
     /// in `tables`, except for those behind a window.
     computed_tokens: usize,
     tables: BlockTables,
+    /// The slot of its recurrent state, while it runs. The state is that of `computed_tokens` tokens
+    /// once the planned step has run.
+    state: Option<u32>,
     /// Keys of its first full blocks, computed when needed.
     keys: Vec<BlockKey>,
     /// Whether it has been started before (and preempted since).
@@ -153,6 +159,8 @@ pub struct PlannedSequence {
     /// Range in each of [`StepPlan::blocks`] of the blocks that hold all tokens up to the last one
     /// computed.
     pub blocks: Range<usize>,
+    /// The slot of its recurrent state.
+    pub state: Option<u32>,
     /// Whether the last token computed is the sequence's last, so that the next token is sampled
     /// from its logits.
     pub needs_logits: bool,
@@ -171,6 +179,8 @@ pub struct StepPlan {
     pub blocks: Vec<Vec<u32>>,
     /// Blocks to copy before anything is computed.
     pub copies: Vec<BlockCopy>,
+    /// Slots of recurrent states to copy, in this order, before anything is computed.
+    pub state_copies: Vec<BlockCopy>,
     /// Sequences started for the first time, each with the number of its tokens that the prefix
     /// index held.
     pub started: Vec<(SequenceId, usize)>,
@@ -183,6 +193,9 @@ pub struct StepPlan {
 pub struct Scheduler {
     limits: StepLimits,
     kv: KvCache,
+    states: StateSlots,
+    /// States that the next step copies: those of forks.
+    state_copies: Vec<BlockCopy>,
     root: BlockKey,
     /// Sequences that have arrived since the window was ordered.
     incoming: Vec<Sequence>,
@@ -198,7 +211,7 @@ pub struct Scheduler {
 
 impl Scheduler {
     /// An empty scheduler. All [roots](Scheduler::sharing) are derived from `root`.
-    pub fn new(limits: StepLimits, kv: KvCache, root: BlockKey) -> Scheduler {
+    pub fn new(limits: StepLimits, kv: KvCache, states: StateSlots, root: BlockKey) -> Scheduler {
         assert!(
             limits.max_step_tokens > 0 && limits.max_sequences > 0,
             "a step must hold a token and a sequence"
@@ -206,6 +219,8 @@ impl Scheduler {
         Scheduler {
             limits,
             kv,
+            states,
+            state_copies: Vec::new(),
             root,
             incoming: Vec::new(),
             waiting: BTreeMap::new(),
@@ -269,6 +284,7 @@ impl Scheduler {
             sharing,
             computed_tokens: 0,
             tables: self.kv.empty_tables(),
+            state: None,
             keys: Vec::new(),
             was_started: false,
         });
@@ -338,7 +354,10 @@ impl Scheduler {
         };
         sequence.tokens.extend_from_slice(tokens);
         self.ages.insert(id, sequence.age);
-        if is_running && self.running.len() < self.limits.max_sequences {
+        let from = sequence.state.take();
+        if is_running && self.running.len() < self.limits.max_sequences && self.states.take(&mut sequence.state) {
+            let pair = from.zip(sequence.state);
+            self.state_copies.extend(pair.map(|(from, to)| BlockCopy { from, to }));
             self.kv.hold_again(&sequence.tables);
             self.insert_running(sequence);
         } else {
@@ -352,7 +371,7 @@ impl Scheduler {
     pub fn remove(&mut self, id: SequenceId) {
         if let Some(index) = self.running_index(id) {
             let mut sequence = self.running.remove(index);
-            release_all(&mut self.kv, &mut sequence);
+            self.release_all(&mut sequence);
         }
         match self.ages.remove(&id) {
             Some(age) => {
@@ -382,6 +401,9 @@ impl Scheduler {
             }
         }
         self.kv.end_plan();
+        if !plan.sequences.is_empty() {
+            plan.state_copies = std::mem::take(&mut self.state_copies);
+        }
         plan
     }
 
@@ -394,10 +416,11 @@ impl Scheduler {
             return None;
         }
         for mut sequence in std::mem::take(&mut self.running) {
-            release_all(&mut self.kv, &mut sequence);
+            self.release_all(&mut sequence);
             self.waiting.insert(sequence.age, sequence);
         }
         self.kv.clear_index();
+        self.state_copies.clear();
         self.limits.max_step_tokens /= 2;
         self.limits.max_sequences = (self.limits.max_sequences / 2).max(1);
         Some(self.limits)
@@ -491,11 +514,14 @@ impl Scheduler {
         }
     }
 
-    /// Gives a sequence the indexed blocks of its prefix. Returns `false`, without any change, if
-    /// the pool has too few blocks to start it.
+    /// Gives a sequence the indexed blocks of its prefix, and a slot if it needs one. Returns `false`,
+    /// without any change, if there is no slot, or the pool has too few blocks to start it.
     fn share_prefix(&mut self, sequence: &mut Sequence) -> bool {
         let block_tokens = self.kv.block_tokens();
-        let shareable_tokens = if self.limits.policy.share_prefixes {
+        if !self.states.take(&mut sequence.state) {
+            return false;
+        }
+        let shareable_tokens = if self.shares_prefixes() {
             sequence.tokens.len() - 1
         } else {
             0
@@ -509,10 +535,16 @@ impl Scheduler {
         let missing = self.kv.blocks_of(sequence.tokens.len()) - kv::held(&sequence.tables).count();
         let spare = self.running.len() * self.kv.tables();
         if self.kv.available() < missing + spare {
-            release_all(&mut self.kv, sequence);
+            self.release_all(sequence);
             return false;
         }
         true
+    }
+
+    /// Whether sequences take over the blocks of others. Blocks say nothing of recurrent states, which
+    /// are computed from the first token on.
+    fn shares_prefixes(&self) -> bool {
+        self.limits.policy.share_prefixes && !self.states.are_needed()
     }
 
     /// Inserts a sequence into `running`, by age, and returns its index.
@@ -547,6 +579,7 @@ impl Scheduler {
             start,
             tokens: SmallVec::from_slice(&sequence.tokens[start..end]),
             blocks: first_block..first_block + blocks,
+            state: sequence.state,
             needs_logits: end == sequence.tokens.len(),
             placeholder_row: sequence.placeholder_row.filter(|_| end == sequence.tokens.len()),
             deterministic: sequence.sharing.deterministic,
@@ -559,6 +592,9 @@ impl Scheduler {
     /// Adds to the index the blocks that a running sequence's tokens from `start` to `end` have
     /// filled.
     fn index_blocks(&mut self, index: usize, start: usize, end: usize) {
+        if !self.shares_prefixes() {
+            return;
+        }
         let block_tokens = self.kv.block_tokens();
         let sequence = &mut self.running[index];
         sequence.compute_keys(end / block_tokens, block_tokens);
@@ -569,19 +605,20 @@ impl Scheduler {
         }
     }
 
+    /// Releases all blocks of a sequence, and its slot.
+    fn release_all(&mut self, sequence: &mut Sequence) {
+        self.kv.release_all(&mut sequence.tables);
+        self.states.release(&mut sequence.state);
+        sequence.computed_tokens = 0;
+    }
+
     fn preempt_youngest(&mut self, plan: &mut StepPlan) {
         if let Some(mut sequence) = self.running.pop() {
-            release_all(&mut self.kv, &mut sequence);
+            self.release_all(&mut sequence);
             plan.preempted.push(sequence.id);
             self.waiting.insert(sequence.age, sequence);
         }
     }
-}
-
-/// Releases all blocks of a sequence.
-fn release_all(kv: &mut KvCache, sequence: &mut Sequence) {
-    kv.release_all(&mut sequence.tables);
-    sequence.computed_tokens = 0;
 }
 
 #[cfg(test)]
@@ -602,7 +639,48 @@ mod tests {
             policy: Policy::default(),
         };
         let kv = KvCache::new(blocks, 4, tables.to_vec());
-        Scheduler::new(limits, kv, BlockKey::root("test"))
+        Scheduler::new(limits, kv, StateSlots::new(None), BlockKey::root("test"))
+    }
+
+    #[test]
+    fn running_sequences_have_slots_and_share_no_prefix() {
+        let mut s = scheduler(40, 100, 8);
+        s.states = StateSlots::new(Some(2));
+        for id in 0..3 {
+            s.submit(id, Arc::from([1, 2, 3, 4, 5]), vec![], 8, s.sharing("", false));
+        }
+        let slots = |plan: &StepPlan| -> Vec<(SequenceId, usize, Option<u32>)> {
+            let slots = plan
+                .sequences
+                .iter()
+                .map(|planned| (planned.id, planned.start, planned.state));
+            slots.collect()
+        };
+        // The third waits for a slot. The second computes what the first has computed, too.
+        assert_eq!(slots(&s.plan()), [(0, 0, Some(0)), (1, 0, Some(1))]);
+        // No slot is free for a fork, which then waits, too; and it begins without a state.
+        s.fork(0, 3, &[7]);
+        s.extend(0, &[6]);
+        s.remove(1);
+        let plan = s.plan();
+        assert_eq!(slots(&plan), [(0, 5, Some(0)), (3, 0, Some(1))]);
+        assert_eq!(plan.state_copies, []);
+        // Now it copies the state of its parent, before the parent goes on.
+        s.remove(0);
+        s.fork(3, 4, &[8]);
+        s.extend(3, &[9]);
+        let plan = s.plan();
+        assert_eq!(slots(&plan), [(3, 6, Some(1)), (4, 6, Some(0))]);
+        assert_eq!(plan.state_copies, [BlockCopy { from: 1, to: 0 }]);
+        s.extend(3, &[1]);
+        assert_eq!(s.plan().state_copies, []);
+        // A step that did not run leaves no state behind.
+        s.remove(4);
+        s.fork(3, 5, &[2]);
+        s.start_over().unwrap();
+        let plan = s.plan();
+        assert_eq!(plan.state_copies, []);
+        assert!(slots(&plan).iter().all(|(_, start, _)| *start == 0), "{plan:?}");
     }
 
     fn planned_ranges(plan: &StepPlan) -> Vec<(SequenceId, usize, usize, bool)> {

@@ -97,6 +97,8 @@ pub(super) fn batch(plan: &mut StepPlan) -> StepBatch {
     let mut batch = StepBatch {
         block_tables: std::mem::take(&mut plan.blocks),
         block_copies: plan.copies.clone(),
+        state_slots: plan.sequences.iter().filter_map(|planned| planned.state).collect(),
+        state_copies: plan.state_copies.clone(),
         deterministic: plan.sequences.iter().any(|planned| planned.deterministic),
         ..StepBatch::default()
     };

@@ -27,7 +27,7 @@ use crate::device::{Activation, Dtype};
 use crate::model::channels::{ActivationMaxima, Activations, LayerMaxima};
 use crate::model::config::Config;
 use crate::model::error::ModelError;
-use crate::model::tensors::NormNames;
+use crate::model::tensors::{NormNames, recurrent_input};
 use crate::model::weights::{StoredTensor, WeightSource};
 
 /// Maximum magnitude of the exponent of a factor, a power of two.
@@ -146,19 +146,21 @@ impl BalancedLayer<'_> {
         };
 
         let norm = self.norm("input_layernorm.weight", hidden)?;
-        let mut readers = vec![
-            ("self_attn.q_proj", q),
-            ("self_attn.k_proj", kv),
-            ("self_attn.v_proj", kv),
-        ];
+        let mut readers = self.mixer_inputs();
+        let mixer = readers.len();
         if c.parallel_mlp {
             readers.extend([("mlp.gate_proj", mlp), ("mlp.up_proj", mlp)]);
         }
         let magnitudes = self.measured(Activations::AttentionNorm).unwrap_or(&norm);
         let of_norm = self.of_norm(magnitudes, &readers, hidden)?;
         add(self.name("input_layernorm.weight"), Some(inverse(&of_norm)), None);
-        for part in ["self_attn.q_proj.weight", "self_attn.k_proj.weight"] {
-            add(self.name(part), None, Some(of_norm.clone()));
+        for (part, _) in readers[..mixer].iter().filter(|(part, _)| *part != "self_attn.v_proj") {
+            add(self.name(&format!("{part}.weight")), None, Some(of_norm.clone()));
+        }
+        if c.is_recurrent(self.layer) {
+            // What its output projection reads is normalised head by head: its channels stay.
+            scaled.extend(self.mlp_factors(norm, of_norm)?);
+            return Ok(scaled);
         }
 
         // Each query head of a group reads the same value channels.
@@ -188,6 +190,25 @@ impl BalancedLayer<'_> {
 
         scaled.extend(self.mlp_factors(norm, of_norm)?);
         Ok(scaled)
+    }
+
+    /// The projections that read the output of the norm before attention or a recurrent layer, each
+    /// with its rows.
+    fn mixer_inputs(&self) -> Vec<(&'static str, usize)> {
+        let c = self.config;
+        match &c.recurrent {
+            Some(recurrent) if recurrent.layers[self.layer] => recurrent_input(recurrent),
+            _ => {
+                let [q, kv] = [c.heads.heads, c.heads.kv_heads].map(|heads| heads * c.heads.head_dim);
+                let qkv = [
+                    ("self_attn.q_proj", q),
+                    ("self_attn.k_proj", kv),
+                    ("self_attn.v_proj", kv),
+                ];
+                let gate = c.attention_gates.then_some(("self_attn.gate_proj", q));
+                qkv.into_iter().chain(gate).collect()
+            }
+        }
     }
 
     /// As [`factors`](Self::factors), for the MLP or the experts. `norm` and `of_norm` are the weights

@@ -1,9 +1,15 @@
 //! Moves a model's weights from a source to a device, tensor by tensor.
 
-use crate::device::{Device, Dtype, ExpertWeights, KvSpec, Linear, SharedExpert, Tensor, TensorError};
+use crate::device::{
+    Attention, Device, Dtype, ExpertWeights, KvSpec, Linear, QkNorm, RecurrentWeights, RopeStore, SharedExpert, Tensor,
+    TensorError,
+};
 use crate::model::config::Config;
 use crate::model::error::ModelError;
-use crate::model::tensors::{LayerTensors, LinearTensors, MlpTensors, ModelTensors, TensorSpec};
+use crate::model::kv_layout::{KvLayout, LayerKv};
+use crate::model::tensors::{
+    AttentionTensors, LayerTensors, LinearTensors, MixerTensors, MlpTensors, ModelTensors, RecurrentTensors, TensorSpec,
+};
 use crate::model::weights::{RandomWeights, StoredTensor, WeightSource};
 
 /// A model's weights on a device.
@@ -17,17 +23,58 @@ pub(super) struct ModelWeights<D: Device> {
 
 /// One layer's weights on a device.
 pub(super) struct LayerWeights<D: Device> {
-    pub spec: KvSpec,
     /// `None`: attention reads the residual stream as it is.
     pub attention_norm: Option<D::Norm>,
-    pub qkv: Linear<D::Matrix, D::Vector>,
-    pub qk_norm: Option<(D::Norm, D::Norm)>,
-    pub sinks: Option<D::Vector>,
+    pub mixer: Mixer<D>,
     pub o: Linear<D::Matrix, D::Vector>,
     pub post_attention_norm: Option<D::Norm>,
     pub mlp_norm: Option<D::Norm>,
     pub mlp: MlpWeights<D>,
     pub post_mlp_norm: Option<D::Norm>,
+}
+
+/// What mixes a layer's tokens, and its place in the memory of sequences.
+pub(super) enum Mixer<D: Device> {
+    Attention(AttentionWeights<D>),
+    Recurrent {
+        weights: RecurrentWeights<D::Matrix, D::Vector>,
+        /// Index of the layer's pool of states.
+        pool: usize,
+    },
+}
+
+/// The weights of a layer's attention on a device, without the projection of its output.
+pub(super) struct AttentionWeights<D: Device> {
+    pub spec: KvSpec,
+    pub kv: LayerKv,
+    pub qkv: Linear<D::Matrix, D::Vector>,
+    pub gate: Option<Linear<D::Matrix, D::Vector>>,
+    pub qk_norm: Option<(D::Norm, D::Norm)>,
+    pub sinks: Option<D::Vector>,
+}
+
+impl<D: Device> AttentionWeights<D> {
+    /// The operations of layer `index`.
+    pub(super) fn operations(&self, config: &Config, index: usize) -> (RopeStore<'_, D::Norm>, Attention) {
+        let qk_norm = self.qk_norm.as_ref().map(|(q, k)| QkNorm {
+            q,
+            k,
+            eps: config.norm_eps,
+        });
+        let store = RopeStore {
+            heads: config.heads,
+            qk_norm,
+            rope: config.rope_of(index),
+            table: self.kv.table,
+        };
+        let attention = Attention {
+            spec: self.spec,
+            table: self.kv.table,
+            scale: config.attention_scale,
+            soft_cap: config.attention_soft_cap,
+        };
+        (store, attention)
+    }
 }
 
 /// The weights of a layer's MLP on a device.
@@ -49,17 +96,16 @@ pub(super) struct Builder<'a, D: Device> {
     /// `Some`: the weights are random, and the device generates them itself.
     pub random: Option<&'a RandomWeights>,
     pub config: &'a Config,
+    pub layout: &'a KvLayout,
 }
 
 impl<D: Device> Builder<'_, D> {
     pub(super) fn weights(&self) -> Result<ModelWeights<D>, ModelError> {
         let tensors = ModelTensors::of(self.config);
         let embedding = self.table(&tensors.embedding)?;
-        let layers = tensors
-            .layers
-            .iter()
-            .zip(&self.config.layers)
-            .map(|(layer, spec)| self.layer(layer, *spec))
+        let layers = tensors.layers.iter().enumerate();
+        let layers = layers
+            .map(|(index, layer)| self.layer(index, layer))
             .collect::<Result<_, _>>()?;
         Ok(ModelWeights {
             embedding,
@@ -69,12 +115,35 @@ impl<D: Device> Builder<'_, D> {
         })
     }
 
-    fn layer(&self, tensors: &LayerTensors, spec: KvSpec) -> Result<LayerWeights<D>, ModelError> {
+    fn layer(&self, index: usize, tensors: &LayerTensors) -> Result<LayerWeights<D>, ModelError> {
         let norm = |tensor: &Option<TensorSpec>| tensor.as_ref().map(|tensor| self.norm(tensor)).transpose();
         Ok(LayerWeights {
-            spec,
             attention_norm: norm(&tensors.attention_norm)?,
+            mixer: match &tensors.mixer {
+                MixerTensors::Attention(attention) => Mixer::Attention(self.attention(index, attention)?),
+                MixerTensors::Recurrent(recurrent) => Mixer::Recurrent {
+                    weights: self.recurrent(recurrent)?,
+                    pool: (0..index).filter(|layer| self.config.is_recurrent(*layer)).count(),
+                },
+            },
+            o: self.linear(&tensors.o)?,
+            post_attention_norm: norm(&tensors.post_attention_norm)?,
+            mlp_norm: norm(&tensors.mlp_norm)?,
+            mlp: self.mlp(&tensors.mlp)?,
+            post_mlp_norm: norm(&tensors.post_mlp_norm)?,
+        })
+    }
+
+    fn attention(&self, index: usize, tensors: &AttentionTensors) -> Result<AttentionWeights<D>, ModelError> {
+        let before = (0..index).filter(|layer| !self.config.is_recurrent(*layer)).count();
+        Ok(AttentionWeights {
+            spec: self.config.layers[index],
+            kv: self.layout.layers[before],
             qkv: self.linear(&tensors.qkv)?,
+            gate: match &tensors.gate {
+                Some(gate) => Some(self.linear(gate)?),
+                None => None,
+            },
             qk_norm: match &tensors.qk_norm {
                 Some((q, k)) => Some((self.norm(q)?, self.norm(k)?)),
                 None => None,
@@ -83,11 +152,23 @@ impl<D: Device> Builder<'_, D> {
                 Some(sinks) => Some(self.vector(std::slice::from_ref(sinks))?),
                 None => None,
             },
-            o: self.linear(&tensors.o)?,
-            post_attention_norm: norm(&tensors.post_attention_norm)?,
-            mlp_norm: norm(&tensors.mlp_norm)?,
-            mlp: self.mlp(&tensors.mlp)?,
-            post_mlp_norm: norm(&tensors.post_mlp_norm)?,
+        })
+    }
+
+    fn recurrent(&self, tensors: &RecurrentTensors) -> Result<RecurrentWeights<D::Matrix, D::Vector>, ModelError> {
+        let vector = |tensor: &TensorSpec| {
+            let stored = self.source.tensor(&tensor.name, tensor.rows, tensor.columns)?;
+            let vector = self.device.recurrent_vector(stored.view());
+            vector.map_err(|e| self.tensor_error(std::slice::from_ref(tensor), e))
+        };
+        Ok(RecurrentWeights {
+            shape: tensors.shape,
+            input: self.linear(&tensors.input)?,
+            conv: vector(&tensors.conv)?,
+            decay: vector(&tensors.decay)?,
+            decay_bias: vector(&tensors.decay_bias)?,
+            norm: vector(&tensors.norm)?,
+            norm_eps: self.config.norm_eps,
         })
     }
 

@@ -1,8 +1,8 @@
 //! A checkpoint's tensors in the one form that the transformer reads, whatever form their family
 //! stores.
 //!
-//! Four differences end here: norm weights stored as w − 1 (Gemma), projections stored as rows of
-//! one larger tensor (Phi-3, GLM), [forms](expert_forms) of experts (gpt-oss), and heads whose rotary pairs stand elsewhere. The transformer
+//! Four differences end here: norm weights stored as w − 1 (Gemma, Qwen 3.5), projections stored as
+//! rows of one larger tensor (Phi-3, GLM, Qwen3-Next), [forms](expert_forms) of experts (gpt-oss), and heads whose rotary pairs stand elsewhere. The transformer
 //! rotates dimension `d` of a head together with `d + head_dim / 2`. A head that rotates only its
 //! first dimensions, or neighbours as pairs, gets its dimensions reordered in queries and keys
 //! alike, so that their dot products stay the same.
@@ -61,22 +61,27 @@ impl<'a> CanonicalWeights<'a> {
         };
         let whole = self.source.tensor(&stored, Some(part.stored_rows), columns)?;
         let row = columns * whole.dtype.bytes();
-        let bytes = part.first_row * row..(part.first_row + rows) * row;
-        Ok(StoredTensor {
-            rows,
-            data: match whole.data {
+        let run = |first: usize, count: usize| first * row..(first + count) * row;
+        let data = if rows <= part.run {
+            let bytes = run(part.first_row, rows);
+            match whole.data {
                 Cow::Borrowed(data) => Cow::Borrowed(&data[bytes]),
                 Cow::Owned(data) => Cow::Owned(data[bytes].to_vec()),
-            },
-            ..whole
-        })
+            }
+        } else {
+            let runs = (part.first_row..part.stored_rows).step_by(part.stride);
+            let runs = runs.map(|first| &whole.data[run(first, part.run)]);
+            Cow::Owned(runs.collect::<Vec<_>>().concat())
+        };
+        Ok(StoredTensor { rows, data, ..whole })
     }
 }
 
 impl WeightSource for CanonicalWeights<'_> {
     fn tensor(&self, name: &str, rows: Option<usize>, columns: usize) -> Result<StoredTensor<'_>, ModelError> {
         let tensor = self.stored(name, rows, columns)?;
-        if self.unit_offset_norms && name.ends_with("norm.weight") {
+        // The norm of a recurrent layer's output is stored as it is.
+        if self.unit_offset_norms && name.ends_with("norm.weight") && !name.ends_with("linear_attn.norm.weight") {
             return Ok(with_unit_added(tensor));
         }
         match &self.head_order {

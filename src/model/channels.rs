@@ -75,6 +75,11 @@ impl ActivationMaxima {
     /// # Errors
     /// The model has experts.
     pub fn check_model(config: &Config) -> Result<(), ModelError> {
+        if config.recurrent.is_some() {
+            return Err(ModelError::Options(
+                "the model has recurrent layers: it cannot be calibrated, and needs no calibration for int8".to_owned(),
+            ));
+        }
         match config.experts {
             None => Ok(()),
             Some(_) => Err(ModelError::Options(format!(

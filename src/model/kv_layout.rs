@@ -29,7 +29,7 @@ pub(super) struct KvLayout {
     pub tables: Vec<KvSpec>,
     /// Number of device pools: layers per block.
     pub pools: usize,
-    /// One entry per layer.
+    /// One entry per layer that has keys and values.
     pub layers: Vec<LayerKv>,
 }
 

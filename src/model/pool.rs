@@ -34,18 +34,59 @@ pub enum KvBudget {
     },
 }
 
+/// In a budget of bytes, there is a slot of states for so many tokens with keys and values.
+const TOKENS_PER_SLOT: u32 = 1024;
+
+/// The number of slots for states of recurrent layers, one for each running sequence: those of the
+/// budget, of which [`first_blocks`] gives the rest to keys and values. 0 without such layers.
+pub(super) fn state_slots<D: Device>(device: &D, config: &Config, budget: KvBudget) -> u32 {
+    let state = config.state_bytes();
+    if state == 0 {
+        return 0;
+    }
+    match budget {
+        KvBudget::Blocks(blocks) => blocks,
+        KvBudget::Bytes(bytes) => {
+            let tables = KvLayout::new(&config.attention_layers()).tables.len() as u64;
+            let blocks = u64::from(TOKENS_PER_SLOT.div_ceil(device.block_tokens())) * tables;
+            let slots = bytes / (state + blocks * block_bytes(device, config));
+            slots.clamp(1, u64::from(u32::MAX)) as u32
+        }
+        // Only for devices with a memory of their own, and none of these runs recurrent layers.
+        KvBudget::Profiled { .. } => 0,
+    }
+}
+
+/// Allocates the pools of `slots` slots, one for each recurrent layer.
+pub(super) fn allocate_states<D: Device>(
+    device: &D,
+    config: &Config,
+    slots: u32,
+) -> Result<Vec<D::StatePool>, DeviceError> {
+    let Some(recurrent) = &config.recurrent else {
+        return Ok(Vec::new());
+    };
+    let layers = recurrent.layers.iter().filter(|is_recurrent| **is_recurrent);
+    layers
+        .map(|_| device.state_pool(recurrent.shape, slots as usize))
+        .collect()
+}
+
 /// Bytes per block.
 fn block_bytes<D: Device>(device: &D, config: &Config) -> u64 {
-    (device.kv_block_bytes(config.heads) * KvLayout::new(&config.layers).pools) as u64
+    (device.kv_block_bytes(config.heads) * KvLayout::new(&config.attention_layers()).pools) as u64
 }
 
 /// The number of blocks with which a model is loaded: those of the budget, or those of the trial
 /// step after which the budget is settled.
 pub(super) fn first_blocks<D: Device>(device: &D, config: &Config, budget: KvBudget) -> Result<u32, ModelError> {
-    let tables = KvLayout::new(&config.layers).tables.len() as u32;
+    let tables = KvLayout::new(&config.attention_layers()).tables.len() as u32;
     match budget {
         KvBudget::Profiled { step_tokens, .. } => Ok((step_tokens.div_ceil(device.block_tokens()) + 1) * tables),
-        KvBudget::Bytes(bytes) => blocks_in_bytes(device, config, bytes),
+        KvBudget::Bytes(bytes) => {
+            let states = u64::from(state_slots(device, config, budget)) * config.state_bytes();
+            blocks_in_bytes(device, config, bytes.saturating_sub(states))
+        }
         KvBudget::Blocks(blocks) => check_blocks(device, config, blocks.saturating_mul(tables)),
     }
 }
@@ -59,7 +100,10 @@ fn blocks_in_bytes<D: Device>(device: &D, config: &Config, bytes: u64) -> Result
 /// Checks that a pool has at least one block of each table and a size that can be allocated; returns
 /// its blocks.
 fn check_blocks<D: Device>(device: &D, config: &Config, blocks: u32) -> Result<u32, ModelError> {
-    let (bytes, tables) = (block_bytes(device, config), KvLayout::new(&config.layers).tables.len());
+    let (bytes, tables) = (
+        block_bytes(device, config),
+        KvLayout::new(&config.attention_layers()).tables.len(),
+    );
     if (blocks as usize) < tables {
         return Err(ModelError::Options(format!(
             "the KV pool holds no block of all layers: one takes {} bytes",
@@ -80,7 +124,7 @@ fn check_blocks<D: Device>(device: &D, config: &Config, blocks: u32) -> Result<u
 /// Allocates the device pools of `blocks` blocks.
 pub(super) fn allocate<D: Device>(device: &D, config: &Config, blocks: u32) -> Result<Vec<D::KvPool>, DeviceError> {
     let pool = |_| device.kv_pool(config.heads, blocks as usize);
-    (0..KvLayout::new(&config.layers).pools).map(pool).collect()
+    (0..KvLayout::new(&config.attention_layers()).pools).map(pool).collect()
 }
 
 /// A step of `tokens` tokens, in sequences as long as `context` allows, with logits for `sequences`

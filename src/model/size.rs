@@ -123,7 +123,7 @@ impl ModelSize {
 }
 
 /// Bytes of keys and values of a sequence of `tokens` tokens, in whole blocks, of which layers with
-/// windows keep those of the last window. `None`: the device
+/// windows keep those of the last window, and of its states in recurrent layers. `None`: the device
 /// keeps none in this format.
 pub fn kv_bytes(config: &Config, place: Place, format: KvFormat, tokens: u32) -> Option<u64> {
     let block_bytes = match place {
@@ -132,13 +132,13 @@ pub fn kv_bytes(config: &Config, place: Place, format: KvFormat, tokens: u32) ->
         Place::Gpu => cuda::kv_block_bytes(config.heads, format)?,
     };
     let block_tokens = place.block_tokens();
-    let layout = KvLayout::new(&config.layers);
+    let layout = KvLayout::new(&config.attention_layers());
     let held = |kind: &KvSpec| {
         let first = kind.first_needed(tokens.saturating_sub(1)) / block_tokens;
         u64::from(tokens.div_ceil(block_tokens) - first)
     };
     let blocks: u64 = layout.tables.iter().map(held).sum();
-    Some(blocks * (block_bytes * layout.pools) as u64)
+    Some(blocks * (block_bytes * layout.pools) as u64 + config.state_bytes())
 }
 
 #[cfg(test)]

@@ -3,8 +3,8 @@
 //!
 //! See docs/decisions/087-tensors-stand-in-one-list.md.
 
-use crate::device::Routing;
-use crate::model::config::{Config, Experts, Family};
+use crate::device::{RecurrentShape, Routing};
+use crate::model::config::{Config, Experts, Family, Recurrent};
 use crate::model::expert_forms;
 
 /// Name of the output head, if it is separate from the embedding table.
@@ -47,13 +47,8 @@ pub(super) struct LinearTensors {
     pub weights: Vec<TensorSpec>,
     /// One bias per weight, or none.
     pub biases: Vec<TensorSpec>,
-    /// The one tensor that the checkpoint stores in place of all weights.
-    pub fused: Option<TensorSpec>,
-}
-
-/// A layer's tensor that the checkpoint stores in place of its parts.
-fn fused(layer: usize, name: &str, rows: usize, columns: usize) -> TensorSpec {
-    TensorSpec::matrix(format!("model.layers.{layer}.{name}"), rows, columns)
+    /// The tensors that the checkpoint stores in place of the weights, unless it stores these.
+    pub stored_instead: Option<Vec<TensorSpec>>,
 }
 
 impl LinearTensors {
@@ -63,7 +58,7 @@ impl LinearTensors {
         let weight = |(part, rows): &(&str, usize)| TensorSpec::matrix(name(part, "weight"), *rows, columns);
         let bias = |(part, rows): &(&str, usize)| TensorSpec::vector(name(part, "bias"), *rows);
         LinearTensors {
-            fused: None,
+            stored_instead: None,
             weights: parts.iter().map(weight).collect(),
             biases: parts.iter().filter(|_| has_biases).map(bias).collect(),
         }
@@ -71,8 +66,17 @@ impl LinearTensors {
 
     /// The tensors that the checkpoint stores.
     fn stored(&self) -> impl Iterator<Item = &TensorSpec> {
-        let apart = if self.fused.is_some() { &[] } else { &self.weights[..] };
-        self.fused.iter().chain(apart).chain(&self.biases)
+        let weights = self.stored_instead.as_ref().unwrap_or(&self.weights);
+        weights.iter().chain(&self.biases)
+    }
+
+    /// The same, of which the checkpoint stores the weights as `parts` of the layer, each with its
+    /// number of rows.
+    fn stored_as(mut self, layer: usize, parts: &[(&str, usize)], columns: usize) -> LinearTensors {
+        let spec =
+            |(name, rows): &(&str, usize)| TensorSpec::matrix(format!("model.layers.{layer}.{name}"), *rows, columns);
+        self.stored_instead = Some(parts.iter().map(spec).collect());
+        self
     }
 }
 
@@ -82,28 +86,38 @@ impl LinearTensors {
 pub(super) struct FusedPart {
     pub name: &'static str,
     pub stored: &'static str,
-    pub first_row: usize,
     pub stored_rows: usize,
+    pub first_row: usize,
+    /// The tensor has `run` rows from `first_row` on, then as many `stride` rows further, and so on.
+    pub run: usize,
+    pub stride: usize,
 }
 
 const FUSED_QKV: &str = "self_attn.qkv_proj.weight";
 const FUSED_GATE_UP: &str = "mlp.gate_up_proj.weight";
+/// In models whose attention has gates, the projection of queries and gates.
+const QUERY: &str = "self_attn.q_proj.weight";
+const RECURRENT_QKVZ: &str = "linear_attn.in_proj_qkvz.weight";
+const RECURRENT_BA: &str = "linear_attn.in_proj_ba.weight";
 
 /// The parts of the model's fused tensors.
 pub(super) fn fused_parts(c: &Config) -> Vec<FusedPart> {
-    let (q, kv, mlp) = (
+    let (q, kv, mlp, dim) = (
         c.heads.heads * c.heads.head_dim,
         c.heads.kv_heads * c.heads.head_dim,
         c.intermediate_size,
+        c.heads.head_dim,
     );
     let part = |(name, stored, first_row, stored_rows)| FusedPart {
         name,
         stored,
-        first_row,
         stored_rows,
+        first_row,
+        run: stored_rows,
+        stride: stored_rows,
     };
     let qkv = [
-        ("self_attn.q_proj.weight", FUSED_QKV, 0, q + 2 * kv),
+        (QUERY, FUSED_QKV, 0, q + 2 * kv),
         ("self_attn.k_proj.weight", FUSED_QKV, q, q + 2 * kv),
         ("self_attn.v_proj.weight", FUSED_QKV, q + kv, q + 2 * kv),
     ];
@@ -111,23 +125,207 @@ pub(super) fn fused_parts(c: &Config) -> Vec<FusedPart> {
         ("mlp.gate_proj.weight", FUSED_GATE_UP, 0, 2 * mlp),
         ("mlp.up_proj.weight", FUSED_GATE_UP, mlp, 2 * mlp),
     ];
+    // The query of each head, then its gate.
+    let gates = [
+        (QUERY, QUERY, 0, 2 * q),
+        ("self_attn.gate_proj.weight", QUERY, dim, 2 * q),
+    ];
+    let gates = gates.map(|gate| FusedPart {
+        run: dim,
+        stride: 2 * dim,
+        ..part(gate)
+    });
     let qkv = qkv.into_iter().filter(|_| c.fused_qkv);
     let gate_up = gate_up.into_iter().filter(|_| c.fused_gate_up);
-    qkv.chain(gate_up).map(part).collect()
+    let gates = gates.into_iter().filter(|_| c.attention_gates);
+    let by_key_head = c.recurrent.as_ref().filter(|recurrent| recurrent.by_key_head);
+    let recurrent = by_key_head.map_or_else(Vec::new, |recurrent| recurrent_parts(recurrent.shape));
+    qkv.chain(gate_up).map(part).chain(gates).chain(recurrent).collect()
+}
+
+/// The parts of a recurrent layer's fused tensors: for each key head its query and key, and the
+/// values and gates of its value heads.
+fn recurrent_parts(shape: RecurrentShape) -> Vec<FusedPart> {
+    let heads = shape.value_heads / shape.key_heads;
+    let (key, value) = (shape.key_dim, heads * shape.value_dim);
+    let part = |name, stored, sizes: &[usize], index: usize| FusedPart {
+        name,
+        stored,
+        stored_rows: sizes.iter().sum::<usize>() * shape.key_heads,
+        first_row: sizes[..index].iter().sum(),
+        run: sizes[index],
+        stride: sizes.iter().sum(),
+    };
+    let qkvz = [
+        "linear_attn.in_proj_q.weight",
+        "linear_attn.in_proj_k.weight",
+        "linear_attn.in_proj_v.weight",
+        "linear_attn.in_proj_z.weight",
+    ];
+    let qkvz = qkvz.into_iter().enumerate();
+    let ba = ["linear_attn.in_proj_b.weight", "linear_attn.in_proj_a.weight"];
+    let ba = ba.into_iter().enumerate();
+    let qkvz = qkvz.map(|(index, name)| part(name, RECURRENT_QKVZ, &[key, key, value, value], index));
+    qkvz.chain(ba.map(|(index, name)| part(name, RECURRENT_BA, &[heads, heads], index)))
+        .collect()
 }
 
 /// One layer's tensors.
 #[derive(Debug)]
 pub(super) struct LayerTensors {
     pub attention_norm: Option<TensorSpec>,
-    pub qkv: LinearTensors,
-    pub qk_norm: Option<(TensorSpec, TensorSpec)>,
-    pub sinks: Option<TensorSpec>,
+    pub mixer: MixerTensors,
     pub o: LinearTensors,
     pub post_attention_norm: Option<TensorSpec>,
     pub mlp_norm: Option<TensorSpec>,
     pub mlp: MlpTensors,
     pub post_mlp_norm: Option<TensorSpec>,
+}
+
+/// Tensors of what mixes a layer's tokens, without the projection of its output.
+#[derive(Debug)]
+pub(super) enum MixerTensors {
+    Attention(AttentionTensors),
+    Recurrent(RecurrentTensors),
+}
+
+/// Tensors of attention.
+#[derive(Debug)]
+pub(super) struct AttentionTensors {
+    pub qkv: LinearTensors,
+    pub gate: Option<LinearTensors>,
+    pub qk_norm: Option<(TensorSpec, TensorSpec)>,
+    pub sinks: Option<TensorSpec>,
+}
+
+/// Tensors of a recurrent layer.
+#[derive(Debug)]
+pub(super) struct RecurrentTensors {
+    pub shape: RecurrentShape,
+    pub input: LinearTensors,
+    pub conv: TensorSpec,
+    pub decay: TensorSpec,
+    pub decay_bias: TensorSpec,
+    pub norm: TensorSpec,
+}
+
+impl AttentionTensors {
+    fn of(c: &Config, layer: usize) -> AttentionTensors {
+        let dim = c.heads.head_dim;
+        let (q, kv, hidden) = (c.heads.heads * dim, c.heads.kv_heads * dim, c.hidden_size);
+        let vector = |rest: &str, width: usize| TensorSpec::vector(format!("model.layers.{layer}.{rest}"), width);
+        let parts = [
+            ("self_attn.q_proj", q),
+            ("self_attn.k_proj", kv),
+            ("self_attn.v_proj", kv),
+        ];
+        let mut qkv = LinearTensors::of(layer, &parts, hidden, c.qkv_bias);
+        if c.fused_qkv {
+            qkv = qkv.stored_as(layer, &[(FUSED_QKV, q + 2 * kv)], hidden);
+        }
+        let gate = c.attention_gates.then(|| {
+            let gate = LinearTensors::of(layer, &[("self_attn.gate_proj", q)], hidden, false);
+            gate.stored_as(layer, &[], hidden)
+        });
+        if gate.is_some() {
+            let parts = [
+                (QUERY, 2 * q),
+                ("self_attn.k_proj.weight", kv),
+                ("self_attn.v_proj.weight", kv),
+            ];
+            qkv = qkv.stored_as(layer, &parts, hidden);
+        }
+        AttentionTensors {
+            qkv,
+            gate,
+            qk_norm: c.qk_norm.then(|| {
+                let (q, kv) = if c.joint_qk_norm { (q, kv) } else { (dim, dim) };
+                (
+                    vector("self_attn.q_norm.weight", q),
+                    vector("self_attn.k_norm.weight", kv),
+                )
+            }),
+            sinks: c.attention_sinks.then(|| vector("self_attn.sinks", c.heads.heads)),
+        }
+    }
+
+    fn stored(&self) -> impl Iterator<Item = &TensorSpec> {
+        let linear = self.gate.iter().chain([&self.qkv]).flat_map(LinearTensors::stored);
+        let qk_norms = self.qk_norm.iter().flat_map(|(q, k)| [q, k]);
+        qk_norms.chain(&self.sinks).chain(linear)
+    }
+}
+
+impl RecurrentTensors {
+    fn of(c: &Config, layer: usize, recurrent: &Recurrent) -> RecurrentTensors {
+        let (shape, hidden) = (recurrent.shape, c.hidden_size);
+        let (key, value, heads) = (shape.key_width(), shape.value_width(), shape.value_heads);
+        let name = |rest: &str| format!("model.layers.{layer}.linear_attn.{rest}");
+        let parts = recurrent_input(recurrent);
+        let parts: Vec<(&str, usize)> = parts.iter().map(|(name, rows)| (&**name, *rows)).collect();
+        let mut input = LinearTensors::of(layer, &parts, hidden, false);
+        if recurrent.by_key_head {
+            let stored = [(RECURRENT_QKVZ, 2 * (key + value)), (RECURRENT_BA, 2 * heads)];
+            input = input.stored_as(layer, &stored, hidden);
+        }
+        RecurrentTensors {
+            shape,
+            input,
+            conv: TensorSpec::matrix(name("conv1d.weight"), shape.conv_channels(), shape.conv_width),
+            decay: TensorSpec::vector(name("A_log"), heads),
+            decay_bias: TensorSpec::vector(name("dt_bias"), heads),
+            norm: TensorSpec::vector(name("norm.weight"), shape.value_dim),
+        }
+    }
+
+    fn stored(&self) -> impl Iterator<Item = &TensorSpec> {
+        let vectors = [&self.conv, &self.decay, &self.decay_bias, &self.norm];
+        self.input.stored().chain(vectors)
+    }
+}
+
+/// The projections that make the input `[q][k][v][z][b][a]` of a recurrent layer, each with its rows.
+pub(super) fn recurrent_input(recurrent: &Recurrent) -> Vec<(&'static str, usize)> {
+    let shape = recurrent.shape;
+    let (key, value, heads) = (shape.key_width(), shape.value_width(), shape.value_heads);
+    let qkv = if recurrent.by_key_head {
+        vec![
+            ("linear_attn.in_proj_q", key),
+            ("linear_attn.in_proj_k", key),
+            ("linear_attn.in_proj_v", value),
+        ]
+    } else {
+        vec![("linear_attn.in_proj_qkv", shape.conv_channels())]
+    };
+    let rest = [
+        ("linear_attn.in_proj_z", value),
+        ("linear_attn.in_proj_b", heads),
+        ("linear_attn.in_proj_a", heads),
+    ];
+    qkv.into_iter().chain(rest).collect()
+}
+
+impl MixerTensors {
+    fn of(c: &Config, layer: usize) -> MixerTensors {
+        match &c.recurrent {
+            Some(recurrent) if recurrent.layers[layer] => {
+                MixerTensors::Recurrent(RecurrentTensors::of(c, layer, recurrent))
+            }
+            _ => MixerTensors::Attention(AttentionTensors::of(c, layer)),
+        }
+    }
+
+    fn stored(&self) -> impl Iterator<Item = &TensorSpec> {
+        let (attention, recurrent) = match self {
+            MixerTensors::Attention(attention) => (Some(attention), None),
+            MixerTensors::Recurrent(recurrent) => (None, Some(recurrent)),
+        };
+        let recurrent = recurrent.into_iter().flat_map(RecurrentTensors::stored);
+        attention
+            .into_iter()
+            .flat_map(AttentionTensors::stored)
+            .chain(recurrent)
+    }
 }
 
 /// Tensors of a gated MLP.
@@ -217,9 +415,9 @@ impl MlpTensors {
         let Some(experts) = c.experts_of(layer) else {
             let mut mlp = GatedTensors::of(c, layer, "mlp", c.intermediate_size);
             let rows = 2 * c.intermediate_size;
-            mlp.gate_up.fused = c
-                .fused_gate_up
-                .then(|| fused(layer, FUSED_GATE_UP, rows, c.hidden_size));
+            if c.fused_gate_up {
+                mlp.gate_up = mlp.gate_up.stored_as(layer, &[(FUSED_GATE_UP, rows)], c.hidden_size);
+            }
             return MlpTensors::Plain(mlp);
         };
         MlpTensors::Experts(Box::new(ExpertTensors::of(c, layer, experts)))
@@ -305,53 +503,33 @@ impl ModelTensors {
 
 impl LayerTensors {
     fn of(c: &Config, layer: usize) -> LayerTensors {
-        let dim = c.heads.head_dim;
-        let (q, kv, hidden) = (c.heads.heads * dim, c.heads.kv_heads * dim, c.hidden_size);
-        let name = |rest: &str, kind: &str| format!("model.layers.{layer}.{rest}.{kind}");
-        let norm = |rest: &str, width: usize| TensorSpec::vector(name(rest, "weight"), width);
+        let hidden = c.hidden_size;
+        let norm = |rest: &str| TensorSpec::vector(format!("model.layers.{layer}.{rest}.weight"), hidden);
         let norms = NormNames::of(c);
-        let linear =
-            |parts: &[(&str, usize)], columns: usize, bias: bool| LinearTensors::of(layer, parts, columns, bias);
+        let mixer = MixerTensors::of(c, layer);
+        let o = match &mixer {
+            MixerTensors::Attention(_) => ("self_attn.o_proj", c.heads.heads * c.heads.head_dim),
+            MixerTensors::Recurrent(recurrent) => ("linear_attn.out_proj", recurrent.shape.value_width()),
+        };
         LayerTensors {
-            attention_norm: c.pre_norms.then(|| norm("input_layernorm", hidden)),
-            qkv: LinearTensors {
-                fused: c.fused_qkv.then(|| fused(layer, FUSED_QKV, q + 2 * kv, hidden)),
-                ..linear(
-                    &[
-                        ("self_attn.q_proj", q),
-                        ("self_attn.k_proj", kv),
-                        ("self_attn.v_proj", kv),
-                    ],
-                    hidden,
-                    c.qkv_bias,
-                )
-            },
-            qk_norm: c.qk_norm.then(|| {
-                let (q, kv) = if c.joint_qk_norm { (q, kv) } else { (dim, dim) };
-                (norm("self_attn.q_norm", q), norm("self_attn.k_norm", kv))
-            }),
-            sinks: c
-                .attention_sinks
-                .then(|| TensorSpec::vector(format!("model.layers.{layer}.self_attn.sinks"), c.heads.heads)),
-            o: linear(&[("self_attn.o_proj", hidden)], q, c.o_bias),
-            post_attention_norm: c.post_norms.then(|| norm(norms.post_attention, hidden)),
-            mlp_norm: (c.pre_norms && !c.parallel_mlp).then(|| norm(norms.mlp, hidden)),
+            attention_norm: c.pre_norms.then(|| norm("input_layernorm")),
+            mixer,
+            o: LinearTensors::of(layer, &[(o.0, hidden)], o.1, c.o_bias),
+            post_attention_norm: c.post_norms.then(|| norm(norms.post_attention)),
+            mlp_norm: (c.pre_norms && !c.parallel_mlp).then(|| norm(norms.mlp)),
             mlp: MlpTensors::of(c, layer),
-            post_mlp_norm: c.post_norms.then(|| norm(norms.post_mlp, hidden)),
+            post_mlp_norm: c.post_norms.then(|| norm(norms.post_mlp)),
         }
     }
 
     fn all(&self) -> impl Iterator<Item = &TensorSpec> {
-        let linear = [&self.qkv, &self.o].into_iter().flat_map(LinearTensors::stored);
-        let qk_norms = self.qk_norm.iter().flat_map(|(q, k)| [q, k]);
         self.attention_norm
             .iter()
             .chain(&self.mlp_norm)
             .chain(&self.post_attention_norm)
             .chain(&self.post_mlp_norm)
-            .chain(qk_norms)
-            .chain(&self.sinks)
-            .chain(linear)
+            .chain(self.mixer.stored())
+            .chain(self.o.stored())
             .chain(self.mlp.stored())
     }
 }
@@ -419,6 +597,14 @@ mod tests {
             (
                 "Ernie4_5_MoeForCausalLM",
                 json!({"moe_num_experts": 3, "moe_k": 2, "moe_intermediate_size": 40}),
+            ),
+            (
+                "Qwen3NextForCausalLM",
+                json!({"num_experts": 3, "num_experts_per_tok": 2, "full_attention_interval": 2}),
+            ),
+            (
+                "Qwen3_5ForCausalLM",
+                json!({"layer_types": ["full_attention", "linear_attention"]}),
             ),
             ("Gemma2ForCausalLM", json!({"tie_word_embeddings": false})),
             ("Gemma3ForCausalLM", json!({})),

@@ -10,6 +10,7 @@ pub(super) enum Operation {
     Linear,
     RopeStore,
     Attention,
+    Recurrent,
     GatedLinear,
     Experts,
     Logits,
@@ -17,12 +18,13 @@ pub(super) enum Operation {
 }
 
 impl Operation {
-    const ALL: [(Operation, &'static str); 9] = [
+    const ALL: [(Operation, &'static str); 10] = [
         (Operation::Embed, "embed"),
         (Operation::Norm, "norm"),
         (Operation::Linear, "linear"),
         (Operation::RopeStore, "rope_store"),
         (Operation::Attention, "attention"),
+        (Operation::Recurrent, "recurrent"),
         (Operation::GatedLinear, "gated_linear"),
         (Operation::Experts, "experts"),
         (Operation::Logits, "logits"),

@@ -1,8 +1,8 @@
 //! One transformer for all families. The differences are in [`Config`], the computation in
 //! [`Device`].
 //!
-//! Per layer: norm → fused q, k, v → RoPE and KV store → attention → output projection → norm →
-//! gate, up and their product → down projection, or routed experts. Some families also normalise
+//! Per layer: norm → fused q, k, v → RoPE and KV store → attention (or a recurrent layer's input →
+//! its states) → output projection → norm → gate, up and their product → down projection, or routed experts. Some families also normalise
 //! the outputs of the output and down projections before the residual addition, some normalise only
 //! these. Steps share all buffers.
 
@@ -14,12 +14,11 @@ use crate::device::batch::StepBatch;
 use crate::device::cpu::{self, Cpu, Isa};
 use crate::device::draw::{Draw, DrawError, DrawnToken};
 use crate::device::{
-    AddNorm, Attention, AttentionInput, Delta, Device, DeviceError, Dtype, KvFormat, KvSpec, OutputHead, Precision,
-    QkNorm, RopeStore,
+    AddNorm, AttentionInput, Delta, Device, DeviceError, Dtype, KvFormat, KvSpec, OutputHead, Precision,
 };
 use crate::engine::{Forward, ForwardError};
 use crate::model::balance::BalancedWeights;
-use crate::model::build::{Builder, MlpWeights, ModelWeights};
+use crate::model::build::{Builder, Mixer, MlpWeights, ModelWeights};
 use crate::model::canonical::CanonicalWeights;
 use crate::model::channels::{ActivationMaxima, Activations};
 use crate::model::checkpoint::Checkpoint;
@@ -29,6 +28,8 @@ use crate::model::kv_layout::KvLayout;
 use crate::model::pool::{self, KvBudget};
 use crate::model::times::{Operation, Times};
 use crate::model::weights::{RandomWeights, WeightSource};
+
+mod check;
 
 /// Minimum rows for which a device measures its matmul kernels. For fewer rows, it uses the choice
 /// for this number.
@@ -63,12 +64,15 @@ pub struct Transformer<D: Device = Cpu> {
     weights: ModelWeights<D>,
     layout: KvLayout,
     pools: Vec<D::KvPool>,
+    /// One pool per recurrent layer.
+    state_pools: Vec<D::StatePool>,
     step: D::Step,
     buffers: Buffers<D>,
     times: Times,
     /// Whether the host waits for each operation and times it.
     times_operations: bool,
     kv_blocks: u32,
+    state_slots: u32,
     context_tokens: u32,
     vocab_size: usize,
     /// Maximum tokens per step for which the device has memory. `None`: no trial step ran.
@@ -79,6 +83,7 @@ struct Buffers<D: Device> {
     residual: D::Buffer,
     normed: D::Buffer,
     qkv: D::Buffer,
+    gates: D::Buffer,
     attended: D::Buffer,
     gated: D::Buffer,
     delta: D::Buffer,
@@ -91,6 +96,7 @@ impl<D: Device> Buffers<D> {
             residual: device.buffer(),
             normed: device.buffer(),
             qkv: device.buffer(),
+            gates: device.buffer(),
             attended: device.buffer(),
             gated: device.buffer(),
             delta: device.buffer(),
@@ -162,10 +168,14 @@ impl<D: Device> Transformer<D> {
         options: &LoadOptions,
     ) -> Result<Transformer<D>, ModelError> {
         let context_tokens = config.context_tokens(options.max_context)?;
+        if !device.runs_recurrent_layers() {
+            config.refuse_on_gpu()?;
+        }
         pool::check_fits(&device, &config, options.precision)?;
         // A device without its own memory is synchronous: timing its operations costs no wait.
         let times_operations = device.free_bytes()?.is_none();
-        let layout = KvLayout::new(&config.layers);
+        let layout = KvLayout::new(&config.attention_layers());
+        let state_slots = pool::state_slots(&device, &config, options.kv);
         let kv_blocks = pool::first_blocks(&device, &config, options.kv)?;
         let vocab_size = options
             .vocabulary
@@ -185,9 +195,11 @@ impl<D: Device> Transformer<D> {
             source: balanced.as_ref().map_or(source, |balanced| balanced),
             random,
             config: &config,
+            layout: &layout,
         }
         .weights()?;
         let pools = pool::allocate(&device, &config, kv_blocks)?;
+        let state_pools = pool::allocate_states(&device, &config, state_slots)?;
         let step = device.step(config.heads, config.rope_specs(context_tokens), &layout.tables)?;
         let buffers = Buffers::new(&device);
         let mut transformer = Transformer {
@@ -196,11 +208,13 @@ impl<D: Device> Transformer<D> {
             weights,
             layout,
             pools,
+            state_pools,
             step,
             buffers,
             times: Times::default(),
             times_operations,
             kv_blocks,
+            state_slots,
             context_tokens,
             vocab_size,
             step_tokens_max: None,
@@ -288,72 +302,6 @@ impl<D: Device> Transformer<D> {
         &self.config
     }
 
-    /// Checks that a batch fits the model. An error is the caller's mistake, never a row's.
-    fn check(&self, batch: &StepBatch) -> Result<(), String> {
-        if batch.positions.len() != batch.tokens.len() {
-            return Err(format!(
-                "{} positions for {} tokens",
-                batch.positions.len(),
-                batch.tokens.len()
-            ));
-        }
-        if let Some(token) = batch.tokens.iter().find(|t| **t as usize >= self.config.vocab_size) {
-            return Err(format!(
-                "token id {token} is not below the model's {}",
-                self.config.vocab_size
-            ));
-        }
-        let mut next_token = 0u64;
-        for (i, s) in batch.sequences.iter().enumerate() {
-            let fits = s.first_token as u64 == next_token && s.q_len >= 1 && s.q_len <= s.kv_len;
-            next_token += s.q_len as u64;
-            if !fits || next_token > batch.tokens.len() as u64 {
-                return Err(format!("sequence {i} does not follow the one before it in the batch"));
-            }
-            if s.kv_len > self.context_tokens {
-                return Err(format!(
-                    "sequence {i}: {} tokens, more than {}",
-                    s.kv_len, self.context_tokens
-                ));
-            }
-            let positions = &batch.positions[s.first_token as usize..next_token as usize];
-            if !positions.iter().copied().eq(s.kv_len - s.q_len..s.kv_len) {
-                return Err(format!(
-                    "sequence {i}: its positions are not the last {} of {}",
-                    s.q_len, s.kv_len
-                ));
-            }
-        }
-        if next_token != batch.tokens.len() as u64 {
-            return Err(format!(
-                "{} tokens belong to no sequence",
-                batch.tokens.len() as u64 - next_token
-            ));
-        }
-        self.layout.check(batch, self.device.block_tokens(), self.kv_blocks)?;
-        if let Some((token, _)) = batch.pending_tokens.first()
-            && !self.device.runs_ahead()
-        {
-            return Err(format!(
-                "token {token} is not known yet, and this device does not run ahead"
-            ));
-        }
-        if batch
-            .pending_tokens
-            .iter()
-            .any(|(token, _)| *token as usize >= batch.tokens.len())
-        {
-            return Err("a sampled position is outside of the step".to_owned());
-        }
-        if !batch.logits_at.is_sorted_by(|a, b| a < b) {
-            return Err("`logits_at` does not ascend".to_owned());
-        }
-        match batch.logits_at.last() {
-            Some(&last) if last as usize >= batch.tokens.len() => Err(format!("`logits_at` has {last}, past the step")),
-            _ => Ok(()),
-        }
-    }
-
     /// Runs a checked batch. `observe` gets the activations that each layer's linear operations
     /// read.
     #[expect(clippy::too_many_lines, reason = "a model's operations, in order")]
@@ -366,8 +314,8 @@ impl<D: Device> Transformer<D> {
             device,
             config,
             weights,
-            layout,
             pools,
+            state_pools,
             step,
             buffers: b,
             vocab_size,
@@ -396,8 +344,10 @@ impl<D: Device> Transformer<D> {
         for pool in &mut *pools {
             device.copy_blocks(step, pool)?;
         }
-        for (index, (layer, kv)) in weights.layers.iter().zip(&layout.layers).enumerate() {
-            let pool = &mut pools[kv.pool];
+        for pool in &mut *state_pools {
+            device.copy_states(step, pool)?;
+        }
+        for (index, layer) in weights.layers.iter().enumerate() {
             // Without a norm of its own, the block reads the residual stream. Then only the addition
             // counts, and any norm will do.
             let own = layer.attention_norm.as_ref();
@@ -412,37 +362,34 @@ impl<D: Device> Transformer<D> {
             lap(Operation::Norm)?;
             let input = if own.is_some() { &b.normed } else { &b.residual };
             observe(index, Activations::AttentionNorm, input);
-            device.linear(&layer.qkv, input, &mut b.qkv, &mut b.workspace)?;
-            lap(Operation::Linear)?;
-            let qk_norm = layer.qk_norm.as_ref().map(|(q, k)| QkNorm {
-                q,
-                k,
-                eps: config.norm_eps,
-            });
-            device.rope_store(
-                RopeStore {
-                    heads: config.heads,
-                    qk_norm,
-                    rope: config.rope_of(index),
-                    table: kv.table,
-                },
-                step,
-                &mut b.qkv,
-                pool,
-            )?;
-            lap(Operation::RopeStore)?;
-            let attention = Attention {
-                spec: layer.spec,
-                table: kv.table,
-                scale: config.attention_scale,
-                soft_cap: config.attention_soft_cap,
-            };
-            let input = AttentionInput {
-                qkv: &b.qkv,
-                sinks: layer.sinks.as_ref(),
-            };
-            device.attention(attention, input, step, pool, &mut b.attended, &mut b.workspace)?;
-            lap(Operation::Attention)?;
+            match &layer.mixer {
+                Mixer::Recurrent { weights, pool } => {
+                    device.linear(&weights.input, input, &mut b.qkv, &mut b.workspace)?;
+                    lap(Operation::Linear)?;
+                    device.recurrent(weights, &b.qkv, step, &mut state_pools[*pool], &mut b.attended)?;
+                    lap(Operation::Recurrent)?;
+                }
+                Mixer::Attention(layer) => {
+                    device.linear(&layer.qkv, input, &mut b.qkv, &mut b.workspace)?;
+                    if let Some(gate) = &layer.gate {
+                        device.linear(gate, input, &mut b.gates, &mut b.workspace)?;
+                    }
+                    lap(Operation::Linear)?;
+                    let (store, attention) = layer.operations(config, index);
+                    let pool = &mut pools[layer.kv.pool];
+                    device.rope_store(store, step, &mut b.qkv, pool)?;
+                    lap(Operation::RopeStore)?;
+                    let input = AttentionInput {
+                        qkv: &b.qkv,
+                        sinks: layer.sinks.as_ref(),
+                    };
+                    device.attention(attention, input, step, pool, &mut b.attended, &mut b.workspace)?;
+                    if layer.gate.is_some() {
+                        device.gate(&b.gates, &mut b.attended)?;
+                    }
+                    lap(Operation::Attention)?;
+                }
+            }
             observe(index, Activations::Attended, &b.attended);
             if let (true, MlpWeights::Plain { gate_up, .. }) = (config.parallel_mlp, &layer.mlp) {
                 observe(index, Activations::MlpNorm, &b.normed);
@@ -549,6 +496,10 @@ impl<D: Device> Forward for Transformer<D> {
 
     fn kv_tables(&self) -> &[KvSpec] {
         &self.layout.tables
+    }
+
+    fn state_slots(&self) -> Option<u32> {
+        self.config.recurrent.as_ref().map(|_| self.state_slots)
     }
 
     fn block_tokens(&self) -> u32 {

@@ -68,6 +68,9 @@ fn a_row_has_the_same_bits_behind_a_shared_prefix() {
     for name in MODELS {
         let reference = Reference::load(name);
         let mut model = load(name, &reference, Precision::F32);
+        if model.config().recurrent.is_some() {
+            continue;
+        }
         let mut runner = Runner::new(&mut model);
         let first = &reference.prompts[3].tokens[..60];
         // The same 32 tokens, then others.
@@ -84,6 +87,7 @@ fn a_row_has_the_same_bits_behind_a_shared_prefix() {
         owner.blocks.push(rest);
         let mut guest = Sequence {
             blocks: vec![block, rest],
+            slot: None,
             stored: 32,
         };
         let rows = runner.step(&mut [(&mut owner, &first[16..]), (&mut guest, &second[32..])]);
@@ -98,6 +102,7 @@ fn a_row_has_the_same_bits_behind_a_shared_prefix() {
         let copy = runner.free.pop().unwrap();
         let mut guest = Sequence {
             blocks: vec![owner.blocks[0], owner.blocks[1], copy],
+            slot: None,
             stored: 41,
         };
         let rows = runner.copying_step(
@@ -112,6 +117,34 @@ fn a_row_has_the_same_bits_behind_a_shared_prefix() {
 }
 
 #[test]
+fn a_fork_has_the_same_bits_from_a_copied_state() {
+    for (name, precision) in [
+        ("qwen35-recurrent", Precision::F32),
+        ("qwen35-recurrent", Precision::Int8),
+        ("qwen35moe-fused", Precision::F32),
+    ] {
+        let reference = Reference::load(name);
+        let mut model = load(name, &reference, precision);
+        let mut runner = Runner::new(&mut model);
+        let tokens = &reference.prompts[3].tokens;
+        let other: Vec<u32> = tokens[..41].iter().chain(&tokens[60..80]).copied().collect();
+        let want = [&tokens[..], &other].map(|tokens| in_chunks(&mut runner, tokens, &[tokens.len()]));
+        let mut owner = Sequence::default();
+        runner.step(&mut [(&mut owner, &tokens[..41])]);
+        let mut fork = owner.clone();
+        fork.blocks[2] = runner.free.pop().unwrap();
+        fork.slot = runner.free_slots.pop();
+        let copy = |from, to| BlockCopy { from, to };
+        runner.state_copies = vec![copy(owner.slot.unwrap(), fork.slot.unwrap())];
+        let copies = vec![copy(owner.blocks[2], fork.blocks[2])];
+        let rows = runner.copying_step(&mut [(&mut owner, &tokens[41..]), (&mut fork, &other[41..])], copies);
+        let (first, second) = rows.split_at(tokens.len() - 41);
+        assert_same_bits(first, &want[0][41..], &format!("{name}: the parent"));
+        assert_same_bits(second, &want[1][41..], &format!("{name}: the fork"));
+    }
+}
+
+#[test]
 fn bits_do_not_depend_on_instructions_or_threads() {
     for name in [
         "llama-padded",
@@ -119,6 +152,7 @@ fn bits_do_not_depend_on_instructions_or_threads() {
         "qwen3-tied",
         "mixtral-twins",
         "qwen3moe-tied",
+        "qwen35-recurrent",
     ] {
         let reference = Reference::load(name);
         let mut first: Option<Vec<Vec<f32>>> = None;

@@ -173,6 +173,7 @@ fn schedules_change_no_bit() {
         "exaone4-windows",
         "olmo3-windows",
         "cohere2-windows",
+        "qwen35-recurrent",
     ] {
         let reference = Reference::load(name);
         for (temperature, precision) in [(0.0, Precision::F32), (1.0, Precision::F32), (1.0, Precision::Int8)] {

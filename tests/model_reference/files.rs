@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use gristmill::device::Precision;
-use gristmill::device::batch::StepBatch;
+use gristmill::device::batch::{BlockCopy, StepBatch};
 use gristmill::engine::{Forward, ForwardError};
 use gristmill::model::config::Config;
 use gristmill::model::weights::checkpoint_hash;
@@ -50,6 +50,30 @@ fn unfit_batches_and_options_are_refused() {
     };
     assert!(with(&|o| o.max_context = Some(129)).contains("129 tokens is more than the model's 128"));
     assert!(with(&|o| o.kv = KvBudget::Bytes(100)).contains("holds no block"));
+}
+
+#[test]
+fn slots_that_do_not_fit_are_refused() {
+    let reference = Reference::load("qwen35-recurrent");
+    let mut model = load("qwen35-recurrent", &reference, Precision::F32);
+    let mut refused = |change: &dyn Fn(&mut StepBatch), words: &str| {
+        let mut runner = Runner::new(&mut model);
+        let (mut first, mut second) = (Sequence::default(), Sequence::default());
+        let mut batch = runner.batch(&mut [(&mut first, &[7, 8, 9]), (&mut second, &[7])], vec![]);
+        change(&mut batch);
+        match runner.model.forward(&batch) {
+            Err(ForwardError::Batch(message)) => assert!(message.contains(words), "{message}"),
+            other => panic!("{words}: {other:?}"),
+        }
+    };
+    refused(&|b| b.state_slots.clear(), "0 state slots, and not 2");
+    refused(
+        &|b| b.state_slots[1] = b.state_slots[0],
+        "two sequences have state slot 63",
+    );
+    refused(&|b| b.state_slots[0] = KV_BLOCKS, "state slot 64 is not below 64");
+    let copy = BlockCopy { from: 0, to: KV_BLOCKS };
+    refused(&|b| b.state_copies.push(copy), "state slot 64 to copy");
 }
 
 /// A copy of a model's folder to break.

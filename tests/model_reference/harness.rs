@@ -14,7 +14,7 @@ use safetensors::SafeTensors;
 
 pub(crate) const KV_BLOCKS: u32 = 64;
 
-pub(crate) const MODELS: [&str; 52] = [
+pub(crate) const MODELS: [&str; 56] = [
     "llama-plain",
     "llama-llama3-tied",
     "llama-linear-biases",
@@ -67,6 +67,10 @@ pub(crate) const MODELS: [&str; 52] = [
     "olmo3-windows",
     "cohere-tied",
     "cohere2-windows",
+    "qwen35-recurrent",
+    "qwen35-images",
+    "qwen3next-experts",
+    "qwen35moe-fused",
 ];
 
 pub(crate) fn folder(name: &str) -> PathBuf {
@@ -146,10 +150,12 @@ pub(crate) fn load(name: &str, reference: &Reference, precision: Precision) -> T
     Transformer::load(&folder(name), &options(reference, precision)).unwrap()
 }
 
-/// Blocks and stored tokens of one sequence.
+/// Blocks, state and stored tokens of one sequence.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Sequence {
     pub blocks: Vec<u32>,
+    /// The slot of its recurrent state, in a model that has such.
+    pub slot: Option<u32>,
     pub stored: usize,
 }
 
@@ -157,13 +163,22 @@ pub(crate) struct Sequence {
 pub(crate) struct Runner<'a> {
     pub model: &'a mut Transformer,
     pub free: Vec<u32>,
+    pub free_slots: Vec<u32>,
+    /// Slots that the next step copies.
+    pub state_copies: Vec<BlockCopy>,
 }
 
 impl Runner<'_> {
     pub(crate) fn new(model: &mut Transformer) -> Runner<'_> {
         // 7 is coprime to the number of blocks: neighbours in a table are no neighbours in the pool.
         let free = (0..KV_BLOCKS).map(|i| i * 7 % KV_BLOCKS).collect();
-        Runner { model, free }
+        let free_slots = (0..model.state_slots().unwrap_or(0)).collect();
+        Runner {
+            model,
+            free,
+            free_slots,
+            state_copies: Vec::new(),
+        }
     }
 
     /// Computes the given next tokens of each sequence in one step; all rows of logits.
@@ -189,6 +204,7 @@ impl Runner<'_> {
     pub(crate) fn batch(&mut self, work: &mut [(&mut Sequence, &[u32])], block_copies: Vec<BlockCopy>) -> StepBatch {
         let mut batch = StepBatch {
             block_copies,
+            state_copies: std::mem::take(&mut self.state_copies),
             ..StepBatch::default()
         };
         for (sequence, tokens) in work {
@@ -196,6 +212,8 @@ impl Runner<'_> {
             while sequence.blocks.len() < kv_len.div_ceil(16) {
                 sequence.blocks.push(self.free.pop().expect("a free block"));
             }
+            sequence.slot = sequence.slot.or_else(|| self.free_slots.pop());
+            batch.state_slots.extend(sequence.slot);
             batch.push(tokens.iter().copied(), kv_len as u32, sequence.blocks.iter().copied());
             sequence.stored = kv_len;
         }
@@ -205,6 +223,7 @@ impl Runner<'_> {
 
     pub(crate) fn release(&mut self, sequence: Sequence) {
         self.free.extend(sequence.blocks);
+        self.free_slots.extend(sequence.slot);
     }
 }
 

@@ -17,7 +17,7 @@ use crate::device::batch::StepBatch;
 use crate::device::draw::{Draw, DrawError, DrawnToken};
 use crate::device::{
     Activation, AddNorm, Attention, AttentionInput, Device, DeviceError, ExpertWeights, HeadShape, KvFormat, KvSpec,
-    Linear, OutputHead, Precision, RopeSpec, RopeStore, Tensor, TensorError,
+    Linear, OutputHead, Precision, RecurrentShape, RecurrentWeights, RopeSpec, RopeStore, Tensor, TensorError,
 };
 
 mod aligned;
@@ -31,6 +31,7 @@ mod kv;
 mod math;
 mod norm;
 mod quantize;
+mod recurrent;
 mod rope;
 pub mod sample;
 mod soft_cap;
@@ -47,6 +48,7 @@ pub use isa::Isa;
 pub use kv::KvPool;
 pub use math::exp;
 use quantize::Quantized;
+pub use recurrent::StatePool;
 pub use step::Step;
 pub use threads::Threads;
 
@@ -247,6 +249,7 @@ impl Device for Cpu {
     type Norm = Vector;
     type Buffer = Buffer;
     type KvPool = KvPool;
+    type StatePool = StatePool;
     type Step = Step;
     type Workspace = Workspace;
 
@@ -271,6 +274,10 @@ impl Device for Cpu {
     }
 
     fn router_vector(&self, part: Tensor<'_>) -> Result<Vector, TensorError> {
+        Vector::pack(&[part], Precision::F32)
+    }
+
+    fn recurrent_vector(&self, part: Tensor<'_>) -> Result<Vector, TensorError> {
         Vector::pack(&[part], Precision::F32)
     }
 
@@ -317,6 +324,10 @@ impl Device for Cpu {
         kv_block_bytes(heads, self.kv_format)
     }
 
+    fn state_pool(&self, shape: RecurrentShape, slots: usize) -> Result<StatePool, DeviceError> {
+        Ok(StatePool::new(shape, slots))
+    }
+
     fn free_bytes(&self) -> Result<Option<u64>, DeviceError> {
         Ok(None)
     }
@@ -332,6 +343,11 @@ impl Device for Cpu {
 
     fn copy_blocks(&self, step: &Step, pool: &mut KvPool) -> Result<(), DeviceError> {
         pool.copy_blocks(&step.batch.block_copies);
+        Ok(())
+    }
+
+    fn copy_states(&self, step: &Step, pool: &mut StatePool) -> Result<(), DeviceError> {
+        pool.copy(&step.batch.state_copies);
         Ok(())
     }
 
@@ -462,6 +478,27 @@ impl Device for Cpu {
             );
             gated::gated(self.ctx(), activation, self.rounds_to_bf16(), gate_up, out);
         }
+        Ok(())
+    }
+
+    fn runs_recurrent_layers(&self) -> bool {
+        true
+    }
+
+    fn recurrent(
+        &self,
+        weights: &RecurrentWeights<Matrix, Vector>,
+        input: &Buffer,
+        step: &Step,
+        pool: &mut StatePool,
+        out: &mut Buffer,
+    ) -> Result<(), DeviceError> {
+        recurrent::recurrent(self.ctx(), (weights, self.rounds_to_bf16()), input, step, pool, out);
+        Ok(())
+    }
+
+    fn gate(&self, gate: &Buffer, out: &mut Buffer) -> Result<(), DeviceError> {
+        recurrent::gate(self.ctx(), self.rounds_to_bf16(), gate, out);
         Ok(())
     }
 

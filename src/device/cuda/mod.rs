@@ -266,6 +266,7 @@ impl Device for Cuda {
     type Norm = Norm;
     type Buffer = Buffer;
     type KvPool = KvPool;
+    type StatePool = ();
     type Step = Step;
     type Workspace = Workspace;
 

@@ -111,15 +111,22 @@ const HARMLESS: [&str; 3] = [
 
 /// Name prefixes of the image parts of multimodal models, in older and newer checkpoints. Prompts
 /// contain no images, so these parts are unused.
-const IMAGE_PARTS: [&str; 4] = [
+const IMAGE_PARTS: [&str; 5] = [
+    "model.visual.",
     "vision_tower.",
     "multi_modal_projector.",
     "model.vision_tower.",
     "model.multi_modal_projector.",
 ];
 
+/// Name prefix of the layers of models with recurrent layers that predict further tokens.
+const MTP_PART: &str = "mtp.";
+
 /// Whether a tensor belongs to a layer behind the last that predicts further tokens.
 fn is_of_mtp_layer(config: &Config, name: &str) -> bool {
+    if config.recurrent.is_some() && name.starts_with(MTP_PART) {
+        return true;
+    }
     let count = config.layers.len();
     let layer = name.strip_prefix("model.layers.").and_then(|rest| rest.split_once('.'));
     layer.is_some_and(|(layer, _)| {

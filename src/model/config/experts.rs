@@ -22,7 +22,8 @@ impl Family {
             Family::Mixtral | Family::GraniteMoe | Family::GraniteMoeShared => Some(2),
             Family::GptOss | Family::Qwen2Moe => Some(4),
             Family::Ernie4_5Moe => Some(6),
-            Family::Qwen3Moe | Family::Olmoe | Family::Glm4Moe => Some(8),
+            Family::Qwen3Moe | Family::Qwen3_5Moe | Family::Olmoe | Family::Glm4Moe => Some(8),
+            Family::Qwen3Next => Some(10),
             _ => None,
         }
     }
@@ -59,7 +60,12 @@ impl Reader<'_> {
             "n_routed_experts",
             "moe_num_experts",
         ];
-        let count = self.size_of_names(&names, EXPERTS_MAX)?;
+        let default_count = match family {
+            Family::Qwen3Next => Some(512),
+            Family::Qwen3_5Moe => Some(256),
+            _ => None,
+        };
+        let count = self.size_of_names(&names, EXPERTS_MAX)?.or(default_count);
         let count = count.ok_or_else(|| self.broken(format!("`{}` is missing", family.experts_key())))?;
         let per_token = self.size_of_names(&["num_experts_per_tok", "moe_k"], EXPERTS_MAX)?;
         let per_token = per_token.unwrap_or(default);
@@ -75,9 +81,11 @@ impl Reader<'_> {
         }
         let width = match family {
             Family::Qwen2Moe | Family::Qwen3Moe | Family::Glm4Moe | Family::Ernie4_5Moe => "moe_intermediate_size",
+            _ if family.has_recurrent_layers() => "moe_intermediate_size",
             _ => "intermediate_size",
         };
-        let intermediate_size = self.required_size(width, WIDTH_MAX)?;
+        let default_width = family.has_recurrent_layers().then_some(512);
+        let intermediate_size = self.size_or(width, WIDTH_MAX, default_width)?;
         let layers = self.layers_with_experts(family, layers)?;
         Ok(layers.contains(&true).then_some(Experts {
             count,
@@ -111,7 +119,7 @@ impl Reader<'_> {
             score: if is_glm { Score::Sigmoid } else { Score::Softmax },
             renormalized: match family {
                 Family::Qwen2Moe | Family::Qwen3Moe | Family::Olmoe => by_key(false)?,
-                Family::Glm4Moe => by_key(true)?,
+                Family::Glm4Moe | Family::Qwen3Next => by_key(true)?,
                 _ => true,
             },
             scale: scale as f32,
@@ -126,6 +134,7 @@ impl Reader<'_> {
         };
         let intermediate_size = match family {
             Family::Qwen2Moe => size("shared_expert_intermediate_size", WIDTH_MAX, 5632)?,
+            Family::Qwen3Next | Family::Qwen3_5Moe => size("shared_expert_intermediate_size", WIDTH_MAX, 512)?,
             Family::GraniteMoeShared => size("shared_intermediate_size", WIDTH_MAX, 1024)?,
             Family::Glm4Moe => expert * size("n_shared_experts", SHARED_MAX, 1)?,
             Family::Ernie4_5Moe => expert * size("moe_num_shared_experts", SHARED_MAX, 2)?,
@@ -133,7 +142,7 @@ impl Reader<'_> {
         };
         Ok((intermediate_size > 0).then_some(SharedExpert {
             intermediate_size,
-            is_weighted: family == Family::Qwen2Moe,
+            is_weighted: family == Family::Qwen2Moe || family.has_recurrent_layers(),
         }))
     }
 
@@ -147,7 +156,7 @@ impl Reader<'_> {
             },
         };
         match family {
-            Family::Qwen2Moe | Family::Qwen3Moe => self.sparse_layers(count),
+            Family::Qwen2Moe | Family::Qwen3Moe | Family::Qwen3Next => self.sparse_layers(count),
             Family::Glm4Moe => {
                 let dense = number("first_k_dense_replace", 1)?;
                 Ok((0..count).map(|layer| layer >= dense).collect())

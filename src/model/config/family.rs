@@ -15,6 +15,9 @@ pub enum Family {
     Qwen2Moe,
     Qwen3,
     Qwen3Moe,
+    Qwen3Next,
+    Qwen3_5,
+    Qwen3_5Moe,
     Mixtral,
     Olmoe,
     GptOss,
@@ -40,7 +43,7 @@ pub enum Family {
 }
 
 /// Each family with its name, its `model_type` and its `architectures`.
-const FAMILIES: [(Family, &str, &str, &str); 30] = [
+const FAMILIES: [(Family, &str, &str, &str); 33] = [
     (Family::Llama, "Llama", "llama", "LlamaForCausalLM"),
     (Family::Mistral, "Mistral", "mistral", "MistralForCausalLM"),
     (Family::Ministral, "Ministral", "ministral", "MinistralForCausalLM"),
@@ -49,6 +52,14 @@ const FAMILIES: [(Family, &str, &str, &str); 30] = [
     (Family::Qwen2Moe, "Qwen 2 MoE", "qwen2_moe", "Qwen2MoeForCausalLM"),
     (Family::Qwen3, "Qwen 3", "qwen3", "Qwen3ForCausalLM"),
     (Family::Qwen3Moe, "Qwen 3 MoE", "qwen3_moe", "Qwen3MoeForCausalLM"),
+    (Family::Qwen3Next, "Qwen3-Next", "qwen3_next", "Qwen3NextForCausalLM"),
+    (Family::Qwen3_5, "Qwen 3.5", "qwen3_5_text", "Qwen3_5ForCausalLM"),
+    (
+        Family::Qwen3_5Moe,
+        "Qwen 3.5 MoE",
+        "qwen3_5_moe_text",
+        "Qwen3_5MoeForCausalLM",
+    ),
     (Family::Mixtral, "Mixtral", "mixtral", "MixtralForCausalLM"),
     (Family::Olmoe, "OLMoE", "olmoe", "OlmoeForCausalLM"),
     (Family::GptOss, "gpt-oss", "gpt_oss", "GptOssForCausalLM"),
@@ -85,8 +96,14 @@ const FAMILIES: [(Family, &str, &str, &str); 30] = [
 
 /// Models that see images, each with the families that its text part may have. A text part that
 /// names none has the first.
-const MULTIMODAL: [(&str, &str, &[Family]); 2] = [
+const MULTIMODAL: [(&str, &str, &[Family]); 4] = [
     ("gemma3", "Gemma3ForConditionalGeneration", &[Family::Gemma3]),
+    ("qwen3_5", "Qwen3_5ForConditionalGeneration", &[Family::Qwen3_5]),
+    (
+        "qwen3_5_moe",
+        "Qwen3_5MoeForConditionalGeneration",
+        &[Family::Qwen3_5Moe],
+    ),
     (
         "mistral3",
         "Mistral3ForConditionalGeneration",
@@ -103,6 +120,11 @@ impl Family {
 
     pub(super) fn is_gemma(self) -> bool {
         matches!(self, Family::Gemma | Family::Gemma2 | Family::Gemma3)
+    }
+
+    /// Whether layers without attention are recurrent, and attention has gates.
+    pub(super) fn has_recurrent_layers(self) -> bool {
+        matches!(self, Family::Qwen3Next | Family::Qwen3_5 | Family::Qwen3_5Moe)
     }
 
     pub(super) fn is_cohere(self) -> bool {
@@ -151,8 +173,13 @@ impl Family {
             | Family::SeedOss
             | Family::Glm4Moe => Some(8),
             Family::Gemma | Family::Qwen2Moe => Some(16),
-            Family::Gemma2 | Family::Gemma3 | Family::SmolLm3 | Family::Qwen3Moe | Family::Ernie4_5Moe => Some(4),
-            Family::Glm | Family::Glm4 | Family::Ernie4_5 => Some(2),
+            Family::Gemma2
+            | Family::Gemma3
+            | Family::SmolLm3
+            | Family::Qwen3Moe
+            | Family::Qwen3_5
+            | Family::Ernie4_5Moe => Some(4),
+            Family::Glm | Family::Glm4 | Family::Ernie4_5 | Family::Qwen3Next | Family::Qwen3_5Moe => Some(2),
             Family::Exaone4 => Some(32),
             _ => None,
         }
@@ -162,6 +189,7 @@ impl Family {
         match self {
             Family::GptOss => Some(64),
             Family::Gemma | Family::Gemma2 | Family::Gemma3 => Some(256),
+            _ if self.has_recurrent_layers() => Some(256),
             Family::Qwen3 | Family::Ministral3 | Family::SeedOss | Family::Glm | Family::Glm4 | Family::Ernie4_5 => {
                 Some(128)
             }
@@ -180,7 +208,14 @@ impl Family {
             | Family::Olmo3 => 2048,
             Family::Phi3 | Family::Olmoe => 4096,
             Family::Gemma | Family::Gemma2 | Family::Cohere | Family::Cohere2 => 8192,
-            Family::Qwen2 | Family::Qwen2Moe | Family::Qwen3 | Family::Qwen3Moe | Family::SmolLm3 => 32_768,
+            Family::Qwen2
+            | Family::Qwen2Moe
+            | Family::Qwen3
+            | Family::Qwen3Moe
+            | Family::Qwen3Next
+            | Family::Qwen3_5
+            | Family::Qwen3_5Moe
+            | Family::SmolLm3 => 32_768,
             Family::Mistral
             | Family::Mixtral
             | Family::GptOss
@@ -219,6 +254,7 @@ impl Family {
         match self {
             Family::Phi3 => Some(1.0),
             Family::Glm | Family::Glm4 | Family::Glm4Moe => Some(0.5),
+            _ if self.has_recurrent_layers() => Some(0.25),
             _ => None,
         }
     }
@@ -269,6 +305,7 @@ impl Reader<'_> {
         match family {
             Family::Glm4Moe => Ok(self.flag("use_qk_norm")?.unwrap_or(false)),
             Family::Qwen3 | Family::Qwen3Moe | Family::Gemma3 | Family::Olmoe => Ok(true),
+            _ if family.has_recurrent_layers() => Ok(true),
             _ => Ok(family.has_norms_behind_alone()),
         }
     }

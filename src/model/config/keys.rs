@@ -125,7 +125,7 @@ const REFUSED: [(&str, Neutral); 62] = [
 /// have none of them.
 const MULTIMODAL_PARTS: [&str; 2] = ["text_config", "vision_config"];
 /// Other keys that only a multimodal model has at its top level.
-const IMAGE_KEYS: [&str; 9] = [
+const IMAGE_KEYS: [&str; 12] = [
     "boi_token_index",
     "eoi_token_index",
     "image_token_id",
@@ -134,13 +134,16 @@ const IMAGE_KEYS: [&str; 9] = [
     "multimodal_projector_bias",
     "projector_hidden_act",
     "spatial_merge_size",
+    "video_token_id",
+    "vision_end_token_id",
     "vision_feature_layer",
+    "vision_start_token_id",
 ];
 
 /// Keys that change no answer: names, dates and versions, number formats (each tensor declares its
 /// own), training, caches, outputs that are not requested, labels of other tasks. Keys of
 /// `generation_config.json` are accepted, too, and checked with that file.
-const HARMLESS: [&str; 64] = [
+const HARMLESS: [&str; 67] = [
     "_attn_implementation",
     "_attn_implementation_autoset",
     "_attn_implementation_internal",
@@ -172,9 +175,13 @@ const HARMLESS: [&str; 64] = [
     "is_llama_config",
     "keys_to_ignore_at_inference",
     "label2id",
+    // The format of recurrent states, which is F32 here in any case.
+    "mamba_ssm_dtype",
     "max_sequence_length",
     "mlp_dropout",
     "model_max_length",
+    "mtp_num_hidden_layers",
+    "mtp_use_dedicated_embeddings",
     "neftune_noise_alpha",
     "num_labels",
     "num_logits_to_keep",
@@ -239,6 +246,10 @@ const ROPE_KEYS: [&str; 19] = [
 /// Other keys of Ministral 3's RoPE object, whose second copies the key of the same name.
 const MINISTRAL3_ROPE_KEYS: [&str; 2] = ["llama_4_scaling_beta", "max_position_embeddings"];
 
+/// Other keys of the RoPE object of models that see images: how a token's three positions share the
+/// pairs of a head. A text's token has the same position three times.
+const TEXT_POSITION_KEYS: [&str; 2] = ["mrope_interleaved", "mrope_section"];
+
 /// Keys of RoPE types that are not supported.
 const OTHER_ROPE_KEYS: [(&str, Neutral); 6] = [
     ("alpha", Only(1.0)),
@@ -295,6 +306,50 @@ impl Family {
                 "qkv_bias",
                 "shared_expert_intermediate_size",
                 "use_sliding_window",
+            ],
+            Family::Qwen3_5 => &[
+                "attention_bias",
+                "attn_output_gate",
+                "full_attention_interval",
+                "hidden_act",
+                "linear_conv_kernel_dim",
+                "linear_key_head_dim",
+                "linear_num_key_heads",
+                "linear_num_value_heads",
+                "linear_value_head_dim",
+            ],
+            Family::Qwen3_5Moe => &[
+                "attention_bias",
+                "attn_output_gate",
+                "full_attention_interval",
+                "hidden_act",
+                "linear_conv_kernel_dim",
+                "linear_key_head_dim",
+                "linear_num_key_heads",
+                "linear_num_value_heads",
+                "linear_value_head_dim",
+                "moe_intermediate_size",
+                "num_experts",
+                "num_experts_per_tok",
+                "shared_expert_intermediate_size",
+            ],
+            Family::Qwen3Next => &[
+                "attention_bias",
+                "attn_output_gate",
+                "decoder_sparse_step",
+                "full_attention_interval",
+                "hidden_act",
+                "linear_conv_kernel_dim",
+                "linear_key_head_dim",
+                "linear_num_key_heads",
+                "linear_num_value_heads",
+                "linear_value_head_dim",
+                "mlp_only_layers",
+                "moe_intermediate_size",
+                "norm_topk_prob",
+                "num_experts",
+                "num_experts_per_tok",
+                "shared_expert_intermediate_size",
             ],
             Family::Glm4Moe => &[
                 "attention_bias",
@@ -511,6 +566,7 @@ impl Reader<'_> {
                 }
                 _ if ROPE_KEYS.contains(&key.as_str()) => (),
                 _ if family == Family::Ministral3 && MINISTRAL3_ROPE_KEYS.contains(&key.as_str()) => (),
+                _ if family.has_recurrent_layers() && TEXT_POSITION_KEYS.contains(&key.as_str()) => (),
                 value => self.check_key(prefix, (key, value), &OTHER_ROPE_KEYS, unknown)?,
             }
         }

@@ -10,6 +10,9 @@ use crate::model::error::ModelError;
 impl Reader<'_> {
     /// The attention of each layer, by the rules of its family.
     pub(super) fn layers(&self, family: Family, count: usize) -> Result<Vec<KvSpec>, ModelError> {
+        if family.has_recurrent_layers() {
+            return Ok(vec![KvSpec::Full; count]);
+        }
         let never_slides = matches!(
             family,
             Family::Llama

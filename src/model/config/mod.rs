@@ -7,7 +7,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use crate::device::{Activation, Dtype, HeadShape, KvSpec, RopeSpec, Routing, cuda};
+use crate::device::{Activation, Dtype, HeadShape, KvSpec, RecurrentShape, RopeSpec, Routing, cuda};
 use crate::model::error::ModelError;
 use crate::model::rope::{Rope, Scaling};
 
@@ -17,6 +17,7 @@ pub mod generation;
 mod keys;
 mod layers;
 mod reader;
+mod recurrent;
 mod rope;
 
 pub use family::Family;
@@ -59,6 +60,17 @@ pub enum ExpertForm {
     Mxfp4,
 }
 
+/// Recurrent layers, which stand in place of attention in some layers.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Recurrent {
+    pub shape: RecurrentShape,
+    /// Whether each layer is recurrent. The other layers have attention.
+    pub layers: Vec<bool>,
+    /// Whether the checkpoint stores the rows of the input projection as two tensors, and within them
+    /// by key head.
+    pub by_key_head: bool,
+}
+
 /// Configuration of a decoder-only transformer with RMS norms before or behind attention and a gated
 /// MLP.
 #[derive(Debug, Clone, PartialEq)]
@@ -70,8 +82,10 @@ pub struct Config {
     /// Width of the MLP, in layers without experts.
     pub intermediate_size: usize,
     pub experts: Option<Experts>,
-    /// Each layer's attention: full, or a sliding window.
+    /// Each layer's attention: full, or a sliding window. What stands here for a recurrent layer has
+    /// no effect.
     pub layers: Vec<KvSpec>,
+    pub recurrent: Option<Recurrent>,
     /// Number of layers behind the last that a checkpoint may have: they predict further tokens, and
     /// are not read.
     pub mtp_layers: usize,
@@ -82,6 +96,9 @@ pub struct Config {
     pub attention_soft_cap: Option<f32>,
     /// Whether each query head has a sink, a score without a value that counts in its softmax.
     pub attention_sinks: bool,
+    /// Whether each query head has a gate, by whose sigmoid the head's output is multiplied. The
+    /// checkpoint stores its projection behind the rows of the head's query.
+    pub attention_gates: bool,
     /// Soft cap of the logits, by the same formula.
     pub logit_soft_cap: Option<f32>,
     /// Factor of the logits, before their soft cap.
@@ -217,8 +234,14 @@ impl Config {
     /// Refuses a model that GPUs do not compute.
     ///
     /// # Errors
-    /// The GPU's kernels do not take its heads.
+    /// The model has recurrent layers or gates of attention, or the GPU's kernels do not take its heads.
     pub fn refuse_on_gpu(&self) -> Result<(), ModelError> {
+        if self.recurrent.is_some() || self.attention_gates {
+            return Err(ModelError::Options(format!(
+                "{} does not run on a GPU yet, because it has recurrent layers: use a CPU (`--device cpu`)",
+                self.family.name()
+            )));
+        }
         Ok(cuda::check_heads(self.heads)?)
     }
 
@@ -232,6 +255,26 @@ impl Config {
     /// The experts of a layer. `None`: it has a plain MLP.
     pub fn experts_of(&self, layer: usize) -> Option<&Experts> {
         self.experts.as_ref().filter(|experts| experts.layers[layer])
+    }
+
+    /// Whether a layer is recurrent. Otherwise it has attention.
+    pub fn is_recurrent(&self, layer: usize) -> bool {
+        self.recurrent.as_ref().is_some_and(|recurrent| recurrent.layers[layer])
+    }
+
+    /// The attention of each layer that is not recurrent.
+    pub fn attention_layers(&self) -> Vec<KvSpec> {
+        let layers = self.layers.iter().enumerate();
+        let layers = layers.filter(|(layer, _)| !self.is_recurrent(*layer));
+        layers.map(|(_, spec)| *spec).collect()
+    }
+
+    /// Bytes of a sequence's states in all recurrent layers.
+    pub fn state_bytes(&self) -> u64 {
+        self.recurrent.as_ref().map_or(0, |recurrent| {
+            let layers = recurrent.layers.iter().filter(|is_recurrent| **is_recurrent).count();
+            (layers * recurrent.shape.state_bytes()) as u64
+        })
     }
 
     /// The rotations of all layers, for a maximum sequence length of `context` tokens:
@@ -371,10 +414,11 @@ impl Reader<'_> {
             family,
             vocab_size: self.size_or("vocab_size", 1 << 24, family.vocab_size())?,
             hidden_size,
-            intermediate_size: self.required_size("intermediate_size", 1 << 20)?,
+            intermediate_size: self.intermediate_size(family)?,
             experts: self.experts(family, num_layers, hidden_size)?,
             rotates: self.rotates(family, &layers)?,
             layers,
+            recurrent: self.recurrent(family, num_layers)?,
             mtp_layers: self.mtp_layers()?,
             heads,
             attention_scale: scales.attention,
@@ -384,6 +428,7 @@ impl Reader<'_> {
                 _ => None,
             },
             attention_sinks: family == Family::GptOss,
+            attention_gates: family.has_recurrent_layers(),
             logit_soft_cap: match family {
                 Family::Gemma2 => self.soft_cap("final_logit_softcapping", Some(30.0))?,
                 Family::Gemma3 => self.soft_cap("final_logit_softcapping", None)?,
@@ -393,7 +438,7 @@ impl Reader<'_> {
             embedding_scale: scales.embedding,
             activation,
             norm_eps: scales.norm_eps,
-            unit_offset_norms: family.is_gemma(),
+            unit_offset_norms: family.is_gemma() || family.has_recurrent_layers(),
             layer_norms: family.is_cohere(),
             parallel_mlp: family.is_cohere(),
             pre_norms: !family.has_norms_behind_alone(),
@@ -417,6 +462,12 @@ impl Reader<'_> {
             eos_token_ids: self.eos_token_ids()?,
             warnings: Vec::new(),
         })
+    }
+
+    fn intermediate_size(&self, family: Family) -> Result<usize, ModelError> {
+        // Qwen 3.5 MoE has no plain MLP, and no such key.
+        let default = (family == Family::Qwen3_5Moe).then_some(1);
+        self.size_or("intermediate_size", 1 << 20, default)
     }
 
     fn heads(&self, family: Family, hidden_size: usize) -> Result<HeadShape, ModelError> {
