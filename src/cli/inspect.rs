@@ -77,7 +77,7 @@ struct Memory {
     weight_bytes: u64,
     /// For one token, without the rest of its block.
     kv_bytes_per_token: u64,
-    /// For one sequence of `context_tokens` tokens.
+    /// For one sequence of `context_tokens` tokens, with its states in recurrent layers.
     kv_bytes_at_context: u64,
 }
 
@@ -328,14 +328,14 @@ fn memory(config: &Config, places: impl Iterator<Item = Place>, stored: Dtype) -
     for place in places {
         for precision in place.precisions() {
             let kv = |tokens| kv_bytes(config, place, precision.kv_format(), tokens);
-            // A block's bytes are a multiple of its tokens.
+            // A block's bytes are a multiple of its tokens; states of recurrent layers do not grow.
             let block_tokens = place.block_tokens();
             if let (Some(block), Some(at_context)) = (kv(block_tokens), kv(config.max_position_embeddings)) {
                 memory.push(Memory {
                     device: place.name(),
                     precision: precision.name(),
                     weight_bytes: size.weight_bytes(place, *precision, stored),
-                    kv_bytes_per_token: block / u64::from(block_tokens),
+                    kv_bytes_per_token: (block - config.state_bytes()) / u64::from(block_tokens),
                     kv_bytes_at_context: at_context,
                 });
             }
