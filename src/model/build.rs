@@ -222,7 +222,7 @@ impl<D: Device> Builder<'_, D> {
         let stacked = LinearTensors {
             weights: weights.concat(),
             biases: biases.concat(),
-            fused: None,
+            stored_instead: None,
         };
         Ok(vec![load(&stacked)?])
     }
