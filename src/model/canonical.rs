@@ -2,10 +2,11 @@
 //! stores.
 //!
 //! Four differences end here: norm weights stored as w − 1 (Gemma, Qwen 3.5), projections stored as
-//! rows of one larger tensor (Phi-3, GLM, Qwen3-Next), [forms](expert_forms) of experts (gpt-oss), and heads whose rotary pairs stand elsewhere. The transformer
-//! rotates dimension `d` of a head together with `d + head_dim / 2`. A head that rotates only its
-//! first dimensions, or neighbours as pairs, gets its dimensions reordered in queries and keys
-//! alike, so that their dot products stay the same.
+//! rows of one larger tensor (Phi-3, GLM, Qwen3-Next), [forms](expert_forms) of experts (gpt-oss),
+//! and heads whose rotary pairs stand elsewhere. The transformer rotates dimension `d` of a head
+//! together with `d + head_dim / 2`. A head that rotates only its first dimensions, or neighbours as
+//! pairs, gets its dimensions reordered in queries and keys alike, so that their dot products stay
+//! the same.
 //!
 //! See docs/decisions/088-family-differences-end-where-weights-are-read.md.
 
