@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use gristmill::dataset::store::location::Location;
 use gristmill::device::{Precision, cpu};
-use gristmill::engine::scheduler::Policy;
+use gristmill::engine::plan::Policy;
 use gristmill::engine::{Engine, EngineOptions};
 use gristmill::job::precision::RequestedPrecision;
 use gristmill::ledger::Ledger;

@@ -17,8 +17,8 @@ use crate::cli::setup::{engine_options, load_model, load_on_device, load_options
 use crate::device::Dtype;
 use crate::device::cpu::Isa;
 use crate::device::cuda::Cuda;
+use crate::engine::plan::Policy;
 use crate::engine::request::Request;
-use crate::engine::scheduler::Policy;
 use crate::engine::{Engine, Forward, Generator};
 use crate::model::config::Config;
 use crate::model::folder;

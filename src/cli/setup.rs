@@ -12,7 +12,7 @@ use crate::cli::exit::{Exit, Failure};
 use crate::device::cpu::Threads;
 use crate::device::cuda::{Cuda, MatmulBackend};
 use crate::device::{KvFormat, Precision};
-use crate::engine::scheduler::Policy;
+use crate::engine::plan::Policy;
 use crate::engine::{Engine, EngineOptions, Forward, Generator};
 use crate::model::Checkpoint;
 use crate::model::config::Config;

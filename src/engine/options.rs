@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::device::cpu::Threads;
-use crate::engine::scheduler::Policy;
+use crate::engine::plan::Policy;
 
 /// Options of an engine.
 #[derive(Debug, Clone)]

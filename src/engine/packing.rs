@@ -87,7 +87,8 @@ fn split(shared: &[usize], from: usize, to: usize, max_shared: usize) -> Vec<Bra
     parts
 }
 
-fn common_prefix(a: &[u32], b: &[u32]) -> usize {
+/// Number of tokens with which both begin.
+pub fn common_prefix(a: &[u32], b: &[u32]) -> usize {
     a.iter().zip(b).take_while(|(x, y)| x == y).count()
 }
 

@@ -14,7 +14,10 @@
 //!   sequences compute *in the same step*. A sequence always computes its last token itself.
 //!   Deterministic sequences share blocks only with each other.
 //! - In a model with recurrent layers, a running sequence has a slot for its state, and none starts
-//!   while no slot is free. No prefix is shared there. A fork's state is a copy of its parent's.
+//!   while no slot is free. Blocks are shared there up to a position whose state was kept. So a
+//!   sequence that is started keeps its state at the end of the prefix that most saves others:
+//!   its step ends there, and sequences with the same prefix wait for it. A fork's state is a copy
+//!   of its parent's.
 //! - Blocks behind the windows of running sequences are released before the next step is planned.
 //! - A step may be planned while the tokens of the step before are still being drawn. A
 //!   [placeholder](Scheduler::add_placeholder) then stands for a sequence's next token, and the
@@ -26,8 +29,8 @@
 //!
 //! See docs/decisions/056-prefixes-are-shared-within-a-step.md.
 
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
-use std::ops::Range;
 use std::sync::Arc;
 
 use smallvec::SmallVec;
@@ -35,158 +38,15 @@ use smallvec::SmallVec;
 use crate::device::batch::BlockCopy;
 use crate::engine::blocks::BlockKey;
 use crate::engine::ids::ById;
-use crate::engine::kv::{self, BlockTables, KvCache};
+use crate::engine::kv::{self, KvCache};
 use crate::engine::packing::{self, WaitingPrompt};
-use crate::engine::states::StateSlots;
+use crate::engine::plan::{PlannedSequence, SequenceId, StepLimits, StepPlan};
+use crate::engine::scheduled::{Age, Sequence, Sharing};
+use crate::engine::states::{self, StateSlots};
 
-/// Identifies a sequence for as long as the scheduler knows it.
-pub type SequenceId = u64;
-
-/// Limits of a step.
-#[derive(Debug, Clone, Copy)]
-pub struct StepLimits {
-    /// Maximum tokens computed in one step.
-    pub max_step_tokens: usize,
-    /// Maximum number of sequences in one step. A sequence is started only if fewer are running,
-    /// not counting those that have nothing to compute until their next token is drawn.
-    pub max_sequences: usize,
-    pub policy: Policy,
-}
-
-/// The techniques by which the scheduler fills steps. All are on, except when the effect of a
-/// technique is measured.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Policy {
-    /// Whether to order the window; otherwise sequences start in order of arrival.
-    pub sort_window: bool,
-    /// Whether to share computed blocks of common prefixes.
-    pub share_prefixes: bool,
-    /// Whether to mix prefill and decode in one step; otherwise prefill runs first, in steps of its
-    /// own.
-    pub mix_phases: bool,
-    /// Whether to start sequences as others end; otherwise they start only when all have ended.
-    pub refill: bool,
-}
-
-impl Default for Policy {
-    fn default() -> Policy {
-        Policy {
-            sort_window: true,
-            share_prefixes: true,
-            mix_phases: true,
-            refill: true,
-        }
-    }
-}
-
-/// Orders sequences, oldest first: number in the order of starting, then number of the fork.
-type Age = (u64, u64);
-
-/// Determines the sequences with which a sequence may share blocks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Sharing {
-    /// Whether its results must be bitwise independent of other sequences.
-    pub deterministic: bool,
-    /// The parent key of its first block.
-    pub root: BlockKey,
-}
-
-/// The scheduler's state of a sequence.
-#[derive(Debug, Clone)]
-struct Sequence {
-    id: SequenceId,
-    age: Age,
-    /// The prompt, until the sequence is started for the first time: samples of one row share it
-    /// while they wait.
-    prompt: Option<Arc<[u32]>>,
-    /// Prompt (unless it is in `prompt`) and completion so far.
-    tokens: Vec<u32>,
-    /// If the last of `tokens` is a placeholder: the row of the step's logits from which the token
-    /// is drawn.
-    placeholder_row: Option<u32>,
-    /// Maximum tokens that will be added; used only to order the window.
-    max_tokens: u32,
-    sharing: Sharing,
-    /// Number of tokens whose keys and values are computed once the planned step has run; they are
-    /// in `tables`, except for those behind a window.
-    computed_tokens: usize,
-    tables: BlockTables,
-    /// The slot of its recurrent state, while it runs. The state is that of `computed_tokens` tokens
-    /// once the planned step has run.
-    state: Option<u32>,
-    /// Keys of its first full blocks, computed when needed.
-    keys: Vec<BlockKey>,
-    /// Whether it has been started before (and preempted since).
-    was_started: bool,
-}
-
-impl Sequence {
-    /// Moves the prompt into `tokens`.
-    fn merge_prompt(&mut self) {
-        if let Some(prompt) = self.prompt.take() {
-            self.tokens.splice(0..0, prompt.iter().copied());
-        }
-    }
-
-    /// Number of tokens that are not yet computed.
-    fn pending_tokens(&self) -> usize {
-        self.tokens.len() - self.computed_tokens
-    }
-
-    /// Number of leading tokens that are known.
-    fn known_tokens(&self) -> usize {
-        self.tokens.len() - usize::from(self.placeholder_row.is_some())
-    }
-
-    /// Computes the keys of its first `blocks` blocks, which must be full.
-    fn compute_keys(&mut self, blocks: usize, block_tokens: usize) {
-        while self.keys.len() < blocks {
-            let parent = self.keys.last().unwrap_or(&self.sharing.root);
-            let from = self.keys.len() * block_tokens;
-            self.keys.push(parent.child(&self.tokens[from..from + block_tokens]));
-        }
-    }
-}
-
-/// One sequence's share of a step.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct PlannedSequence {
-    pub id: SequenceId,
-    /// Position of the first token computed.
-    pub start: usize,
-    /// The tokens computed.
-    pub tokens: SmallVec<[u32; 4]>,
-    /// Range in each of [`StepPlan::blocks`] of the blocks that hold all tokens up to the last one
-    /// computed.
-    pub blocks: Range<usize>,
-    /// The slot of its recurrent state.
-    pub state: Option<u32>,
-    /// Whether the last token computed is the sequence's last, so that the next token is sampled
-    /// from its logits.
-    pub needs_logits: bool,
-    /// If the last token computed is a placeholder: the row of the previous step's logits from
-    /// which the token is drawn.
-    pub placeholder_row: Option<u32>,
-    /// Whether its results must be bitwise independent of other sequences.
-    pub deterministic: bool,
-}
-
-/// A step to run.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct StepPlan {
-    pub sequences: Vec<PlannedSequence>,
-    /// For each block table, blocks of all sequences, one sequence after the other.
-    pub blocks: Vec<Vec<u32>>,
-    /// Blocks to copy before anything is computed.
-    pub copies: Vec<BlockCopy>,
-    /// Slots of recurrent states to copy, in this order, before anything is computed.
-    pub state_copies: Vec<BlockCopy>,
-    /// Sequences started for the first time, each with the number of its tokens that the prefix
-    /// index held.
-    pub started: Vec<(SequenceId, usize)>,
-    /// Sequences that lost their blocks.
-    pub preempted: Vec<SequenceId>,
-}
+/// So many of the sequences that start next are compared to find a prefix whose state is worth
+/// keeping.
+const KEEPING_WINDOW: usize = 64;
 
 /// Running and waiting sequences, and the blocks that they hold. See the module's description.
 #[derive(Debug, Clone)]
@@ -194,7 +54,7 @@ pub struct Scheduler {
     limits: StepLimits,
     kv: KvCache,
     states: StateSlots,
-    /// States that the next step copies: those of forks.
+    /// States that the next step copies.
     state_copies: Vec<BlockCopy>,
     root: BlockKey,
     /// Sequences that have arrived since the window was ordered.
@@ -285,6 +145,7 @@ impl Scheduler {
             computed_tokens: 0,
             tables: self.kv.empty_tables(),
             state: None,
+            keep_state_at: None,
             keys: Vec::new(),
             was_started: false,
         });
@@ -350,14 +211,15 @@ impl Scheduler {
         let mut sequence = Sequence {
             id,
             age: (parent.age.0, self.next_fork),
+            keep_state_at: None,
             ..parent.clone()
         };
         sequence.tokens.extend_from_slice(tokens);
         self.ages.insert(id, sequence.age);
         let from = sequence.state.take();
-        if is_running && self.running.len() < self.limits.max_sequences && self.states.take(&mut sequence.state) {
-            let pair = from.zip(sequence.state);
-            self.state_copies.extend(pair.map(|(from, to)| BlockCopy { from, to }));
+        let may_run = is_running && self.running.len() < self.limits.max_sequences;
+        if may_run && self.states.take(&mut sequence.state, true) {
+            self.state_copies.extend(states::copy(from, sequence.state));
             self.kv.hold_again(&sequence.tables);
             self.insert_running(sequence);
         } else {
@@ -403,8 +265,28 @@ impl Scheduler {
         self.kv.end_plan();
         if !plan.sequences.is_empty() {
             plan.state_copies = std::mem::take(&mut self.state_copies);
+            self.keep_states();
         }
         plan
+    }
+
+    /// Keeps the states that are those of shared prefixes once the planned step has run: the next step
+    /// copies them first.
+    fn keep_states(&mut self) {
+        let block_tokens = self.kv.block_tokens();
+        for sequence in &mut self.running {
+            let computed = sequence.computed_tokens;
+            if sequence.keep_state_at != Some(computed) {
+                continue;
+            }
+            sequence.keep_state_at = None;
+            let blocks = computed / block_tokens;
+            sequence.compute_keys(blocks, block_tokens);
+            let kept = self
+                .states
+                .keep(sequence.keys[blocks - 1], &sequence.tokens[..computed]);
+            self.state_copies.extend(states::copy(sequence.state, kept));
+        }
     }
 
     /// Undoes a planned step that did not run: the contents of all blocks are discarded, and all
@@ -420,6 +302,7 @@ impl Scheduler {
             self.waiting.insert(sequence.age, sequence);
         }
         self.kv.clear_index();
+        self.states.discard_kept();
         self.state_copies.clear();
         self.limits.max_step_tokens /= 2;
         self.limits.max_sequences = (self.limits.max_sequences / 2).max(1);
@@ -473,10 +356,11 @@ impl Scheduler {
                 return;
             };
             sequence.merge_prompt();
-            if !self.share_prefix(&mut sequence) {
+            if self.awaits_state(&sequence) || !self.share_prefix(&mut sequence) {
                 self.waiting.insert(sequence.age, sequence);
                 return;
             }
+            sequence.keep_state_at = self.prefix_worth_keeping(&sequence);
             if !std::mem::replace(&mut sequence.was_started, true) {
                 plan.started.push((sequence.id, sequence.computed_tokens));
             }
@@ -514,23 +398,59 @@ impl Scheduler {
         }
     }
 
+    /// Whether a running sequence is about to keep the state of a prefix that this one begins with.
+    fn awaits_state(&self, sequence: &Sequence) -> bool {
+        self.running
+            .iter()
+            .any(|other| other.keep_state_at.is_some_and(|tokens| sequence.shares(other, tokens)))
+    }
+
+    /// Number of tokens at the beginning of a sequence whose state is worth keeping: of the prefixes
+    /// that it has in common with the sequences that start next, the one that saves most tokens.
+    /// `None` if its state at that length is known, or no state is needed.
+    fn prefix_worth_keeping(&self, sequence: &Sequence) -> Option<usize> {
+        if !self.states.may_keep() || !self.limits.policy.share_prefixes {
+            return None;
+        }
+        let block_tokens = self.kv.block_tokens();
+        let next = self.waiting.values().take(KEEPING_WINDOW);
+        let next = next.filter(|other| other.sharing == sequence.sharing);
+        let mut shared: Vec<usize> = next
+            .map(|other| {
+                let tokens = other.prompt.as_deref().unwrap_or(&other.tokens);
+                let common = packing::common_prefix(&sequence.tokens, tokens);
+                // Each computes its last token itself.
+                common.min(tokens.len() - 1).min(sequence.tokens.len() - 1) / block_tokens
+            })
+            .collect();
+        shared.sort_unstable_by_key(|blocks| Reverse(*blocks));
+        let saved = |(index, blocks): &(usize, usize)| (index + 1) * blocks;
+        let (_, blocks) = shared.into_iter().enumerate().max_by_key(saved)?;
+        Some(blocks * block_tokens).filter(|tokens| *tokens > sequence.computed_tokens)
+    }
+
     /// Gives a sequence the indexed blocks of its prefix, and a slot if it needs one. Returns `false`,
     /// without any change, if there is no slot, or the pool has too few blocks to start it.
     fn share_prefix(&mut self, sequence: &mut Sequence) -> bool {
         let block_tokens = self.kv.block_tokens();
-        if !self.states.take(&mut sequence.state) {
+        if !self.states.take(&mut sequence.state, !self.running.is_empty()) {
             return false;
         }
-        let shareable_tokens = if self.shares_prefixes() {
+        let shareable_tokens = if self.limits.policy.share_prefixes {
             sequence.tokens.len() - 1
         } else {
             0
         };
         let shareable = shareable_tokens / block_tokens;
         sequence.compute_keys(shareable, block_tokens);
-        let shared = self
-            .kv
-            .hold_prefix(&mut sequence.tables, &sequence.tokens, &sequence.keys[..shareable]);
+        let (shared, kept_slot) = if self.states.are_needed() {
+            self.hold_kept_prefix(sequence, shareable).unzip()
+        } else {
+            let keys = &sequence.keys[..shareable];
+            let shared = self.kv.hold_prefix(&mut sequence.tables, &sequence.tokens, keys);
+            (Some(shared), None)
+        };
+        let shared = shared.unwrap_or(0);
         sequence.computed_tokens = shared * block_tokens;
         let missing = self.kv.blocks_of(sequence.tokens.len()) - kv::held(&sequence.tables).count();
         let spare = self.running.len() * self.kv.tables();
@@ -538,13 +458,28 @@ impl Scheduler {
             self.release_all(sequence);
             return false;
         }
+        self.state_copies.extend(states::copy(kept_slot, sequence.state));
         true
     }
 
-    /// Whether sequences take over the blocks of others. Blocks say nothing of recurrent states, which
-    /// are computed from the first token on.
-    fn shares_prefixes(&self) -> bool {
-        self.limits.policy.share_prefixes && !self.states.are_needed()
+    /// Gives a sequence the indexed blocks of its longest prefix whose state was kept. Returns the
+    /// number of blocks, and the slot of the kept state.
+    fn hold_kept_prefix(&mut self, sequence: &mut Sequence, blocks: usize) -> Option<(usize, u32)> {
+        let keys = &sequence.keys[..blocks];
+        for (blocks, slot) in self
+            .states
+            .kept_prefixes(keys, &sequence.tokens, self.kv.block_tokens())
+        {
+            let held = self
+                .kv
+                .hold_prefix(&mut sequence.tables, &sequence.tokens, &keys[..blocks]);
+            if held == blocks {
+                self.states.mark_used(slot);
+                return Some((blocks, slot));
+            }
+            self.kv.release_all(&mut sequence.tables);
+        }
+        None
     }
 
     /// Inserts a sequence into `running`, by age, and returns its index.
@@ -560,6 +495,7 @@ impl Scheduler {
         let block_tokens = self.kv.block_tokens();
         let sequence = &mut self.running[index];
         let wanted_end = sequence.computed_tokens + sequence.pending_tokens().min(budget);
+        let wanted_end = sequence.keep_state_at.map_or(wanted_end, |at| wanted_end.min(at));
         let written = sequence.computed_tokens / block_tokens..wanted_end.div_ceil(block_tokens);
         self.kv
             .copy_shared(&mut sequence.tables, written.clone(), &mut plan.copies)?;
@@ -592,7 +528,7 @@ impl Scheduler {
     /// Adds to the index the blocks that a running sequence's tokens from `start` to `end` have
     /// filled.
     fn index_blocks(&mut self, index: usize, start: usize, end: usize) {
-        if !self.shares_prefixes() {
+        if !self.limits.policy.share_prefixes {
             return;
         }
         let block_tokens = self.kv.block_tokens();
@@ -609,6 +545,7 @@ impl Scheduler {
     fn release_all(&mut self, sequence: &mut Sequence) {
         self.kv.release_all(&mut sequence.tables);
         self.states.release(&mut sequence.state);
+        sequence.keep_state_at = None;
         sequence.computed_tokens = 0;
     }
 
@@ -643,7 +580,7 @@ mod tests {
     }
 
     #[test]
-    fn running_sequences_have_slots_and_share_no_prefix() {
+    fn running_sequences_have_slots() {
         let mut s = scheduler(40, 100, 8);
         s.states = StateSlots::new(Some(2));
         for id in 0..3 {
@@ -681,6 +618,65 @@ mod tests {
         let plan = s.plan();
         assert_eq!(plan.state_copies, []);
         assert!(slots(&plan).iter().all(|(_, start, _)| *start == 0), "{plan:?}");
+    }
+
+    /// The first of several sequences with a common prefix computes it in a step of its own, and the
+    /// others begin from the state at its end.
+    #[test]
+    fn a_kept_state_is_where_others_begin() {
+        let mut s = scheduler(64, 100, 8);
+        s.states = StateSlots::new(Some(9));
+        let prompt = |own: &[u32]| (0..9).chain(own.iter().copied()).collect::<Vec<u32>>();
+        for (id, own) in [[100, 101], [100, 102], [200, 0], [300, 0]].iter().enumerate() {
+            submit(&mut s, id as SequenceId, prompt(own), 4);
+        }
+        let copies = |pairs: &[(u32, u32)]| -> Vec<BlockCopy> {
+            pairs
+                .iter()
+                .map(|(from, to)| BlockCopy { from: *from, to: *to })
+                .collect()
+        };
+        assert_eq!(planned_ranges(&s.plan()), [(0, 0, 8, false)]);
+        let plan = s.plan();
+        assert_eq!(
+            planned_ranges(&plan),
+            [(0, 8, 3, true), (1, 8, 3, true), (2, 8, 3, true), (3, 8, 3, true)]
+        );
+        assert_eq!(plan.started, [(1, 8), (2, 8), (3, 8)]);
+        assert_eq!(plan.state_copies, copies(&[(0, 1), (1, 2), (1, 3), (1, 4)]));
+        // Another job's sequence shares nothing. One that comes later begins from the state, too.
+        let other = s.sharing("another", false);
+        s.submit(5, prompt(&[1]).into(), vec![], 1, other);
+        submit(&mut s, 6, prompt(&[2]), 1);
+        (0..4).for_each(|id| s.remove(id));
+        let plan = s.plan();
+        let mut planned = planned_ranges(&plan);
+        planned.sort_unstable();
+        assert_eq!(planned, [(5, 0, 10, true), (6, 8, 2, true)]);
+        // A step that did not run computed no state.
+        s.start_over().unwrap();
+        let mut planned = planned_ranges(&s.plan());
+        planned.sort_unstable();
+        assert_eq!(planned, [(5, 0, 10, true), (6, 0, 10, true)]);
+        s.states.check(9, s.running.iter().filter_map(|r| r.state));
+    }
+
+    /// The prefix of which most tokens are saved, and not the longest one.
+    #[test]
+    fn the_state_that_saves_most_is_kept() {
+        let mut s = scheduler(64, 100, 16);
+        s.states = StateSlots::new(Some(40));
+        for id in 0..6 {
+            // Sequences 0 and 1 have 12 tokens in common, and all have 8.
+            let own = if id < 2 {
+                vec![50, 50, 50, 50, id]
+            } else {
+                vec![60 + id]
+            };
+            submit(&mut s, id.into(), (0..8).chain(own).collect(), 9 - id);
+        }
+        assert_eq!(planned_ranges(&s.plan()), [(0, 0, 8, false)]);
+        assert_eq!(s.plan().sequences.len(), 6);
     }
 
     fn planned_ranges(plan: &StepPlan) -> Vec<(SequenceId, usize, usize, bool)> {
@@ -994,15 +990,34 @@ mod tests {
         }
     }
 
+    /// Does to the states what a step does, and checks that each sequence goes on from its own.
+    fn run_states(s: &Scheduler, plan: &StepPlan, states: &mut [Vec<u32>]) {
+        for copy in &plan.state_copies {
+            states[copy.to as usize] = states[copy.from as usize].clone();
+        }
+        for planned in &plan.sequences {
+            let state = &mut states[planned.state.unwrap() as usize];
+            if planned.start == 0 {
+                state.clear();
+            }
+            let sequence = &s.running[s.running_index(planned.id).unwrap()];
+            assert_eq!(state[..], sequence.tokens[..planned.start], "sequence {}", planned.id);
+            state.extend(&planned.tokens);
+        }
+    }
+
     /// Runs all sequences to their end and returns the plans.
     fn simulate(
         tables: &[KvSpec],
         cases: &[SimulatedSequence],
-        blocks: u32,
+        (blocks, slots): (u32, Option<u32>),
         budget: usize,
         max_sequences: usize,
     ) -> Vec<StepPlan> {
         let mut s = scheduler_of(tables, blocks, budget, max_sequences);
+        s.states = StateSlots::new(slots);
+        // The tokens that each slot's state has seen.
+        let mut states = vec![Vec::new(); slots.unwrap_or(0) as usize];
         let mut left: BTreeMap<SequenceId, usize> = BTreeMap::new();
         let mut plans = Vec::new();
         for step in 0.. {
@@ -1028,6 +1043,10 @@ mod tests {
             plan.sequences
                 .iter()
                 .for_each(|planned| check_blocks(tables, &plan, planned));
+            if let Some(slots) = slots {
+                s.states.check(slots, s.running.iter().filter_map(|r| r.state));
+                run_states(&s, &plan, &mut states);
+            }
             assert!(s.running.is_sorted_by_key(|r| r.age));
             assert!(s.running.len() <= max_sequences);
             if let Some((id, computed)) = oldest {
@@ -1070,6 +1089,7 @@ mod tests {
             blocks in 10u32..24,
             full_tables in 0usize..2,
             windows in prop::collection::vec(1u32..10, 0..3),
+            slots in prop::option::of(1u32..14),
             budget in 1usize..40,
             max_sequences in 1usize..8,
         ) {
@@ -1089,8 +1109,8 @@ mod tests {
             let windows = windows.into_iter().map(KvSpec::Window);
             let tables: Vec<KvSpec> = windows.chain(vec![KvSpec::Full; full_tables]).collect();
             let blocks = blocks + 3 * (tables.len() - full_tables) as u32;
-            let plans = simulate(&tables, &cases, blocks, budget, max_sequences);
-            let again = simulate(&tables, &cases, blocks, budget, max_sequences);
+            let plans = simulate(&tables, &cases, (blocks, slots), budget, max_sequences);
+            let again = simulate(&tables, &cases, (blocks, slots), budget, max_sequences);
             prop_assert_eq!(plans, again, "same input, same plan");
         }
     }

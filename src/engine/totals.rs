@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::engine::scheduler::{PlannedSequence, StepPlan};
+use crate::engine::plan::{PlannedSequence, StepPlan};
 
 /// The size of one step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

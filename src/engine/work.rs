@@ -9,8 +9,8 @@ use crate::engine::Forward;
 use crate::engine::choice::NodeId;
 use crate::engine::constraint::GrammarState;
 use crate::engine::kv::KvCache;
+use crate::engine::plan::{SequenceId, StepPlan};
 use crate::engine::request::{Completion, FinishedSample, SampleId};
-use crate::engine::scheduler::{SequenceId, StepPlan};
 use crate::engine::sequence::{SampleState, TokenOutcome};
 
 /// The empty KV cache of a model.
