@@ -46,10 +46,13 @@ fn a_calibrated_model_labels_as_well_and_is_another_model() {
 
     let refused = run(&["run", arg(&job), "--limit", "50", "--quiet"]).expect(2);
     assert!(refused.stderr.contains("model"), "{}", refused.stderr);
-    let labelled = run(&["run", arg(&job), "--quiet", "--json"]).expect(0).json();
+    let labelled = run(&["run", arg(&job), "--limit", "400", "--quiet", "--json"])
+        .expect(0)
+        .json();
     let right = labelled["agreement"]["equal"].as_u64().unwrap();
-    println!("{right} of 2,000 categories right, calibrated");
-    assert!((1893..=2000).contains(&right), "{labelled}");
+    println!("{right} of 400 categories right, calibrated");
+    // F32 has 381 right.
+    assert!((379..=400).contains(&right), "{labelled}");
 
     let again = run(&["calibrate", arg(&job), "--rows", "64"]).expect(0);
     assert!(again.stdout.contains("measured    64 prompts"), "{}", again.stdout);
