@@ -80,10 +80,10 @@ impl<'a> CanonicalWeights<'a> {
 
 impl WeightSource for CanonicalWeights<'_> {
     fn tensor(&self, name: &str, rows: Option<usize>, columns: usize) -> Result<StoredTensor<'_>, ModelError> {
-        let tensor = self.stored(name, rows, columns)?;
+        let mut tensor = self.stored(name, rows, columns)?;
         // The norm of a recurrent layer's output is stored as it is.
         if self.unit_offset_norms && name.ends_with("norm.weight") && !name.ends_with("linear_attn.norm.weight") {
-            return Ok(with_unit_added(tensor));
+            tensor = with_unit_added(tensor);
         }
         match &self.head_order {
             Some(order) if is_by_head(name) => Ok(reordered(tensor, rows.is_none(), self.head_dim, order)),
