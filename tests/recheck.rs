@@ -43,7 +43,8 @@ fn figures(mut recheck: Value) -> Value {
     recheck
 }
 
-/// The demo in 8 bits, 200 of its 2,000 rows against F32.
+/// The demo in 8 bits: at most half a point of agreement with the gold column below F32's 1,903 of 2,000, and 200 of its rows
+/// against F32.
 #[test]
 fn the_demo_in_eight_bits_agrees_with_f32() {
     let folder = tempfile::tempdir().unwrap();
@@ -53,6 +54,8 @@ fn the_demo_in_eight_bits_agrees_with_f32() {
             .replace("choice:", "choice_probabilities: true\n  choice:")
     });
     let ran = run(&["run", arg(&job), "--json", "--quiet"]).expect(0).json();
+    let right = ran["agreement"]["equal"].as_u64().unwrap();
+    assert!(right >= 1903 - 10, "{right} of 2,000 categories are right in 8 bits");
     let found = &ran["recheck"];
     println!("{found}");
     assert_eq!((&found["precision"], &found["rows"]), (&"f32".into(), &200.into()));

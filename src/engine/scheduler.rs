@@ -563,6 +563,7 @@ mod tests {
     use super::*;
     use crate::device::KvSpec;
     use crate::device::batch::NO_BLOCK;
+    use crate::engine::plan::Policy;
     use proptest::prelude::*;
 
     fn scheduler(blocks: u32, max_step_tokens: usize, max_sequences: usize) -> Scheduler {
