@@ -219,6 +219,19 @@ const HARMLESS: [&str; 67] = [
     "use_return_dict",
 ];
 
+/// Keys that all families with recurrent layers read.
+const RECURRENT_KEYS: [&str; 9] = [
+    "attention_bias",
+    "attn_output_gate",
+    "full_attention_interval",
+    "hidden_act",
+    "linear_conv_kernel_dim",
+    "linear_key_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_value_head_dim",
+];
+
 /// Keys of a RoPE object. Its `rope_type` decides which of them apply.
 const ROPE_KEYS: [&str; 19] = [
     "attention_factor",
@@ -246,8 +259,7 @@ const ROPE_KEYS: [&str; 19] = [
 /// Other keys of Ministral 3's RoPE object, whose second copies the key of the same name.
 const MINISTRAL3_ROPE_KEYS: [&str; 2] = ["llama_4_scaling_beta", "max_position_embeddings"];
 
-/// Other keys of the RoPE object of models that see images: how a token's three positions share the
-/// pairs of a head. A text's token has the same position three times.
+/// How the three positions of a token share the pairs of a head: those of a text's token are equal.
 const TEXT_POSITION_KEYS: [&str; 2] = ["mrope_interleaved", "mrope_section"];
 
 /// Keys of RoPE types that are not supported.
@@ -307,43 +319,14 @@ impl Family {
                 "shared_expert_intermediate_size",
                 "use_sliding_window",
             ],
-            Family::Qwen3_5 => &[
-                "attention_bias",
-                "attn_output_gate",
-                "full_attention_interval",
-                "hidden_act",
-                "linear_conv_kernel_dim",
-                "linear_key_head_dim",
-                "linear_num_key_heads",
-                "linear_num_value_heads",
-                "linear_value_head_dim",
-            ],
             Family::Qwen3_5Moe => &[
-                "attention_bias",
-                "attn_output_gate",
-                "full_attention_interval",
-                "hidden_act",
-                "linear_conv_kernel_dim",
-                "linear_key_head_dim",
-                "linear_num_key_heads",
-                "linear_num_value_heads",
-                "linear_value_head_dim",
                 "moe_intermediate_size",
                 "num_experts",
                 "num_experts_per_tok",
                 "shared_expert_intermediate_size",
             ],
             Family::Qwen3Next => &[
-                "attention_bias",
-                "attn_output_gate",
                 "decoder_sparse_step",
-                "full_attention_interval",
-                "hidden_act",
-                "linear_conv_kernel_dim",
-                "linear_key_head_dim",
-                "linear_num_key_heads",
-                "linear_num_value_heads",
-                "linear_value_head_dim",
                 "mlp_only_layers",
                 "moe_intermediate_size",
                 "norm_topk_prob",
@@ -366,7 +349,7 @@ impl Family {
                 "topk_group",
                 "use_qk_norm",
             ],
-            Family::Ernie4_5 => &["hidden_act"],
+            Family::Ernie4_5 | Family::Qwen3_5 => &["hidden_act"],
             Family::Ernie4_5Moe => &[
                 "hidden_act",
                 "moe_intermediate_size",
@@ -515,7 +498,11 @@ impl Reader<'_> {
     /// An option changes results and is not implemented.
     pub(super) fn check_keys(&self, family: Family, prefix: &str, unknown: &mut UnknownKeys) -> Result<(), ModelError> {
         let known = |key: &str| {
-            USED.contains(&key) || family.keys().contains(&key) || HARMLESS.contains(&key) || generation::is_key(key)
+            USED.contains(&key)
+                || family.keys().contains(&key)
+                || family.has_recurrent_layers() && RECURRENT_KEYS.contains(&key)
+                || HARMLESS.contains(&key)
+                || generation::is_key(key)
         };
         for (key, value) in self.map {
             if known(key) {
