@@ -27,34 +27,9 @@ const int COMBINE_THREADS = THREADS;
 }  // namespace combining
 #undef THREADS
 #include "../../kernels/grouped_linear.cu"
-#include "check.h"
+#include "matrix.h"
 
-const int SIZE = FORMAT == 2 ? 2 : 1;
 const Bf16 NOT_A_NUMBER = {0x7fc0};
-
-static double element(const u8* row, int k) {
-#if FORMAT == 0
-    return i8(row[k]);
-#elif FORMAT == 1
-    return e4m3_to_float(row[k]);
-#else
-    return widen(((const Bf16*)row)[k]);
-#endif
-}
-
-static u8* random_matrix(int rows, int bytes) {
-    u8* matrix = check::guarded<u8>(size_t(rows) * bytes);
-    for (int i = 0; i < rows * bytes / SIZE; i++) {
-#if FORMAT == 0
-        matrix[i] = u8(std::rand() >> 8);
-#elif FORMAT == 1
-        matrix[i] = float_to_e4m3(check::number() * 2);
-#else
-        ((Bf16*)matrix)[i] = to_bf16(check::number() / 2);
-#endif
-    }
-    return matrix;
-}
 
 static float* random_floats(size_t count, bool positive) {
     float* to = check::guarded<float>(count);
