@@ -46,6 +46,7 @@ mod limits;
 mod log_formats;
 mod lost_parts;
 mod model_folders;
+mod model_jobs;
 mod model_reference;
 mod odd_inputs;
 mod older_layout;

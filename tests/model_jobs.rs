@@ -1,0 +1,70 @@
+//! The small models of all families as a user meets them: a folder and a job file, the built program, and the answers as pyarrow
+//! reads them. Their greedy tokens are those of transformers (`fixtures/make_models.py`).
+
+use std::fs;
+use std::path::Path;
+
+use serde_json::{Value, json};
+
+use crate::bad_input::rows_of;
+use crate::commands::run;
+use crate::model_reference::harness::{MODELS, Reference, folder as files_of};
+use crate::support::arg;
+
+/// A tokenizer of so many tokens: prompts are token ids, so it need only exist.
+fn tokenizer(vocabulary: usize) -> Value {
+    let words: serde_json::Map<String, Value> = (0..vocabulary).map(|id| (format!("w{id}"), json!(id))).collect();
+    let bytes = |add_prefix_space| json!({"type": "ByteLevel", "add_prefix_space": add_prefix_space, "trim_offsets": true, "use_regex": true});
+    json!({
+        "version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
+        "pre_tokenizer": bytes(false), "post_processor": null, "decoder": bytes(true),
+        "model": {
+            "type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
+            "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "vocab": words, "merges": []
+        }
+    })
+}
+
+/// The job of a model's reference prompts, in `folder`.
+fn job(folder: &Path, name: &str, reference: &Reference) -> std::path::PathBuf {
+    let model = folder.join("model");
+    fs::create_dir(&model).unwrap();
+    for file in fs::read_dir(files_of(name)).unwrap() {
+        let file = file.unwrap();
+        fs::copy(file.path(), model.join(file.file_name())).unwrap();
+    }
+    fs::remove_file(model.join("reference.safetensors")).unwrap();
+    fs::write(
+        model.join("tokenizer.json"),
+        tokenizer(reference.vocabulary).to_string(),
+    )
+    .unwrap();
+    let class = json!({"tokenizer_class": "PreTrainedTokenizerFast"});
+    fs::write(model.join("tokenizer_config.json"), class.to_string()).unwrap();
+    let prompts = reference.prompts.iter().map(|prompt| &prompt.tokens[..prompt.length]);
+    let lines = prompts.map(|ids| format!("{}\n", json!({"ids": ids})));
+    fs::write(folder.join("rows.jsonl"), lines.collect::<String>()).unwrap();
+    let text = format!(
+        "name: small\nmodel: model\nprecision: f32\ncontext: {}\ninput: {{uri: rows.jsonl}}\nprompt: {{token_ids: ids}}\n\
+         generate: {{max_tokens: 64, temperature: 0, ignore_eos: true}}\noutput: {{uri: out, token_ids: true}}\n",
+        reference.context
+    );
+    let path = folder.join("job.yaml");
+    fs::write(&path, text).unwrap();
+    path
+}
+
+#[test]
+fn each_small_model_answers_a_job_as_transformers_does() {
+    for name in MODELS {
+        let reference = Reference::load(name);
+        let folder = tempfile::tempdir().unwrap();
+        let job = job(folder.path(), name, &reference);
+        run(&["run", arg(&job), "--quiet"]).expect(0);
+        let rows = rows_of(&folder.path().join("out"));
+        assert_eq!(rows.len(), reference.prompts.len());
+        for (row, prompt) in rows.iter().zip(&reference.prompts) {
+            assert_eq!(row["token_ids"], json!(prompt.tokens[prompt.length..]), "{name}");
+        }
+    }
+}
