@@ -304,7 +304,10 @@ fn a_kernel_that_does_not_compile_names_its_line() {
     let compiler = KernelCompiler::new(nvrtc, CompileTarget::Card(80));
     let kernel = Kernel::new("linear", &[("FORMAT", 1), ("WIDE", 0)]);
     let error = compiler.compile(&kernel).map(|_| ()).unwrap_err().to_string();
-    assert!(error.contains("linear.cu(") && error.contains("FORMAT=1"), "{error}");
+    assert!(
+        error.contains("linear_tile.cuh(") && error.contains("FORMAT=1"),
+        "{error}"
+    );
 }
 
 /// Every kernel's own check: its source, run on a CPU, against sums in doubles; and the libraries that stand in for NVIDIA's.

@@ -14,7 +14,7 @@ pub struct ExpertShape {
 }
 
 impl ExpertShape {
-    /// Maximum number of tiles of [`grouped_linear`]: each expert that has rows may have one that is
+    /// Maximum number of tiles of [`grouped_linear`](Self::grouped_linear): each expert that has rows may have one that is
     /// not full.
     pub fn tiles_max(&self) -> usize {
         self.rows / Tile::MMA_SYNC.rows() as usize + self.experts.min(self.rows)
@@ -31,7 +31,7 @@ impl ExpertShape {
     }
 
     /// Matmul of sorted rows with a matrix of `columns` output features per expert, by the tiles of
-    /// [`linear`] on every card.
+    /// [`linear`](super::plan::linear) on every card.
     pub fn grouped_linear(&self, format: KernelFormat, columns: usize) -> Launch {
         let tile = Tile::MMA_SYNC;
         Launch {
