@@ -234,16 +234,9 @@ pub trait Device: Send + Sync {
     /// As [`matrix`](Self::matrix), for the router of [`experts`](Self::experts): in F32, whatever
     /// the precision.
     fn router_matrix(&self, parts: &[Tensor<'_>]) -> Result<Self::Matrix, TensorError>;
-    /// As [`vector`](Self::vector), for the router's [correction](ExpertWeights::correction).
-    fn router_vector(&self, part: Tensor<'_>) -> Result<Self::Vector, TensorError>;
-    /// Uploads the vectors of [`recurrent`](Self::recurrent), in F32, whatever the precision.
-    ///
-    /// # Errors
-    /// As in [`matrix`](Self::matrix), or the device [runs no recurrent
-    /// layers](Self::runs_recurrent_layers).
-    fn recurrent_vector(&self, _part: Tensor<'_>) -> Result<Self::Vector, TensorError> {
-        Err(TensorError::Device(no_recurrent_layers()))
-    }
+    /// As [`vector`](Self::vector), in F32, whatever the precision: the router's
+    /// [correction](ExpertWeights::correction), and the vectors of [`recurrent`](Self::recurrent).
+    fn f32_vector(&self, part: Tensor<'_>) -> Result<Self::Vector, TensorError>;
     /// As [`matrix`](Self::matrix), for [`embed`](Self::embed) and [`logits`](Self::logits).
     fn embedding_table(&self, part: Tensor<'_>) -> Result<Self::Matrix, TensorError>;
     /// Whether the device makes random weights itself. Otherwise the host makes and uploads them.

@@ -188,7 +188,7 @@ impl<D: Device> PreparedExperts<D> {
         let rows = experts + usize::from(case.shared == Some(true));
         let router = TestTensor::new(31, rows, hidden, 1.0);
         let correction = case.has_correction.then(|| TestTensor::new(37, 1, experts, 1.0));
-        let correction = correction.map(|correction| to_device_error(device.router_vector(correction.tensor())));
+        let correction = correction.map(|correction| to_device_error(device.f32_vector(correction.tensor())));
         let shared = |is_weighted| {
             Ok::<_, DeviceError>(SharedExpert {
                 gate_up: matrices(38, 1, gate_up).linear(device, gated)?,

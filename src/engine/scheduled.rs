@@ -58,6 +58,11 @@ impl Sequence {
         }
     }
 
+    /// The tokens that it begins with: its prompt, or all of them once these are in `tokens`.
+    pub(super) fn first_tokens(&self) -> &[u32] {
+        self.prompt.as_deref().unwrap_or(&self.tokens)
+    }
+
     /// Number of tokens that are not yet computed.
     pub(super) fn pending_tokens(&self) -> usize {
         self.tokens.len() - self.computed_tokens
@@ -70,7 +75,7 @@ impl Sequence {
 
     /// Whether it begins with the first `tokens` tokens of `other` and may share them.
     pub(super) fn shares(&self, other: &Sequence, tokens: usize) -> bool {
-        let own = self.prompt.as_deref().unwrap_or(&self.tokens);
+        let own = self.first_tokens();
         self.sharing == other.sharing && own.len() > tokens && own[..tokens] == other.tokens[..tokens]
     }
 

@@ -378,7 +378,7 @@ impl Scheduler {
             .incoming
             .iter()
             .map(|s| WaitingPrompt {
-                prompt: s.prompt.as_deref().unwrap_or(&s.tokens),
+                prompt: s.first_tokens(),
                 max_tokens: s.max_tokens,
             })
             .collect();
@@ -417,7 +417,7 @@ impl Scheduler {
         let next = next.filter(|other| other.sharing == sequence.sharing);
         let mut shared: Vec<usize> = next
             .map(|other| {
-                let tokens = other.prompt.as_deref().unwrap_or(&other.tokens);
+                let tokens = other.first_tokens();
                 let common = packing::common_prefix(&sequence.tokens, tokens);
                 // Each computes its last token itself.
                 common.min(tokens.len() - 1).min(sequence.tokens.len() - 1) / block_tokens

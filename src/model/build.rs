@@ -156,18 +156,13 @@ impl<D: Device> Builder<'_, D> {
     }
 
     fn recurrent(&self, tensors: &RecurrentTensors) -> Result<RecurrentWeights<D::Matrix, D::Vector>, ModelError> {
-        let vector = |tensor: &TensorSpec| {
-            let stored = self.source.tensor(&tensor.name, tensor.rows, tensor.columns)?;
-            let vector = self.device.recurrent_vector(stored.view());
-            vector.map_err(|e| self.tensor_error(std::slice::from_ref(tensor), e))
-        };
         Ok(RecurrentWeights {
             shape: tensors.shape,
             input: self.linear(&tensors.input)?,
-            conv: vector(&tensors.conv)?,
-            decay: vector(&tensors.decay)?,
-            decay_bias: vector(&tensors.decay_bias)?,
-            norm: vector(&tensors.norm)?,
+            conv: self.f32_vector(&tensors.conv)?,
+            decay: self.f32_vector(&tensors.decay)?,
+            decay_bias: self.f32_vector(&tensors.decay_bias)?,
+            norm: self.f32_vector(&tensors.norm)?,
             norm_eps: self.config.norm_eps,
         })
     }
@@ -186,7 +181,7 @@ impl<D: Device> Builder<'_, D> {
                     bias: self.bias(&tensors.router)?,
                 },
                 correction: match &tensors.correction {
-                    Some(correction) => Some(self.router_vector(correction)?),
+                    Some(correction) => Some(self.f32_vector(correction)?),
                     None => None,
                 },
                 gate_up: self.expert_linears(tensors.experts.iter().map(|mlp| &mlp.gate_up), gate_up)?,
@@ -203,9 +198,9 @@ impl<D: Device> Builder<'_, D> {
         })
     }
 
-    fn router_vector(&self, tensor: &TensorSpec) -> Result<D::Vector, ModelError> {
+    fn f32_vector(&self, tensor: &TensorSpec) -> Result<D::Vector, ModelError> {
         let stored = self.source.tensor(&tensor.name, tensor.rows, tensor.columns)?;
-        let vector = self.device.router_vector(stored.view());
+        let vector = self.device.f32_vector(stored.view());
         vector.map_err(|e| self.tensor_error(std::slice::from_ref(tensor), e))
     }
 

@@ -273,11 +273,7 @@ impl Device for Cpu {
         Matrix::pack(parts, Precision::F32)
     }
 
-    fn router_vector(&self, part: Tensor<'_>) -> Result<Vector, TensorError> {
-        Vector::pack(&[part], Precision::F32)
-    }
-
-    fn recurrent_vector(&self, part: Tensor<'_>) -> Result<Vector, TensorError> {
+    fn f32_vector(&self, part: Tensor<'_>) -> Result<Vector, TensorError> {
         Vector::pack(&[part], Precision::F32)
     }
 

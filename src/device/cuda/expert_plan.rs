@@ -14,8 +14,8 @@ pub struct ExpertShape {
 }
 
 impl ExpertShape {
-    /// Maximum number of tiles of [`grouped_linear`](Self::grouped_linear): each expert that has rows may have one that is
-    /// not full.
+    /// Maximum number of tiles of [`grouped_linear`](Self::grouped_linear): each expert that has rows
+    /// may have one that is not full.
     pub fn tiles_max(&self) -> usize {
         self.rows / Tile::MMA_SYNC.rows() as usize + self.experts.min(self.rows)
     }

@@ -286,8 +286,8 @@ impl Device for Cuda {
         self.load_router(parts)
     }
 
-    fn router_vector(&self, part: Tensor<'_>) -> Result<Vector, TensorError> {
-        self.load_f32(&[part], "a router's correction").map(Vector)
+    fn f32_vector(&self, part: Tensor<'_>) -> Result<Vector, TensorError> {
+        self.load_f32(&[part], "a vector in F32").map(Vector)
     }
 
     /// BF16 at every precision: rounding the logits' weights costs the most accuracy, and embedding
