@@ -308,7 +308,7 @@ fn every_family_is_described_by_its_configuration_alone() {
             );
         }
     }
-    assert_eq!(families.len(), 33, "{families:?}");
+    assert_eq!(families.len(), 34, "{families:?}");
 }
 
 /// A number of `/proc/self/status`, in bytes.

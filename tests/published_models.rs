@@ -64,6 +64,8 @@ fn written_out(mut config: Map<String, Value>) -> Map<String, Value> {
             'f' => "full_attention",
             'l' => "linear_attention",
             'c' => "chunked_attention",
+            'm' => "mamba",
+            'a' => "attention",
             other => panic!("layer type {other}"),
         };
         let layers = config["num_hidden_layers"].as_u64().unwrap() as usize;

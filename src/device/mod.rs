@@ -21,7 +21,7 @@ pub mod recurrent;
 pub use error::{DeviceError, TensorError};
 pub use experts::{ExpertWeights, Routing, Score, SharedExpert};
 pub use format::{Dtype, KvFormat, Precision, Tensor};
-pub use recurrent::{RecurrentShape, RecurrentWeights};
+pub use recurrent::{RecurrentKind, RecurrentRow, RecurrentShape, RecurrentWeights};
 
 /// Layout of one token's `[q heads][k heads][v heads]` row of the fused projection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -158,7 +158,7 @@ impl BalancedLayer<'_> {
             add(self.name(&format!("{part}.weight")), None, Some(of_norm.clone()));
         }
         if c.is_recurrent(self.layer) {
-            // What its output projection reads is normalised head by head: its channels stay.
+            // What its output projection reads has a norm before it: its channels stay.
             scaled.extend(self.mlp_factors(norm, of_norm)?);
             return Ok(scaled);
         }
@@ -218,7 +218,7 @@ impl BalancedLayer<'_> {
         let (c, hidden) = (self.config, self.config.hidden_size);
         // Each MLP and its width.
         let mlps: Vec<(String, usize)> = match c.experts_of(self.layer) {
-            None => vec![("mlp".to_owned(), c.intermediate_size)],
+            None => vec![(c.mlp_name().to_owned(), c.intermediate_size)],
             Some(experts) => {
                 let of_expert = |i| (format!("mlp.experts.{i}"), experts.intermediate_size);
                 let shared = experts.shared.as_ref();

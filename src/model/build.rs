@@ -156,14 +156,17 @@ impl<D: Device> Builder<'_, D> {
     }
 
     fn recurrent(&self, tensors: &RecurrentTensors) -> Result<RecurrentWeights<D::Matrix, D::Vector>, ModelError> {
+        let optional = |tensor: &Option<TensorSpec>| tensor.as_ref().map(|t| self.f32_vector(t)).transpose();
         Ok(RecurrentWeights {
             shape: tensors.shape,
             input: self.linear(&tensors.input)?,
             conv: self.f32_vector(&tensors.conv)?,
+            conv_bias: optional(&tensors.conv_bias)?,
             decay: self.f32_vector(&tensors.decay)?,
             decay_bias: self.f32_vector(&tensors.decay_bias)?,
+            skip: optional(&tensors.skip)?,
             norm: self.f32_vector(&tensors.norm)?,
-            norm_eps: self.config.norm_eps,
+            norm_eps: tensors.norm_eps,
         })
     }
 

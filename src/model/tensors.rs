@@ -3,7 +3,7 @@
 //!
 //! See docs/decisions/087-tensors-stand-in-one-list.md.
 
-use crate::device::{RecurrentShape, Routing};
+use crate::device::{RecurrentKind, RecurrentShape, Routing};
 use crate::model::config::{Config, Experts, Family, Recurrent};
 use crate::model::expert_forms;
 
@@ -202,10 +202,13 @@ pub(super) struct AttentionTensors {
 #[derive(Debug)]
 pub(super) struct RecurrentTensors {
     pub shape: RecurrentShape,
+    pub norm_eps: f32,
     pub input: LinearTensors,
     pub conv: TensorSpec,
+    pub conv_bias: Option<TensorSpec>,
     pub decay: TensorSpec,
     pub decay_bias: TensorSpec,
+    pub skip: Option<TensorSpec>,
     pub norm: TensorSpec,
 }
 
@@ -260,7 +263,7 @@ impl RecurrentTensors {
     fn of(c: &Config, layer: usize, recurrent: &Recurrent) -> RecurrentTensors {
         let (shape, hidden) = (recurrent.shape, c.hidden_size);
         let (key, value, heads) = (shape.key_width(), shape.value_width(), shape.value_heads);
-        let name = |rest: &str| format!("model.layers.{layer}.linear_attn.{rest}");
+        let name = |rest: &str| format!("model.layers.{layer}.{}.{rest}", recurrent_name(shape.kind));
         let parts = recurrent_input(recurrent);
         let parts: Vec<(&str, usize)> = parts.iter().map(|(name, rows)| (&**name, *rows)).collect();
         let mut input = LinearTensors::of(layer, &parts, hidden, false);
@@ -270,23 +273,49 @@ impl RecurrentTensors {
         }
         RecurrentTensors {
             shape,
+            norm_eps: recurrent.norm_eps,
             input,
             conv: TensorSpec::matrix(name("conv1d.weight"), shape.conv_channels(), shape.conv_width),
+            conv_bias: recurrent
+                .conv_bias
+                .then(|| TensorSpec::vector(name("conv1d.bias"), shape.conv_channels())),
             decay: TensorSpec::vector(name("A_log"), heads),
             decay_bias: TensorSpec::vector(name("dt_bias"), heads),
-            norm: TensorSpec::vector(name("norm.weight"), shape.value_dim),
+            skip: (shape.kind == RecurrentKind::Mamba2).then(|| TensorSpec::vector(name("D"), heads)),
+            norm: TensorSpec::vector(
+                name("norm.weight"),
+                match shape.kind {
+                    RecurrentKind::DeltaNet => shape.value_dim,
+                    RecurrentKind::Mamba2 => value,
+                },
+            ),
         }
     }
 
     fn stored(&self) -> impl Iterator<Item = &TensorSpec> {
         let vectors = [&self.conv, &self.decay, &self.decay_bias, &self.norm];
-        self.input.stored().chain(vectors)
+        self.input
+            .stored()
+            .chain(vectors)
+            .chain(&self.conv_bias)
+            .chain(&self.skip)
     }
 }
 
-/// The projections that make the input `[q][k][v][z][b][a]` of a recurrent layer, each with its rows.
+/// The name of a layer's tensors that belong to recurrence.
+fn recurrent_name(kind: RecurrentKind) -> &'static str {
+    match kind {
+        RecurrentKind::DeltaNet => "linear_attn",
+        RecurrentKind::Mamba2 => "mamba",
+    }
+}
+
+/// The projections that make the input of a recurrent layer, each with its rows.
 pub(super) fn recurrent_input(recurrent: &Recurrent) -> Vec<(&'static str, usize)> {
     let shape = recurrent.shape;
+    if shape.kind == RecurrentKind::Mamba2 {
+        return vec![("mamba.in_proj", shape.input_width())];
+    }
     let (key, value, heads) = (shape.key_width(), shape.value_width(), shape.value_heads);
     let qkv = if recurrent.by_key_head {
         vec![
@@ -413,7 +442,7 @@ impl GatedTensors {
 impl MlpTensors {
     fn of(c: &Config, layer: usize) -> MlpTensors {
         let Some(experts) = c.experts_of(layer) else {
-            let mut mlp = GatedTensors::of(c, layer, "mlp", c.intermediate_size);
+            let mut mlp = GatedTensors::of(c, layer, c.mlp_name(), c.intermediate_size);
             let rows = 2 * c.intermediate_size;
             if c.fused_gate_up {
                 mlp.gate_up = mlp.gate_up.stored_as(layer, &[(FUSED_GATE_UP, rows)], c.hidden_size);
@@ -507,14 +536,20 @@ impl LayerTensors {
         let norm = |rest: &str| TensorSpec::vector(format!("model.layers.{layer}.{rest}.weight"), hidden);
         let norms = NormNames::of(c);
         let mixer = MixerTensors::of(c, layer);
-        let o = match &mixer {
-            MixerTensors::Attention(_) => ("self_attn.o_proj", c.heads.heads * c.heads.head_dim),
-            MixerTensors::Recurrent(recurrent) => ("linear_attn.out_proj", recurrent.shape.value_width()),
+        let (o, o_width, o_bias) = match &mixer {
+            MixerTensors::Attention(_) => {
+                let width = c.heads.heads * c.heads.head_dim;
+                ("self_attn.o_proj".to_owned(), width, c.o_bias)
+            }
+            MixerTensors::Recurrent(RecurrentTensors { shape, .. }) => {
+                let name = format!("{}.out_proj", recurrent_name(shape.kind));
+                (name, shape.value_width(), false)
+            }
         };
         LayerTensors {
             attention_norm: c.pre_norms.then(|| norm("input_layernorm")),
             mixer,
-            o: LinearTensors::of(layer, &[(o.0, hidden)], o.1, c.o_bias),
+            o: LinearTensors::of(layer, &[(&o, hidden)], o_width, o_bias),
             post_attention_norm: c.post_norms.then(|| norm(norms.post_attention)),
             mlp_norm: (c.pre_norms && !c.parallel_mlp).then(|| norm(norms.mlp)),
             mlp: MlpTensors::of(c, layer),
@@ -593,6 +628,14 @@ mod tests {
             (
                 "GraniteMoeSharedForCausalLM",
                 json!({"num_local_experts": 3, "shared_intermediate_size": 24}),
+            ),
+            (
+                "GraniteMoeHybridForCausalLM",
+                json!({"num_local_experts": 3, "layer_types": ["mamba", "attention"], "mamba_n_heads": 4}),
+            ),
+            (
+                "GraniteMoeHybridForCausalLM",
+                json!({"num_local_experts": 0, "layer_types": ["attention", "mamba"], "mamba_n_heads": 4, "mamba_conv_bias": false}),
             ),
             (
                 "Ernie4_5_MoeForCausalLM",

@@ -19,7 +19,7 @@ impl Family {
     /// Experts of a token, if the configuration says nothing of it. `None`: the family has no experts.
     fn experts_per_token(self) -> Option<usize> {
         match self {
-            Family::Mixtral | Family::GraniteMoe | Family::GraniteMoeShared => Some(2),
+            Family::Mixtral | Family::GraniteMoe | Family::GraniteMoeShared | Family::GraniteMoeHybrid => Some(2),
             Family::GptOss | Family::Qwen2Moe => Some(4),
             Family::Ernie4_5Moe => Some(6),
             Family::Qwen3Moe | Family::Qwen3_5Moe | Family::Olmoe | Family::Glm4Moe => Some(8),
@@ -33,7 +33,11 @@ impl Family {
         match self {
             Family::Glm4Moe => "n_routed_experts",
             Family::Ernie4_5Moe => "moe_num_experts",
-            Family::Mixtral | Family::GptOss | Family::GraniteMoe | Family::GraniteMoeShared => "num_local_experts",
+            Family::Mixtral
+            | Family::GptOss
+            | Family::GraniteMoe
+            | Family::GraniteMoeShared
+            | Family::GraniteMoeHybrid => "num_local_experts",
             _ => "num_experts",
         }
     }
@@ -50,6 +54,9 @@ impl Reader<'_> {
         let Some(default) = family.experts_per_token() else {
             return Ok(None);
         };
+        if family == Family::GraniteMoeHybrid && self.is_zero("num_local_experts") {
+            return Ok(None);
+        }
         // The class has these norms, whatever the key says.
         if family != Family::Glm4Moe && self.flag("use_qk_norm")? == Some(false) {
             return Err(self.unsupported(format!("`use_qk_norm` false is not supported for {}", family.name())));
@@ -63,6 +70,7 @@ impl Reader<'_> {
         let default_count = match family {
             Family::Qwen3Next => Some(512),
             Family::Qwen3_5Moe => Some(256),
+            Family::GraniteMoeHybrid => Some(8),
             _ => None,
         };
         let count = self.size_of_names(&names, EXPERTS_MAX)?.or(default_count);
@@ -81,10 +89,10 @@ impl Reader<'_> {
         }
         let width = match family {
             Family::Qwen2Moe | Family::Qwen3Moe | Family::Glm4Moe | Family::Ernie4_5Moe => "moe_intermediate_size",
-            _ if family.has_recurrent_layers() => "moe_intermediate_size",
+            _ if family.has_delta_layers() => "moe_intermediate_size",
             _ => "intermediate_size",
         };
-        let default_width = family.has_recurrent_layers().then_some(512);
+        let default_width = family.has_delta_layers().then_some(512);
         let intermediate_size = self.size_or(width, WIDTH_MAX, default_width)?;
         let layers = self.layers_with_experts(family, layers)?;
         Ok(layers.contains(&true).then_some(Experts {
@@ -135,14 +143,14 @@ impl Reader<'_> {
         let intermediate_size = match family {
             Family::Qwen2Moe => size("shared_expert_intermediate_size", WIDTH_MAX, 5632)?,
             Family::Qwen3Next | Family::Qwen3_5Moe => size("shared_expert_intermediate_size", WIDTH_MAX, 512)?,
-            Family::GraniteMoeShared => size("shared_intermediate_size", WIDTH_MAX, 1024)?,
+            Family::GraniteMoeShared | Family::GraniteMoeHybrid => size("shared_intermediate_size", WIDTH_MAX, 1024)?,
             Family::Glm4Moe => expert * size("n_shared_experts", SHARED_MAX, 1)?,
             Family::Ernie4_5Moe => expert * size("moe_num_shared_experts", SHARED_MAX, 2)?,
             _ => 0,
         };
         Ok((intermediate_size > 0).then_some(SharedExpert {
             intermediate_size,
-            is_weighted: family == Family::Qwen2Moe || family.has_recurrent_layers(),
+            is_weighted: family == Family::Qwen2Moe || family.has_delta_layers(),
         }))
     }
 

@@ -28,6 +28,7 @@ pub enum Family {
     Granite,
     GraniteMoe,
     GraniteMoeShared,
+    GraniteMoeHybrid,
     SeedOss,
     Phi3,
     Glm,
@@ -43,7 +44,7 @@ pub enum Family {
 }
 
 /// Each family with its name, its `model_type` and its `architectures`.
-const FAMILIES: [(Family, &str, &str, &str); 33] = [
+const FAMILIES: [(Family, &str, &str, &str); 34] = [
     (Family::Llama, "Llama", "llama", "LlamaForCausalLM"),
     (Family::Mistral, "Mistral", "mistral", "MistralForCausalLM"),
     (Family::Ministral, "Ministral", "ministral", "MinistralForCausalLM"),
@@ -74,6 +75,12 @@ const FAMILIES: [(Family, &str, &str, &str); 33] = [
         "Granite MoE with shared experts",
         "granitemoeshared",
         "GraniteMoeSharedForCausalLM",
+    ),
+    (
+        Family::GraniteMoeHybrid,
+        "Granite 4",
+        "granitemoehybrid",
+        "GraniteMoeHybridForCausalLM",
     ),
     (Family::SeedOss, "Seed-OSS", "seed_oss", "SeedOssForCausalLM"),
     (Family::Phi3, "Phi-3", "phi3", "Phi3ForCausalLM"),
@@ -122,8 +129,13 @@ impl Family {
         matches!(self, Family::Gemma | Family::Gemma2 | Family::Gemma3)
     }
 
-    /// Whether layers without attention are recurrent, and attention has gates.
+    /// Whether layers without attention are recurrent.
     pub(super) fn has_recurrent_layers(self) -> bool {
+        self.has_delta_layers() || self == Family::GraniteMoeHybrid
+    }
+
+    /// Whether recurrent layers are delta networks, and attention has gates.
+    pub(super) fn has_delta_layers(self) -> bool {
         matches!(self, Family::Qwen3Next | Family::Qwen3_5 | Family::Qwen3_5Moe)
     }
 
@@ -132,7 +144,10 @@ impl Family {
     }
 
     pub(super) fn is_granite(self) -> bool {
-        matches!(self, Family::Granite | Family::GraniteMoe | Family::GraniteMoeShared)
+        matches!(
+            self,
+            Family::Granite | Family::GraniteMoe | Family::GraniteMoeShared | Family::GraniteMoeHybrid
+        )
     }
 
     pub(super) fn is_ernie(self) -> bool {
@@ -189,7 +204,7 @@ impl Family {
         match self {
             Family::GptOss => Some(64),
             Family::Gemma | Family::Gemma2 | Family::Gemma3 => Some(256),
-            _ if self.has_recurrent_layers() => Some(256),
+            _ if self.has_delta_layers() => Some(256),
             Family::Qwen3 | Family::Ministral3 | Family::SeedOss | Family::Glm | Family::Glm4 | Family::Ernie4_5 => {
                 Some(128)
             }
@@ -203,6 +218,7 @@ impl Family {
             | Family::Granite
             | Family::GraniteMoe
             | Family::GraniteMoeShared
+            | Family::GraniteMoeHybrid
             | Family::Exaone4
             | Family::Olmo2
             | Family::Olmo3 => 2048,
@@ -254,7 +270,7 @@ impl Family {
         match self {
             Family::Phi3 => Some(1.0),
             Family::Glm | Family::Glm4 | Family::Glm4Moe => Some(0.5),
-            _ if self.has_recurrent_layers() => Some(0.25),
+            _ if self.has_delta_layers() => Some(0.25),
             _ => None,
         }
     }
@@ -297,6 +313,8 @@ pub(super) struct Scales {
     pub logits: f32,
     pub embedding: f32,
     pub norm_eps: f32,
+    /// The epsilon as the configuration has it.
+    pub stored_norm_eps: f32,
 }
 
 impl Reader<'_> {
@@ -305,7 +323,7 @@ impl Reader<'_> {
         match family {
             Family::Glm4Moe => Ok(self.flag("use_qk_norm")?.unwrap_or(false)),
             Family::Qwen3 | Family::Qwen3Moe | Family::Gemma3 | Family::Olmoe => Ok(true),
-            _ if family.has_recurrent_layers() => Ok(true),
+            _ if family.has_delta_layers() => Ok(true),
             _ => Ok(family.has_norms_behind_alone()),
         }
     }
@@ -451,6 +469,7 @@ impl Reader<'_> {
                 logits: (1.0 / factor("logits_scaling")?) as f32,
                 embedding: (factor("embedding_multiplier")? / m) as f32,
                 norm_eps: (norm_eps / (m * m)) as f32,
+                stored_norm_eps: norm_eps as f32,
             });
         }
         let scalar = match family {
@@ -469,6 +488,7 @@ impl Reader<'_> {
                 1.0
             },
             norm_eps: norm_eps as f32,
+            stored_norm_eps: norm_eps as f32,
         })
     }
 }

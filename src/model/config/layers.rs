@@ -3,7 +3,7 @@
 use serde_json::Value;
 
 use super::Family;
-use super::reader::{Reader, short};
+use super::reader::{Reader, cut, short};
 use crate::device::KvSpec;
 use crate::model::error::ModelError;
 
@@ -109,6 +109,14 @@ impl Reader<'_> {
     pub(super) fn rotates(&self, family: Family, layers: &[KvSpec]) -> Result<Vec<bool>, ModelError> {
         match family {
             Family::SmolLm3 => self.rope_layers(layers.len()),
+            Family::GraniteMoeHybrid => match self.text("position_embedding_type")? {
+                None | Some("nope") => Ok(vec![false; layers.len()]),
+                Some("rope") => Ok(vec![true; layers.len()]),
+                Some(other) => Err(self.unsupported(format!(
+                    "`position_embedding_type` `{}` is not supported; `rope` and `nope` are",
+                    cut(other)
+                ))),
+            },
             // A model with windows rotates only there.
             Family::Cohere2 => Ok(layers.iter().map(|layer| *layer != KvSpec::Full).collect()),
             Family::Exaone4 if self.window(family)?.is_some() => {

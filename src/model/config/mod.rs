@@ -13,6 +13,7 @@ use crate::model::rope::{Rope, Scaling};
 
 mod experts;
 mod family;
+mod family_keys;
 pub mod generation;
 mod keys;
 mod layers;
@@ -69,6 +70,11 @@ pub struct Recurrent {
     /// Whether the checkpoint stores the rows of the input projection as two tensors, and within them
     /// by key head.
     pub by_key_head: bool,
+    /// Whether the convolution has biases.
+    pub conv_bias: bool,
+    /// Epsilon of the norm of the layers' outputs, which is not that of the residual stream's norms
+    /// where these absorb a factor.
+    pub norm_eps: f32,
 }
 
 /// Configuration of a decoder-only transformer with RMS norms before or behind attention and a gated
@@ -257,6 +263,14 @@ impl Config {
         self.experts.as_ref().filter(|experts| experts.layers[layer])
     }
 
+    /// The name of a layer's plain MLP.
+    pub(super) fn mlp_name(&self) -> &'static str {
+        match self.family {
+            Family::GraniteMoeHybrid => "mlp.shared_experts",
+            _ => "mlp",
+        }
+    }
+
     /// Whether a layer is recurrent. Otherwise it has attention.
     pub fn is_recurrent(&self, layer: usize) -> bool {
         self.recurrent.as_ref().is_some_and(|recurrent| recurrent.layers[layer])
@@ -418,7 +432,7 @@ impl Reader<'_> {
             experts: self.experts(family, num_layers, hidden_size)?,
             rotates: self.rotates(family, &layers)?,
             layers,
-            recurrent: self.recurrent(family, num_layers)?,
+            recurrent: self.recurrent(family, num_layers, scales.stored_norm_eps)?,
             mtp_layers: self.mtp_layers()?,
             heads,
             attention_scale: scales.attention,
@@ -428,7 +442,7 @@ impl Reader<'_> {
                 _ => None,
             },
             attention_sinks: family == Family::GptOss,
-            attention_gates: family.has_recurrent_layers(),
+            attention_gates: family.has_delta_layers(),
             logit_soft_cap: match family {
                 Family::Gemma2 => self.soft_cap("final_logit_softcapping", Some(30.0))?,
                 Family::Gemma3 => self.soft_cap("final_logit_softcapping", None)?,
@@ -438,7 +452,7 @@ impl Reader<'_> {
             embedding_scale: scales.embedding,
             activation,
             norm_eps: scales.norm_eps,
-            unit_offset_norms: family.is_gemma() || family.has_recurrent_layers(),
+            unit_offset_norms: family.is_gemma() || family.has_delta_layers(),
             layer_norms: family.is_cohere(),
             parallel_mlp: family.is_cohere(),
             pre_norms: !family.has_norms_behind_alone(),
@@ -465,9 +479,15 @@ impl Reader<'_> {
     }
 
     fn intermediate_size(&self, family: Family) -> Result<usize, ModelError> {
-        // Qwen 3.5 MoE has no plain MLP, and no such key.
-        let default = (family == Family::Qwen3_5Moe).then_some(1);
-        self.size_or("intermediate_size", 1 << 20, default)
+        match family {
+            // A model without experts has the MLP that is beside them in other models.
+            Family::GraniteMoeHybrid if self.is_zero("num_local_experts") => {
+                self.size_or("shared_intermediate_size", 1 << 20, Some(1024))
+            }
+            // There is no plain MLP, and no such key.
+            Family::Qwen3_5Moe => self.size_or("intermediate_size", 1 << 20, Some(1)),
+            _ => self.size_or("intermediate_size", 1 << 20, None),
+        }
     }
 
     fn heads(&self, family: Family, hidden_size: usize) -> Result<HeadShape, ModelError> {

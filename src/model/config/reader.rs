@@ -48,6 +48,10 @@ impl Reader<'_> {
         self.map.get(name).filter(|v| !v.is_null())
     }
 
+    pub(super) fn is_zero(&self, name: &str) -> bool {
+        self.get(name).is_some_and(|value| value.as_u64() == Some(0))
+    }
+
     pub(super) fn size(&self, name: &str, max: usize) -> Result<Option<usize>, ModelError> {
         let Some(value) = self.get(name) else { return Ok(None) };
         match value.as_u64() {

@@ -4,7 +4,7 @@ use serde_json::Value;
 
 use super::reader::{Reader, short};
 use super::{Family, Recurrent};
-use crate::device::RecurrentShape;
+use crate::device::{RecurrentKind, RecurrentShape};
 use crate::model::error::ModelError;
 
 /// Maximum number of heads, and of a head's dimensions.
@@ -14,25 +14,50 @@ const CONV_MAX: usize = 1 << 6;
 
 impl Reader<'_> {
     /// The recurrent layers of a model with `count` layers. `None`: all layers have attention.
-    pub(super) fn recurrent(&self, family: Family, count: usize) -> Result<Option<Recurrent>, ModelError> {
+    /// `norm_eps`: the epsilon of norms, as it is stored.
+    pub(super) fn recurrent(
+        &self,
+        family: Family,
+        count: usize,
+        norm_eps: f32,
+    ) -> Result<Option<Recurrent>, ModelError> {
         if !family.has_recurrent_layers() {
             return Ok(None);
         }
-        if self.flag("attn_output_gate")? == Some(false) {
-            return Err(self.unsupported("`attn_output_gate` false is not supported".to_owned()));
+        if family.has_delta_layers() {
+            if self.flag("attn_output_gate")? == Some(false) {
+                return Err(self.unsupported("`attn_output_gate` false is not supported".to_owned()));
+            }
+            if self.flag("attention_bias")? == Some(true) {
+                return Err(self.unsupported(format!("`attention_bias` is not supported for {}", family.name())));
+            }
         }
-        if self.flag("attention_bias")? == Some(true) {
-            return Err(self.unsupported(format!("`attention_bias` is not supported for {}", family.name())));
-        }
-        let layers = self.recurrent_layers(count)?;
+        let layers = self.recurrent_layers(family, count)?;
         if !layers.contains(&false) {
             return Err(self.unsupported("a model without any layer of `full_attention` is not supported".to_owned()));
         }
         if !layers.contains(&true) {
             return Ok(None);
         }
+        let shape = if family.has_delta_layers() {
+            self.delta_shape()?
+        } else {
+            self.mamba_shape()?
+        };
+        Ok(Some(Recurrent {
+            shape,
+            layers,
+            by_key_head: family == Family::Qwen3Next,
+            conv_bias: shape.kind == RecurrentKind::Mamba2 && self.flag("mamba_conv_bias")?.unwrap_or(true),
+            norm_eps,
+        }))
+    }
+
+    /// The shape of Qwen's recurrent layers.
+    fn delta_shape(&self) -> Result<RecurrentShape, ModelError> {
         let size = |name: &str, max: usize, default: usize| self.size_or(name, max, Some(default));
         let shape = RecurrentShape {
+            kind: RecurrentKind::DeltaNet,
             key_heads: size("linear_num_key_heads", HEADS_MAX, 16)?,
             value_heads: size("linear_num_value_heads", HEADS_MAX, 32)?,
             key_dim: size("linear_key_head_dim", HEADS_MAX, 128)?,
@@ -45,16 +70,63 @@ impl Reader<'_> {
                 shape.value_heads, shape.key_heads
             )));
         }
-        Ok(Some(Recurrent {
-            shape,
-            layers,
-            by_key_head: family == Family::Qwen3Next,
-        }))
+        Ok(shape)
+    }
+
+    /// The shape of Granite's recurrent layers.
+    fn mamba_shape(&self) -> Result<RecurrentShape, ModelError> {
+        if self.flag("mamba_proj_bias")? == Some(true) {
+            return Err(self.unsupported("`mamba_proj_bias` is not supported".to_owned()));
+        }
+        // The reference bounds the steps of prompts by it, and not those of answers.
+        if let Some(limit) = self.get("time_step_limit") {
+            let is_infinite = |end: &Value| end == "Infinity" || end["__float__"] == "Infinity";
+            let is_none = match limit.as_array().map(Vec::as_slice) {
+                Some([least, most]) => least.as_f64() == Some(0.0) && is_infinite(most),
+                _ => false,
+            };
+            if !is_none {
+                return Err(self.unsupported(format!("`time_step_limit` {} is not supported", short(limit))));
+            }
+        }
+        let size = |name: &str, max: usize, default: usize| self.size_or(name, max, Some(default));
+        let hidden = self.required_size("hidden_size", 1 << 17)?;
+        let (value_heads, key_heads) = (
+            size("mamba_n_heads", HEADS_MAX, 128)?,
+            size("mamba_n_groups", HEADS_MAX, 1)?,
+        );
+        let width = size("mamba_expand", 1 << 6, 2)? * hidden;
+        let value_dim = match self.get("mamba_d_head") {
+            Some(value) if value != "auto" => size("mamba_d_head", HEADS_MAX, 1)?,
+            _ => width / value_heads,
+        };
+        if value_heads * value_dim != width || value_dim == 0 {
+            return Err(self.broken(format!(
+                "`mamba_n_heads` {value_heads} heads of {value_dim} dimensions are not `mamba_expand` times \
+                 `hidden_size`, {width}"
+            )));
+        }
+        if !value_heads.is_multiple_of(key_heads) {
+            return Err(self.broken(format!(
+                "`mamba_n_heads` {value_heads} is not a multiple of `mamba_n_groups` {key_heads}"
+            )));
+        }
+        Ok(RecurrentShape {
+            kind: RecurrentKind::Mamba2,
+            key_heads,
+            value_heads,
+            key_dim: size("mamba_d_state", HEADS_MAX, 256)?,
+            value_dim,
+            conv_width: size("mamba_d_conv", CONV_MAX, 4)?,
+        })
     }
 
     /// Whether each layer is recurrent.
-    fn recurrent_layers(&self, count: usize) -> Result<Vec<bool>, ModelError> {
+    fn recurrent_layers(&self, family: Family, count: usize) -> Result<Vec<bool>, ModelError> {
         let Some(value) = self.get("layer_types") else {
+            if !family.has_delta_layers() {
+                return Ok(vec![true; count]);
+            }
             let interval = self.size_or("full_attention_interval", 1 << 10, Some(4))?;
             return Ok((1..=count).map(|layer| !layer.is_multiple_of(interval)).collect());
         };
@@ -63,8 +135,8 @@ impl Reader<'_> {
             .filter(|list| list.len() == count)
             .ok_or_else(|| self.broken(format!("`layer_types` is not a list of {count} names, one a layer")))?;
         let is_recurrent = |v: &Value| match v.as_str() {
-            Some("full_attention") => Ok(false),
-            Some("linear_attention") => Ok(true),
+            Some("full_attention" | "attention") => Ok(false),
+            Some("linear_attention" | "mamba") => Ok(true),
             _ => Err(self.unsupported(format!("layer type {} is not supported", short(v)))),
         };
         list.iter().map(is_recurrent).collect()
@@ -77,6 +149,7 @@ mod tests {
 
     use serde_json::{Value, json};
 
+    use crate::device::{RecurrentKind, RecurrentShape};
     use crate::model::config::Config;
 
     fn parse(changes: Value) -> Result<Config, String> {
@@ -149,6 +222,73 @@ mod tests {
             (json!({"linear_conv_kernel_dim": 0}), "`linear_conv_kernel_dim` is 0"),
         ] {
             let error = parse(changes).unwrap_err();
+            assert!(error.contains(words) && !error.contains('\n'), "{error}");
+        }
+    }
+
+    fn granite(changes: Value) -> Result<Config, String> {
+        let mut map = json!({
+            "architectures": ["GraniteMoeHybridForCausalLM"], "intermediate_size": 8, "shared_intermediate_size": 24,
+            "layer_types": ["mamba", "attention", "mamba", "mamba", "mamba"], "mamba_n_heads": 8, "num_local_experts": 0,
+            "residual_multiplier": 0.5, "rms_norm_eps": 0.01
+        });
+        map.as_object_mut()
+            .unwrap()
+            .extend(changes.as_object().unwrap().clone());
+        parse(map)
+    }
+
+    #[test]
+    fn granites_mamba_layers_are_read() {
+        let config =
+            granite(json!({"mamba_d_state": 32, "time_step_limit": [0.0, {"__float__": "Infinity"}]})).unwrap();
+        let recurrent = config.recurrent.clone().unwrap();
+        let shape = RecurrentShape {
+            kind: RecurrentKind::Mamba2,
+            key_heads: 1,
+            value_heads: 8,
+            key_dim: 32,
+            value_dim: 16,
+            conv_width: 4,
+        };
+        assert_eq!((recurrent.shape, recurrent.conv_bias), (shape, true));
+        assert_eq!(recurrent.layers, [true, false, true, true, true]);
+        // The residual stream is divided by its factor, and what a recurrent layer normalises is not.
+        assert_eq!((config.norm_eps, recurrent.norm_eps), (0.04, 0.01));
+        assert_eq!(config.rotates, [false; 5]);
+        assert!(!config.attention_gates && !config.unit_offset_norms && !config.qk_norm);
+        assert_eq!((config.intermediate_size, config.experts.clone()), (24, None));
+        assert!(config.refuse_on_gpu().is_err());
+        let experts = granite(json!({"num_local_experts": 3})).unwrap();
+        assert_eq!(experts.experts.unwrap().shared.unwrap().intermediate_size, 24);
+        let kinds = json!(["attention", "attention", "attention", "attention", "attention"]);
+        let attention =
+            granite(json!({"layer_types": kinds, "position_embedding_type": "rope", "head_dim": 64})).unwrap();
+        assert!(attention.recurrent.is_none() && attention.refuse_on_gpu().is_ok());
+        assert_eq!(attention.rotates, [true; 5]);
+    }
+
+    #[test]
+    fn what_mamba_layers_must_not_have_is_refused_by_name() {
+        for (changes, words) in [
+            (json!({"mamba_proj_bias": true}), "`mamba_proj_bias` is not supported"),
+            (
+                json!({"time_step_limit": [0.001, "Infinity"]}),
+                "`time_step_limit` [0.001,\"Infinity\"]",
+            ),
+            (json!({"time_step_limit": [0.0, 0.5]}), "`time_step_limit` [0.0,0.5]"),
+            (json!({"time_step_limit": 1}), "`time_step_limit` 1 is not supported"),
+            (json!({"mamba_d_head": 24}), "8 heads of 24 dimensions are not"),
+            (json!({"mamba_n_heads": 24}), "24 heads of 5 dimensions are not"),
+            (json!({"mamba_n_groups": 3}), "is not a multiple of `mamba_n_groups` 3"),
+            (json!({"mamba_d_conv": 65}), "`mamba_d_conv` is 65"),
+            (
+                json!({"position_embedding_type": "alibi"}),
+                "`position_embedding_type` `alibi` is not supported",
+            ),
+            (json!({"layer_types": null}), "without any layer of `full_attention`"),
+        ] {
+            let error = granite(changes).unwrap_err();
             assert!(error.contains(words) && !error.contains('\n'), "{error}");
         }
     }
