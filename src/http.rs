@@ -1,11 +1,19 @@
 //! An HTTP/1.1 server for an axum router: limits the connections, and the time that a client may
-//! take to send a request's headers.
+//! take to send a request's headers. What a refused request still sends is read and dropped.
 
 use std::net::{Ipv4Addr, SocketAddr};
+use std::pin::Pin;
 use std::sync::Arc;
+use std::task::{Context, Poll};
 use std::time::Duration;
 
 use axum::Router;
+use axum::body::{Body, BodyDataStream, HttpBody};
+use axum::extract::Request;
+use axum::http::header::EXPECT;
+use axum::middleware;
+use bytes::Bytes;
+use futures::{Stream, StreamExt};
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::server::graceful::GracefulShutdown;
@@ -17,6 +25,10 @@ use tokio::sync::Semaphore;
 const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
 /// Maximum size of a request's line and headers.
 const HEADER_BYTES_MAX: usize = 64 << 10;
+/// Maximum time for which the rest of a body is read that its handler left unread, and maximum time
+/// between two of its pieces.
+const REST_SECONDS_MAX: Duration = Duration::from_secs(30);
+const REST_PAUSE_MAX: Duration = Duration::from_secs(2);
 
 /// Limits of a server.
 #[derive(Debug, Clone, Copy)]
@@ -45,6 +57,7 @@ pub(crate) fn parse_address(text: &str) -> Result<SocketAddr, String> {
 
 /// Serves `router` until `stop` completes and the running requests have ended.
 pub(crate) async fn serve(listener: TcpListener, router: Router, limits: HttpLimits, stop: impl Future<Output = ()>) {
+    let router = router.layer(middleware::map_request(read_whole));
     let slots = Arc::new(Semaphore::new(limits.connections));
     let graceful = GracefulShutdown::new();
     let mut builder = http1::Builder::new();
@@ -81,6 +94,56 @@ pub(crate) async fn serve(listener: TcpListener, router: Router, limits: HttpLim
     let _ = tokio::time::timeout(limits.drain_timeout, graceful.shutdown()).await;
 }
 
+/// A body whose rest is read and dropped where its handler ends before the body does. Otherwise the
+/// server would close the connection while the client still sends, and the client's system would
+/// answer that with an error before the client reads why its request was refused.
+struct WholeBody {
+    /// `None`: it has ended.
+    pieces: Option<BodyDataStream>,
+    /// Whether the client sends the body unasked, or has been asked for it.
+    is_sent: bool,
+}
+
+async fn read_whole(request: Request) -> Request {
+    let is_sent = !request.headers().contains_key(EXPECT);
+    request.map(|body| {
+        if body.is_end_stream() {
+            return body;
+        }
+        let pieces = Some(body.into_data_stream());
+        Body::from_stream(WholeBody { pieces, is_sent })
+    })
+}
+
+impl Stream for WholeBody {
+    type Item = Result<Bytes, axum::Error>;
+
+    fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        self.is_sent = true;
+        let Some(pieces) = &mut self.pieces else {
+            return Poll::Ready(None);
+        };
+        let polled = pieces.poll_next_unpin(context);
+        if matches!(polled, Poll::Ready(None | Some(Err(_)))) {
+            self.pieces = None;
+        }
+        polled
+    }
+}
+
+impl Drop for WholeBody {
+    fn drop(&mut self) {
+        if let Some(mut rest) = self.pieces.take()
+            && self.is_sent
+            && let Ok(runtime) = tokio::runtime::Handle::try_current()
+        {
+            runtime.spawn(tokio::time::timeout(REST_SECONDS_MAX, async move {
+                while let Ok(Some(Ok(_))) = tokio::time::timeout(REST_PAUSE_MAX, rest.next()).await {}
+            }));
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -93,7 +156,7 @@ mod tests {
     async fn server(connections: usize) -> (SocketAddr, oneshot::Sender<()>) {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
         let address = listener.local_addr().unwrap();
-        let router = Router::new().route("/", get(|| async { "here" }));
+        let router = Router::new().route("/", get(|| async { "here" }).post(|| async { "refused" }));
         let limits = HttpLimits {
             connections,
             header_timeout: Duration::from_millis(300),
@@ -130,6 +193,41 @@ mod tests {
         let mut first = silent.remove(0);
         let mut rest = Vec::new();
         first.read_to_end(&mut rest).await.unwrap();
+    }
+
+    /// Sends the head of a request whose handler does not read the body.
+    async fn post(address: SocketAddr, fields: &str) -> TcpStream {
+        let mut stream = TcpStream::connect(address).await.unwrap();
+        let head = format!("POST / HTTP/1.1\r\nhost: h\r\nconnection: close\r\n{fields}\r\n");
+        stream.write_all(head.as_bytes()).await.unwrap();
+        stream
+    }
+
+    #[tokio::test]
+    async fn who_still_sends_learns_why_a_request_is_refused() {
+        let (address, _stop) = server(2).await;
+        let bytes = vec![b'x'; 64 << 20];
+        let mut stream = post(address, &format!("content-length: {}\r\n", bytes.len())).await;
+        stream.write_all(&bytes).await.unwrap();
+        let mut response = String::new();
+        stream.read_to_string(&mut response).await.unwrap();
+        assert!(response.ends_with("refused"), "{response}");
+    }
+
+    #[tokio::test]
+    async fn a_refused_body_that_stays_away_is_not_waited_for() {
+        let (address, _stop) = server(2).await;
+        for fields in ["content-length: 9\r\n", "content-length: 9\r\nexpect: 100-continue\r\n"] {
+            let mut stream = post(address, fields).await;
+            let mut response = String::new();
+            let read = stream.read_to_string(&mut response);
+            tokio::time::timeout(Duration::from_secs(20), read)
+                .await
+                .unwrap()
+                .unwrap();
+            assert!(response.starts_with("HTTP/1.1 200 OK"), "not asked for: {response}");
+            assert!(response.ends_with("refused"), "{response}");
+        }
     }
 
     #[tokio::test]

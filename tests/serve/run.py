@@ -518,7 +518,7 @@ def odd_requests(program, args):
         form = "multipart/form-data; boundary=b"
         part = b'--b\r\ncontent-disposition: form-data; name="file"; filename="x"\r\n\r\n{}\r\n'
         purpose = b'--b\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
-        with httpx.Client(base_url=one.url, timeout=20) as http:
+        with httpx.Client(base_url=one.url, timeout=60) as http:
             for method, path, content, kind, status in [
                 ("GET", "/", None, None, 200),
                 ("POST", "/", None, None, 405),
