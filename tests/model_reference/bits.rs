@@ -122,6 +122,8 @@ fn a_fork_has_the_same_bits_from_a_copied_state() {
         ("qwen35-recurrent", Precision::F32),
         ("qwen35-recurrent", Precision::Int8),
         ("qwen35moe-fused", Precision::F32),
+        ("granite4-experts", Precision::F32),
+        ("granite4-dense", Precision::Int8),
     ] {
         let reference = Reference::load(name);
         let mut model = load(name, &reference, precision);

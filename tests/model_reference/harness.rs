@@ -14,7 +14,7 @@ use safetensors::SafeTensors;
 
 pub(crate) const KV_BLOCKS: u32 = 64;
 
-pub(crate) const MODELS: [&str; 56] = [
+pub(crate) const MODELS: [&str; 58] = [
     "llama-plain",
     "llama-llama3-tied",
     "llama-linear-biases",
@@ -71,7 +71,21 @@ pub(crate) const MODELS: [&str; 56] = [
     "qwen35-images",
     "qwen3next-experts",
     "qwen35moe-fused",
+    "granite4-experts",
+    "granite4-dense",
 ];
+
+#[test]
+fn every_model_of_the_fixtures_is_tried() {
+    let entries = std::fs::read_dir(folder("")).unwrap();
+    let mut names: Vec<String> = entries
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
+    let mut tried = MODELS.to_vec();
+    names.sort();
+    tried.sort_unstable();
+    assert_eq!(names, tried);
+}
 
 pub(crate) fn folder(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR"))
