@@ -154,6 +154,16 @@ impl KernelCompiler {
         self.nvrtc.version()
     }
 
+    /// A hash of all that decides the machine code of all kernels, except for their macros and card.
+    pub fn fingerprint(&self) -> String {
+        let (major, minor) = self.nvrtc.version();
+        let mut options = self.options(&Kernel::new("embed", &[]));
+        options.retain(|option| *option != self.target.option());
+        let own = [format!("{major}.{minor}"), options.join(" ")];
+        let texts = SOURCES.iter().chain(&HEADERS).flat_map(|(name, text)| [*name, *text]);
+        hash_of(own.iter().map(String::as_str).chain(texts))
+    }
+
     /// A cached kernel, with the assembler's log.
     pub fn cached(&self, kernel: &Kernel) -> Option<Compiled> {
         let path = self.cache_path(kernel)?;
@@ -196,14 +206,9 @@ impl KernelCompiler {
         let folder = self.cache.as_ref()?;
         let (major, minor) = self.nvrtc.version();
         let version = format!("{major}.{minor}");
-        let mut hash = Sha256::new();
         let own_parts = [source(name).ok()?, &version, key, FORMAT_TAG];
-        for part in own_parts.into_iter().chain(HEADERS.iter().map(|(_, text)| *text)) {
-            hash.update((part.len() as u64).to_le_bytes());
-            hash.update(part);
-        }
-        let hash: String = HEXLOWER.encode(&hash.finalize());
-        Some(folder.join(format!("{what}-{}.{extension}", &hash[..32])))
+        let hash = hash_of(own_parts.into_iter().chain(HEADERS.iter().map(|(_, text)| *text)));
+        Some(folder.join(format!("{what}-{hash}.{extension}")))
     }
 
     /// Compiles a kernel; the result has the assembler's log.
@@ -247,6 +252,16 @@ pub fn slowdown_line(log: &str) -> Option<&str> {
     log.lines()
         .find(|line| line.contains("(C75") || memory_units.iter().any(|unit| has_nonzero(line, unit)))
         .map(str::trim)
+}
+
+/// The first half of the SHA-256 of texts and their lengths, in hexadecimal.
+fn hash_of<'t>(parts: impl Iterator<Item = &'t str>) -> String {
+    let mut hash = Sha256::new();
+    for part in parts {
+        hash.update((part.len() as u64).to_le_bytes());
+        hash.update(part);
+    }
+    HEXLOWER.encode(&hash.finalize()[..16])
 }
 
 fn source(name: &str) -> Result<&'static str, DeviceError> {
