@@ -106,6 +106,9 @@ fn reduced(full: &Config) -> Config {
     let depth = depth(full);
     config.layers.truncate(depth);
     config.rotates.truncate(depth);
+    if let Some(global) = &mut config.global {
+        global.layers.truncate(depth);
+    }
     config.vocab_size = VOCABULARY;
     config.eos_token_ids = Vec::new();
     let narrowed = |width: usize| (width * NARROW / full.hidden_size).next_multiple_of(32);
@@ -131,6 +134,10 @@ fn reduced(full: &Config) -> Config {
         let group = full.heads.heads / full.heads.kv_heads;
         config.heads.kv_heads = full.heads.kv_heads.min(2);
         config.heads.heads = group * config.heads.kv_heads;
+        if let Some(global) = &mut config.global {
+            global.heads.heads = config.heads.heads;
+            global.heads.kv_heads = 1;
+        }
         config.intermediate_size = narrowed(full.intermediate_size);
         config.hidden_size = NARROW;
     }

@@ -38,6 +38,46 @@ impl HeadShape {
     pub fn qkv_width(&self) -> usize {
         (self.heads + 2 * self.kv_heads) * self.head_dim
     }
+
+    /// Width of all queries of a row.
+    pub fn q_width(&self) -> usize {
+        self.heads * self.head_dim
+    }
+
+    /// A pool's only shape: each block holds one layer with these heads.
+    pub fn alone(self) -> [KvShape; 1] {
+        [KvShape { heads: self, layers: 1 }]
+    }
+}
+
+/// One of the shapes that layers have in a pool of keys and values. A block belongs to layers of one
+/// shape at a time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct KvShape {
+    pub heads: HeadShape,
+    /// Number of layers that a block holds if it belongs to layers of this shape.
+    pub layers: usize,
+}
+
+/// The place of a layer's keys and values in its pool.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct KvPlace {
+    pub heads: HeadShape,
+    /// Index of the layer's block table.
+    pub table: usize,
+    /// Index of the layer among those in a block; below its shape's [`layers`](KvShape::layers).
+    pub part: usize,
+}
+
+impl KvPlace {
+    /// The place in a pool with one shape and one layer, in the first block table.
+    pub fn alone(heads: HeadShape) -> KvPlace {
+        KvPlace {
+            heads,
+            table: 0,
+            part: 0,
+        }
+    }
 }
 
 /// Keys that a layer's queries see, and that its cache must keep.
@@ -100,20 +140,20 @@ pub struct QkNorm<'a, N> {
 
 /// Parameters of [`Device::rope_store`].
 pub struct RopeStore<'a, N> {
-    pub heads: HeadShape,
+    pub place: KvPlace,
     pub qk_norm: Option<QkNorm<'a, N>>,
+    /// Epsilon of an RMS norm of each value head, without weights. `None`: there is no such norm.
+    pub value_norm: Option<f32>,
     /// Index into the step's `ropes`.
     pub rope: usize,
-    /// Index of the layer's block table.
-    pub table: usize,
 }
 
 /// Parameters of [`Device::attention`].
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Attention {
     pub spec: KvSpec,
-    /// Index of the layer's block table, which is one of `spec`.
-    pub table: usize,
+    /// Its block table is one of `spec`.
+    pub place: KvPlace,
     /// Factor of the dot products of queries and keys.
     pub scale: f32,
     /// Bound of the scaled dot products before the softmax: `cap * tanh(x / cap)`.
@@ -126,7 +166,7 @@ impl Attention {
     pub fn plain(heads: HeadShape, spec: KvSpec) -> Attention {
         Attention {
             spec,
-            table: 0,
+            place: KvPlace::alone(heads),
             scale: 1.0 / (heads.head_dim as f32).sqrt(),
             soft_cap: None,
         }
@@ -178,6 +218,8 @@ pub struct Delta<'a, B, N> {
     pub rows: &'a B,
     /// Weights of a norm that is applied to the rows before the addition.
     pub norm: Option<&'a N>,
+    /// Factor of the sum.
+    pub scale: f32,
 }
 
 /// Parameters of [`Device::add_norm`]: adds `delta` to a residual stream, then normalises the
@@ -259,22 +301,22 @@ pub trait Device: Send + Sync {
     fn buffer(&self) -> Self::Buffer;
     /// An empty workspace.
     fn workspace(&self) -> Self::Workspace;
-    /// An empty step for a model with these heads, these rotations and these block tables, each of
-    /// one kind of layers.
+    /// An empty step for a model with heads of these shapes, these rotations and these block tables,
+    /// each of one kind of layers.
     ///
     /// # Errors
     /// The device does not support these heads.
-    fn step(&self, heads: HeadShape, ropes: Vec<RopeSpec>, tables: &[KvSpec]) -> Result<Self::Step, DeviceError>;
+    fn step(&self, heads: &[HeadShape], ropes: Vec<RopeSpec>, tables: &[KvSpec]) -> Result<Self::Step, DeviceError>;
     /// Positions per KV block.
     fn block_tokens(&self) -> u32;
-    /// A pool of `blocks` blocks, each with the keys and values of one layer. Layers of different
-    /// block tables may share it.
+    /// A pool of `blocks` blocks, each with the keys and values of layers of one of these shapes.
+    /// Layers of different block tables may share it.
     ///
     /// # Errors
-    /// The device is out of memory.
-    fn kv_pool(&self, heads: HeadShape, blocks: usize) -> Result<Self::KvPool, DeviceError>;
-    /// Bytes per KV block of one layer.
-    fn kv_block_bytes(&self, heads: HeadShape) -> usize;
+    /// The device is out of memory, or has no pools of several shapes.
+    fn kv_pool(&self, shapes: &[KvShape], blocks: usize) -> Result<Self::KvPool, DeviceError>;
+    /// Bytes per block of such a pool.
+    fn kv_block_bytes(&self, shapes: &[KvShape]) -> usize;
 
     /// A pool of `slots` states of one recurrent layer.
     ///
@@ -325,8 +367,8 @@ pub trait Device: Send + Sync {
         out: &mut Self::Buffer,
         workspace: &Self::Workspace,
     ) -> Result<(), DeviceError>;
-    /// `residual += delta`, where `delta` may be normalised first, then `out = rms_norm(residual) *
-    /// weight`.
+    /// `residual = (residual + delta) * scale`, where `delta` may be normalised first, then `out =
+    /// rms_norm(residual) * weight`.
     fn add_norm(
         &self,
         op: AddNorm<'_, Self::Buffer, Self::Norm>,
@@ -350,8 +392,8 @@ pub trait Device: Send + Sync {
         out: &mut Self::Buffer,
         workspace: &mut Self::Workspace,
     ) -> Result<(), DeviceError>;
-    /// Normalises (if `qk_norm` is set) and rotates the query and key heads of `qkv`, and stores
-    /// keys and values in the pool.
+    /// Normalises (if `qk_norm` is set) and rotates the query and key heads of `qkv`, normalises its
+    /// value heads (if `value_norm` is set), and stores keys and values in the pool.
     fn rope_store(
         &self,
         op: RopeStore<'_, Self::Norm>,

@@ -133,10 +133,11 @@ impl BalancedLayer<'_> {
     /// Names of the layer's tensors that are rescaled, each with its factors.
     fn factors(&self) -> Result<Vec<(String, ChannelFactors)>, ModelError> {
         let c = self.config;
-        let (dim, group) = (c.heads.head_dim, c.heads.heads / c.heads.kv_heads);
+        let heads = c.heads_of(self.layer);
+        let (dim, group) = (heads.head_dim, heads.heads / heads.kv_heads);
         let (q, kv, mlp, hidden) = (
-            c.heads.heads * dim,
-            c.heads.kv_heads * dim,
+            heads.q_width(),
+            heads.kv_heads * dim,
             c.intermediate_size,
             c.hidden_size,
         );
@@ -154,11 +155,13 @@ impl BalancedLayer<'_> {
         let magnitudes = self.measured(Activations::AttentionNorm).unwrap_or(&norm);
         let of_norm = self.of_norm(magnitudes, &readers, hidden)?;
         add(self.name("input_layernorm.weight"), Some(inverse(&of_norm)), None);
-        for (part, _) in readers[..mixer].iter().filter(|(part, _)| *part != "self_attn.v_proj") {
+        // What the output projection reads or adds up is normalised head by head: its channels stay.
+        let values_stay = c.is_recurrent(self.layer) || c.value_norm;
+        let balances_values = |part: &str| !values_stay && part == "self_attn.v_proj";
+        for (part, _) in readers[..mixer].iter().filter(|(part, _)| !balances_values(part)) {
             add(self.name(&format!("{part}.weight")), None, Some(of_norm.clone()));
         }
-        if c.is_recurrent(self.layer) {
-            // What its output projection reads is normalised head by head: its channels stay.
+        if values_stay {
             scaled.extend(self.mlp_factors(norm, of_norm)?);
             return Ok(scaled);
         }
@@ -199,14 +202,12 @@ impl BalancedLayer<'_> {
         match &c.recurrent {
             Some(recurrent) if recurrent.layers[self.layer] => recurrent_input(recurrent),
             _ => {
-                let [q, kv] = [c.heads.heads, c.heads.kv_heads].map(|heads| heads * c.heads.head_dim);
-                let qkv = [
-                    ("self_attn.q_proj", q),
-                    ("self_attn.k_proj", kv),
-                    ("self_attn.v_proj", kv),
-                ];
+                let heads = c.heads_of(self.layer);
+                let [q, kv] = [heads.heads, heads.kv_heads].map(|count| count * heads.head_dim);
+                let qk = [("self_attn.q_proj", q), ("self_attn.k_proj", kv)];
+                let values = (!c.values_are_keys(self.layer)).then_some(("self_attn.v_proj", kv));
                 let gate = c.attention_gates.then_some(("self_attn.gate_proj", q));
-                qkv.into_iter().chain(gate).collect()
+                qk.into_iter().chain(values).chain(gate).collect()
             }
         }
     }

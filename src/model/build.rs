@@ -31,6 +31,8 @@ pub(super) struct LayerWeights<D: Device> {
     pub mlp_norm: Option<D::Norm>,
     pub mlp: MlpWeights<D>,
     pub post_mlp_norm: Option<D::Norm>,
+    /// Factor of the layer's output.
+    pub scale: f32,
 }
 
 /// What mixes a layer's tokens, and its place in the memory of sequences.
@@ -62,14 +64,14 @@ impl<D: Device> AttentionWeights<D> {
             eps: config.norm_eps,
         });
         let store = RopeStore {
-            heads: config.heads,
+            place: self.kv.place,
             qk_norm,
+            value_norm: config.value_norm.then_some(config.norm_eps),
             rope: config.rope_of(index),
-            table: self.kv.table,
         };
         let attention = Attention {
             spec: self.spec,
-            table: self.kv.table,
+            place: self.kv.place,
             scale: config.attention_scale,
             soft_cap: config.attention_soft_cap,
         };
@@ -131,6 +133,10 @@ impl<D: Device> Builder<'_, D> {
             mlp_norm: norm(&tensors.mlp_norm)?,
             mlp: self.mlp(&tensors.mlp)?,
             post_mlp_norm: norm(&tensors.post_mlp_norm)?,
+            scale: match &tensors.scale {
+                Some(scale) => self.number(scale)?,
+                None => 1.0,
+            },
         })
     }
 
@@ -196,6 +202,18 @@ impl<D: Device> Builder<'_, D> {
                 },
             }),
         })
+    }
+
+    /// A number that the checkpoint stores as a vector of one.
+    fn number(&self, tensor: &TensorSpec) -> Result<f32, ModelError> {
+        let stored = self.source.tensor(&tensor.name, tensor.rows, tensor.columns)?;
+        let mut number = [0.0];
+        stored.view().read_row(0, &mut number);
+        if !number[0].is_finite() {
+            let what = format!("tensor `{}` holds {}, which is not finite", tensor.name, number[0]);
+            return Err(ModelError::broken(self.source.path_of(&tensor.name), what));
+        }
+        Ok(number[0])
     }
 
     fn f32_vector(&self, tensor: &TensorSpec) -> Result<D::Vector, ModelError> {

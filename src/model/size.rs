@@ -126,13 +126,13 @@ impl ModelSize {
 /// windows keep those of the last window, and of its states in recurrent layers. `None`: the device
 /// keeps none in this format.
 pub fn kv_bytes(config: &Config, place: Place, format: KvFormat, tokens: u32) -> Option<u64> {
+    let layout = KvLayout::new(&config.attention_layers());
     let block_bytes = match place {
         Place::Cpu if format == KvFormat::Fp8 => return None,
-        Place::Cpu => cpu::kv_block_bytes(config.heads, format),
-        Place::Gpu => cuda::kv_block_bytes(config.heads, format)?,
+        Place::Cpu => cpu::kv_block_bytes(&layout.shapes, format),
+        Place::Gpu => cuda::kv_block_bytes(&layout.shapes, format)?,
     };
     let block_tokens = place.block_tokens();
-    let layout = KvLayout::new(&config.attention_layers());
     let held = |kind: &KvSpec| {
         let first = kind.first_needed(tokens.saturating_sub(1)) / block_tokens;
         u64::from(tokens.div_ceil(block_tokens) - first)

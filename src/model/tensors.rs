@@ -64,10 +64,16 @@ impl LinearTensors {
         }
     }
 
-    /// The tensors that the checkpoint stores.
+    /// The tensors that the checkpoint stores. One that is read twice in a row is stored once.
     fn stored(&self) -> impl Iterator<Item = &TensorSpec> {
-        let weights = self.stored_instead.as_ref().unwrap_or(&self.weights);
-        weights.iter().chain(&self.biases)
+        fn once(list: &[TensorSpec]) -> impl Iterator<Item = &TensorSpec> {
+            let firsts = list
+                .iter()
+                .enumerate()
+                .filter(|(i, spec)| *i == 0 || list[i - 1] != **spec);
+            firsts.map(|(_, spec)| spec)
+        }
+        once(self.stored_instead.as_ref().unwrap_or(&self.weights)).chain(once(&self.biases))
     }
 
     /// The same, of which the checkpoint stores the weights as `parts` of the layer, each with its
@@ -180,6 +186,8 @@ pub(super) struct LayerTensors {
     pub mlp_norm: Option<TensorSpec>,
     pub mlp: MlpTensors,
     pub post_mlp_norm: Option<TensorSpec>,
+    /// The factor of the layer's output.
+    pub scale: Option<TensorSpec>,
 }
 
 /// Tensors of what mixes a layer's tokens, without the projection of its output.
@@ -211,14 +219,16 @@ pub(super) struct RecurrentTensors {
 
 impl AttentionTensors {
     fn of(c: &Config, layer: usize) -> AttentionTensors {
-        let dim = c.heads.head_dim;
-        let (q, kv, hidden) = (c.heads.heads * dim, c.heads.kv_heads * dim, c.hidden_size);
+        let heads = c.heads_of(layer);
+        let dim = heads.head_dim;
+        let (q, kv, hidden) = (heads.q_width(), heads.kv_heads * dim, c.hidden_size);
+        let values = if c.values_are_keys(layer) {
+            "self_attn.k_proj"
+        } else {
+            "self_attn.v_proj"
+        };
         let vector = |rest: &str, width: usize| TensorSpec::vector(format!("model.layers.{layer}.{rest}"), width);
-        let parts = [
-            ("self_attn.q_proj", q),
-            ("self_attn.k_proj", kv),
-            ("self_attn.v_proj", kv),
-        ];
+        let parts = [("self_attn.q_proj", q), ("self_attn.k_proj", kv), (values, kv)];
         let mut qkv = LinearTensors::of(layer, &parts, hidden, c.qkv_bias);
         if c.fused_qkv {
             qkv = qkv.stored_as(layer, &[(FUSED_QKV, q + 2 * kv)], hidden);
@@ -245,7 +255,7 @@ impl AttentionTensors {
                     vector("self_attn.k_norm.weight", kv),
                 )
             }),
-            sinks: c.attention_sinks.then(|| vector("self_attn.sinks", c.heads.heads)),
+            sinks: c.attention_sinks.then(|| vector("self_attn.sinks", heads.heads)),
         }
     }
 
@@ -508,7 +518,7 @@ impl LayerTensors {
         let norms = NormNames::of(c);
         let mixer = MixerTensors::of(c, layer);
         let o = match &mixer {
-            MixerTensors::Attention(_) => ("self_attn.o_proj", c.heads.heads * c.heads.head_dim),
+            MixerTensors::Attention(_) => ("self_attn.o_proj", c.heads_of(layer).q_width()),
             MixerTensors::Recurrent(recurrent) => ("linear_attn.out_proj", recurrent.shape.value_width()),
         };
         LayerTensors {
@@ -519,6 +529,9 @@ impl LayerTensors {
             mlp_norm: (c.pre_norms && !c.parallel_mlp).then(|| norm(norms.mlp)),
             mlp: MlpTensors::of(c, layer),
             post_mlp_norm: c.post_norms.then(|| norm(norms.post_mlp)),
+            scale: c
+                .layer_scalars
+                .then(|| TensorSpec::vector(format!("model.layers.{layer}.layer_scalar"), 1)),
         }
     }
 
@@ -528,6 +541,7 @@ impl LayerTensors {
             .chain(&self.mlp_norm)
             .chain(&self.post_attention_norm)
             .chain(&self.post_mlp_norm)
+            .chain(&self.scale)
             .chain(self.mixer.stored())
             .chain(self.o.stored())
             .chain(self.mlp.stored())
@@ -608,6 +622,11 @@ mod tests {
             ),
             ("Gemma2ForCausalLM", json!({"tie_word_embeddings": false})),
             ("Gemma3ForCausalLM", json!({})),
+            (
+                "Gemma4ForCausalLM",
+                json!({"hidden_size_per_layer_input": 0, "attention_k_eq_v": true, "num_global_key_value_heads": 1,
+                    "attention_bias": true}),
+            ),
             ("GemmaForCausalLM", json!({})),
             ("SmolLM3ForCausalLM", json!({"mlp_bias": true})),
             ("GraniteForCausalLM", json!({"logits_scaling": 8.0})),

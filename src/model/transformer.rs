@@ -200,7 +200,7 @@ impl<D: Device> Transformer<D> {
         .weights()?;
         let pools = pool::allocate(&device, &config, kv_blocks)?;
         let state_pools = pool::allocate_states(&device, &config, state_slots)?;
-        let step = device.step(config.heads, config.rope_specs(context_tokens), &layout.tables)?;
+        let step = device.step(&config.head_shapes(), config.rope_specs(context_tokens), &layout.tables)?;
         let buffers = Buffers::new(&device);
         let mut transformer = Transformer {
             device,
@@ -403,6 +403,7 @@ impl<D: Device> Transformer<D> {
                 delta: Some(Delta {
                     rows: &b.delta,
                     norm: layer.post_attention_norm.as_ref(),
+                    scale: 1.0,
                 }),
                 weight: own.unwrap_or(&weights.norm),
                 eps: config.norm_eps,
@@ -432,6 +433,7 @@ impl<D: Device> Transformer<D> {
             delta = Some(Delta {
                 rows: &b.delta,
                 norm: layer.post_mlp_norm.as_ref(),
+                scale: layer.scale,
             });
         }
         let norm = AddNorm {

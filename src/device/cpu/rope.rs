@@ -13,17 +13,22 @@ use crate::device::RopeStore;
 
 /// Weight and epsilon of a normalisation, which is of as many neighbouring heads as there are
 /// weights for.
-type HeadNorm<'a> = Option<(&'a [f32], f32)>;
+type HeadNorm<'a> = (&'a [f32], f32);
+
+#[inline(always)]
+fn normalise_heads(heads: &mut [f32], (weight, eps): HeadNorm<'_>, round_to_bf16: bool) {
+    for part in heads.chunks_exact_mut(weight.len()) {
+        rms_norm(part, weight, eps, round_to_bf16);
+    }
+}
 
 /// Rotates consecutive heads by one token's cosines and sines.
 #[inline(always)]
-fn rotate_heads(heads: &mut [f32], norm: HeadNorm<'_>, rotation: &[f32], round_to_bf16: bool) {
+fn rotate_heads(heads: &mut [f32], norm: Option<HeadNorm<'_>>, rotation: &[f32], round_to_bf16: bool) {
     let dim = rotation.len();
     let (cos, sin) = rotation.split_at(dim / 2);
-    if let Some((weight, eps)) = norm {
-        for part in heads.chunks_exact_mut(weight.len()) {
-            rms_norm(part, weight, eps, round_to_bf16);
-        }
+    if let Some(norm) = norm {
+        normalise_heads(heads, norm, round_to_bf16);
     }
     for head in heads.chunks_exact_mut(dim) {
         let (low, high) = head.split_at_mut(dim / 2);
@@ -39,7 +44,11 @@ fn rotate_heads(heads: &mut [f32], norm: HeadNorm<'_>, rotation: &[f32], round_t
 }
 
 multiversion! {
-    fn rotate_heads_on(heads: &mut [f32], norm: HeadNorm<'_>, rotation: &[f32], round_to_bf16: bool) = rotate_heads;
+    fn normalise_heads_on(heads: &mut [f32], norm: HeadNorm<'_>, round_to_bf16: bool) = normalise_heads;
+}
+
+multiversion! {
+    fn rotate_heads_on(heads: &mut [f32], norm: Option<HeadNorm<'_>>, rotation: &[f32], round_to_bf16: bool) = rotate_heads;
 }
 
 /// Normalises and rotates the query and key heads of all rows.
@@ -50,7 +59,7 @@ pub(super) fn rotate(
     step: &Step,
     qkv: &mut Buffer,
 ) {
-    let heads = op.heads;
+    let heads = op.place.heads;
     let dim = heads.head_dim;
     let rotations = &step.rotations[op.rope].token_rotations;
     assert!(qkv.width == heads.qkv_width() && rotations.len() == qkv.rows * dim);
@@ -59,21 +68,21 @@ pub(super) fn rotate(
     let k_norm = norm.map(|n| (&n.k.0[..], n.eps));
     let fits = |weights: usize, heads: usize| [dim, heads * dim].contains(&weights);
     assert!(norm.is_none_or(|n| fits(n.q.0.len(), heads.heads) && fits(n.k.0.len(), heads.kv_heads)));
+    let ones = vec![1.0; dim];
+    let value_norm = op.value_norm.map(|eps| (&ones[..], eps));
     let elements = qkv.data.len();
     let mut parts: Vec<_> = qkv.parts_mut(ctx.threads.parts(elements)).collect();
     ctx.threads.parallel_for_each(elements, &mut parts, |_, parts| {
         for (first, part) in parts {
             let rotations = rotations[*first * dim..].chunks_exact(dim);
             for (row, rotation) in part.chunks_exact_mut(heads.qkv_width()).zip(rotations) {
-                let (q, rest) = row.split_at_mut(heads.heads * dim);
+                let (q, rest) = row.split_at_mut(heads.q_width());
+                let (k, v) = rest.split_at_mut(heads.kv_heads * dim);
                 rotate_heads_on(ctx.isa, q, q_norm, rotation, round_to_bf16);
-                rotate_heads_on(
-                    ctx.isa,
-                    &mut rest[..heads.kv_heads * dim],
-                    k_norm,
-                    rotation,
-                    round_to_bf16,
-                );
+                rotate_heads_on(ctx.isa, k, k_norm, rotation, round_to_bf16);
+                if let Some(norm) = value_norm {
+                    normalise_heads_on(ctx.isa, v, norm, round_to_bf16);
+                }
             }
         }
     });
@@ -85,7 +94,7 @@ mod tests {
     use crate::device::batch::{StepBatch, StepSequence};
     use crate::device::cpu::Isa;
     use crate::device::cpu::testing::{buffer, ctx, numbers};
-    use crate::device::{HeadShape, KvSpec, QkNorm, RopeSpec};
+    use crate::device::{HeadShape, KvPlace, KvSpec, QkNorm, RopeSpec};
 
     /// `normed`: query heads that a norm is of, 0 without a norm.
     fn check(dim: usize, tokens: usize, normed: usize) {
@@ -97,7 +106,7 @@ mod tests {
         };
         let frequencies: Vec<f32> = (0..dim / 2).map(|d| 0.7f32.powi(d as i32)).collect();
         let mut step = Step::new(
-            heads,
+            &[heads],
             vec![
                 RopeSpec {
                     inverse_frequencies: vec![0.0; dim / 2],
@@ -135,10 +144,10 @@ mod tests {
                 eps: 1e-3,
             });
             let op = RopeStore {
-                heads,
+                place: KvPlace::alone(heads),
                 qk_norm,
+                value_norm: with_norm.then_some(1e-3),
                 rope: 1,
-                table: 0,
             };
             rotate(ctx(isa), false, &op, &step, &mut got);
             for t in 0..tokens {
@@ -171,7 +180,8 @@ mod tests {
                         let want = match (head < 4, d < dim / 2) {
                             (true, true) => 1.5 * (a * angle.cos() - b * angle.sin()),
                             (true, false) => 1.5 * (b * angle.cos() + a * angle.sin()),
-                            (false, _) => *kept, // the value head stays as it is
+                            // The value head is not rotated, and its norm has no weights.
+                            (false, _) => *kept * scale,
                         };
                         let got = got.row(t)[head * dim + d] as f64;
                         assert!(

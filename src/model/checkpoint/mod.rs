@@ -109,14 +109,17 @@ const HARMLESS: [&str; 3] = [
     "rotary_emb.sin_cached",
 ];
 
-/// Name prefixes of the image parts of multimodal models, in older and newer checkpoints. Prompts
-/// contain no images, so these parts are unused.
-const IMAGE_PARTS: [&str; 5] = [
+/// Name prefixes of the image and audio parts of multimodal models, in older and newer checkpoints.
+/// Prompts contain no images and no sounds, so these parts are unused.
+const IMAGE_PARTS: [&str; 8] = [
     "model.visual.",
     "vision_tower.",
     "multi_modal_projector.",
     "model.vision_tower.",
     "model.multi_modal_projector.",
+    "model.embed_vision.",
+    "model.audio_tower.",
+    "model.embed_audio.",
 ];
 
 /// Name prefix of the layers of models with recurrent layers that predict further tokens.

@@ -9,6 +9,7 @@
 
 use serde_json::{Map, Value};
 
+use super::family_keys::RECURRENT_KEYS;
 use super::reader::{Reader, short};
 use super::{Family, generation};
 use crate::model::error::ModelError;
@@ -123,10 +124,16 @@ const REFUSED: [(&str, Neutral); 62] = [
 
 /// Keys of a multimodal model that hold the configurations of its parts. A text-only model must
 /// have none of them.
-const MULTIMODAL_PARTS: [&str; 2] = ["text_config", "vision_config"];
+const MULTIMODAL_PARTS: [&str; 3] = ["text_config", "vision_config", "audio_config"];
 /// Other keys that only a multimodal model has at its top level.
-const IMAGE_KEYS: [&str; 12] = [
+const IMAGE_KEYS: [&str; 19] = [
+    "audio_token_id",
+    "boa_token_id",
+    "boi_token_id",
     "boi_token_index",
+    "eoa_token_id",
+    "eoa_token_index",
+    "eoi_token_id",
     "eoi_token_index",
     "image_token_id",
     "image_token_index",
@@ -137,6 +144,7 @@ const IMAGE_KEYS: [&str; 12] = [
     "video_token_id",
     "vision_end_token_id",
     "vision_feature_layer",
+    "vision_soft_tokens_per_image",
     "vision_start_token_id",
 ];
 
@@ -219,19 +227,6 @@ const HARMLESS: [&str; 67] = [
     "use_return_dict",
 ];
 
-/// Keys that all families with recurrent layers read.
-const RECURRENT_KEYS: [&str; 9] = [
-    "attention_bias",
-    "attn_output_gate",
-    "full_attention_interval",
-    "hidden_act",
-    "linear_conv_kernel_dim",
-    "linear_key_head_dim",
-    "linear_num_key_heads",
-    "linear_num_value_heads",
-    "linear_value_head_dim",
-];
-
 /// Keys of a RoPE object. Its `rope_type` decides which of them apply.
 const ROPE_KEYS: [&str; 19] = [
     "attention_factor",
@@ -271,198 +266,6 @@ const OTHER_ROPE_KEYS: [(&str, Neutral); 6] = [
     ("mrope_section", Unset),
     ("scale", Only(1.0)),
 ];
-
-impl Family {
-    /// Keys that this family reads besides [`USED`].
-    #[expect(clippy::too_many_lines, reason = "a table")]
-    fn keys(self) -> &'static [&'static str] {
-        match self {
-            Family::Llama => &["attention_bias", "hidden_act", "mlp_bias"],
-            Family::Mistral | Family::Ministral | Family::Ministral3 | Family::Phi3 => {
-                &["hidden_act", "sliding_window"]
-            }
-            Family::Mixtral => &[
-                "hidden_act",
-                "num_experts",
-                "num_experts_per_tok",
-                "num_local_experts",
-                "sliding_window",
-            ],
-            Family::Qwen3Moe => &[
-                "attention_bias",
-                "decoder_sparse_step",
-                "hidden_act",
-                // Windows are refused by `use_sliding_window`; these keys would only shape them.
-                "max_window_layers",
-                "sliding_window",
-                "mlp_only_layers",
-                "moe_intermediate_size",
-                "norm_topk_prob",
-                "num_experts",
-                "num_experts_per_tok",
-                "num_local_experts",
-                "use_qk_norm",
-                "use_sliding_window",
-            ],
-            Family::Qwen2Moe => &[
-                "decoder_sparse_step",
-                "hidden_act",
-                // As for Qwen 3 MoE.
-                "max_window_layers",
-                "sliding_window",
-                "mlp_only_layers",
-                "moe_intermediate_size",
-                "norm_topk_prob",
-                "num_experts",
-                "num_experts_per_tok",
-                "qkv_bias",
-                "shared_expert_intermediate_size",
-                "use_sliding_window",
-            ],
-            Family::Qwen3_5Moe => &[
-                "moe_intermediate_size",
-                "num_experts",
-                "num_experts_per_tok",
-                "shared_expert_intermediate_size",
-            ],
-            Family::Qwen3Next => &[
-                "decoder_sparse_step",
-                "mlp_only_layers",
-                "moe_intermediate_size",
-                "norm_topk_prob",
-                "num_experts",
-                "num_experts_per_tok",
-                "shared_expert_intermediate_size",
-            ],
-            Family::Glm4Moe => &[
-                "attention_bias",
-                "first_k_dense_replace",
-                "hidden_act",
-                "moe_intermediate_size",
-                "n_group",
-                "n_routed_experts",
-                "n_shared_experts",
-                "norm_topk_prob",
-                "num_experts_per_tok",
-                "num_local_experts",
-                "routed_scaling_factor",
-                "topk_group",
-                "use_qk_norm",
-            ],
-            Family::Ernie4_5 | Family::Qwen3_5 => &["hidden_act"],
-            Family::Ernie4_5Moe => &[
-                "hidden_act",
-                "moe_intermediate_size",
-                "moe_k",
-                "moe_layer_end_index",
-                "moe_layer_interval",
-                "moe_layer_start_index",
-                "moe_norm_min",
-                "moe_num_experts",
-                "moe_num_shared_experts",
-                "num_experts",
-                "num_experts_per_tok",
-            ],
-            Family::Olmoe => &[
-                "attention_bias",
-                "hidden_act",
-                "norm_topk_prob",
-                "num_experts",
-                "num_experts_per_tok",
-            ],
-            Family::GptOss => &[
-                "attention_bias",
-                "experts_per_token",
-                "hidden_act",
-                // The length before YaRN, which the RoPE object says, too.
-                "initial_context_length",
-                "num_experts",
-                "num_experts_per_tok",
-                "num_local_experts",
-                "quantization_config",
-                "sliding_window",
-                "swiglu_alpha",
-                "swiglu_limit",
-            ],
-            Family::SmolLm3 => &[
-                "attention_bias",
-                "hidden_act",
-                // Published models have it from Qwen's configuration; the family's class does not read it.
-                "max_window_layers",
-                "mlp_bias",
-                "no_rope_layer_interval",
-                "no_rope_layers",
-                "sliding_window",
-                "use_sliding_window",
-            ],
-            Family::Granite => &[
-                "attention_bias",
-                "attention_multiplier",
-                "embedding_multiplier",
-                "hidden_act",
-                "logits_scaling",
-                "mlp_bias",
-                "residual_multiplier",
-            ],
-            Family::GraniteMoe | Family::GraniteMoeShared => &[
-                "attention_bias",
-                "attention_multiplier",
-                "embedding_multiplier",
-                "hidden_act",
-                "logits_scaling",
-                "num_experts_per_tok",
-                "num_local_experts",
-                "residual_multiplier",
-                "shared_intermediate_size",
-            ],
-            Family::SeedOss => &["attention_bias", "attention_out_bias", "hidden_act", "mlp_bias"],
-            Family::Glm | Family::Glm4 | Family::Olmo2 => &["attention_bias", "hidden_act"],
-            Family::Olmo3 => &["attention_bias", "hidden_act", "sliding_window"],
-            Family::Cohere => &["attention_bias", "hidden_act", "layer_norm_eps", "logit_scale"],
-            Family::Cohere2 => &[
-                "attention_bias",
-                "hidden_act",
-                "layer_norm_eps",
-                "logit_scale",
-                "sliding_window",
-                "sliding_window_pattern",
-            ],
-            Family::Exaone4 => &["hidden_act", "sliding_window", "sliding_window_pattern"],
-            // Qwen 2 has biases of queries, keys and values, whatever its configuration says.
-            Family::Qwen2 | Family::Qwen3 => &[
-                "attention_bias",
-                "hidden_act",
-                "max_window_layers",
-                "sliding_window",
-                "use_sliding_window",
-            ],
-            Family::Gemma => &["attention_bias", "hidden_act", "hidden_activation"],
-            Family::Gemma2 => &[
-                "attention_bias",
-                "attn_logit_softcapping",
-                "final_logit_softcapping",
-                // The first release's names, which the family's class no longer reads.
-                "hidden_act",
-                "sliding_window_size",
-                "hidden_activation",
-                "query_pre_attn_scalar",
-                "sliding_window",
-            ],
-            Family::Gemma3 => &[
-                "attention_bias",
-                // Gemma 3's attention has no soft cap, whatever this key says.
-                "attn_logit_softcapping",
-                "final_logit_softcapping",
-                "hidden_act",
-                "hidden_activation",
-                "query_pre_attn_scalar",
-                "rope_local_base_freq",
-                "sliding_window",
-                "sliding_window_pattern",
-            ],
-        }
-    }
-}
 
 impl Neutral {
     fn includes(&self, value: &Value) -> bool {

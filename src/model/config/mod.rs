@@ -13,7 +13,10 @@ use crate::model::rope::{Rope, Scaling};
 
 mod experts;
 mod family;
+mod family_keys;
+mod gemma4;
 pub mod generation;
+mod heads;
 mod keys;
 mod layers;
 mod reader;
@@ -71,6 +74,17 @@ pub struct Recurrent {
     pub by_key_head: bool,
 }
 
+/// Layers whose attention has other heads than that of the others.
+#[derive(Debug, Clone, PartialEq)]
+pub struct GlobalLayers {
+    pub heads: HeadShape,
+    /// Whether these layers have no projection of values: a value is its token's key, before norm and
+    /// rotation.
+    pub values_are_keys: bool,
+    /// Whether each layer is one of these.
+    pub layers: Vec<bool>,
+}
+
 /// Configuration of a decoder-only transformer with RMS norms before or behind attention and a gated
 /// MLP.
 #[derive(Debug, Clone, PartialEq)]
@@ -89,7 +103,9 @@ pub struct Config {
     /// Number of layers behind the last that a checkpoint may have: they predict further tokens, and
     /// are not read.
     pub mtp_layers: usize,
+    /// Heads of all layers but those of `global`.
     pub heads: HeadShape,
+    pub global: Option<GlobalLayers>,
     /// Factor of the dot products of queries and keys.
     pub attention_scale: f32,
     /// Soft cap of the scaled dot products: `cap * tanh(x / cap)`.
@@ -125,6 +141,10 @@ pub struct Config {
     pub qk_norm: bool,
     /// Whether such a norm is one of all heads together.
     pub joint_qk_norm: bool,
+    /// Whether value heads have RMS norms, which have no weights.
+    pub value_norm: bool,
+    /// Whether each layer's output is multiplied by a number that the checkpoint stores.
+    pub layer_scalars: bool,
     /// Whether the checkpoint stores the projections of queries, keys and values as one tensor.
     pub fused_qkv: bool,
     /// Whether the checkpoint stores the gate and up projections as one tensor.
@@ -225,7 +245,7 @@ impl Config {
                 ..
             } => scaled_length(*factor, *pretrained_tokens),
             Scaling::Yarn(yarn) => scaled_length(yarn.factor, yarn.pretrained_tokens),
-            Scaling::None | Scaling::Linear { .. } | Scaling::LongRope(_) => 0,
+            Scaling::None | Scaling::Linear { .. } | Scaling::LongRope(_) | Scaling::Proportional { .. } => 0,
         };
         let limit = scaled.max(self.max_position_embeddings);
         self.context_max.map_or(limit, |max| limit.min(max))
@@ -234,15 +254,21 @@ impl Config {
     /// Refuses a model that GPUs do not compute.
     ///
     /// # Errors
-    /// The model has recurrent layers or gates of attention, or the GPU's kernels do not take its heads.
+    /// The model has what GPUs do not compute, or their kernels do not take its heads.
     pub fn refuse_on_gpu(&self) -> Result<(), ModelError> {
-        if self.recurrent.is_some() || self.attention_gates {
-            return Err(ModelError::Options(format!(
-                "{} does not run on a GPU yet, because it has recurrent layers: use a CPU (`--device cpu`)",
-                self.family.name()
-            )));
-        }
-        Ok(cuda::check_heads(self.heads)?)
+        let why = if self.recurrent.is_some() || self.attention_gates {
+            "recurrent layers"
+        } else if self.global.is_some() {
+            "layers with heads of other sizes"
+        } else if self.value_norm || self.layer_scalars {
+            "norms of values or factors of layers"
+        } else {
+            return Ok(cuda::check_heads(self.heads)?);
+        };
+        Err(ModelError::Options(format!(
+            "{} does not run on a GPU yet, because it has {why}: use a CPU (`--device cpu`)",
+            self.family.name()
+        )))
     }
 
     /// How the checkpoint stores experts.
@@ -262,11 +288,33 @@ impl Config {
         self.recurrent.as_ref().is_some_and(|recurrent| recurrent.layers[layer])
     }
 
-    /// The attention of each layer that is not recurrent.
-    pub fn attention_layers(&self) -> Vec<KvSpec> {
+    fn is_global(&self, layer: usize) -> bool {
+        self.global.as_ref().is_some_and(|global| global.layers[layer])
+    }
+
+    /// The heads of a layer's attention.
+    pub fn heads_of(&self, layer: usize) -> HeadShape {
+        let global = self.global.as_ref().filter(|global| global.layers[layer]);
+        global.map_or(self.heads, |global| global.heads)
+    }
+
+    /// The shapes of all layers' heads.
+    pub fn head_shapes(&self) -> Vec<HeadShape> {
+        let global = self.global.as_ref().map(|global| global.heads);
+        [Some(self.heads), global].into_iter().flatten().collect()
+    }
+
+    /// Whether a layer has no projection of values, since its keys serve as such.
+    pub fn values_are_keys(&self, layer: usize) -> bool {
+        let global = self.global.as_ref();
+        global.is_some_and(|global| global.values_are_keys && global.layers[layer])
+    }
+
+    /// The attention of each layer that is not recurrent, with its heads.
+    pub fn attention_layers(&self) -> Vec<(KvSpec, HeadShape)> {
         let layers = self.layers.iter().enumerate();
         let layers = layers.filter(|(layer, _)| !self.is_recurrent(*layer));
-        layers.map(|(_, spec)| *spec).collect()
+        layers.map(|(layer, spec)| (*spec, self.heads_of(layer))).collect()
     }
 
     /// Bytes of a sequence's states in all recurrent layers.
@@ -279,11 +327,23 @@ impl Config {
 
     /// The rotations of all layers, for a maximum sequence length of `context` tokens:
     /// [`rope`](Self::rope), [`window_rope`](Self::window_rope) and, for layers that do not rotate,
-    /// one that changes nothing, as far as the model has them.
+    /// one that changes nothing, as far as the model has them. If heads differ, the first is that of
+    /// global layers, and the second that of the others.
     pub fn rope_specs(&self, context: u32) -> Vec<RopeSpec> {
         let dim = self.heads.head_dim;
-        let ropes = [Some(&self.rope), self.window_rope.as_ref()].into_iter().flatten();
-        let mut specs: Vec<RopeSpec> = ropes.map(|rope| rope.spec(dim, self.rotary_dims, context)).collect();
+        let (first, second) = match &self.global {
+            Some(global) => {
+                let dim = global.heads.head_dim;
+                let others = self.window_rope.as_ref().unwrap_or(&self.rope);
+                (self.rope.spec(dim, dim, context), Some(others))
+            }
+            None => (
+                self.rope.spec(dim, self.rotary_dims, context),
+                self.window_rope.as_ref(),
+            ),
+        };
+        let second = second.map(|rope| rope.spec(dim, self.rotary_dims, context));
+        let mut specs: Vec<RopeSpec> = std::iter::once(first).chain(second).collect();
         if self.rotates.contains(&false) {
             specs.push(RopeSpec {
                 inverse_frequencies: vec![0.0; dim / 2],
@@ -295,6 +355,9 @@ impl Config {
 
     /// The index of a layer's rotation in [`rope_specs`](Self::rope_specs).
     pub fn rope_of(&self, layer: usize) -> usize {
+        if self.global.is_some() {
+            return usize::from(!self.is_global(layer));
+        }
         match (self.rotates[layer], &self.window_rope, self.layers[layer]) {
             (false, ..) => 1 + usize::from(self.window_rope.is_some()),
             (true, Some(_), KvSpec::Window(_)) => 1,
@@ -377,7 +440,7 @@ impl Reader<'_> {
                 config.tied_embeddings
             )));
         }
-        if config.logit_soft_cap.is_some() {
+        if config.logit_soft_cap.is_some() && family == Family::Gemma3 {
             // Some versions of the reference apply this cap, others do not.
             return Err(self.unsupported("`final_logit_softcapping` in `text_config` is not supported".to_owned()));
         }
@@ -399,6 +462,7 @@ impl Reader<'_> {
 
     /// The configuration of a text-only model, or of the text part of a multimodal model.
     fn text_config(&self, family: Family) -> Result<Config, ModelError> {
+        self.check_gemma4(family)?;
         let activation = self.activation(family)?;
         let hidden_size = self.required_size("hidden_size", 1 << 17)?;
         let num_layers = self.required_size("num_hidden_layers", 1 << 10)?;
@@ -417,6 +481,7 @@ impl Reader<'_> {
             intermediate_size: self.intermediate_size(family)?,
             experts: self.experts(family, num_layers, hidden_size)?,
             rotates: self.rotates(family, &layers)?,
+            global: self.global_layers(family, heads, &layers)?,
             layers,
             recurrent: self.recurrent(family, num_layers)?,
             mtp_layers: self.mtp_layers()?,
@@ -431,24 +496,26 @@ impl Reader<'_> {
             attention_gates: family.has_recurrent_layers(),
             logit_soft_cap: match family {
                 Family::Gemma2 => self.soft_cap("final_logit_softcapping", Some(30.0))?,
-                Family::Gemma3 => self.soft_cap("final_logit_softcapping", None)?,
+                Family::Gemma3 | Family::Gemma4 => self.soft_cap("final_logit_softcapping", None)?,
                 _ => None,
             },
             logit_scale: scales.logits,
             embedding_scale: scales.embedding,
             activation,
             norm_eps: scales.norm_eps,
-            unit_offset_norms: family.is_gemma() || family.has_recurrent_layers(),
+            unit_offset_norms: (family.is_gemma() && family != Family::Gemma4) || family.has_recurrent_layers(),
             layer_norms: family.is_cohere(),
             parallel_mlp: family.is_cohere(),
             pre_norms: !family.has_norms_behind_alone(),
             post_norms: family.has_norms_behind_alone()
-                || matches!(family, Family::Gemma2 | Family::Gemma3 | Family::Glm4),
+                || matches!(family, Family::Gemma2 | Family::Gemma3 | Family::Gemma4 | Family::Glm4),
             qkv_bias: biases.qkv,
             o_bias: biases.o,
             mlp_bias: biases.mlp,
             qk_norm: self.qk_norm(family)?,
             joint_qk_norm: matches!(family, Family::Olmo2 | Family::Olmo3 | Family::Olmoe),
+            value_norm: family == Family::Gemma4,
+            layer_scalars: family == Family::Gemma4,
             fused_qkv: family == Family::Phi3,
             fused_gate_up: matches!(family, Family::Phi3 | Family::Glm | Family::Glm4),
             rotary_dims,
@@ -468,44 +535,6 @@ impl Reader<'_> {
         // Qwen 3.5 MoE has no plain MLP, and no such key.
         let default = (family == Family::Qwen3_5Moe).then_some(1);
         self.size_or("intermediate_size", 1 << 20, default)
-    }
-
-    fn heads(&self, family: Family, hidden_size: usize) -> Result<HeadShape, ModelError> {
-        let is_late_gemma = matches!(family, Family::Gemma2 | Family::Gemma3);
-        let heads = self.size_or("num_attention_heads", 1 << 12, is_late_gemma.then_some(8))?;
-        let kv_heads = match (self.size("num_key_value_heads", 1 << 12)?, family.kv_heads()) {
-            (Some(n), _) => n,
-            // An absent field takes the family's default. Null means one KV head per query head,
-            // except for Gemma, which takes its default.
-            (None, Some(n)) if is_late_gemma || !self.map.contains_key("num_key_value_heads") => n,
-            (None, _) => heads,
-        };
-        if heads % kv_heads != 0 {
-            return Err(self.broken(format!(
-                "`num_attention_heads` {heads} is not a multiple of `num_key_value_heads` {kv_heads}"
-            )));
-        }
-        let head_dim = match (self.size("head_dim", 1 << 10)?, family.head_dim()) {
-            (Some(n), _) => n,
-            (None, Some(n)) if is_late_gemma || !self.map.contains_key("head_dim") => n,
-            _ if hidden_size.is_multiple_of(heads) => hidden_size / heads,
-            _ => {
-                return Err(self.broken(format!(
-                    "`hidden_size` {hidden_size} is not a multiple of `num_attention_heads` {heads}, and there is no \
-                     `head_dim`"
-                )));
-            }
-        };
-        if head_dim % 2 != 0 || head_dim > 1 << 10 {
-            return Err(self.unsupported(format!(
-                "heads of {head_dim} dimensions are not supported; even ones to 1,024 are"
-            )));
-        }
-        Ok(HeadShape {
-            heads,
-            kv_heads,
-            head_dim,
-        })
     }
 
     fn eos_token_ids(&self) -> Result<Vec<u32>, ModelError> {

@@ -1,0 +1,228 @@
+//! The keys of `config.json` that some families alone read.
+
+use super::Family;
+
+/// Keys that all families with recurrent layers read.
+pub(super) const RECURRENT_KEYS: [&str; 9] = [
+    "attention_bias",
+    "attn_output_gate",
+    "full_attention_interval",
+    "hidden_act",
+    "linear_conv_kernel_dim",
+    "linear_key_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_value_head_dim",
+];
+
+impl Family {
+    /// Keys that this family reads besides those that all do.
+    #[expect(clippy::too_many_lines, reason = "a table")]
+    pub(super) fn keys(self) -> &'static [&'static str] {
+        match self {
+            Family::Llama => &["attention_bias", "hidden_act", "mlp_bias"],
+            Family::Mistral | Family::Ministral | Family::Ministral3 | Family::Phi3 => {
+                &["hidden_act", "sliding_window"]
+            }
+            Family::Mixtral => &[
+                "hidden_act",
+                "num_experts",
+                "num_experts_per_tok",
+                "num_local_experts",
+                "sliding_window",
+            ],
+            Family::Qwen3Moe => &[
+                "attention_bias",
+                "decoder_sparse_step",
+                "hidden_act",
+                // Windows are refused by `use_sliding_window`; these keys would only shape them.
+                "max_window_layers",
+                "sliding_window",
+                "mlp_only_layers",
+                "moe_intermediate_size",
+                "norm_topk_prob",
+                "num_experts",
+                "num_experts_per_tok",
+                "num_local_experts",
+                "use_qk_norm",
+                "use_sliding_window",
+            ],
+            Family::Qwen2Moe => &[
+                "decoder_sparse_step",
+                "hidden_act",
+                // As for Qwen 3 MoE.
+                "max_window_layers",
+                "sliding_window",
+                "mlp_only_layers",
+                "moe_intermediate_size",
+                "norm_topk_prob",
+                "num_experts",
+                "num_experts_per_tok",
+                "qkv_bias",
+                "shared_expert_intermediate_size",
+                "use_sliding_window",
+            ],
+            Family::Qwen3_5Moe => &[
+                "moe_intermediate_size",
+                "num_experts",
+                "num_experts_per_tok",
+                "shared_expert_intermediate_size",
+            ],
+            Family::Qwen3Next => &[
+                "decoder_sparse_step",
+                "mlp_only_layers",
+                "moe_intermediate_size",
+                "norm_topk_prob",
+                "num_experts",
+                "num_experts_per_tok",
+                "shared_expert_intermediate_size",
+            ],
+            Family::Glm4Moe => &[
+                "attention_bias",
+                "first_k_dense_replace",
+                "hidden_act",
+                "moe_intermediate_size",
+                "n_group",
+                "n_routed_experts",
+                "n_shared_experts",
+                "norm_topk_prob",
+                "num_experts_per_tok",
+                "num_local_experts",
+                "routed_scaling_factor",
+                "topk_group",
+                "use_qk_norm",
+            ],
+            Family::Ernie4_5 | Family::Qwen3_5 => &["hidden_act"],
+            Family::Ernie4_5Moe => &[
+                "hidden_act",
+                "moe_intermediate_size",
+                "moe_k",
+                "moe_layer_end_index",
+                "moe_layer_interval",
+                "moe_layer_start_index",
+                "moe_norm_min",
+                "moe_num_experts",
+                "moe_num_shared_experts",
+                "num_experts",
+                "num_experts_per_tok",
+            ],
+            Family::Olmoe => &[
+                "attention_bias",
+                "hidden_act",
+                "norm_topk_prob",
+                "num_experts",
+                "num_experts_per_tok",
+            ],
+            Family::GptOss => &[
+                "attention_bias",
+                "experts_per_token",
+                "hidden_act",
+                // The length before YaRN, which the RoPE object says, too.
+                "initial_context_length",
+                "num_experts",
+                "num_experts_per_tok",
+                "num_local_experts",
+                "quantization_config",
+                "sliding_window",
+                "swiglu_alpha",
+                "swiglu_limit",
+            ],
+            Family::SmolLm3 => &[
+                "attention_bias",
+                "hidden_act",
+                // Published models have it from Qwen's configuration; the family's class does not read it.
+                "max_window_layers",
+                "mlp_bias",
+                "no_rope_layer_interval",
+                "no_rope_layers",
+                "sliding_window",
+                "use_sliding_window",
+            ],
+            Family::Granite => &[
+                "attention_bias",
+                "attention_multiplier",
+                "embedding_multiplier",
+                "hidden_act",
+                "logits_scaling",
+                "mlp_bias",
+                "residual_multiplier",
+            ],
+            Family::GraniteMoe | Family::GraniteMoeShared => &[
+                "attention_bias",
+                "attention_multiplier",
+                "embedding_multiplier",
+                "hidden_act",
+                "logits_scaling",
+                "num_experts_per_tok",
+                "num_local_experts",
+                "residual_multiplier",
+                "shared_intermediate_size",
+            ],
+            Family::SeedOss => &["attention_bias", "attention_out_bias", "hidden_act", "mlp_bias"],
+            Family::Glm | Family::Glm4 | Family::Olmo2 => &["attention_bias", "hidden_act"],
+            Family::Olmo3 => &["attention_bias", "hidden_act", "sliding_window"],
+            Family::Cohere => &["attention_bias", "hidden_act", "layer_norm_eps", "logit_scale"],
+            Family::Cohere2 => &[
+                "attention_bias",
+                "hidden_act",
+                "layer_norm_eps",
+                "logit_scale",
+                "sliding_window",
+                "sliding_window_pattern",
+            ],
+            Family::Exaone4 => &["hidden_act", "sliding_window", "sliding_window_pattern"],
+            // Qwen 2 has biases of queries, keys and values, whatever its configuration says.
+            Family::Qwen2 | Family::Qwen3 => &[
+                "attention_bias",
+                "hidden_act",
+                "max_window_layers",
+                "sliding_window",
+                "use_sliding_window",
+            ],
+            Family::Gemma => &["attention_bias", "hidden_act", "hidden_activation"],
+            Family::Gemma2 => &[
+                "attention_bias",
+                "attn_logit_softcapping",
+                "final_logit_softcapping",
+                // The first release's names, which the family's class no longer reads.
+                "hidden_act",
+                "sliding_window_size",
+                "hidden_activation",
+                "query_pre_attn_scalar",
+                "sliding_window",
+            ],
+            Family::Gemma3 => &[
+                "attention_bias",
+                // Gemma 3's attention has no soft cap, whatever this key says.
+                "attn_logit_softcapping",
+                "final_logit_softcapping",
+                "hidden_act",
+                "hidden_activation",
+                "query_pre_attn_scalar",
+                "rope_local_base_freq",
+                "sliding_window",
+                "sliding_window_pattern",
+            ],
+            Family::Gemma4 => &[
+                "attention_bias",
+                "attention_k_eq_v",
+                "enable_moe_block",
+                "final_logit_softcapping",
+                "global_head_dim",
+                "hidden_activation",
+                "hidden_size_per_layer_input",
+                // Without experts, these have no effect.
+                "moe_intermediate_size",
+                "num_experts",
+                "top_k_experts",
+                "num_global_key_value_heads",
+                "per_layer_config",
+                "sliding_window",
+                "use_bidirectional_attention",
+                // Without layers that share keys and values, or inputs of each layer, these have no effect.
+                "use_double_wide_mlp",
+                "vocab_size_per_layer_input",
+            ],
+        }
+    }
+}
