@@ -19,7 +19,7 @@ pub mod random;
 pub mod recurrent;
 
 pub use error::{DeviceError, TensorError};
-pub use experts::{ExpertWeights, Routing, Score, SharedExpert};
+pub use experts::{ExpertInput, ExpertWeights, Routing, Score, SharedExpert};
 pub use format::{Dtype, KvFormat, Precision, Tensor};
 pub use recurrent::{RecurrentShape, RecurrentWeights};
 
@@ -277,7 +277,7 @@ pub trait Device: Send + Sync {
     /// the precision.
     fn router_matrix(&self, parts: &[Tensor<'_>]) -> Result<Self::Matrix, TensorError>;
     /// As [`vector`](Self::vector), in F32, whatever the precision: the router's
-    /// [correction](ExpertWeights::correction), and the vectors of [`recurrent`](Self::recurrent).
+    /// [correction](ExpertWeights::correction) and [scales](ExpertWeights::scales), and the vectors of [`recurrent`](Self::recurrent).
     fn f32_vector(&self, part: Tensor<'_>) -> Result<Self::Vector, TensorError>;
     /// As [`matrix`](Self::matrix), for [`embed`](Self::embed) and [`logits`](Self::logits).
     fn embedding_table(&self, part: Tensor<'_>) -> Result<Self::Matrix, TensorError>;
@@ -446,13 +446,13 @@ pub trait Device: Send + Sync {
     fn stacks_experts(&self) -> bool {
         false
     }
-    /// For each row of `x`, the sum of the outputs of the experts that the router chooses and of the
-    /// shared one, times their weights.
+    /// For each row of the input, the sum of the outputs of the experts that the router chooses and of
+    /// the shared one, times their weights.
     fn experts(
         &self,
         experts: &ExpertWeights<Self::Matrix, Self::Vector>,
         activation: Activation,
-        x: &Self::Buffer,
+        input: ExpertInput<'_, Self::Buffer>,
         out: &mut Self::Buffer,
         workspace: &mut Self::Workspace,
     ) -> Result<(), DeviceError>;

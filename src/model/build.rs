@@ -8,7 +8,8 @@ use crate::model::config::Config;
 use crate::model::error::ModelError;
 use crate::model::kv_layout::{KvLayout, LayerKv};
 use crate::model::tensors::{
-    AttentionTensors, LayerTensors, LinearTensors, MixerTensors, MlpTensors, ModelTensors, RecurrentTensors, TensorSpec,
+    AttentionTensors, ExpertTensors, LayerTensors, LinearTensors, MixerTensors, MlpTensors, ModelTensors,
+    RecurrentTensors, TensorSpec,
 };
 use crate::model::weights::{RandomWeights, StoredTensor, WeightSource};
 
@@ -86,6 +87,17 @@ pub(super) enum MlpWeights<D: Device> {
         down: Linear<D::Matrix, D::Vector>,
     },
     Experts(ExpertWeights<D::Matrix, D::Vector>),
+    Both(Box<BothWeights<D>>),
+}
+
+/// The weights of an MLP and of experts beside it.
+pub(super) struct BothWeights<D: Device> {
+    pub gate_up: Linear<D::Matrix, D::Vector>,
+    pub down: Linear<D::Matrix, D::Vector>,
+    pub experts: ExpertWeights<D::Matrix, D::Vector>,
+    pub router_norm: D::Norm,
+    pub expert_norm: D::Norm,
+    pub post_norms: [D::Norm; 2],
 }
 
 /// Linear operations of a layer's experts.
@@ -112,7 +124,7 @@ impl<D: Device> Builder<'_, D> {
         Ok(ModelWeights {
             embedding,
             layers,
-            norm: self.output_norm(&tensors.norm)?,
+            norm: self.scaled_norm(&tensors.norm, self.config.logit_scale)?,
             head: tensors.head.as_ref().map(|head| self.table(head)).transpose()?,
         })
     }
@@ -180,27 +192,47 @@ impl<D: Device> Builder<'_, D> {
                 gate_up: gate_up(&mlp.gate_up)?,
                 down: self.linear(&mlp.down)?,
             },
-            MlpTensors::Experts(tensors) => MlpWeights::Experts(ExpertWeights {
-                routing: tensors.routing,
-                router: Linear {
-                    weight: self.uploaded(&tensors.router.weights, |views| self.device.router_matrix(views))?,
-                    bias: self.bias(&tensors.router)?,
-                },
-                correction: match &tensors.correction {
-                    Some(correction) => Some(self.f32_vector(correction)?),
-                    None => None,
-                },
-                gate_up: self.expert_linears(tensors.experts.iter().map(|mlp| &mlp.gate_up), gate_up)?,
-                down: self.expert_linears(tensors.experts.iter().map(|mlp| &mlp.down), |down| self.linear(down))?,
-                shared: match &tensors.shared {
-                    Some(shared) => Some(SharedExpert {
-                        gate_up: gate_up(&shared.gate_up)?,
-                        down: self.linear(&shared.down)?,
-                        is_weighted: tensors.router.weights.len() > 1,
-                    }),
-                    None => None,
-                },
-            }),
+            MlpTensors::Experts(tensors) => MlpWeights::Experts(self.experts(tensors, None)?),
+            MlpTensors::Both(both) => {
+                let [of_plain, of_experts] = &both.post_norms;
+                let root = (self.config.hidden_size as f32).sqrt();
+                MlpWeights::Both(Box::new(BothWeights {
+                    gate_up: gate_up(&both.plain.gate_up)?,
+                    down: self.linear(&both.plain.down)?,
+                    experts: self.experts(&both.experts, Some(&both.scales))?,
+                    router_norm: self.scaled_norm(&both.router_norm, 1.0 / root)?,
+                    expert_norm: self.norm(&both.expert_norm)?,
+                    post_norms: [self.norm(of_plain)?, self.norm(of_experts)?],
+                }))
+            }
+        })
+    }
+
+    fn experts(
+        &self,
+        tensors: &ExpertTensors,
+        scales: Option<&TensorSpec>,
+    ) -> Result<ExpertWeights<D::Matrix, D::Vector>, ModelError> {
+        let gate_up = |tensors: &LinearTensors| self.linear_with(tensors, |views| self.device.gated_matrix(views));
+        let f32_vector = |tensor: Option<&TensorSpec>| tensor.map(|tensor| self.f32_vector(tensor)).transpose();
+        Ok(ExpertWeights {
+            routing: tensors.routing,
+            router: Linear {
+                weight: self.uploaded(&tensors.router.weights, |views| self.device.router_matrix(views))?,
+                bias: self.bias(&tensors.router)?,
+            },
+            correction: f32_vector(tensors.correction.as_ref())?,
+            scales: f32_vector(scales)?,
+            gate_up: self.expert_linears(tensors.experts.iter().map(|mlp| &mlp.gate_up), gate_up)?,
+            down: self.expert_linears(tensors.experts.iter().map(|mlp| &mlp.down), |down| self.linear(down))?,
+            shared: match &tensors.shared {
+                Some(shared) => Some(SharedExpert {
+                    gate_up: gate_up(&shared.gate_up)?,
+                    down: self.linear(&shared.down)?,
+                    is_weighted: tensors.router.weights.len() > 1,
+                }),
+                None => None,
+            },
         })
     }
 
@@ -305,16 +337,13 @@ impl<D: Device> Builder<'_, D> {
         self.device.vector(&views).map_err(|e| self.tensor_error(parts, e))
     }
 
-    /// The norm before the output head, times the factor of the logits: a norm's weights are F32, so
-    /// the factor costs no rounding of the head.
-    fn output_norm(&self, tensor: &TensorSpec) -> Result<D::Norm, ModelError> {
+    /// A norm times a factor: the factor of the logits in the norm before the output head, or that of
+    /// what a router reads. A norm's weights are F32, so the factor costs no rounding of a matrix.
+    fn scaled_norm(&self, tensor: &TensorSpec, factor: f32) -> Result<D::Norm, ModelError> {
         let stored = self.source.tensor(&tensor.name, tensor.rows, tensor.columns)?;
         let mut weights = vec![0.0; tensor.columns];
         stored.view().read_row(0, &mut weights);
-        let scaled: Vec<u8> = weights
-            .iter()
-            .flat_map(|w| (w * self.config.logit_scale).to_le_bytes())
-            .collect();
+        let scaled: Vec<u8> = weights.iter().flat_map(|w| (w * factor).to_le_bytes()).collect();
         let view = Tensor {
             dtype: Dtype::F32,
             rows: 1,

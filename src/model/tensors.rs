@@ -103,6 +103,8 @@ const FUSED_QKV: &str = "self_attn.qkv_proj.weight";
 const FUSED_GATE_UP: &str = "mlp.gate_up_proj.weight";
 /// In models whose attention has gates, the projection of queries and gates.
 const QUERY: &str = "self_attn.q_proj.weight";
+/// The norm of what experts beside an MLP read.
+pub(super) const EXPERT_NORM: &str = "pre_feedforward_layernorm_2.weight";
 const RECURRENT_QKVZ: &str = "linear_attn.in_proj_qkvz.weight";
 const RECURRENT_BA: &str = "linear_attn.in_proj_ba.weight";
 
@@ -351,6 +353,41 @@ pub(super) struct GatedTensors {
 pub(super) enum MlpTensors {
     Plain(GatedTensors),
     Experts(Box<ExpertTensors>),
+    Both(Box<BothTensors>),
+}
+
+/// Tensors of an MLP and of experts beside it.
+#[derive(Debug)]
+pub(super) struct BothTensors {
+    pub plain: GatedTensors,
+    pub experts: ExpertTensors,
+    /// A factor of each expert's weight.
+    pub scales: TensorSpec,
+    /// Of what the router reads, to be divided by the square root of the width.
+    pub router_norm: TensorSpec,
+    pub expert_norm: TensorSpec,
+    /// Of the MLP's output, and of that of the experts, before their sum.
+    pub post_norms: [TensorSpec; 2],
+}
+
+impl BothTensors {
+    fn of(c: &Config, layer: usize, experts: &Experts) -> BothTensors {
+        let vector = |rest: &str, width| TensorSpec::vector(format!("model.layers.{layer}.{rest}"), width);
+        BothTensors {
+            plain: GatedTensors::of(c, layer, "mlp", c.intermediate_size),
+            experts: ExpertTensors::of(c, layer, experts),
+            scales: vector("router.per_expert_scale", experts.count),
+            router_norm: vector("router.scale", c.hidden_size),
+            expert_norm: vector(EXPERT_NORM, c.hidden_size),
+            post_norms: [1, 2].map(|i| vector(&format!("post_feedforward_layernorm_{i}.weight"), c.hidden_size)),
+        }
+    }
+
+    fn stored(&self) -> impl Iterator<Item = &TensorSpec> {
+        let vectors = [&self.scales, &self.router_norm, &self.expert_norm];
+        let vectors = vectors.into_iter().chain(&self.post_norms);
+        self.plain.stored().chain(self.experts.stored()).chain(vectors)
+    }
 }
 
 /// Tensors of a layer's experts.
@@ -430,16 +467,25 @@ impl MlpTensors {
             }
             return MlpTensors::Plain(mlp);
         };
+        if experts.beside_mlp {
+            return MlpTensors::Both(Box::new(BothTensors::of(c, layer, experts)));
+        }
         MlpTensors::Experts(Box::new(ExpertTensors::of(c, layer, experts)))
     }
 
     fn stored(&self) -> impl Iterator<Item = &TensorSpec> {
-        let (plain, experts) = match self {
-            MlpTensors::Plain(mlp) => (Some(mlp), None),
-            MlpTensors::Experts(experts) => (None, Some(experts)),
+        let (plain, experts, both) = match self {
+            MlpTensors::Plain(mlp) => (Some(mlp), None, None),
+            MlpTensors::Experts(experts) => (None, Some(experts), None),
+            MlpTensors::Both(both) => (None, None, Some(both)),
         };
         let experts = experts.into_iter().flat_map(|experts| experts.stored());
-        plain.into_iter().flat_map(GatedTensors::stored).chain(experts)
+        let both = both.into_iter().flat_map(|both| both.stored());
+        plain
+            .into_iter()
+            .flat_map(GatedTensors::stored)
+            .chain(experts)
+            .chain(both)
     }
 }
 
@@ -626,6 +672,11 @@ mod tests {
                 "Gemma4ForCausalLM",
                 json!({"hidden_size_per_layer_input": 0, "attention_k_eq_v": true, "num_global_key_value_heads": 1,
                     "attention_bias": true}),
+            ),
+            (
+                "Gemma4ForCausalLM",
+                json!({"hidden_size_per_layer_input": 0, "enable_moe_block": true, "num_experts": 3, "top_k_experts": 2,
+                    "moe_intermediate_size": 40}),
             ),
             ("GemmaForCausalLM", json!({})),
             ("SmolLM3ForCausalLM", json!({"mlp_bias": true})),

@@ -14,7 +14,7 @@ use crate::device::batch::StepBatch;
 use crate::device::cpu::{self, Cpu, Isa};
 use crate::device::draw::{Draw, DrawError, DrawnToken};
 use crate::device::{
-    AddNorm, AttentionInput, Delta, Device, DeviceError, Dtype, KvFormat, KvSpec, OutputHead, Precision,
+    AddNorm, AttentionInput, Delta, Device, DeviceError, Dtype, ExpertInput, KvFormat, KvSpec, OutputHead, Precision,
 };
 use crate::engine::{Forward, ForwardError};
 use crate::model::balance::BalancedWeights;
@@ -29,6 +29,7 @@ use crate::model::pool::{self, KvBudget};
 use crate::model::times::{Operation, Times};
 use crate::model::weights::{RandomWeights, WeightSource};
 
+mod beside;
 mod check;
 
 /// Minimum rows for which a device measures its matmul kernels. For fewer rows, it uses the choice
@@ -87,6 +88,9 @@ struct Buffers<D: Device> {
     attended: D::Buffer,
     gated: D::Buffer,
     delta: D::Buffer,
+    /// What a router reads, and outputs, of experts beside an MLP.
+    router_rows: D::Buffer,
+    experts: D::Buffer,
     workspace: D::Workspace,
 }
 
@@ -100,6 +104,8 @@ impl<D: Device> Buffers<D> {
             attended: device.buffer(),
             gated: device.buffer(),
             delta: device.buffer(),
+            router_rows: device.buffer(),
+            experts: device.buffer(),
             workspace: device.workspace(),
         }
     }
@@ -426,8 +432,12 @@ impl<D: Device> Transformer<D> {
                 }
                 MlpWeights::Experts(weights) => {
                     observe(index, Activations::MlpNorm, input);
+                    let input = ExpertInput::same(input);
                     device.experts(weights, config.activation, input, &mut b.delta, &mut b.workspace)?;
                     lap(Operation::Experts)?;
+                }
+                MlpWeights::Both(both) => {
+                    both.run(device, config, b, &mut lap)?;
                 }
             }
             delta = Some(Delta {

@@ -14,7 +14,7 @@ use safetensors::SafeTensors;
 
 pub(crate) const KV_BLOCKS: u32 = 64;
 
-pub(crate) const MODELS: [&str; 58] = [
+pub(crate) const MODELS: [&str; 59] = [
     "llama-plain",
     "llama-llama3-tied",
     "llama-linear-biases",
@@ -48,6 +48,7 @@ pub(crate) const MODELS: [&str; 58] = [
     "gemma3-images",
     "gemma4-keys",
     "gemma4-images",
+    "gemma4-experts",
     "gemma-tied",
     "smollm3-nope",
     "smollm3-interval",

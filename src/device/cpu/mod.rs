@@ -16,8 +16,9 @@ use std::sync::Arc;
 use crate::device::batch::StepBatch;
 use crate::device::draw::{Draw, DrawError, DrawnToken};
 use crate::device::{
-    Activation, AddNorm, Attention, AttentionInput, Device, DeviceError, ExpertWeights, HeadShape, KvFormat, KvShape,
-    KvSpec, Linear, OutputHead, Precision, RecurrentShape, RecurrentWeights, RopeSpec, RopeStore, Tensor, TensorError,
+    Activation, AddNorm, Attention, AttentionInput, Device, DeviceError, ExpertInput, ExpertWeights, HeadShape,
+    KvFormat, KvShape, KvSpec, Linear, OutputHead, Precision, RecurrentShape, RecurrentWeights, RopeSpec, RopeStore,
+    Tensor, TensorError,
 };
 
 mod aligned;
@@ -503,7 +504,7 @@ impl Device for Cpu {
         &self,
         experts: &ExpertWeights<Matrix, Vector>,
         activation: Activation,
-        x: &Buffer,
+        input: ExpertInput<'_, Buffer>,
         out: &mut Buffer,
         workspace: &mut Workspace,
     ) -> Result<(), DeviceError> {
@@ -516,7 +517,7 @@ impl Device for Cpu {
         let Workspace {
             packed_rows, experts, ..
         } = workspace;
-        experts::experts(&op, x, out, experts, packed_rows);
+        experts::experts(&op, &input, out, experts, packed_rows);
         Ok(())
     }
 

@@ -16,8 +16,8 @@ use crate::device::batch::{BlockCopy, StepBatch};
 use crate::device::draw::{Draw, DrawError, DrawnToken};
 use crate::device::random::RandomMatrix;
 use crate::device::{
-    Activation, AddNorm, Attention, AttentionInput, Device, DeviceError, ExpertWeights, HeadShape, KvFormat, KvShape,
-    KvSpec, Linear, OutputHead, Precision, RopeSpec, RopeStore, Tensor, TensorError,
+    Activation, AddNorm, Attention, AttentionInput, Device, DeviceError, ExpertInput, ExpertWeights, HeadShape,
+    KvFormat, KvShape, KvSpec, Linear, OutputHead, Precision, RopeSpec, RopeStore, Tensor, TensorError,
 };
 
 mod attention;
@@ -518,11 +518,14 @@ impl Device for Cuda {
         &self,
         experts: &ExpertWeights<Matrix, Vector>,
         activation: Activation,
-        x: &Buffer,
+        input: ExpertInput<'_, Buffer>,
         out: &mut Buffer,
         workspace: &mut Workspace,
     ) -> Result<(), DeviceError> {
-        self.run_experts(experts, activation, x, out, workspace)
+        if experts.scales.is_some() {
+            return Err(not_supported("factors of experts"));
+        }
+        self.run_experts(experts, activation, &input, out, workspace)
     }
 
     fn logits(&self, head: OutputHead<'_, Matrix>, x: &Buffer, workspace: &mut Workspace) -> Result<(), DeviceError> {

@@ -211,13 +211,12 @@ impl Family {
                 "global_head_dim",
                 "hidden_activation",
                 "hidden_size_per_layer_input",
-                // Without experts, these have no effect.
                 "moe_intermediate_size",
                 "num_experts",
-                "top_k_experts",
                 "num_global_key_value_heads",
                 "per_layer_config",
                 "sliding_window",
+                "top_k_experts",
                 "use_bidirectional_attention",
                 // Without layers that share keys and values, or inputs of each layer, these have no effect.
                 "use_double_wide_mlp",

@@ -26,9 +26,6 @@ impl Reader<'_> {
             let value = self.get(key).map_or_else(|| "absent".to_owned(), short);
             Err(self.unsupported(format!("option `{key}` ({value}) is not supported")))
         };
-        if self.flag("enable_moe_block")?.unwrap_or(false) {
-            return option("enable_moe_block");
-        }
         if self.get("hidden_size_per_layer_input").and_then(Value::as_u64) != Some(0) {
             return option("hidden_size_per_layer_input");
         }
@@ -260,6 +257,19 @@ mod tests {
     }
 
     #[test]
+    fn experts_stand_beside_the_mlp_of_every_layer() {
+        let mut keys = json!({"num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 24});
+        assert_eq!(parse(keys.clone()).unwrap().experts, None);
+        keys["enable_moe_block"] = json!(true);
+        let config = parse(keys).unwrap();
+        assert_eq!(config.intermediate_size, 96);
+        let experts = config.experts.unwrap();
+        assert!(experts.beside_mlp && experts.routing.renormalized && experts.shared.is_none());
+        assert_eq!((experts.count, experts.routing.per_token), (6, 2));
+        assert_eq!((experts.intermediate_size, experts.layers), (24, vec![true; 7]));
+    }
+
+    #[test]
     fn what_a_gemma_4_must_not_have_is_refused() {
         let rope = |full: Value| json!({"rope_parameters": {"full_attention": full, "sliding_attention": {"rope_theta": 9.0}}});
         for (changes, words) in [
@@ -271,7 +281,15 @@ mod tests {
                 json!({"hidden_size_per_layer_input": null}),
                 "option `hidden_size_per_layer_input` (absent) is not supported",
             ),
-            (json!({"enable_moe_block": true}), "option `enable_moe_block` (true)"),
+            (json!({"enable_moe_block": true}), "`num_experts` is missing"),
+            (
+                json!({"enable_moe_block": true, "num_experts": 4, "top_k_experts": 2}),
+                "`moe_intermediate_size` is missing",
+            ),
+            (
+                json!({"enable_moe_block": true, "num_experts": 4, "top_k_experts": 5, "moe_intermediate_size": 9}),
+                "`top_k_experts` is 5, more than the 4 experts",
+            ),
             (json!({"num_kv_shared_layers": 2}), "option `num_kv_shared_layers` (2)"),
             (
                 json!({"use_bidirectional_attention": "all"}),

@@ -40,6 +40,9 @@ pub struct Experts {
     pub intermediate_size: usize,
     /// The expert that every token uses besides.
     pub shared: Option<SharedExpert>,
+    /// Whether a layer with experts has its plain MLP, too, which reads the same stream. Then both and
+    /// the router have norms of their own, and each expert has a factor.
+    pub beside_mlp: bool,
     /// Whether each layer has experts. The other layers have a plain MLP.
     pub layers: Vec<bool>,
 }
@@ -260,6 +263,8 @@ impl Config {
             "recurrent layers"
         } else if self.global.is_some() {
             "layers with heads of other sizes"
+        } else if self.experts.as_ref().is_some_and(|experts| experts.beside_mlp) {
+            "experts beside an MLP"
         } else if self.value_norm || self.layer_scalars {
             "norms of values or factors of layers"
         } else {
