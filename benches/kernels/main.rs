@@ -269,6 +269,7 @@ fn attention_of(group: &mut BenchmarkGroup<'_, WallTime>, (name, heads): (&str, 
                     qk_norm: None,
                     value_norm: None,
                     rope: 0,
+                    stores: true,
                 };
                 device.rope_store(op, &step, &mut qkv, &mut pool).unwrap();
                 pool

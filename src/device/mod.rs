@@ -134,7 +134,8 @@ impl RopeSpec {
 /// weights are those of all heads, of all heads together.
 pub struct QkNorm<'a, N> {
     pub q: &'a N,
-    pub k: &'a N,
+    /// `None` in a layer that stores no keys.
+    pub k: Option<&'a N>,
     pub eps: f32,
 }
 
@@ -146,6 +147,9 @@ pub struct RopeStore<'a, N> {
     pub value_norm: Option<f32>,
     /// Index into the step's `ropes`.
     pub rope: usize,
+    /// Whether rows have keys and values, which are stored. Otherwise the layer reads those of an
+    /// earlier one, and rows have queries alone.
+    pub stores: bool,
 }
 
 /// Parameters of [`Device::attention`].
@@ -175,7 +179,7 @@ impl Attention {
 
 /// What [`Device::attention`] reads besides the pool.
 pub struct AttentionInput<'a, B, V> {
-    /// `[tokens]` rows of `[q][k][v]`.
+    /// `[tokens]` rows of `[q][k][v]`, or of `[q]` in a layer that stores no keys and values.
     pub qkv: &'a B,
     /// A number per query head, which counts in its softmax as the score of a position whose value
     /// is zero (Xiao et al. 2023).
@@ -234,6 +238,21 @@ pub struct AddNorm<'a, B, N> {
     pub centered: bool,
     /// Whether [`Device::experts`] reads the normalised rows: they are then not quantized here.
     pub for_experts: bool,
+}
+
+/// Parameters of [`Device::add_layer_inputs`].
+pub struct LayerInputs<'a, B, N> {
+    /// `[tokens][layers * width]`.
+    pub projected: &'a B,
+    /// `[width]`: weights of an RMS norm of each layer's part of a row.
+    pub norm: &'a N,
+    pub eps: f32,
+    /// Factor of the sum.
+    pub scale: f32,
+}
+
+fn no_layer_inputs() -> DeviceError {
+    DeviceError::Unsupported("this device computes no inputs of each layer".into())
 }
 
 fn no_recurrent_layers() -> DeviceError {
@@ -440,6 +459,25 @@ pub trait Device: Send + Sync {
     /// Multiplies `out` by the sigmoid of `gate`.
     fn gate(&self, _gate: &Self::Buffer, _out: &mut Self::Buffer) -> Result<(), DeviceError> {
         Err(no_recurrent_layers())
+    }
+    /// `inputs = (inputs + rms_norm(projected) * weight) * scale`, where the norm is of each layer's
+    /// part of a row by itself.
+    fn add_layer_inputs(
+        &self,
+        _op: LayerInputs<'_, Self::Buffer, Self::Norm>,
+        _inputs: &mut Self::Buffer,
+    ) -> Result<(), DeviceError> {
+        Err(no_layer_inputs())
+    }
+    /// `out = activation(gate) * inputs`, of which part `layer` of each row is read.
+    fn gate_layer_input(
+        &self,
+        _activation: Activation,
+        _gate: &Self::Buffer,
+        (_inputs, _layer): (&Self::Buffer, usize),
+        _out: &mut Self::Buffer,
+    ) -> Result<(), DeviceError> {
+        Err(no_layer_inputs())
     }
     /// Whether the matrices of a layer's experts are one matrix, in which they are stacked by rows, as
     /// are their biases: then they are in one allocation.

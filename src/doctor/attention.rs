@@ -187,11 +187,12 @@ impl AttentionCase {
                 place: KvPlace::alone(self.heads),
                 qk_norm: self.has_qk_norm.then_some(QkNorm {
                     q: &q,
-                    k: &k,
+                    k: Some(&k),
                     eps: 1e-6,
                 }),
                 value_norm: None,
                 rope: 1,
+                stores: true,
             };
             device.rope_store(op, &step, &mut qkv, &mut pool)?;
             device.attention(self.params, input(&qkv), &step, &pool, &mut out, &mut workspace)?;
@@ -309,6 +310,7 @@ fn first_sequence_outputs<D: Device>(
             qk_norm: None,
             value_norm: None,
             rope: 0,
+            stores: true,
         };
         device.rope_store(op, &on_device, &mut qkv, &mut pool)?;
         device.attention(params, input(&qkv), &on_device, &pool, &mut out, &mut workspace)?;

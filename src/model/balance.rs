@@ -138,7 +138,7 @@ impl BalancedLayer<'_> {
         let (q, kv, mlp, hidden) = (
             heads.q_width(),
             heads.kv_heads * dim,
-            c.intermediate_size,
+            c.mlp_width(self.layer),
             c.hidden_size,
         );
         let mut scaled = Vec::new();
@@ -204,10 +204,12 @@ impl BalancedLayer<'_> {
             _ => {
                 let heads = c.heads_of(self.layer);
                 let [q, kv] = [heads.heads, heads.kv_heads].map(|count| count * heads.head_dim);
-                let qk = [("self_attn.q_proj", q), ("self_attn.k_proj", kv)];
-                let values = (!c.values_are_keys(self.layer)).then_some(("self_attn.v_proj", kv));
+                let queries = [("self_attn.q_proj", q)];
+                let has_kv = c.has_kv(self.layer);
+                let keys = has_kv.then_some(("self_attn.k_proj", kv));
+                let values = (has_kv && !c.values_are_keys(self.layer)).then_some(("self_attn.v_proj", kv));
                 let gate = c.attention_gates.then_some(("self_attn.gate_proj", q));
-                qk.into_iter().chain(values).chain(gate).collect()
+                queries.into_iter().chain(keys).chain(values).chain(gate).collect()
             }
         }
     }
@@ -216,7 +218,7 @@ impl BalancedLayer<'_> {
     /// and factors of attention's norm, which an MLP beside attention reads, too.
     fn mlp_factors(&self, norm: Vec<f32>, of_norm: Vec<f32>) -> Result<Vec<(String, ChannelFactors)>, ModelError> {
         let c = self.config;
-        let plain = || vec![("mlp".to_owned(), c.intermediate_size)];
+        let plain = || vec![("mlp".to_owned(), c.mlp_width(self.layer))];
         let name = format!("{}.weight", NormNames::of(c).mlp);
         let Some(experts) = c.experts_of(self.layer) else {
             if c.parallel_mlp {

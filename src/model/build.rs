@@ -16,10 +16,25 @@ use crate::model::weights::{RandomWeights, StoredTensor, WeightSource};
 /// A model's weights on a device.
 pub(super) struct ModelWeights<D: Device> {
     pub embedding: D::Matrix,
+    pub inputs: Option<AllInputsWeights<D>>,
     /// The output head. `None`: the embedding table serves as the head.
     pub head: Option<D::Matrix>,
     pub norm: D::Norm,
     pub layers: Vec<LayerWeights<D>>,
+}
+
+/// The weights of the inputs of all layers on a device.
+pub(super) struct AllInputsWeights<D: Device> {
+    pub table: D::Matrix,
+    pub projection: Linear<D::Matrix, D::Vector>,
+    pub norm: D::Norm,
+}
+
+/// The weights of what a layer makes of its own inputs.
+pub(super) struct InputWeights<D: Device> {
+    pub gate: Linear<D::Matrix, D::Vector>,
+    pub projection: Linear<D::Matrix, D::Vector>,
+    pub post_norm: D::Norm,
 }
 
 /// One layer's weights on a device.
@@ -32,6 +47,7 @@ pub(super) struct LayerWeights<D: Device> {
     pub mlp_norm: Option<D::Norm>,
     pub mlp: MlpWeights<D>,
     pub post_mlp_norm: Option<D::Norm>,
+    pub input: Option<InputWeights<D>>,
     /// Factor of the layer's output.
     pub scale: f32,
 }
@@ -52,7 +68,7 @@ pub(super) struct AttentionWeights<D: Device> {
     pub kv: LayerKv,
     pub qkv: Linear<D::Matrix, D::Vector>,
     pub gate: Option<Linear<D::Matrix, D::Vector>>,
-    pub qk_norm: Option<(D::Norm, D::Norm)>,
+    pub qk_norm: Option<(D::Norm, Option<D::Norm>)>,
     pub sinks: Option<D::Vector>,
 }
 
@@ -61,7 +77,7 @@ impl<D: Device> AttentionWeights<D> {
     pub(super) fn operations(&self, config: &Config, index: usize) -> (RopeStore<'_, D::Norm>, Attention) {
         let qk_norm = self.qk_norm.as_ref().map(|(q, k)| QkNorm {
             q,
-            k,
+            k: k.as_ref(),
             eps: config.norm_eps,
         });
         let store = RopeStore {
@@ -69,6 +85,7 @@ impl<D: Device> AttentionWeights<D> {
             qk_norm,
             value_norm: config.value_norm.then_some(config.norm_eps),
             rope: config.rope_of(index),
+            stores: config.has_kv(index),
         };
         let attention = Attention {
             spec: self.spec,
@@ -123,6 +140,14 @@ impl<D: Device> Builder<'_, D> {
             .collect::<Result<_, _>>()?;
         Ok(ModelWeights {
             embedding,
+            inputs: match &tensors.inputs {
+                Some(inputs) => Some(AllInputsWeights {
+                    table: self.table(&inputs.table)?,
+                    projection: self.linear(&inputs.projection)?,
+                    norm: self.norm(&inputs.norm)?,
+                }),
+                None => None,
+            },
             layers,
             norm: self.scaled_norm(&tensors.norm, self.config.logit_scale)?,
             head: tensors.head.as_ref().map(|head| self.table(head)).transpose()?,
@@ -145,6 +170,14 @@ impl<D: Device> Builder<'_, D> {
             mlp_norm: norm(&tensors.mlp_norm)?,
             mlp: self.mlp(&tensors.mlp)?,
             post_mlp_norm: norm(&tensors.post_mlp_norm)?,
+            input: match &tensors.input {
+                Some(input) => Some(InputWeights {
+                    gate: self.linear(&input.gate)?,
+                    projection: self.linear(&input.projection)?,
+                    post_norm: self.norm(&input.post_norm)?,
+                }),
+                None => None,
+            },
             scale: match &tensors.scale {
                 Some(scale) => self.number(scale)?,
                 None => 1.0,
@@ -153,7 +186,8 @@ impl<D: Device> Builder<'_, D> {
     }
 
     fn attention(&self, index: usize, tensors: &AttentionTensors) -> Result<AttentionWeights<D>, ModelError> {
-        let before = (0..index).filter(|layer| !self.config.is_recurrent(*layer)).count();
+        let source = self.config.kv_sources[index].unwrap_or(index);
+        let before = (0..source).filter(|layer| self.config.has_kv(*layer)).count();
         Ok(AttentionWeights {
             spec: self.config.layers[index],
             kv: self.layout.layers[before],
@@ -163,7 +197,7 @@ impl<D: Device> Builder<'_, D> {
                 None => None,
             },
             qk_norm: match &tensors.qk_norm {
-                Some((q, k)) => Some((self.norm(q)?, self.norm(k)?)),
+                Some((q, k)) => Some((self.norm(q)?, k.as_ref().map(|k| self.norm(k)).transpose()?)),
                 None => None,
             },
             sinks: match &tensors.sinks {

@@ -184,7 +184,7 @@ impl ActivationMaxima {
                 config.hidden_size,
                 config.heads_of(number).q_width(),
                 config.hidden_size,
-                config.intermediate_size,
+                config.mlp_width(number),
             ];
             for ((values, (_, kind)), width) in layer.by_kind.iter_mut().zip(KINDS).zip(widths) {
                 let name = format!("layers.{number}.{kind}");

@@ -7,6 +7,12 @@ use crate::device::{RecurrentShape, Routing};
 use crate::model::config::{Config, Experts, Family, Recurrent};
 use crate::model::expert_forms;
 
+mod beside;
+mod inputs;
+
+pub(super) use beside::{BothTensors, EXPERT_NORM};
+pub(super) use inputs::{AllInputsTensors, InputTensors};
+
 /// Name of the output head, if it is separate from the embedding table.
 pub(super) const OUTPUT_HEAD: &str = "lm_head.weight";
 
@@ -103,8 +109,6 @@ const FUSED_QKV: &str = "self_attn.qkv_proj.weight";
 const FUSED_GATE_UP: &str = "mlp.gate_up_proj.weight";
 /// In models whose attention has gates, the projection of queries and gates.
 const QUERY: &str = "self_attn.q_proj.weight";
-/// The norm of what experts beside an MLP read.
-pub(super) const EXPERT_NORM: &str = "pre_feedforward_layernorm_2.weight";
 const RECURRENT_QKVZ: &str = "linear_attn.in_proj_qkvz.weight";
 const RECURRENT_BA: &str = "linear_attn.in_proj_ba.weight";
 
@@ -188,6 +192,7 @@ pub(super) struct LayerTensors {
     pub mlp_norm: Option<TensorSpec>,
     pub mlp: MlpTensors,
     pub post_mlp_norm: Option<TensorSpec>,
+    pub input: Option<InputTensors>,
     /// The factor of the layer's output.
     pub scale: Option<TensorSpec>,
 }
@@ -204,7 +209,8 @@ pub(super) enum MixerTensors {
 pub(super) struct AttentionTensors {
     pub qkv: LinearTensors,
     pub gate: Option<LinearTensors>,
-    pub qk_norm: Option<(TensorSpec, TensorSpec)>,
+    /// The norm of queries and, in a layer that has keys, that of keys.
+    pub qk_norm: Option<(TensorSpec, Option<TensorSpec>)>,
     pub sinks: Option<TensorSpec>,
 }
 
@@ -231,7 +237,9 @@ impl AttentionTensors {
         };
         let vector = |rest: &str, width: usize| TensorSpec::vector(format!("model.layers.{layer}.{rest}"), width);
         let parts = [("self_attn.q_proj", q), ("self_attn.k_proj", kv), (values, kv)];
-        let mut qkv = LinearTensors::of(layer, &parts, hidden, c.qkv_bias);
+        let has_kv = c.has_kv(layer);
+        let parts = if has_kv { &parts[..] } else { &parts[..1] };
+        let mut qkv = LinearTensors::of(layer, parts, hidden, c.qkv_bias);
         if c.fused_qkv {
             qkv = qkv.stored_as(layer, &[(FUSED_QKV, q + 2 * kv)], hidden);
         }
@@ -254,7 +262,7 @@ impl AttentionTensors {
                 let (q, kv) = if c.joint_qk_norm { (q, kv) } else { (dim, dim) };
                 (
                     vector("self_attn.q_norm.weight", q),
-                    vector("self_attn.k_norm.weight", kv),
+                    has_kv.then(|| vector("self_attn.k_norm.weight", kv)),
                 )
             }),
             sinks: c.attention_sinks.then(|| vector("self_attn.sinks", heads.heads)),
@@ -263,7 +271,7 @@ impl AttentionTensors {
 
     fn stored(&self) -> impl Iterator<Item = &TensorSpec> {
         let linear = self.gate.iter().chain([&self.qkv]).flat_map(LinearTensors::stored);
-        let qk_norms = self.qk_norm.iter().flat_map(|(q, k)| [q, k]);
+        let qk_norms = self.qk_norm.iter().flat_map(|(q, k)| std::iter::once(q).chain(k));
         qk_norms.chain(&self.sinks).chain(linear)
     }
 }
@@ -356,40 +364,6 @@ pub(super) enum MlpTensors {
     Both(Box<BothTensors>),
 }
 
-/// Tensors of an MLP and of experts beside it.
-#[derive(Debug)]
-pub(super) struct BothTensors {
-    pub plain: GatedTensors,
-    pub experts: ExpertTensors,
-    /// A factor of each expert's weight.
-    pub scales: TensorSpec,
-    /// Of what the router reads, to be divided by the square root of the width.
-    pub router_norm: TensorSpec,
-    pub expert_norm: TensorSpec,
-    /// Of the MLP's output, and of that of the experts, before their sum.
-    pub post_norms: [TensorSpec; 2],
-}
-
-impl BothTensors {
-    fn of(c: &Config, layer: usize, experts: &Experts) -> BothTensors {
-        let vector = |rest: &str, width| TensorSpec::vector(format!("model.layers.{layer}.{rest}"), width);
-        BothTensors {
-            plain: GatedTensors::of(c, layer, "mlp", c.intermediate_size),
-            experts: ExpertTensors::of(c, layer, experts),
-            scales: vector("router.per_expert_scale", experts.count),
-            router_norm: vector("router.scale", c.hidden_size),
-            expert_norm: vector(EXPERT_NORM, c.hidden_size),
-            post_norms: [1, 2].map(|i| vector(&format!("post_feedforward_layernorm_{i}.weight"), c.hidden_size)),
-        }
-    }
-
-    fn stored(&self) -> impl Iterator<Item = &TensorSpec> {
-        let vectors = [&self.scales, &self.router_norm, &self.expert_norm];
-        let vectors = vectors.into_iter().chain(&self.post_norms);
-        self.plain.stored().chain(self.experts.stored()).chain(vectors)
-    }
-}
-
 /// Tensors of a layer's experts.
 #[derive(Debug)]
 pub(super) struct ExpertTensors {
@@ -460,8 +434,9 @@ impl GatedTensors {
 impl MlpTensors {
     fn of(c: &Config, layer: usize) -> MlpTensors {
         let Some(experts) = c.experts_of(layer) else {
-            let mut mlp = GatedTensors::of(c, layer, "mlp", c.intermediate_size);
-            let rows = 2 * c.intermediate_size;
+            let width = c.mlp_width(layer);
+            let mut mlp = GatedTensors::of(c, layer, "mlp", width);
+            let rows = 2 * width;
             if c.fused_gate_up {
                 mlp.gate_up = mlp.gate_up.stored_as(layer, &[(FUSED_GATE_UP, rows)], c.hidden_size);
             }
@@ -493,6 +468,7 @@ impl MlpTensors {
 #[derive(Debug)]
 pub(super) struct ModelTensors {
     pub embedding: TensorSpec,
+    pub inputs: Option<AllInputsTensors>,
     pub layers: Vec<LayerTensors>,
     pub norm: TensorSpec,
     /// `None`: the embedding table is the output head.
@@ -537,6 +513,7 @@ impl ModelTensors {
         let table = |name: &str| TensorSpec::matrix(name.to_owned(), c.vocab_size, c.hidden_size);
         ModelTensors {
             embedding: table("model.embed_tokens.weight"),
+            inputs: c.layer_inputs.map(|inputs| AllInputsTensors::of(c, inputs)),
             layers: (0..c.layers.len()).map(|layer| LayerTensors::of(c, layer)).collect(),
             norm: TensorSpec::vector("model.norm.weight".to_owned(), c.hidden_size),
             head: if c.tied_embeddings {
@@ -553,6 +530,7 @@ impl ModelTensors {
         [&self.embedding, &self.norm]
             .into_iter()
             .chain(layers)
+            .chain(self.inputs.iter().flat_map(AllInputsTensors::stored))
             .chain(&self.head)
     }
 }
@@ -575,6 +553,7 @@ impl LayerTensors {
             mlp_norm: (c.pre_norms && !c.parallel_mlp).then(|| norm(norms.mlp)),
             mlp: MlpTensors::of(c, layer),
             post_mlp_norm: c.post_norms.then(|| norm(norms.post_mlp)),
+            input: c.layer_inputs.map(|inputs| InputTensors::of(c, layer, inputs)),
             scale: c
                 .layer_scalars
                 .then(|| TensorSpec::vector(format!("model.layers.{layer}.layer_scalar"), 1)),
@@ -588,6 +567,7 @@ impl LayerTensors {
             .chain(&self.post_attention_norm)
             .chain(&self.post_mlp_norm)
             .chain(&self.scale)
+            .chain(self.input.iter().flat_map(InputTensors::stored))
             .chain(self.mixer.stored())
             .chain(self.o.stored())
             .chain(self.mlp.stored())
@@ -677,6 +657,11 @@ mod tests {
                 "Gemma4ForCausalLM",
                 json!({"hidden_size_per_layer_input": 0, "enable_moe_block": true, "num_experts": 3, "top_k_experts": 2,
                     "moe_intermediate_size": 40}),
+            ),
+            (
+                "Gemma4ForCausalLM",
+                json!({"hidden_size_per_layer_input": 8, "num_hidden_layers": 3, "num_kv_shared_layers": 1,
+                    "layer_types": ["sliding_attention", "full_attention", "full_attention"], "use_double_wide_mlp": true}),
             ),
             ("GemmaForCausalLM", json!({})),
             ("SmolLM3ForCausalLM", json!({"mlp_bias": true})),

@@ -31,6 +31,7 @@ use crate::model::weights::{RandomWeights, WeightSource};
 
 mod beside;
 mod check;
+mod inputs;
 
 /// Minimum rows for which a device measures its matmul kernels. For fewer rows, it uses the choice
 /// for this number.
@@ -91,6 +92,8 @@ struct Buffers<D: Device> {
     /// What a router reads, and outputs, of experts beside an MLP.
     router_rows: D::Buffer,
     experts: D::Buffer,
+    /// Inputs of all layers.
+    inputs: D::Buffer,
     workspace: D::Workspace,
 }
 
@@ -106,6 +109,7 @@ impl<D: Device> Buffers<D> {
             delta: device.buffer(),
             router_rows: device.buffer(),
             experts: device.buffer(),
+            inputs: device.buffer(),
             workspace: device.workspace(),
         }
     }
@@ -345,6 +349,9 @@ impl<D: Device> Transformer<D> {
             &mut b.residual,
             &b.workspace,
         )?;
+        if let Some(inputs) = &weights.inputs {
+            inputs.run(device, config, step, b)?;
+        }
         lap(Operation::Embed)?;
         let mut delta = None;
         for pool in &mut *pools {
@@ -445,6 +452,26 @@ impl<D: Device> Transformer<D> {
                 norm: layer.post_mlp_norm.as_ref(),
                 scale: layer.scale,
             });
+            if let Some(input) = &layer.input {
+                // The layer's factor is that of all that it adds.
+                delta.iter_mut().for_each(|delta| delta.scale = 1.0);
+                let norm = AddNorm {
+                    delta,
+                    weight: &weights.norm,
+                    eps: config.norm_eps,
+                    centered: config.layer_norms,
+                    for_experts: true,
+                };
+                device.add_norm(norm, &mut b.residual, &mut b.normed)?;
+                lap(Operation::Norm)?;
+                input.run(device, config, index, b)?;
+                lap(Operation::Linear)?;
+                delta = Some(Delta {
+                    rows: &b.delta,
+                    norm: Some(&input.post_norm),
+                    scale: layer.scale,
+                });
+            }
         }
         let norm = AddNorm {
             delta,

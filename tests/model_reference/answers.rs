@@ -201,6 +201,16 @@ fn mutants_fail_the_comparison() {
         if config.value_norm {
             assert_mutant_fails(name, "no norm of values", |c| c.value_norm = false);
         }
+        if config.layer_inputs.is_some() {
+            assert_mutant_fails(name, "no inputs of layers", |c| c.layer_inputs = None);
+        }
+        if config.kv_sources.contains(&Some(2)) {
+            assert_mutant_fails(name, "keys and values of an earlier layer", |c| {
+                for source in c.kv_sources.iter_mut().filter(|source| **source == Some(2)) {
+                    *source = Some(0);
+                }
+            });
+        }
         if config.layer_scalars {
             assert_mutant_fails(name, "no factors of layers", |c| c.layer_scalars = false);
         }

@@ -14,7 +14,7 @@ use safetensors::SafeTensors;
 
 pub(crate) const KV_BLOCKS: u32 = 64;
 
-pub(crate) const MODELS: [&str; 59] = [
+pub(crate) const MODELS: [&str; 60] = [
     "llama-plain",
     "llama-llama3-tied",
     "llama-linear-biases",
@@ -49,6 +49,7 @@ pub(crate) const MODELS: [&str; 59] = [
     "gemma4-keys",
     "gemma4-images",
     "gemma4-experts",
+    "gemma4-shared",
     "gemma-tied",
     "smollm3-nope",
     "smollm3-interval",

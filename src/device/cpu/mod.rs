@@ -17,8 +17,8 @@ use crate::device::batch::StepBatch;
 use crate::device::draw::{Draw, DrawError, DrawnToken};
 use crate::device::{
     Activation, AddNorm, Attention, AttentionInput, Device, DeviceError, ExpertInput, ExpertWeights, HeadShape,
-    KvFormat, KvShape, KvSpec, Linear, OutputHead, Precision, RecurrentShape, RecurrentWeights, RopeSpec, RopeStore,
-    Tensor, TensorError,
+    KvFormat, KvShape, KvSpec, LayerInputs, Linear, OutputHead, Precision, RecurrentShape, RecurrentWeights, RopeSpec,
+    RopeStore, Tensor, TensorError,
 };
 
 mod aligned;
@@ -29,6 +29,7 @@ mod gated;
 mod gemm;
 pub mod isa;
 mod kv;
+mod layer_inputs;
 mod math;
 mod norm;
 mod quantize;
@@ -414,7 +415,9 @@ impl Device for Cpu {
         pool: &mut KvPool,
     ) -> Result<(), DeviceError> {
         rope::rotate(self.ctx(), self.rounds_to_bf16(), &op, step, qkv);
-        pool.store(self.ctx(), step, op.place, qkv);
+        if op.stores {
+            pool.store(self.ctx(), step, op.place, qkv);
+        }
         Ok(())
     }
 
@@ -497,6 +500,22 @@ impl Device for Cpu {
 
     fn gate(&self, gate: &Buffer, out: &mut Buffer) -> Result<(), DeviceError> {
         recurrent::gate(self.ctx(), self.rounds_to_bf16(), gate, out);
+        Ok(())
+    }
+
+    fn add_layer_inputs(&self, op: LayerInputs<'_, Buffer, Vector>, inputs: &mut Buffer) -> Result<(), DeviceError> {
+        layer_inputs::add(self.ctx(), self.rounds_to_bf16(), &op, inputs);
+        Ok(())
+    }
+
+    fn gate_layer_input(
+        &self,
+        activation: Activation,
+        gate: &Buffer,
+        input: (&Buffer, usize),
+        out: &mut Buffer,
+    ) -> Result<(), DeviceError> {
+        layer_inputs::gate(self.ctx(), self.rounds_to_bf16(), activation, gate, input, out);
         Ok(())
     }
 

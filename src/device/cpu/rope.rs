@@ -9,7 +9,7 @@ use super::math::round_bf16;
 use super::norm::rms_norm;
 use super::step::Step;
 use super::{Buffer, ExecContext, Vector};
-use crate::device::RopeStore;
+use crate::device::{QkNorm, RopeStore};
 
 /// Weight and epsilon of a normalisation, which is of as many neighbouring heads as there are
 /// weights for.
@@ -62,12 +62,18 @@ pub(super) fn rotate(
     let heads = op.place.heads;
     let dim = heads.head_dim;
     let rotations = &step.rotations[op.rope].token_rotations;
-    assert!(qkv.width == heads.qkv_width() && rotations.len() == qkv.rows * dim);
+    let (width, kv_heads) = if op.stores {
+        (heads.qkv_width(), heads.kv_heads)
+    } else {
+        (heads.q_width(), 0)
+    };
+    assert!(qkv.width == width && rotations.len() == qkv.rows * dim);
     let norm = op.qk_norm.as_ref();
     let q_norm = norm.map(|n| (&n.q.0[..], n.eps));
-    let k_norm = norm.map(|n| (&n.k.0[..], n.eps));
+    let k_norm = norm.and_then(|n| Some((&n.k?.0[..], n.eps)));
     let fits = |weights: usize, heads: usize| [dim, heads * dim].contains(&weights);
-    assert!(norm.is_none_or(|n| fits(n.q.0.len(), heads.heads) && fits(n.k.0.len(), heads.kv_heads)));
+    let fits_keys = |n: &QkNorm<'_, Vector>| n.k.map_or(!op.stores, |k| fits(k.0.len(), heads.kv_heads));
+    assert!(norm.is_none_or(|n| fits(n.q.0.len(), heads.heads) && fits_keys(n)));
     let ones = vec![1.0; dim];
     let value_norm = op.value_norm.map(|eps| (&ones[..], eps));
     let elements = qkv.data.len();
@@ -75,9 +81,9 @@ pub(super) fn rotate(
     ctx.threads.parallel_for_each(elements, &mut parts, |_, parts| {
         for (first, part) in parts {
             let rotations = rotations[*first * dim..].chunks_exact(dim);
-            for (row, rotation) in part.chunks_exact_mut(heads.qkv_width()).zip(rotations) {
+            for (row, rotation) in part.chunks_exact_mut(width).zip(rotations) {
                 let (q, rest) = row.split_at_mut(heads.q_width());
-                let (k, v) = rest.split_at_mut(heads.kv_heads * dim);
+                let (k, v) = rest.split_at_mut(kv_heads * dim);
                 rotate_heads_on(ctx.isa, q, q_norm, rotation, round_to_bf16);
                 rotate_heads_on(ctx.isa, k, k_norm, rotation, round_to_bf16);
                 if let Some(norm) = value_norm {
@@ -94,7 +100,7 @@ mod tests {
     use crate::device::batch::{StepBatch, StepSequence};
     use crate::device::cpu::Isa;
     use crate::device::cpu::testing::{buffer, ctx, numbers};
-    use crate::device::{HeadShape, KvPlace, KvSpec, QkNorm, RopeSpec};
+    use crate::device::{HeadShape, KvPlace, KvSpec, RopeSpec};
 
     /// `normed`: query heads that a norm is of, 0 without a norm.
     fn check(dim: usize, tokens: usize, normed: usize) {
@@ -140,7 +146,7 @@ mod tests {
             let mut got = buffer(&rows, tokens, heads.qkv_width());
             let qk_norm = with_norm.then_some(QkNorm {
                 q: &q,
-                k: &k,
+                k: Some(&k),
                 eps: 1e-3,
             });
             let op = RopeStore {
@@ -148,6 +154,7 @@ mod tests {
                 qk_norm,
                 value_norm: with_norm.then_some(1e-3),
                 rope: 1,
+                stores: true,
             };
             rotate(ctx(isa), false, &op, &step, &mut got);
             for t in 0..tokens {

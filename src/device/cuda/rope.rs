@@ -15,14 +15,18 @@ impl Cuda {
         qkv: &mut Buffer,
         pool: &mut KvPool,
     ) -> Result<(), DeviceError> {
+        if !op.stores {
+            return Err(not_supported("layers without keys and values"));
+        }
         if op.value_norm.is_some() {
             return Err(not_supported("norms of values"));
         }
         let heads = op.place.heads;
         let mut own_norms = [Argument::Address(0); 2];
         if let Some(QkNorm { q, k, eps }) = op.qk_norm {
-            let sides = [(q, 0, heads.heads), (k, heads.heads, heads.kv_heads)];
+            let sides = [(Some(q), 0, heads.heads), (k, heads.heads, heads.kv_heads)];
             for ((norm, first_head, count), own) in sides.into_iter().zip(&mut own_norms) {
+                let Some(norm) = norm else { continue };
                 if norm.values() == heads.head_dim {
                     *own = Argument::Address(norm.0.address());
                 } else {

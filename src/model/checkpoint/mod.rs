@@ -138,6 +138,21 @@ fn is_of_mtp_layer(config: &Config, name: &str) -> bool {
     })
 }
 
+/// Whether a tensor makes keys and values of a layer that reads those of an earlier one. Published
+/// models have them, and transformers skips them, too.
+fn is_of_unread_kv(config: &Config, name: &str) -> bool {
+    let text_only = text_only_name(name);
+    let name = text_only.as_deref().unwrap_or(name);
+    let layer = name.strip_prefix("model.layers.").and_then(|rest| rest.split_once('.'));
+    layer.is_some_and(|(layer, part)| {
+        let layer: Option<usize> = layer.parse().ok();
+        let source = layer.and_then(|layer| config.kv_sources.get(layer).copied().flatten());
+        let parts = ["k_proj", "v_proj", "k_norm", "v_norm"];
+        let part = part.strip_prefix("self_attn.").and_then(|part| part.split_once('.'));
+        source.is_some() && part.is_some_and(|(part, _)| parts.contains(&part))
+    })
+}
+
 /// Checks the files' headers against the model that `config` describes. Returns whether an output
 /// head is stored beside the embedding table.
 ///
@@ -156,6 +171,7 @@ pub fn check_headers(config: &Config, headers: &Headers) -> Result<bool, ModelEr
         HARMLESS.iter().any(ends)
             || (is_multimodal && IMAGE_PARTS.iter().any(|part| name.starts_with(part)))
             || is_of_mtp_layer(config, name)
+            || is_of_unread_kv(config, name)
     };
     check_index(headers, &is_harmless)?;
 

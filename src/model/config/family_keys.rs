@@ -214,11 +214,11 @@ impl Family {
                 "moe_intermediate_size",
                 "num_experts",
                 "num_global_key_value_heads",
+                "num_kv_shared_layers",
                 "per_layer_config",
                 "sliding_window",
                 "top_k_experts",
                 "use_bidirectional_attention",
-                // Without layers that share keys and values, or inputs of each layer, these have no effect.
                 "use_double_wide_mlp",
                 "vocab_size_per_layer_input",
             ],

@@ -1,5 +1,6 @@
-//! Reads what only Gemma 4 has: layers whose heads differ from the others', and a RoPE of which only
-//! the fastest pairs of a head turn.
+//! Reads what only Gemma 4 has: layers whose heads differ from the others', layers that read keys and
+//! values of an earlier one, inputs of each layer, and a RoPE of which only the fastest pairs of a head
+//! turn.
 //!
 //! Published models say the heads of layers without windows by two keys of their own. What
 //! transformers stores anew says them by layer (`per_layer_config`), and then has not these keys.
@@ -7,7 +8,7 @@
 use serde_json::{Map, Value};
 
 use super::reader::{Reader, cut, short};
-use super::{Family, GlobalLayers};
+use super::{Family, GlobalLayers, LayerInputs};
 use crate::device::{HeadShape, KvSpec};
 use crate::model::error::ModelError;
 use crate::model::rope::{Rope, Scaling};
@@ -26,9 +27,6 @@ impl Reader<'_> {
             let value = self.get(key).map_or_else(|| "absent".to_owned(), short);
             Err(self.unsupported(format!("option `{key}` ({value}) is not supported")))
         };
-        if self.get("hidden_size_per_layer_input").and_then(Value::as_u64) != Some(0) {
-            return option("hidden_size_per_layer_input");
-        }
         // Tokens of images see each other in both directions; those of texts do not.
         if self
             .text("use_bidirectional_attention")?
@@ -44,6 +42,40 @@ impl Reader<'_> {
             }
         }
         Ok(())
+    }
+
+    /// The inputs of each layer, which a configuration that does not mention them has.
+    pub(super) fn layer_inputs(&self, family: Family) -> Result<Option<LayerInputs>, ModelError> {
+        let (width, rows) = ("hidden_size_per_layer_input", "vocab_size_per_layer_input");
+        if family != Family::Gemma4 || self.map.get(width).is_some_and(|width| width.as_u64() == Some(0)) {
+            return Ok(None);
+        }
+        Ok(Some(LayerInputs {
+            vocab_size: self.size_or(rows, 1 << 24, Some(262_144))?,
+            width: self.size_or(width, 1 << 14, Some(256))?,
+        }))
+    }
+
+    /// For each of the last `num_kv_shared_layers` layers, the last one before them of the same type.
+    pub(super) fn kv_sources(&self, family: Family, layers: &[KvSpec]) -> Result<Vec<Option<usize>>, ModelError> {
+        let key = "num_kv_shared_layers";
+        let shared = match self.get(key) {
+            Some(value) if family == Family::Gemma4 && value.as_u64() != Some(0) => self.required_size(key, 1 << 10)?,
+            _ => return Ok(vec![None; layers.len()]),
+        };
+        let own = &layers[..layers.len().saturating_sub(shared)];
+        let source = |(layer, kind): (usize, &KvSpec)| {
+            if layer < own.len() {
+                return Ok(None);
+            }
+            let source = own.iter().rposition(|own| own == kind);
+            source.map(Some).ok_or_else(|| {
+                self.broken(format!(
+                    "`{key}` is {shared}, and no layer before them has keys and values for layer {layer}"
+                ))
+            })
+        };
+        layers.iter().enumerate().map(source).collect()
     }
 
     /// The layers whose heads differ from `heads`, or whose values are their keys.
@@ -187,7 +219,7 @@ mod tests {
     use serde_json::{Value, json};
 
     use crate::device::{HeadShape, KvSpec};
-    use crate::model::config::{Config, GlobalLayers};
+    use crate::model::config::{Config, GlobalLayers, LayerInputs};
     use crate::model::rope::{Rope, Scaling};
 
     fn parse(changes: Value) -> Result<Config, String> {
@@ -257,6 +289,29 @@ mod tests {
     }
 
     #[test]
+    fn last_layers_read_earlier_ones_and_each_layer_has_inputs() {
+        let types = [
+            "sliding_attention",
+            "full_attention",
+            "sliding_attention",
+            "sliding_attention",
+        ];
+        let types = [&types[..], &["full_attention", "sliding_attention", "full_attention"]].concat();
+        let shared = json!({"layer_types": types, "num_kv_shared_layers": 3, "use_double_wide_mlp": true,
+            "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 120});
+        let config = parse(shared).unwrap();
+        assert_eq!(config.kv_sources, [None, None, None, None, Some(1), Some(3), Some(1)]);
+        assert_eq!([3, 4].map(|layer| config.mlp_width(layer)), [96, 192]);
+        assert_eq!(config.attention_layers().len(), 4);
+        let inputs = |vocab_size, width| Some(LayerInputs { vocab_size, width });
+        assert_eq!(config.layer_inputs, inputs(120, 8));
+        let by_default = parse(json!({"hidden_size_per_layer_input": null})).unwrap();
+        assert_eq!(by_default.layer_inputs, inputs(262_144, 256));
+        let plain = parse(json!({"use_double_wide_mlp": true})).unwrap();
+        assert_eq!((plain.kv_sources.clone(), plain.mlp_width(6)), (vec![None; 7], 96));
+    }
+
+    #[test]
     fn experts_stand_beside_the_mlp_of_every_layer() {
         let mut keys = json!({"num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 24});
         assert_eq!(parse(keys.clone()).unwrap().experts, None);
@@ -274,12 +329,8 @@ mod tests {
         let rope = |full: Value| json!({"rope_parameters": {"full_attention": full, "sliding_attention": {"rope_theta": 9.0}}});
         for (changes, words) in [
             (
-                json!({"hidden_size_per_layer_input": 8}),
-                "option `hidden_size_per_layer_input` (8) is not supported",
-            ),
-            (
-                json!({"hidden_size_per_layer_input": null}),
-                "option `hidden_size_per_layer_input` (absent) is not supported",
+                json!({"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 99}),
+                "`vocab_size_per_layer_input` is 99, less than `vocab_size` 100",
             ),
             (json!({"enable_moe_block": true}), "`num_experts` is missing"),
             (
@@ -290,7 +341,11 @@ mod tests {
                 json!({"enable_moe_block": true, "num_experts": 4, "top_k_experts": 5, "moe_intermediate_size": 9}),
                 "`top_k_experts` is 5, more than the 4 experts",
             ),
-            (json!({"num_kv_shared_layers": 2}), "option `num_kv_shared_layers` (2)"),
+            (
+                json!({"num_kv_shared_layers": 2}),
+                "`num_kv_shared_layers` is 2, and no layer before them has keys and values for layer 5",
+            ),
+            (json!({"num_kv_shared_layers": 8}), "for layer 0"),
             (
                 json!({"use_bidirectional_attention": "all"}),
                 "option `use_bidirectional_attention` (\"all\")",

@@ -88,6 +88,16 @@ pub struct GlobalLayers {
     pub layers: Vec<bool>,
 }
 
+/// Inputs that each layer has besides the stream: of each token, a row of a table of their own and a
+/// projection of its embedding.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LayerInputs {
+    /// Rows of the table.
+    pub vocab_size: usize,
+    /// Width of one layer's part.
+    pub width: usize,
+}
+
 /// Configuration of a decoder-only transformer with RMS norms before or behind attention and a gated
 /// MLP.
 #[derive(Debug, Clone, PartialEq)]
@@ -103,6 +113,11 @@ pub struct Config {
     /// no effect.
     pub layers: Vec<KvSpec>,
     pub recurrent: Option<Recurrent>,
+    /// For each layer that has no keys and values of its own, the earlier layer whose it reads.
+    pub kv_sources: Vec<Option<usize>>,
+    /// Whether the MLPs of such layers are twice as wide.
+    pub wide_shared_mlp: bool,
+    pub layer_inputs: Option<LayerInputs>,
     /// Number of layers behind the last that a checkpoint may have: they predict further tokens, and
     /// are not read.
     pub mtp_layers: usize,
@@ -265,6 +280,8 @@ impl Config {
             "layers with heads of other sizes"
         } else if self.experts.as_ref().is_some_and(|experts| experts.beside_mlp) {
             "experts beside an MLP"
+        } else if self.layer_inputs.is_some() || self.kv_sources.iter().any(Option::is_some) {
+            "inputs of each layer, or layers that share keys and values"
         } else if self.value_norm || self.layer_scalars {
             "norms of values or factors of layers"
         } else {
@@ -315,10 +332,21 @@ impl Config {
         global.is_some_and(|global| global.values_are_keys && global.layers[layer])
     }
 
-    /// The attention of each layer that is not recurrent, with its heads.
+    /// Whether a layer has keys and values of its own.
+    pub fn has_kv(&self, layer: usize) -> bool {
+        !self.is_recurrent(layer) && self.kv_sources[layer].is_none()
+    }
+
+    /// Width of a layer's plain MLP.
+    pub fn mlp_width(&self, layer: usize) -> usize {
+        let is_wide = self.wide_shared_mlp && self.kv_sources[layer].is_some();
+        self.intermediate_size * if is_wide { 2 } else { 1 }
+    }
+
+    /// The attention of each layer that has keys and values of its own, with its heads.
     pub fn attention_layers(&self) -> Vec<(KvSpec, HeadShape)> {
         let layers = self.layers.iter().enumerate();
-        let layers = layers.filter(|(layer, _)| !self.is_recurrent(*layer));
+        let layers = layers.filter(|(layer, _)| self.has_kv(*layer));
         layers.map(|(layer, spec)| (*spec, self.heads_of(layer))).collect()
     }
 
@@ -468,6 +496,7 @@ impl Reader<'_> {
     /// The configuration of a text-only model, or of the text part of a multimodal model.
     fn text_config(&self, family: Family) -> Result<Config, ModelError> {
         self.check_gemma4(family)?;
+        let layer_inputs = self.layer_inputs(family)?;
         let activation = self.activation(family)?;
         let hidden_size = self.required_size("hidden_size", 1 << 17)?;
         let num_layers = self.required_size("num_hidden_layers", 1 << 10)?;
@@ -479,14 +508,24 @@ impl Reader<'_> {
         let rotary_dims = self.rotary_dims(family, heads.head_dim)?;
         let (rope, window_rope) = self.ropes(family, rotary_dims, max_position_embeddings)?;
         let scales = self.scales(family, hidden_size, heads.head_dim)?;
+        let vocab_size = self.size_or("vocab_size", 1 << 24, family.vocab_size())?;
+        if let Some(inputs) = layer_inputs.filter(|inputs| inputs.vocab_size < vocab_size) {
+            return Err(self.broken(format!(
+                "`vocab_size_per_layer_input` is {}, less than `vocab_size` {vocab_size}",
+                inputs.vocab_size
+            )));
+        }
         Ok(Config {
             family,
-            vocab_size: self.size_or("vocab_size", 1 << 24, family.vocab_size())?,
+            vocab_size,
             hidden_size,
             intermediate_size: self.intermediate_size(family)?,
             experts: self.experts(family, num_layers, hidden_size)?,
             rotates: self.rotates(family, &layers)?,
             global: self.global_layers(family, heads, &layers)?,
+            kv_sources: self.kv_sources(family, &layers)?,
+            wide_shared_mlp: family == Family::Gemma4 && self.flag("use_double_wide_mlp")?.unwrap_or(false),
+            layer_inputs,
             layers,
             recurrent: self.recurrent(family, num_layers)?,
             mtp_layers: self.mtp_layers()?,

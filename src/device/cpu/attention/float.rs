@@ -37,7 +37,7 @@ pub(crate) struct AttentionOp<'a> {
     /// The sink of each query head.
     pub sinks: Option<&'a [f32]>,
     pub step: &'a Step,
-    /// `[tokens]` rows of `[q][k][v]`.
+    /// `[tokens]` rows of `[q][k][v]`, or of `[q]`.
     pub qkv: &'a Buffer,
 }
 
@@ -90,7 +90,7 @@ pub(crate) fn first_visible(spec: KvSpec, position: usize) -> usize {
 /// Runs the operation; `out` becomes `[tokens][heads * head_dim]`.
 pub(crate) fn attention(op: &AttentionOp<'_>, pool: &KvPool, out: &mut Buffer, scratches: &Scratches) {
     let heads = op.params.place.heads;
-    assert!(op.qkv.width == heads.qkv_width());
+    assert!([heads.q_width(), heads.qkv_width()].contains(&op.qkv.width));
     assert!(op.sinks.is_none_or(|sinks| sinks.len() == heads.heads));
     out.reshape(op.qkv.rows, heads.q_width());
     let width = out.width;
