@@ -91,9 +91,14 @@ fn write_files(folder: &Path, model: &Published) {
 
 /// The fewest layers, two at least, that have each kind of layer of the model.
 fn depth(config: &Config) -> usize {
-    let kind = |layer: usize| -> (KvSpec, [bool; 3]) {
+    let kind = |layer: usize| -> (KvSpec, [bool; 4]) {
         let has_experts = config.experts_of(layer).is_some();
-        let flags = [config.rotates[layer], has_experts, config.is_recurrent(layer)];
+        let flags = [
+            config.rotates[layer],
+            has_experts,
+            config.is_recurrent(layer),
+            config.kv_sources[layer].is_some(),
+        ];
         (config.layers[layer], flags)
     };
     let kinds: Vec<_> = (0..config.layers.len()).map(kind).collect();
@@ -108,6 +113,13 @@ fn reduced(full: &Config) -> Config {
     let depth = depth(full);
     config.layers.truncate(depth);
     config.rotates.truncate(depth);
+    config.kv_sources.truncate(depth);
+    if let Some(inputs) = &mut config.layer_inputs {
+        inputs.vocab_size = VOCABULARY;
+    }
+    if let Some(global) = &mut config.global {
+        global.layers.truncate(depth);
+    }
     config.vocab_size = VOCABULARY;
     config.eos_token_ids = Vec::new();
     let narrowed = |width: usize| (width * NARROW / full.hidden_size).next_multiple_of(32);
@@ -133,6 +145,10 @@ fn reduced(full: &Config) -> Config {
         let group = full.heads.heads / full.heads.kv_heads;
         config.heads.kv_heads = full.heads.kv_heads.min(2);
         config.heads.heads = group * config.heads.kv_heads;
+        if let Some(global) = &mut config.global {
+            global.heads.heads = config.heads.heads;
+            global.heads.kv_heads = 1;
+        }
         config.intermediate_size = narrowed(full.intermediate_size);
         config.hidden_size = NARROW;
     }

@@ -16,8 +16,8 @@ use criterion::{BenchmarkGroup, BenchmarkId, Criterion, SamplingMode, Throughput
 use gristmill::device::batch::{StepBatch, StepSequence};
 use gristmill::device::cpu::{BLOCK_TOKENS, Buffer, Cpu, Isa, KvPool, Matrix, Step, Threads, Vector};
 use gristmill::device::{
-    Attention, AttentionInput, Device, Dtype, HeadShape, KvFormat, KvSpec, Linear, Precision, RopeSpec, RopeStore,
-    Tensor,
+    Attention, AttentionInput, Device, Dtype, HeadShape, KvFormat, KvPlace, KvSpec, Linear, Precision, RopeSpec,
+    RopeStore, Tensor,
 };
 
 #[cfg(target_arch = "x86_64")]
@@ -83,7 +83,7 @@ fn new_step(device: &Cpu, heads: HeadShape) -> Step {
         scale: 1.0,
     };
     device
-        .step(heads, vec![rope], &[KvSpec::Full])
+        .step(&[heads], vec![rope], &[KvSpec::Full])
         .expect("a CPU computes all heads")
 }
 
@@ -239,7 +239,7 @@ const SEQUENCES: u32 = 64;
 fn attention_of(group: &mut BenchmarkGroup<'_, WallTime>, (name, heads): (&str, HeadShape), q_len: u32, kv_len: u32) {
     let device = device(Precision::Int8, Isa::detect());
     let blocks = (SEQUENCES * kv_len) as usize / BLOCK_TOKENS;
-    let bytes = blocks * device.kv_block_bytes(heads);
+    let bytes = blocks * device.kv_block_bytes(&heads.alone());
     // Queries times the keys that each sees, multiplied with keys and with values.
     let pairs: u64 = (kv_len - q_len..kv_len).map(|position| u64::from(position) + 1).sum();
     let operations = 4 * pairs * u64::from(SEQUENCES) * (heads.heads * heads.head_dim) as u64;
@@ -263,12 +263,13 @@ fn attention_of(group: &mut BenchmarkGroup<'_, WallTime>, (name, heads): (&str, 
             .unwrap();
         let pools: Vec<KvPool> = (0..SWEPT_BYTES.div_ceil(bytes))
             .map(|_| {
-                let mut pool = device.kv_pool(heads, blocks).unwrap();
+                let mut pool = device.kv_pool(&heads.alone(), blocks).unwrap();
                 let op = RopeStore {
-                    heads,
+                    place: KvPlace::alone(heads),
                     qk_norm: None,
+                    value_norm: None,
                     rope: 0,
-                    table: 0,
+                    stores: true,
                 };
                 device.rope_store(op, &step, &mut qkv, &mut pool).unwrap();
                 pool

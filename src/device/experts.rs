@@ -31,11 +31,30 @@ pub struct ExpertWeights<M, V> {
     pub routing: Routing,
     /// `[experts]`: added to scores where experts are chosen. In F32, whatever the precision.
     pub correction: Option<V>,
+    /// `[experts]`: a factor of each expert's weight, after all else. In F32, whatever the precision.
+    pub scales: Option<V>,
     /// For each expert, the linear operation of [`Device::gated_linear`](crate::device::Device::gated_linear). A device that
     /// [stacks experts](crate::device::Device::stacks_experts) has a single one here.
     pub gate_up: Vec<Linear<M, V>>,
     pub down: Vec<Linear<M, V>>,
     pub shared: Option<SharedExpert<M, V>>,
+}
+
+/// What [`Device::experts`](crate::device::Device::experts) reads, row by row.
+pub struct ExpertInput<'a, B> {
+    pub rows: &'a B,
+    /// What the router reads: mostly the same.
+    pub router_rows: &'a B,
+}
+
+impl<'a, B> ExpertInput<'a, B> {
+    /// Input of which the router and the experts read the same.
+    pub fn same(rows: &'a B) -> ExpertInput<'a, B> {
+        ExpertInput {
+            rows,
+            router_rows: rows,
+        }
+    }
 }
 
 /// Weights of an MLP that every token uses beside those that its router chooses.

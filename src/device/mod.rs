@@ -19,7 +19,7 @@ pub mod random;
 pub mod recurrent;
 
 pub use error::{DeviceError, TensorError};
-pub use experts::{ExpertWeights, Routing, Score, SharedExpert};
+pub use experts::{ExpertInput, ExpertWeights, Routing, Score, SharedExpert};
 pub use format::{Dtype, KvFormat, Precision, Tensor};
 pub use recurrent::{RecurrentKind, RecurrentRow, RecurrentShape, RecurrentWeights};
 
@@ -37,6 +37,46 @@ impl HeadShape {
     /// Width of the fused projection's rows.
     pub fn qkv_width(&self) -> usize {
         (self.heads + 2 * self.kv_heads) * self.head_dim
+    }
+
+    /// Width of all queries of a row.
+    pub fn q_width(&self) -> usize {
+        self.heads * self.head_dim
+    }
+
+    /// A pool's only shape: each block holds one layer with these heads.
+    pub fn alone(self) -> [KvShape; 1] {
+        [KvShape { heads: self, layers: 1 }]
+    }
+}
+
+/// One of the shapes that layers have in a pool of keys and values. A block belongs to layers of one
+/// shape at a time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct KvShape {
+    pub heads: HeadShape,
+    /// Number of layers that a block holds if it belongs to layers of this shape.
+    pub layers: usize,
+}
+
+/// The place of a layer's keys and values in its pool.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct KvPlace {
+    pub heads: HeadShape,
+    /// Index of the layer's block table.
+    pub table: usize,
+    /// Index of the layer among those in a block; below its shape's [`layers`](KvShape::layers).
+    pub part: usize,
+}
+
+impl KvPlace {
+    /// The place in a pool with one shape and one layer, in the first block table.
+    pub fn alone(heads: HeadShape) -> KvPlace {
+        KvPlace {
+            heads,
+            table: 0,
+            part: 0,
+        }
     }
 }
 
@@ -94,26 +134,30 @@ impl RopeSpec {
 /// weights are those of all heads, of all heads together.
 pub struct QkNorm<'a, N> {
     pub q: &'a N,
-    pub k: &'a N,
+    /// `None` in a layer that stores no keys.
+    pub k: Option<&'a N>,
     pub eps: f32,
 }
 
 /// Parameters of [`Device::rope_store`].
 pub struct RopeStore<'a, N> {
-    pub heads: HeadShape,
+    pub place: KvPlace,
     pub qk_norm: Option<QkNorm<'a, N>>,
+    /// Epsilon of an RMS norm of each value head, without weights. `None`: there is no such norm.
+    pub value_norm: Option<f32>,
     /// Index into the step's `ropes`.
     pub rope: usize,
-    /// Index of the layer's block table.
-    pub table: usize,
+    /// Whether rows have keys and values, which are stored. Otherwise the layer reads those of an
+    /// earlier one, and rows have queries alone.
+    pub stores: bool,
 }
 
 /// Parameters of [`Device::attention`].
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Attention {
     pub spec: KvSpec,
-    /// Index of the layer's block table, which is one of `spec`.
-    pub table: usize,
+    /// Its block table is one of `spec`.
+    pub place: KvPlace,
     /// Factor of the dot products of queries and keys.
     pub scale: f32,
     /// Bound of the scaled dot products before the softmax: `cap * tanh(x / cap)`.
@@ -126,7 +170,7 @@ impl Attention {
     pub fn plain(heads: HeadShape, spec: KvSpec) -> Attention {
         Attention {
             spec,
-            table: 0,
+            place: KvPlace::alone(heads),
             scale: 1.0 / (heads.head_dim as f32).sqrt(),
             soft_cap: None,
         }
@@ -135,7 +179,7 @@ impl Attention {
 
 /// What [`Device::attention`] reads besides the pool.
 pub struct AttentionInput<'a, B, V> {
-    /// `[tokens]` rows of `[q][k][v]`.
+    /// `[tokens]` rows of `[q][k][v]`, or of `[q]` in a layer that stores no keys and values.
     pub qkv: &'a B,
     /// A number per query head, which counts in its softmax as the score of a position whose value
     /// is zero (Xiao et al. 2023).
@@ -178,6 +222,8 @@ pub struct Delta<'a, B, N> {
     pub rows: &'a B,
     /// Weights of a norm that is applied to the rows before the addition.
     pub norm: Option<&'a N>,
+    /// Factor of the sum.
+    pub scale: f32,
 }
 
 /// Parameters of [`Device::add_norm`]: adds `delta` to a residual stream, then normalises the
@@ -192,6 +238,21 @@ pub struct AddNorm<'a, B, N> {
     pub centered: bool,
     /// Whether [`Device::experts`] reads the normalised rows: they are then not quantized here.
     pub for_experts: bool,
+}
+
+/// Parameters of [`Device::add_layer_inputs`].
+pub struct LayerInputs<'a, B, N> {
+    /// `[tokens][layers * width]`.
+    pub projected: &'a B,
+    /// `[width]`: weights of an RMS norm of each layer's part of a row.
+    pub norm: &'a N,
+    pub eps: f32,
+    /// Factor of the sum.
+    pub scale: f32,
+}
+
+fn no_layer_inputs() -> DeviceError {
+    DeviceError::Unsupported("this device computes no inputs of each layer".into())
 }
 
 fn no_recurrent_layers() -> DeviceError {
@@ -235,7 +296,7 @@ pub trait Device: Send + Sync {
     /// the precision.
     fn router_matrix(&self, parts: &[Tensor<'_>]) -> Result<Self::Matrix, TensorError>;
     /// As [`vector`](Self::vector), in F32, whatever the precision: the router's
-    /// [correction](ExpertWeights::correction), and the vectors of [`recurrent`](Self::recurrent).
+    /// [correction](ExpertWeights::correction) and [scales](ExpertWeights::scales), and the vectors of [`recurrent`](Self::recurrent).
     fn f32_vector(&self, part: Tensor<'_>) -> Result<Self::Vector, TensorError>;
     /// As [`matrix`](Self::matrix), for [`embed`](Self::embed) and [`logits`](Self::logits).
     fn embedding_table(&self, part: Tensor<'_>) -> Result<Self::Matrix, TensorError>;
@@ -259,22 +320,22 @@ pub trait Device: Send + Sync {
     fn buffer(&self) -> Self::Buffer;
     /// An empty workspace.
     fn workspace(&self) -> Self::Workspace;
-    /// An empty step for a model with these heads, these rotations and these block tables, each of
-    /// one kind of layers.
+    /// An empty step for a model with heads of these shapes, these rotations and these block tables,
+    /// each of one kind of layers.
     ///
     /// # Errors
     /// The device does not support these heads.
-    fn step(&self, heads: HeadShape, ropes: Vec<RopeSpec>, tables: &[KvSpec]) -> Result<Self::Step, DeviceError>;
+    fn step(&self, heads: &[HeadShape], ropes: Vec<RopeSpec>, tables: &[KvSpec]) -> Result<Self::Step, DeviceError>;
     /// Positions per KV block.
     fn block_tokens(&self) -> u32;
-    /// A pool of `blocks` blocks, each with the keys and values of one layer. Layers of different
-    /// block tables may share it.
+    /// A pool of `blocks` blocks, each with the keys and values of layers of one of these shapes.
+    /// Layers of different block tables may share it.
     ///
     /// # Errors
-    /// The device is out of memory.
-    fn kv_pool(&self, heads: HeadShape, blocks: usize) -> Result<Self::KvPool, DeviceError>;
-    /// Bytes per KV block of one layer.
-    fn kv_block_bytes(&self, heads: HeadShape) -> usize;
+    /// The device is out of memory, or has no pools of several shapes.
+    fn kv_pool(&self, shapes: &[KvShape], blocks: usize) -> Result<Self::KvPool, DeviceError>;
+    /// Bytes per block of such a pool.
+    fn kv_block_bytes(&self, shapes: &[KvShape]) -> usize;
 
     /// A pool of `slots` states of one recurrent layer.
     ///
@@ -325,8 +386,8 @@ pub trait Device: Send + Sync {
         out: &mut Self::Buffer,
         workspace: &Self::Workspace,
     ) -> Result<(), DeviceError>;
-    /// `residual += delta`, where `delta` may be normalised first, then `out = rms_norm(residual) *
-    /// weight`.
+    /// `residual = (residual + delta) * scale`, where `delta` may be normalised first, then `out =
+    /// rms_norm(residual) * weight`.
     fn add_norm(
         &self,
         op: AddNorm<'_, Self::Buffer, Self::Norm>,
@@ -350,8 +411,8 @@ pub trait Device: Send + Sync {
         out: &mut Self::Buffer,
         workspace: &mut Self::Workspace,
     ) -> Result<(), DeviceError>;
-    /// Normalises (if `qk_norm` is set) and rotates the query and key heads of `qkv`, and stores
-    /// keys and values in the pool.
+    /// Normalises (if `qk_norm` is set) and rotates the query and key heads of `qkv`, normalises its
+    /// value heads (if `value_norm` is set), and stores keys and values in the pool.
     fn rope_store(
         &self,
         op: RopeStore<'_, Self::Norm>,
@@ -399,18 +460,37 @@ pub trait Device: Send + Sync {
     fn gate(&self, _gate: &Self::Buffer, _out: &mut Self::Buffer) -> Result<(), DeviceError> {
         Err(no_recurrent_layers())
     }
+    /// `inputs = (inputs + rms_norm(projected) * weight) * scale`, where the norm is of each layer's
+    /// part of a row by itself.
+    fn add_layer_inputs(
+        &self,
+        _op: LayerInputs<'_, Self::Buffer, Self::Norm>,
+        _inputs: &mut Self::Buffer,
+    ) -> Result<(), DeviceError> {
+        Err(no_layer_inputs())
+    }
+    /// `out = activation(gate) * inputs`, of which part `layer` of each row is read.
+    fn gate_layer_input(
+        &self,
+        _activation: Activation,
+        _gate: &Self::Buffer,
+        (_inputs, _layer): (&Self::Buffer, usize),
+        _out: &mut Self::Buffer,
+    ) -> Result<(), DeviceError> {
+        Err(no_layer_inputs())
+    }
     /// Whether the matrices of a layer's experts are one matrix, in which they are stacked by rows, as
     /// are their biases: then they are in one allocation.
     fn stacks_experts(&self) -> bool {
         false
     }
-    /// For each row of `x`, the sum of the outputs of the experts that the router chooses and of the
-    /// shared one, times their weights.
+    /// For each row of the input, the sum of the outputs of the experts that the router chooses and of
+    /// the shared one, times their weights.
     fn experts(
         &self,
         experts: &ExpertWeights<Self::Matrix, Self::Vector>,
         activation: Activation,
-        x: &Self::Buffer,
+        input: ExpertInput<'_, Self::Buffer>,
         out: &mut Self::Buffer,
         workspace: &mut Self::Workspace,
     ) -> Result<(), DeviceError>;

@@ -6,7 +6,9 @@ use super::operations::to_device_error;
 use super::tolerance::Tolerance;
 use super::{Comparison, Extent, Finding, compare};
 use crate::device::batch::{NO_BLOCK, StepBatch};
-use crate::device::{Attention, AttentionInput, Device, DeviceError, HeadShape, KvSpec, QkNorm, RopeSpec, RopeStore};
+use crate::device::{
+    Attention, AttentionInput, Device, DeviceError, HeadShape, KvPlace, KvSpec, QkNorm, RopeSpec, RopeStore,
+};
 
 /// A test case: heads, kind of attention, and the sequences of two steps.
 struct AttentionCase {
@@ -161,13 +163,13 @@ impl AttentionCase {
         time: impl Fn(&mut dyn FnMut() -> Result<(), DeviceError>) -> Result<Option<f64>, DeviceError>,
     ) -> Result<Vec<StepOutput>, DeviceError> {
         let (steps, blocks) = self.steps(device.block_tokens());
-        let mut pool = device.kv_pool(self.heads, blocks as usize)?;
+        let mut pool = device.kv_pool(&self.heads.alone(), blocks as usize)?;
         // The first rotation must not be used: the operation below selects the second one.
         let unused_rope = RopeSpec {
             inverse_frequencies: vec![0.0; self.heads.head_dim / 2],
             scale: 1.0,
         };
-        let mut step = device.step(self.heads, vec![unused_rope, rope(self.heads)], &[self.params.spec])?;
+        let mut step = device.step(&[self.heads], vec![unused_rope, rope(self.heads)], &[self.params.spec])?;
         let norm = |seed| to_device_error(device.norm(TestTensor::new(seed, 1, self.heads.head_dim, 2.0).tensor()));
         let (q, k) = (norm(10)?, norm(11)?);
         let (mut qkv, mut out, mut workspace) = (device.buffer(), device.buffer(), device.workspace());
@@ -182,14 +184,15 @@ impl AttentionCase {
                 &mut qkv,
             )?;
             let op = RopeStore {
-                heads: self.heads,
+                place: KvPlace::alone(self.heads),
                 qk_norm: self.has_qk_norm.then_some(QkNorm {
                     q: &q,
-                    k: &k,
+                    k: Some(&k),
                     eps: 1e-6,
                 }),
+                value_norm: None,
                 rope: 1,
-                table: 0,
+                stores: true,
             };
             device.rope_store(op, &step, &mut qkv, &mut pool)?;
             device.attention(self.params, input(&qkv), &step, &pool, &mut out, &mut workspace)?;
@@ -284,9 +287,9 @@ fn first_sequence_outputs<D: Device>(
             sequence * blocks + index
         }
     };
-    let mut pool = device.kv_pool(heads, 2 * blocks as usize)?;
+    let mut pool = device.kv_pool(&heads.alone(), 2 * blocks as usize)?;
     let params = Attention::plain(heads, spec);
-    let mut on_device = device.step(heads, vec![rope(heads)], &[spec])?;
+    let mut on_device = device.step(&[heads], vec![rope(heads)], &[spec])?;
     let (mut qkv, mut out, mut workspace) = (device.buffer(), device.buffer(), device.workspace());
     let mut results = Vec::new();
     for step in steps {
@@ -303,10 +306,11 @@ fn first_sequence_outputs<D: Device>(
         device.upload(&batch, &mut on_device, &mut workspace)?;
         device.write(&rows, heads.qkv_width(), &mut qkv)?;
         let op = RopeStore {
-            heads,
+            place: KvPlace::alone(heads),
             qk_norm: None,
+            value_norm: None,
             rope: 0,
-            table: 0,
+            stores: true,
         };
         device.rope_store(op, &on_device, &mut qkv, &mut pool)?;
         device.attention(params, input(&qkv), &on_device, &pool, &mut out, &mut workspace)?;

@@ -4,7 +4,9 @@ use super::inputs::{TestTensor, exact_rows};
 use super::operations::to_device_error;
 use super::tolerance::Tolerance;
 use super::{Comparison, Extent, Finding, compare};
-use crate::device::{Activation, Device, DeviceError, ExpertWeights, Linear, Routing, Score, SharedExpert, Tensor};
+use crate::device::{
+    Activation, Device, DeviceError, ExpertInput, ExpertWeights, Linear, Routing, Score, SharedExpert, Tensor,
+};
 
 /// A layer's experts, and the rows that go through them.
 struct ExpertsCase {
@@ -208,6 +210,7 @@ impl<D: Device> PreparedExperts<D> {
                 },
                 routing: case.routing,
                 correction: correction.transpose()?,
+                scales: None,
                 gate_up: matrices(33, experts, gate_up).upload(device, gated)?,
                 down: matrices(35, experts, down).upload(device, plain)?,
                 shared: case.shared.map(shared).transpose()?,
@@ -223,7 +226,7 @@ impl<D: Device> PreparedExperts<D> {
         device.experts(
             &self.weights,
             self.activation,
-            &self.x,
+            ExpertInput::same(&self.x),
             &mut self.out,
             &mut self.workspace,
         )

@@ -47,7 +47,7 @@ fn upload_step<D: Device>(
         inverse_frequencies: vec![1.0; 32],
         scale: 1.0,
     };
-    let mut step = device.step(heads, vec![rope], &[KvSpec::Full])?;
+    let mut step = device.step(&[heads], vec![rope], &[KvSpec::Full])?;
     let batch = prefill_batch(tokens.to_vec(), logits_at.to_vec(), device.block_tokens());
     device.upload(&batch, &mut step, workspace)?;
     Ok(step)
@@ -119,6 +119,7 @@ fn run_norm<D: Device>(device: &D, input: &NormInput) -> Result<(Vec<f32>, Vec<f
         delta: Some(Delta {
             rows: &delta,
             norm: delta_weight.as_ref(),
+            scale: 1.0,
         }),
         weight: &weight,
         eps: EPS,

@@ -27,7 +27,7 @@ use crate::device::{Activation, Dtype};
 use crate::model::channels::{ActivationMaxima, Activations, LayerMaxima};
 use crate::model::config::Config;
 use crate::model::error::ModelError;
-use crate::model::tensors::{NormNames, recurrent_input};
+use crate::model::tensors::{EXPERT_NORM, NormNames, recurrent_input};
 use crate::model::weights::{StoredTensor, WeightSource};
 
 /// Maximum magnitude of the exponent of a factor, a power of two.
@@ -133,11 +133,12 @@ impl BalancedLayer<'_> {
     /// Names of the layer's tensors that are rescaled, each with its factors.
     fn factors(&self) -> Result<Vec<(String, ChannelFactors)>, ModelError> {
         let c = self.config;
-        let (dim, group) = (c.heads.head_dim, c.heads.heads / c.heads.kv_heads);
+        let heads = c.heads_of(self.layer);
+        let (dim, group) = (heads.head_dim, heads.heads / heads.kv_heads);
         let (q, kv, mlp, hidden) = (
-            c.heads.heads * dim,
-            c.heads.kv_heads * dim,
-            c.intermediate_size,
+            heads.q_width(),
+            heads.kv_heads * dim,
+            c.mlp_width(self.layer),
             c.hidden_size,
         );
         let mut scaled = Vec::new();
@@ -154,11 +155,13 @@ impl BalancedLayer<'_> {
         let magnitudes = self.measured(Activations::AttentionNorm).unwrap_or(&norm);
         let of_norm = self.of_norm(magnitudes, &readers, hidden)?;
         add(self.name("input_layernorm.weight"), Some(inverse(&of_norm)), None);
-        for (part, _) in readers[..mixer].iter().filter(|(part, _)| *part != "self_attn.v_proj") {
+        // What the output projection reads or adds up is normalised head by head: its channels stay.
+        let values_stay = c.is_recurrent(self.layer) || c.value_norm;
+        let balances_values = |part: &str| !values_stay && part == "self_attn.v_proj";
+        for (part, _) in readers[..mixer].iter().filter(|(part, _)| !balances_values(part)) {
             add(self.name(&format!("{part}.weight")), None, Some(of_norm.clone()));
         }
-        if c.is_recurrent(self.layer) {
-            // What its output projection reads has a norm before it: its channels stay.
+        if values_stay {
             scaled.extend(self.mlp_factors(norm, of_norm)?);
             return Ok(scaled);
         }
@@ -199,57 +202,81 @@ impl BalancedLayer<'_> {
         match &c.recurrent {
             Some(recurrent) if recurrent.layers[self.layer] => recurrent_input(recurrent),
             _ => {
-                let [q, kv] = [c.heads.heads, c.heads.kv_heads].map(|heads| heads * c.heads.head_dim);
-                let qkv = [
-                    ("self_attn.q_proj", q),
-                    ("self_attn.k_proj", kv),
-                    ("self_attn.v_proj", kv),
-                ];
+                let heads = c.heads_of(self.layer);
+                let [q, kv] = [heads.heads, heads.kv_heads].map(|count| count * heads.head_dim);
+                let queries = [("self_attn.q_proj", q)];
+                let has_kv = c.has_kv(self.layer);
+                let keys = has_kv.then_some(("self_attn.k_proj", kv));
+                let values = (has_kv && !c.values_are_keys(self.layer)).then_some(("self_attn.v_proj", kv));
                 let gate = c.attention_gates.then_some(("self_attn.gate_proj", q));
-                qkv.into_iter().chain(gate).collect()
+                queries.into_iter().chain(keys).chain(values).chain(gate).collect()
             }
         }
     }
 
     /// As [`factors`](Self::factors), for the MLP or the experts. `norm` and `of_norm` are the weights
-    /// and factors of attention's norm, which an MLP beside attention reads, too. A norm's output is
-    /// read by the router and all experts, that of an up projection by one down projection.
+    /// and factors of attention's norm, which an MLP beside attention reads, too.
     fn mlp_factors(&self, norm: Vec<f32>, of_norm: Vec<f32>) -> Result<Vec<(String, ChannelFactors)>, ModelError> {
-        let (c, hidden) = (self.config, self.config.hidden_size);
-        // Each MLP and its width.
-        let mlps: Vec<(String, usize)> = match c.experts_of(self.layer) {
-            None => vec![(c.mlp_name().to_owned(), c.intermediate_size)],
-            Some(experts) => {
-                let of_expert = |i| (format!("mlp.experts.{i}"), experts.intermediate_size);
-                let shared = experts.shared.as_ref();
-                let shared = shared.map(|shared| ("mlp.shared_experts".to_owned(), shared.intermediate_size));
-                (0..experts.count).map(of_expert).chain(shared).collect()
+        let c = self.config;
+        let plain = || vec![(c.mlp_name().to_owned(), c.mlp_width(self.layer))];
+        let name = format!("{}.weight", NormNames::of(c).mlp);
+        let Some(experts) = c.experts_of(self.layer) else {
+            if c.parallel_mlp {
+                return self.gated_factors(plain(), norm, of_norm);
             }
+            return self.normed_factors(&name, plain(), &[]);
         };
+        let of_expert = |i| (format!("mlp.experts.{i}"), experts.intermediate_size);
+        let shared = experts.shared.as_ref();
+        let shared = shared.map(|shared| ("mlp.shared_experts".to_owned(), shared.intermediate_size));
+        let mlps = (0..experts.count).map(of_expert).chain(shared).collect();
+        if experts.beside_mlp {
+            // The router reads the stream through a norm of its own.
+            let mut scaled = self.normed_factors(&name, plain(), &[])?;
+            scaled.extend(self.normed_factors(EXPERT_NORM, mlps, &[])?);
+            return Ok(scaled);
+        }
+        self.normed_factors(&name, mlps, &["mlp.gate.weight", "mlp.shared_expert_gate.weight"])
+    }
+
+    /// The factors of a norm, and of what reads its output: MLPs, each with its width, and routers.
+    fn normed_factors(
+        &self,
+        name: &str,
+        mlps: Vec<(String, usize)>,
+        routers: &[&str],
+    ) -> Result<Vec<(String, ChannelFactors)>, ModelError> {
+        let hidden = self.config.hidden_size;
+        let norm = self.norm(name, hidden)?;
+        let readers: Vec<(String, usize)> = mlps
+            .iter()
+            .flat_map(|(mlp, width)| ["gate_proj", "up_proj"].map(|part| (format!("{mlp}.{part}"), *width)))
+            .collect();
+        let readers: Vec<(&str, usize)> = readers.iter().map(|(name, width)| (&name[..], *width)).collect();
+        let magnitudes = self.measured(Activations::MlpNorm).unwrap_or(&norm);
+        let of_norm = self.of_norm(magnitudes, &readers, hidden)?;
+        let factors = |rows, columns| ChannelFactors { rows, columns };
+        let mut scaled = vec![(self.name(name), factors(Some(inverse(&of_norm)), None))];
+        for router in routers {
+            scaled.push((self.name(router), factors(None, Some(of_norm.clone()))));
+        }
+        scaled.extend(self.gated_factors(mlps, norm, of_norm)?);
+        Ok(scaled)
+    }
+
+    /// The factors of MLPs that read the output of a norm with these weights, whose channels are
+    /// divided by `of_norm`. The output of an up projection is read by one down projection.
+    fn gated_factors(
+        &self,
+        mlps: Vec<(String, usize)>,
+        norm: Vec<f32>,
+        of_norm: Vec<f32>,
+    ) -> Result<Vec<(String, ChannelFactors)>, ModelError> {
+        let (c, hidden) = (self.config, self.config.hidden_size);
         let mut scaled = Vec::new();
         let mut add = |name: String, rows: Option<Vec<f32>>, columns: Option<Vec<f32>>| {
             scaled.push((name, ChannelFactors { rows, columns }));
         };
-        let (norm, of_norm) = if c.parallel_mlp {
-            (norm, of_norm)
-        } else {
-            let name = format!("{}.weight", NormNames::of(c).mlp);
-            let norm = self.norm(&name, hidden)?;
-            let readers: Vec<(String, usize)> = mlps
-                .iter()
-                .flat_map(|(mlp, width)| ["gate_proj", "up_proj"].map(|part| (format!("{mlp}.{part}"), *width)))
-                .collect();
-            let readers: Vec<(&str, usize)> = readers.iter().map(|(name, width)| (&name[..], *width)).collect();
-            let magnitudes = self.measured(Activations::MlpNorm).unwrap_or(&norm);
-            let of_norm = self.of_norm(magnitudes, &readers, hidden)?;
-            add(self.name(&name), Some(inverse(&of_norm)), None);
-            (norm, of_norm)
-        };
-        if c.experts_of(self.layer).is_some() {
-            for router in ["mlp.gate.weight", "mlp.shared_expert_gate.weight"] {
-                add(self.name(router), None, Some(of_norm.clone()));
-            }
-        }
         for (mlp, width) in mlps {
             let name = |rest: &str| self.name(&format!("{mlp}.{rest}"));
             add(name("gate_proj.weight"), None, Some(of_norm.clone()));

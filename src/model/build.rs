@@ -8,17 +8,33 @@ use crate::model::config::Config;
 use crate::model::error::ModelError;
 use crate::model::kv_layout::{KvLayout, LayerKv};
 use crate::model::tensors::{
-    AttentionTensors, LayerTensors, LinearTensors, MixerTensors, MlpTensors, ModelTensors, RecurrentTensors, TensorSpec,
+    AttentionTensors, ExpertTensors, LayerTensors, LinearTensors, MixerTensors, MlpTensors, ModelTensors,
+    RecurrentTensors, TensorSpec,
 };
 use crate::model::weights::{RandomWeights, StoredTensor, WeightSource};
 
 /// A model's weights on a device.
 pub(super) struct ModelWeights<D: Device> {
     pub embedding: D::Matrix,
+    pub inputs: Option<AllInputsWeights<D>>,
     /// The output head. `None`: the embedding table serves as the head.
     pub head: Option<D::Matrix>,
     pub norm: D::Norm,
     pub layers: Vec<LayerWeights<D>>,
+}
+
+/// The weights of the inputs of all layers on a device.
+pub(super) struct AllInputsWeights<D: Device> {
+    pub table: D::Matrix,
+    pub projection: Linear<D::Matrix, D::Vector>,
+    pub norm: D::Norm,
+}
+
+/// The weights of what a layer makes of its own inputs.
+pub(super) struct InputWeights<D: Device> {
+    pub gate: Linear<D::Matrix, D::Vector>,
+    pub projection: Linear<D::Matrix, D::Vector>,
+    pub post_norm: D::Norm,
 }
 
 /// One layer's weights on a device.
@@ -31,6 +47,9 @@ pub(super) struct LayerWeights<D: Device> {
     pub mlp_norm: Option<D::Norm>,
     pub mlp: MlpWeights<D>,
     pub post_mlp_norm: Option<D::Norm>,
+    pub input: Option<InputWeights<D>>,
+    /// Factor of the layer's output.
+    pub scale: f32,
 }
 
 /// What mixes a layer's tokens, and its place in the memory of sequences.
@@ -49,7 +68,7 @@ pub(super) struct AttentionWeights<D: Device> {
     pub kv: LayerKv,
     pub qkv: Linear<D::Matrix, D::Vector>,
     pub gate: Option<Linear<D::Matrix, D::Vector>>,
-    pub qk_norm: Option<(D::Norm, D::Norm)>,
+    pub qk_norm: Option<(D::Norm, Option<D::Norm>)>,
     pub sinks: Option<D::Vector>,
 }
 
@@ -58,18 +77,19 @@ impl<D: Device> AttentionWeights<D> {
     pub(super) fn operations(&self, config: &Config, index: usize) -> (RopeStore<'_, D::Norm>, Attention) {
         let qk_norm = self.qk_norm.as_ref().map(|(q, k)| QkNorm {
             q,
-            k,
+            k: k.as_ref(),
             eps: config.norm_eps,
         });
         let store = RopeStore {
-            heads: config.heads,
+            place: self.kv.place,
             qk_norm,
+            value_norm: config.value_norm.then_some(config.norm_eps),
             rope: config.rope_of(index),
-            table: self.kv.table,
+            stores: config.has_kv(index),
         };
         let attention = Attention {
             spec: self.spec,
-            table: self.kv.table,
+            place: self.kv.place,
             scale: config.attention_scale,
             soft_cap: config.attention_soft_cap,
         };
@@ -84,6 +104,17 @@ pub(super) enum MlpWeights<D: Device> {
         down: Linear<D::Matrix, D::Vector>,
     },
     Experts(ExpertWeights<D::Matrix, D::Vector>),
+    Both(Box<BothWeights<D>>),
+}
+
+/// The weights of an MLP and of experts beside it.
+pub(super) struct BothWeights<D: Device> {
+    pub gate_up: Linear<D::Matrix, D::Vector>,
+    pub down: Linear<D::Matrix, D::Vector>,
+    pub experts: ExpertWeights<D::Matrix, D::Vector>,
+    pub router_norm: D::Norm,
+    pub expert_norm: D::Norm,
+    pub post_norms: [D::Norm; 2],
 }
 
 /// Linear operations of a layer's experts.
@@ -109,8 +140,16 @@ impl<D: Device> Builder<'_, D> {
             .collect::<Result<_, _>>()?;
         Ok(ModelWeights {
             embedding,
+            inputs: match &tensors.inputs {
+                Some(inputs) => Some(AllInputsWeights {
+                    table: self.table(&inputs.table)?,
+                    projection: self.linear(&inputs.projection)?,
+                    norm: self.norm(&inputs.norm)?,
+                }),
+                None => None,
+            },
             layers,
-            norm: self.output_norm(&tensors.norm)?,
+            norm: self.scaled_norm(&tensors.norm, self.config.logit_scale)?,
             head: tensors.head.as_ref().map(|head| self.table(head)).transpose()?,
         })
     }
@@ -131,11 +170,24 @@ impl<D: Device> Builder<'_, D> {
             mlp_norm: norm(&tensors.mlp_norm)?,
             mlp: self.mlp(&tensors.mlp)?,
             post_mlp_norm: norm(&tensors.post_mlp_norm)?,
+            input: match &tensors.input {
+                Some(input) => Some(InputWeights {
+                    gate: self.linear(&input.gate)?,
+                    projection: self.linear(&input.projection)?,
+                    post_norm: self.norm(&input.post_norm)?,
+                }),
+                None => None,
+            },
+            scale: match &tensors.scale {
+                Some(scale) => self.number(scale)?,
+                None => 1.0,
+            },
         })
     }
 
     fn attention(&self, index: usize, tensors: &AttentionTensors) -> Result<AttentionWeights<D>, ModelError> {
-        let before = (0..index).filter(|layer| !self.config.is_recurrent(*layer)).count();
+        let source = self.config.kv_sources[index].unwrap_or(index);
+        let before = (0..source).filter(|layer| self.config.has_kv(*layer)).count();
         Ok(AttentionWeights {
             spec: self.config.layers[index],
             kv: self.layout.layers[before],
@@ -145,7 +197,7 @@ impl<D: Device> Builder<'_, D> {
                 None => None,
             },
             qk_norm: match &tensors.qk_norm {
-                Some((q, k)) => Some((self.norm(q)?, self.norm(k)?)),
+                Some((q, k)) => Some((self.norm(q)?, k.as_ref().map(|k| self.norm(k)).transpose()?)),
                 None => None,
             },
             sinks: match &tensors.sinks {
@@ -177,28 +229,60 @@ impl<D: Device> Builder<'_, D> {
                 gate_up: gate_up(&mlp.gate_up)?,
                 down: self.linear(&mlp.down)?,
             },
-            MlpTensors::Experts(tensors) => MlpWeights::Experts(ExpertWeights {
-                routing: tensors.routing,
-                router: Linear {
-                    weight: self.uploaded(&tensors.router.weights, |views| self.device.router_matrix(views))?,
-                    bias: self.bias(&tensors.router)?,
-                },
-                correction: match &tensors.correction {
-                    Some(correction) => Some(self.f32_vector(correction)?),
-                    None => None,
-                },
-                gate_up: self.expert_linears(tensors.experts.iter().map(|mlp| &mlp.gate_up), gate_up)?,
-                down: self.expert_linears(tensors.experts.iter().map(|mlp| &mlp.down), |down| self.linear(down))?,
-                shared: match &tensors.shared {
-                    Some(shared) => Some(SharedExpert {
-                        gate_up: gate_up(&shared.gate_up)?,
-                        down: self.linear(&shared.down)?,
-                        is_weighted: tensors.router.weights.len() > 1,
-                    }),
-                    None => None,
-                },
-            }),
+            MlpTensors::Experts(tensors) => MlpWeights::Experts(self.experts(tensors, None)?),
+            MlpTensors::Both(both) => {
+                let [of_plain, of_experts] = &both.post_norms;
+                let root = (self.config.hidden_size as f32).sqrt();
+                MlpWeights::Both(Box::new(BothWeights {
+                    gate_up: gate_up(&both.plain.gate_up)?,
+                    down: self.linear(&both.plain.down)?,
+                    experts: self.experts(&both.experts, Some(&both.scales))?,
+                    router_norm: self.scaled_norm(&both.router_norm, 1.0 / root)?,
+                    expert_norm: self.norm(&both.expert_norm)?,
+                    post_norms: [self.norm(of_plain)?, self.norm(of_experts)?],
+                }))
+            }
         })
+    }
+
+    fn experts(
+        &self,
+        tensors: &ExpertTensors,
+        scales: Option<&TensorSpec>,
+    ) -> Result<ExpertWeights<D::Matrix, D::Vector>, ModelError> {
+        let gate_up = |tensors: &LinearTensors| self.linear_with(tensors, |views| self.device.gated_matrix(views));
+        let f32_vector = |tensor: Option<&TensorSpec>| tensor.map(|tensor| self.f32_vector(tensor)).transpose();
+        Ok(ExpertWeights {
+            routing: tensors.routing,
+            router: Linear {
+                weight: self.uploaded(&tensors.router.weights, |views| self.device.router_matrix(views))?,
+                bias: self.bias(&tensors.router)?,
+            },
+            correction: f32_vector(tensors.correction.as_ref())?,
+            scales: f32_vector(scales)?,
+            gate_up: self.expert_linears(tensors.experts.iter().map(|mlp| &mlp.gate_up), gate_up)?,
+            down: self.expert_linears(tensors.experts.iter().map(|mlp| &mlp.down), |down| self.linear(down))?,
+            shared: match &tensors.shared {
+                Some(shared) => Some(SharedExpert {
+                    gate_up: gate_up(&shared.gate_up)?,
+                    down: self.linear(&shared.down)?,
+                    is_weighted: tensors.router.weights.len() > 1,
+                }),
+                None => None,
+            },
+        })
+    }
+
+    /// A number that the checkpoint stores as a vector of one.
+    fn number(&self, tensor: &TensorSpec) -> Result<f32, ModelError> {
+        let stored = self.source.tensor(&tensor.name, tensor.rows, tensor.columns)?;
+        let mut number = [0.0];
+        stored.view().read_row(0, &mut number);
+        if !number[0].is_finite() {
+            let what = format!("tensor `{}` holds {}, which is not finite", tensor.name, number[0]);
+            return Err(ModelError::broken(self.source.path_of(&tensor.name), what));
+        }
+        Ok(number[0])
     }
 
     fn f32_vector(&self, tensor: &TensorSpec) -> Result<D::Vector, ModelError> {
@@ -290,16 +374,13 @@ impl<D: Device> Builder<'_, D> {
         self.device.vector(&views).map_err(|e| self.tensor_error(parts, e))
     }
 
-    /// The norm before the output head, times the factor of the logits: a norm's weights are F32, so
-    /// the factor costs no rounding of the head.
-    fn output_norm(&self, tensor: &TensorSpec) -> Result<D::Norm, ModelError> {
+    /// A norm times a factor: the factor of the logits in the norm before the output head, or that of
+    /// what a router reads. A norm's weights are F32, so the factor costs no rounding of a matrix.
+    fn scaled_norm(&self, tensor: &TensorSpec, factor: f32) -> Result<D::Norm, ModelError> {
         let stored = self.source.tensor(&tensor.name, tensor.rows, tensor.columns)?;
         let mut weights = vec![0.0; tensor.columns];
         stored.view().read_row(0, &mut weights);
-        let scaled: Vec<u8> = weights
-            .iter()
-            .flat_map(|w| (w * self.config.logit_scale).to_le_bytes())
-            .collect();
+        let scaled: Vec<u8> = weights.iter().flat_map(|w| (w * factor).to_le_bytes()).collect();
         let view = Tensor {
             dtype: Dtype::F32,
             rows: 1,

@@ -178,14 +178,14 @@ impl ActivationMaxima {
         let bytes = read_limited(path, FILE_BYTES_MAX)?;
         let broken = |what: String| ModelError::broken(path, what);
         let file = SafeTensors::deserialize(&bytes).map_err(|e| broken(e.to_string()))?;
-        let widths = [
-            config.hidden_size,
-            config.heads.heads * config.heads.head_dim,
-            config.hidden_size,
-            config.intermediate_size,
-        ];
         let mut layers = vec![LayerMaxima::default(); config.layers.len()];
         for (number, layer) in layers.iter_mut().enumerate() {
+            let widths = [
+                config.hidden_size,
+                config.heads_of(number).q_width(),
+                config.hidden_size,
+                config.mlp_width(number),
+            ];
             for ((values, (_, kind)), width) in layer.by_kind.iter_mut().zip(KINDS).zip(widths) {
                 let name = format!("layers.{number}.{kind}");
                 let tensor = file

@@ -12,6 +12,8 @@
 //! - ERNIE says `mlp.moe_statics` and MiniMax `block_sparse_moe` for what holds the router's correction.
 //! - transformers 5 may store all experts of a layer in two tensors: `mlp.experts.gate_up_proj`,
 //!   `[experts][gate rows, then up rows][hidden]`, and `mlp.experts.down_proj`.
+//! - Gemma 4 has them as `experts.gate_up_proj` and `experts.down_proj` beside an MLP, and says
+//!   `router.proj` for the router.
 //! - gpt-oss says `router`, and stores experts in [other forms](super::expert_forms).
 //!
 //! See docs/decisions/088-family-differences-end-where-weights-are-read.md.
@@ -30,6 +32,7 @@ pub(super) fn general_name(name: &str) -> Option<String> {
         (".mlp.shared_expert.", ".mlp.shared_experts."),
         (".mlp.moe_statics.", ".mlp.gate."),
         (".mlp.gate.moe_statics.", ".mlp.gate."),
+        (".router.proj.", ".mlp.gate."),
     ] {
         if let Some((layer, part)) = name.split_once(theirs) {
             return Some(format!("{layer}{ours}{part}"));
@@ -56,13 +59,16 @@ const GATE_UP: &[&str] = &["gate_proj", "up_proj"];
 const DOWN: &[&str] = &["down_proj"];
 
 /// Names of tensors that hold several matrices, one below the other, and the names of these.
-const STACKED: [(&str, &[&str]); 6] = [
+const STACKED: [(&str, &[&str]); 8] = [
     (".mlp.experts.gate_up_proj", GATE_UP),
     (".mlp.experts.down_proj", DOWN),
     (".block_sparse_moe.experts.gate_up_proj", GATE_UP),
     (".block_sparse_moe.experts.down_proj", DOWN),
     (".block_sparse_moe.input_linear.weight", GATE_UP),
     (".block_sparse_moe.output_linear.weight", DOWN),
+    // Behind the others, whose names end so, too.
+    (".experts.gate_up_proj", GATE_UP),
+    (".experts.down_proj", DOWN),
 ];
 const SHARED_GATE_UP: &str = ".shared_mlp.input_linear.weight";
 const SHARED_DOWN: &str = ".shared_mlp.output_linear.weight";
@@ -171,6 +177,11 @@ mod tests {
             ("model.layers.3.block_sparse_moe.experts.7.w4.weight", None),
             ("model.layers.3.block_sparse_moe.experts.7.w1.bias", None),
             ("model.layers.3.mlp.gate.weight", None),
+            (
+                "model.layers.3.router.proj.weight",
+                Some("model.layers.3.mlp.gate.weight"),
+            ),
+            ("model.layers.3.router.scale", None),
             ("model.layers.3.mlp.router.bias", Some("model.layers.3.mlp.gate.bias")),
             (
                 "model.layers.3.block_sparse_moe.router.layer.weight",

@@ -1,25 +1,29 @@
 //! How a model's layers share KV blocks.
 //!
-//! Layers of one kind (without a window, or with windows of one size) keep the same positions. They
-//! are divided into groups of a fixed number of layers, the last of them perhaps with fewer. Each
-//! group has a block table of its own, and a block holds one layer's keys and values for each layer
-//! of a group. Blocks of all groups are thus equally large, and one pool serves all of them. In
-//! memory, a block's layers lie in as many device pools, and layer `i` of each group uses pool `i`.
+//! Layers of one kind (without a window, or with windows of one size, and with heads of one shape)
+//! keep the same positions. They are divided into groups of a fixed number of layers, the last of
+//! them perhaps with fewer. Each group has a block table of its own, and a block holds one layer's
+//! keys and values for each layer of a group. Blocks of all groups are thus equally large, and one
+//! pool serves all of them. In memory, a block's layers lie in as many device pools, and layer `i` of
+//! each group uses pool `i`.
+//!
+//! Where heads differ, the keys and values of some layers are larger than those of others. A device
+//! pool has room for the largest, and as many smaller layers of a group as fit share it.
 //!
 //! See docs/decisions/099-layers-with-windows-keep-a-windows-blocks.md.
 
-use crate::device::KvSpec;
 use crate::device::batch::StepBatch;
+use crate::device::{HeadShape, KvPlace, KvShape, KvSpec};
 
 /// Maximum number of block tables, unless there are more kinds of layers: each costs a little time
 /// per block and memory per step.
 const TABLES_MAX: usize = 16;
 
-/// A layer's block table, and the device pool with its part of each block.
+/// The device pool with a layer's part of each block, and the layer's place in it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct LayerKv {
-    pub table: usize,
     pub pool: usize,
+    pub place: KvPlace,
 }
 
 /// The groups of a model's layers.
@@ -27,8 +31,10 @@ pub(super) struct LayerKv {
 pub(super) struct KvLayout {
     /// The kind of each block table's layers.
     pub tables: Vec<KvSpec>,
-    /// Number of device pools: layers per block.
+    /// Number of device pools: the largest layers per block.
     pub pools: usize,
+    /// The shapes that layers have in each device pool.
+    pub shapes: Vec<KvShape>,
     /// One entry per layer that has keys and values.
     pub layers: Vec<LayerKv>,
 }
@@ -36,41 +42,66 @@ pub(super) struct KvLayout {
 impl KvLayout {
     /// The layout that leaves the fewest parts of blocks unused, and among these the one with the
     /// fewest tables.
-    pub(super) fn new(layers: &[KvSpec]) -> KvLayout {
-        let mut kinds: Vec<(KvSpec, usize)> = Vec::new();
+    pub(super) fn new(layers: &[(KvSpec, HeadShape)]) -> KvLayout {
+        let mut shapes: Vec<KvShape> = Vec::new();
+        for (_, heads) in layers {
+            if shapes.iter().all(|shape| shape.heads != *heads) {
+                shapes.push(KvShape {
+                    heads: *heads,
+                    layers: 1,
+                });
+            }
+        }
+        let numbers = |heads: HeadShape| heads.kv_heads * heads.head_dim;
+        let largest = shapes.iter().map(|shape| numbers(shape.heads)).max().unwrap_or(0);
+        for shape in &mut shapes {
+            shape.layers = largest / numbers(shape.heads);
+        }
+        let per_pool = |heads: HeadShape| {
+            let shape = shapes.iter().find(|shape| shape.heads == heads);
+            shape.map_or(1, |shape| shape.layers)
+        };
+        let mut kinds: Vec<((KvSpec, HeadShape), usize)> = Vec::new();
         for layer in layers {
             match kinds.iter_mut().find(|(kind, _)| kind == layer) {
                 Some((_, count)) => *count += 1,
                 None => kinds.push((*layer, 1)),
             }
         }
-        let tables_with = |pools: usize| kinds.iter().map(|(_, count)| count.div_ceil(pools)).sum::<usize>();
-        let most = kinds.iter().map(|(_, count)| *count).max().unwrap_or(1);
+        let tables_with = |pools: usize| {
+            let of_kind = |((_, heads), count): &((KvSpec, HeadShape), usize)| count.div_ceil(pools * per_pool(*heads));
+            kinds.iter().map(of_kind).sum::<usize>()
+        };
+        let most = kinds.iter().map(|((_, heads), count)| count.div_ceil(per_pool(*heads)));
+        let most = most.max().unwrap_or(1);
         let pools = (1..=most)
             .filter(|pools| *pools == most || tables_with(*pools) <= TABLES_MAX)
             .min_by_key(|pools| (tables_with(*pools) * pools, tables_with(*pools)))
             .unwrap_or(most);
-        let mut layout = KvLayout {
-            tables: Vec::new(),
-            pools,
-            layers: vec![LayerKv { table: 0, pool: 0 }; layers.len()],
-        };
-        for (kind, count) in kinds {
-            let first = layout.tables.len();
-            layout.tables.extend(vec![kind; count.div_ceil(pools)]);
-            let of_kind = layout
-                .layers
-                .iter_mut()
-                .zip(layers)
-                .filter(|(_, layer)| **layer == kind);
+        let (mut tables, mut places) = (Vec::new(), vec![None; layers.len()]);
+        for (kind, count) in &kinds {
+            let (spec, heads) = *kind;
+            let group = pools * per_pool(heads);
+            let first = tables.len();
+            tables.extend(vec![spec; count.div_ceil(group)]);
+            let of_kind = places.iter_mut().zip(layers).filter(|(_, layer)| *layer == kind);
             for (i, (place, _)) in of_kind.enumerate() {
-                *place = LayerKv {
-                    table: first + i / pools,
+                *place = Some(LayerKv {
                     pool: i % pools,
-                };
+                    place: KvPlace {
+                        heads,
+                        table: first + i / group,
+                        part: i % group / pools,
+                    },
+                });
             }
         }
-        layout
+        KvLayout {
+            tables,
+            pools,
+            shapes,
+            layers: places.into_iter().flatten().collect(),
+        }
     }
 
     /// Checks that a batch's block tables have the blocks that its tokens need, all below
@@ -104,27 +135,52 @@ impl KvLayout {
 mod tests {
     use super::*;
 
+    fn heads(kv_heads: usize, head_dim: usize) -> HeadShape {
+        HeadShape {
+            heads: kv_heads,
+            kv_heads,
+            head_dim,
+        }
+    }
+
+    /// Layers of these kinds with heads of one shape.
+    fn alike(kinds: &[KvSpec]) -> Vec<(KvSpec, HeadShape)> {
+        kinds.iter().map(|kind| (*kind, heads(2, 8))).collect()
+    }
+
     /// Layers as in Gemma 3: every `period`-th has no window.
-    fn alternating(count: usize, period: usize) -> Vec<KvSpec> {
+    fn alternating(count: usize, period: usize) -> Vec<(KvSpec, HeadShape)> {
+        differing(count, period, [heads(2, 8); 2])
+    }
+
+    /// Layers as in Gemma 4: those without windows have other heads.
+    fn differing(count: usize, period: usize, [window, full]: [HeadShape; 2]) -> Vec<(KvSpec, HeadShape)> {
         let kind = |layer: usize| {
             if (layer + 1).is_multiple_of(period) {
-                KvSpec::Full
+                (KvSpec::Full, full)
             } else {
-                KvSpec::Window(1024)
+                (KvSpec::Window(1024), window)
             }
         };
         (0..count).map(kind).collect()
     }
 
     /// Pools, tables without and with a window, and parts of blocks that no layer uses.
-    fn summary(layers: &[KvSpec]) -> (usize, usize, usize, usize) {
+    fn summary(layers: &[(KvSpec, HeadShape)]) -> (usize, usize, usize, usize) {
         let layout = KvLayout::new(layers);
         let mut used = vec![0; layout.pools * layout.tables.len()];
-        for (place, layer) in layout.layers.iter().zip(layers) {
-            assert_eq!(layout.tables[place.table], *layer);
-            used[place.table * layout.pools + place.pool] += 1;
+        let mut taken = std::collections::HashSet::new();
+        for (at, (spec, heads)) in layout.layers.iter().zip(layers) {
+            let place = at.place;
+            assert_eq!((layout.tables[place.table], place.heads), (*spec, *heads));
+            assert!(
+                taken.insert((at.pool, place.table, place.part)),
+                "two layers in one place"
+            );
+            let shape = layout.shapes.iter().find(|shape| shape.heads == *heads).unwrap();
+            assert!(place.part < shape.layers && at.pool < layout.pools);
+            used[place.table * layout.pools + at.pool] += 1;
         }
-        assert!(used.iter().all(|count| *count <= 1), "two layers in one place");
         let full = layout.tables.iter().filter(|table| **table == KvSpec::Full).count();
         let unused = used.iter().filter(|count| **count == 0).count();
         (layout.pools, full, layout.tables.len() - full, unused)
@@ -132,8 +188,8 @@ mod tests {
 
     #[test]
     fn layers_of_one_kind_have_one_table() {
-        assert_eq!(summary(&[KvSpec::Full; 80]), (80, 1, 0, 0));
-        assert_eq!(summary(&[KvSpec::Window(4096); 32]), (32, 0, 1, 0));
+        assert_eq!(summary(&alike(&[KvSpec::Full; 80])), (80, 1, 0, 0));
+        assert_eq!(summary(&alike(&[KvSpec::Window(4096); 32])), (32, 0, 1, 0));
         assert_eq!(KvLayout::new(&[]).tables, []);
     }
 
@@ -154,8 +210,29 @@ mod tests {
     }
 
     #[test]
+    fn smaller_layers_share_the_room_of_a_larger_one() {
+        let parts = |[window, full]: [HeadShape; 2]| {
+            let layout = KvLayout::new(&differing(6, 6, [window, full]));
+            let layers = |heads| layout.shapes.iter().find(|shape| shape.heads == heads).unwrap().layers;
+            (layers(window), layers(full))
+        };
+        // Gemma 4 31B and 26B-A4B: a layer without a window is half as large.
+        let (dense, experts) = ([heads(16, 256), heads(4, 512)], [heads(8, 256), heads(2, 512)]);
+        assert_eq!((parts(dense), parts(experts)), ((1, 2), (1, 2)));
+        assert_eq!(summary(&differing(60, 6, dense)), (5, 1, 10, 0));
+        assert_eq!(summary(&differing(30, 6, experts)), (5, 1, 5, 0));
+        // As in E2B, a layer with a window may be half as large.
+        let small = [heads(2, 256), heads(2, 512)];
+        assert_eq!(parts(small), (2, 1));
+        assert_eq!(summary(&differing(24, 6, small)), (2, 2, 5, 0));
+        // Neither fits twice.
+        let odd = [heads(2, 24), heads(1, 32)];
+        assert_eq!((parts(odd), summary(&differing(4, 2, odd))), ((1, 1), (2, 1, 1, 0)));
+    }
+
+    #[test]
     fn blocks_that_a_step_needs_are_checked() {
-        let layout = KvLayout::new(&[KvSpec::Full, KvSpec::Window(17)]);
+        let layout = KvLayout::new(&alike(&[KvSpec::Full, KvSpec::Window(17)]));
         // One token at position 64: its window begins at position 48, block 3 of 16 tokens.
         let with = |change: &dyn Fn(&mut StepBatch)| {
             let mut batch = StepBatch::default();

@@ -74,7 +74,8 @@ pub(super) fn allocate_states<D: Device>(
 
 /// Bytes per block.
 fn block_bytes<D: Device>(device: &D, config: &Config) -> u64 {
-    (device.kv_block_bytes(config.heads) * KvLayout::new(&config.attention_layers()).pools) as u64
+    let layout = KvLayout::new(&config.attention_layers());
+    (device.kv_block_bytes(&layout.shapes) * layout.pools) as u64
 }
 
 /// The number of blocks with which a model is loaded: those of the budget, or those of the trial
@@ -123,8 +124,9 @@ fn check_blocks<D: Device>(device: &D, config: &Config, blocks: u32) -> Result<u
 
 /// Allocates the device pools of `blocks` blocks.
 pub(super) fn allocate<D: Device>(device: &D, config: &Config, blocks: u32) -> Result<Vec<D::KvPool>, DeviceError> {
-    let pool = |_| device.kv_pool(config.heads, blocks as usize);
-    (0..KvLayout::new(&config.attention_layers()).pools).map(pool).collect()
+    let layout = KvLayout::new(&config.attention_layers());
+    let pool = |_| device.kv_pool(&layout.shapes, blocks as usize);
+    (0..layout.pools).map(pool).collect()
 }
 
 /// A step of `tokens` tokens, in sequences as long as `context` allows, with logits for `sequences`

@@ -42,6 +42,12 @@ pub enum Scaling {
     },
     Yarn(Yarn),
     LongRope(LongRope),
+    /// Only the fastest pairs turn, a share of all; the frequencies are those of a head in which all
+    /// do, divided by `factor` (Gemma 4).
+    Proportional {
+        share: f64,
+        factor: f64,
+    },
 }
 
 /// LongRoPE (Ding et al. 2024): the frequency of each pair is divided by a factor of its own. There
@@ -153,6 +159,11 @@ impl Rope {
                     scaled.map(|(factor, period)| 1.0 / (factor * period)).collect(),
                     long.attention_factor as f32,
                 )
+            }
+            Scaling::Proportional { share, factor } => {
+                let pairs = (share * rotary_dims as f64 / 2.0) as usize;
+                let turning = plain(self.theta).into_iter().take(pairs);
+                (turning.map(|f| f / *factor as f32).collect(), 1.0)
             }
         };
         inverse_frequencies.resize(head_dim / 2, 0.0);

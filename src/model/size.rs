@@ -47,7 +47,8 @@ impl Place {
 /// Number of a model's values, by their use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ModelSize {
-    /// Values of the embedding table and, if it is separate, of the output head.
+    /// Values of the embedding table, of that of layers' inputs and, if it is separate, of the output
+    /// head.
     pub tables: u64,
     /// Values of the linear layers' matrices.
     pub linear: u64,
@@ -66,8 +67,9 @@ impl ModelSize {
             .iter_mut()
             .for_each(|experts| experts.form = ExpertForm::Matrices);
         let tensors = ModelTensors::of(&config);
-        let is_table =
-            |tensor: &TensorSpec| *tensor == tensors.embedding || tensors.head.as_ref().is_some_and(|h| h == tensor);
+        let inputs = tensors.inputs.as_ref().map(|inputs| &inputs.table);
+        let tables = [Some(&tensors.embedding), tensors.head.as_ref(), inputs];
+        let is_table = |tensor: &TensorSpec| tables.contains(&Some(tensor));
         let mut size = ModelSize {
             tables: 0,
             linear: 0,
@@ -126,13 +128,13 @@ impl ModelSize {
 /// windows keep those of the last window, and of its states in recurrent layers. `None`: the device
 /// keeps none in this format.
 pub fn kv_bytes(config: &Config, place: Place, format: KvFormat, tokens: u32) -> Option<u64> {
+    let layout = KvLayout::new(&config.attention_layers());
     let block_bytes = match place {
         Place::Cpu if format == KvFormat::Fp8 => return None,
-        Place::Cpu => cpu::kv_block_bytes(config.heads, format),
-        Place::Gpu => cuda::kv_block_bytes(config.heads, format)?,
+        Place::Cpu => cpu::kv_block_bytes(&layout.shapes, format),
+        Place::Gpu => cuda::kv_block_bytes(&layout.shapes, format)?,
     };
     let block_tokens = place.block_tokens();
-    let layout = KvLayout::new(&config.attention_layers());
     let held = |kind: &KvSpec| {
         let first = kind.first_needed(tokens.saturating_sub(1)) / block_tokens;
         u64::from(tokens.div_ceil(block_tokens) - first)

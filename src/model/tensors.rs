@@ -3,9 +3,18 @@
 //!
 //! See docs/decisions/087-tensors-stand-in-one-list.md.
 
-use crate::device::{RecurrentKind, RecurrentShape, Routing};
-use crate::model::config::{Config, Experts, Family, Recurrent};
+use crate::device::Routing;
+use crate::model::config::{Config, Experts, Family};
 use crate::model::expert_forms;
+
+mod beside;
+mod inputs;
+mod recurrent;
+
+pub(super) use beside::{BothTensors, EXPERT_NORM};
+pub(super) use inputs::{AllInputsTensors, InputTensors};
+pub(super) use recurrent::{RecurrentTensors, recurrent_input};
+use recurrent::{recurrent_name, recurrent_parts};
 
 /// Name of the output head, if it is separate from the embedding table.
 pub(super) const OUTPUT_HEAD: &str = "lm_head.weight";
@@ -64,10 +73,16 @@ impl LinearTensors {
         }
     }
 
-    /// The tensors that the checkpoint stores.
+    /// The tensors that the checkpoint stores. One that is read twice in a row is stored once.
     fn stored(&self) -> impl Iterator<Item = &TensorSpec> {
-        let weights = self.stored_instead.as_ref().unwrap_or(&self.weights);
-        weights.iter().chain(&self.biases)
+        fn once(list: &[TensorSpec]) -> impl Iterator<Item = &TensorSpec> {
+            let firsts = list
+                .iter()
+                .enumerate()
+                .filter(|(i, spec)| *i == 0 || list[i - 1] != **spec);
+            firsts.map(|(_, spec)| spec)
+        }
+        once(self.stored_instead.as_ref().unwrap_or(&self.weights)).chain(once(&self.biases))
     }
 
     /// The same, of which the checkpoint stores the weights as `parts` of the layer, each with its
@@ -97,8 +112,6 @@ const FUSED_QKV: &str = "self_attn.qkv_proj.weight";
 const FUSED_GATE_UP: &str = "mlp.gate_up_proj.weight";
 /// In models whose attention has gates, the projection of queries and gates.
 const QUERY: &str = "self_attn.q_proj.weight";
-const RECURRENT_QKVZ: &str = "linear_attn.in_proj_qkvz.weight";
-const RECURRENT_BA: &str = "linear_attn.in_proj_ba.weight";
 
 /// The parts of the model's fused tensors.
 pub(super) fn fused_parts(c: &Config) -> Vec<FusedPart> {
@@ -143,33 +156,6 @@ pub(super) fn fused_parts(c: &Config) -> Vec<FusedPart> {
     qkv.chain(gate_up).map(part).chain(gates).chain(recurrent).collect()
 }
 
-/// The parts of a recurrent layer's fused tensors: for each key head its query and key, and the
-/// values and gates of its value heads.
-fn recurrent_parts(shape: RecurrentShape) -> Vec<FusedPart> {
-    let heads = shape.value_heads / shape.key_heads;
-    let (key, value) = (shape.key_dim, heads * shape.value_dim);
-    let part = |name, stored, sizes: &[usize], index: usize| FusedPart {
-        name,
-        stored,
-        stored_rows: sizes.iter().sum::<usize>() * shape.key_heads,
-        first_row: sizes[..index].iter().sum(),
-        run: sizes[index],
-        stride: sizes.iter().sum(),
-    };
-    let qkvz = [
-        "linear_attn.in_proj_q.weight",
-        "linear_attn.in_proj_k.weight",
-        "linear_attn.in_proj_v.weight",
-        "linear_attn.in_proj_z.weight",
-    ];
-    let qkvz = qkvz.into_iter().enumerate();
-    let ba = ["linear_attn.in_proj_b.weight", "linear_attn.in_proj_a.weight"];
-    let ba = ba.into_iter().enumerate();
-    let qkvz = qkvz.map(|(index, name)| part(name, RECURRENT_QKVZ, &[key, key, value, value], index));
-    qkvz.chain(ba.map(|(index, name)| part(name, RECURRENT_BA, &[heads, heads], index)))
-        .collect()
-}
-
 /// One layer's tensors.
 #[derive(Debug)]
 pub(super) struct LayerTensors {
@@ -180,6 +166,9 @@ pub(super) struct LayerTensors {
     pub mlp_norm: Option<TensorSpec>,
     pub mlp: MlpTensors,
     pub post_mlp_norm: Option<TensorSpec>,
+    pub input: Option<InputTensors>,
+    /// The factor of the layer's output.
+    pub scale: Option<TensorSpec>,
 }
 
 /// Tensors of what mixes a layer's tokens, without the projection of its output.
@@ -194,35 +183,26 @@ pub(super) enum MixerTensors {
 pub(super) struct AttentionTensors {
     pub qkv: LinearTensors,
     pub gate: Option<LinearTensors>,
-    pub qk_norm: Option<(TensorSpec, TensorSpec)>,
+    /// The norm of queries and, in a layer that has keys, that of keys.
+    pub qk_norm: Option<(TensorSpec, Option<TensorSpec>)>,
     pub sinks: Option<TensorSpec>,
-}
-
-/// Tensors of a recurrent layer.
-#[derive(Debug)]
-pub(super) struct RecurrentTensors {
-    pub shape: RecurrentShape,
-    pub norm_eps: f32,
-    pub input: LinearTensors,
-    pub conv: TensorSpec,
-    pub conv_bias: Option<TensorSpec>,
-    pub decay: TensorSpec,
-    pub decay_bias: TensorSpec,
-    pub skip: Option<TensorSpec>,
-    pub norm: TensorSpec,
 }
 
 impl AttentionTensors {
     fn of(c: &Config, layer: usize) -> AttentionTensors {
-        let dim = c.heads.head_dim;
-        let (q, kv, hidden) = (c.heads.heads * dim, c.heads.kv_heads * dim, c.hidden_size);
+        let heads = c.heads_of(layer);
+        let dim = heads.head_dim;
+        let (q, kv, hidden) = (heads.q_width(), heads.kv_heads * dim, c.hidden_size);
+        let values = if c.values_are_keys(layer) {
+            "self_attn.k_proj"
+        } else {
+            "self_attn.v_proj"
+        };
         let vector = |rest: &str, width: usize| TensorSpec::vector(format!("model.layers.{layer}.{rest}"), width);
-        let parts = [
-            ("self_attn.q_proj", q),
-            ("self_attn.k_proj", kv),
-            ("self_attn.v_proj", kv),
-        ];
-        let mut qkv = LinearTensors::of(layer, &parts, hidden, c.qkv_bias);
+        let parts = [("self_attn.q_proj", q), ("self_attn.k_proj", kv), (values, kv)];
+        let has_kv = c.has_kv(layer);
+        let parts = if has_kv { &parts[..] } else { &parts[..1] };
+        let mut qkv = LinearTensors::of(layer, parts, hidden, c.qkv_bias);
         if c.fused_qkv {
             qkv = qkv.stored_as(layer, &[(FUSED_QKV, q + 2 * kv)], hidden);
         }
@@ -245,93 +225,18 @@ impl AttentionTensors {
                 let (q, kv) = if c.joint_qk_norm { (q, kv) } else { (dim, dim) };
                 (
                     vector("self_attn.q_norm.weight", q),
-                    vector("self_attn.k_norm.weight", kv),
+                    has_kv.then(|| vector("self_attn.k_norm.weight", kv)),
                 )
             }),
-            sinks: c.attention_sinks.then(|| vector("self_attn.sinks", c.heads.heads)),
+            sinks: c.attention_sinks.then(|| vector("self_attn.sinks", heads.heads)),
         }
     }
 
     fn stored(&self) -> impl Iterator<Item = &TensorSpec> {
         let linear = self.gate.iter().chain([&self.qkv]).flat_map(LinearTensors::stored);
-        let qk_norms = self.qk_norm.iter().flat_map(|(q, k)| [q, k]);
+        let qk_norms = self.qk_norm.iter().flat_map(|(q, k)| std::iter::once(q).chain(k));
         qk_norms.chain(&self.sinks).chain(linear)
     }
-}
-
-impl RecurrentTensors {
-    fn of(c: &Config, layer: usize, recurrent: &Recurrent) -> RecurrentTensors {
-        let (shape, hidden) = (recurrent.shape, c.hidden_size);
-        let (key, value, heads) = (shape.key_width(), shape.value_width(), shape.value_heads);
-        let name = |rest: &str| format!("model.layers.{layer}.{}.{rest}", recurrent_name(shape.kind));
-        let parts = recurrent_input(recurrent);
-        let parts: Vec<(&str, usize)> = parts.iter().map(|(name, rows)| (&**name, *rows)).collect();
-        let mut input = LinearTensors::of(layer, &parts, hidden, false);
-        if recurrent.by_key_head {
-            let stored = [(RECURRENT_QKVZ, 2 * (key + value)), (RECURRENT_BA, 2 * heads)];
-            input = input.stored_as(layer, &stored, hidden);
-        }
-        RecurrentTensors {
-            shape,
-            norm_eps: recurrent.norm_eps,
-            input,
-            conv: TensorSpec::matrix(name("conv1d.weight"), shape.conv_channels(), shape.conv_width),
-            conv_bias: recurrent
-                .conv_bias
-                .then(|| TensorSpec::vector(name("conv1d.bias"), shape.conv_channels())),
-            decay: TensorSpec::vector(name("A_log"), heads),
-            decay_bias: TensorSpec::vector(name("dt_bias"), heads),
-            skip: (shape.kind == RecurrentKind::Mamba2).then(|| TensorSpec::vector(name("D"), heads)),
-            norm: TensorSpec::vector(
-                name("norm.weight"),
-                match shape.kind {
-                    RecurrentKind::DeltaNet => shape.value_dim,
-                    RecurrentKind::Mamba2 => value,
-                },
-            ),
-        }
-    }
-
-    fn stored(&self) -> impl Iterator<Item = &TensorSpec> {
-        let vectors = [&self.conv, &self.decay, &self.decay_bias, &self.norm];
-        self.input
-            .stored()
-            .chain(vectors)
-            .chain(&self.conv_bias)
-            .chain(&self.skip)
-    }
-}
-
-/// The name of a layer's tensors that belong to recurrence.
-fn recurrent_name(kind: RecurrentKind) -> &'static str {
-    match kind {
-        RecurrentKind::DeltaNet => "linear_attn",
-        RecurrentKind::Mamba2 => "mamba",
-    }
-}
-
-/// The projections that make the input of a recurrent layer, each with its rows.
-pub(super) fn recurrent_input(recurrent: &Recurrent) -> Vec<(&'static str, usize)> {
-    let shape = recurrent.shape;
-    if shape.kind == RecurrentKind::Mamba2 {
-        return vec![("mamba.in_proj", shape.input_width())];
-    }
-    let (key, value, heads) = (shape.key_width(), shape.value_width(), shape.value_heads);
-    let qkv = if recurrent.by_key_head {
-        vec![
-            ("linear_attn.in_proj_q", key),
-            ("linear_attn.in_proj_k", key),
-            ("linear_attn.in_proj_v", value),
-        ]
-    } else {
-        vec![("linear_attn.in_proj_qkv", shape.conv_channels())]
-    };
-    let rest = [
-        ("linear_attn.in_proj_z", value),
-        ("linear_attn.in_proj_b", heads),
-        ("linear_attn.in_proj_a", heads),
-    ];
-    qkv.into_iter().chain(rest).collect()
 }
 
 impl MixerTensors {
@@ -370,6 +275,7 @@ pub(super) struct GatedTensors {
 pub(super) enum MlpTensors {
     Plain(GatedTensors),
     Experts(Box<ExpertTensors>),
+    Both(Box<BothTensors>),
 }
 
 /// Tensors of a layer's experts.
@@ -442,23 +348,33 @@ impl GatedTensors {
 impl MlpTensors {
     fn of(c: &Config, layer: usize) -> MlpTensors {
         let Some(experts) = c.experts_of(layer) else {
-            let mut mlp = GatedTensors::of(c, layer, c.mlp_name(), c.intermediate_size);
-            let rows = 2 * c.intermediate_size;
+            let width = c.mlp_width(layer);
+            let mut mlp = GatedTensors::of(c, layer, c.mlp_name(), width);
+            let rows = 2 * width;
             if c.fused_gate_up {
                 mlp.gate_up = mlp.gate_up.stored_as(layer, &[(FUSED_GATE_UP, rows)], c.hidden_size);
             }
             return MlpTensors::Plain(mlp);
         };
+        if experts.beside_mlp {
+            return MlpTensors::Both(Box::new(BothTensors::of(c, layer, experts)));
+        }
         MlpTensors::Experts(Box::new(ExpertTensors::of(c, layer, experts)))
     }
 
     fn stored(&self) -> impl Iterator<Item = &TensorSpec> {
-        let (plain, experts) = match self {
-            MlpTensors::Plain(mlp) => (Some(mlp), None),
-            MlpTensors::Experts(experts) => (None, Some(experts)),
+        let (plain, experts, both) = match self {
+            MlpTensors::Plain(mlp) => (Some(mlp), None, None),
+            MlpTensors::Experts(experts) => (None, Some(experts), None),
+            MlpTensors::Both(both) => (None, None, Some(both)),
         };
         let experts = experts.into_iter().flat_map(|experts| experts.stored());
-        plain.into_iter().flat_map(GatedTensors::stored).chain(experts)
+        let both = both.into_iter().flat_map(|both| both.stored());
+        plain
+            .into_iter()
+            .flat_map(GatedTensors::stored)
+            .chain(experts)
+            .chain(both)
     }
 }
 
@@ -466,6 +382,7 @@ impl MlpTensors {
 #[derive(Debug)]
 pub(super) struct ModelTensors {
     pub embedding: TensorSpec,
+    pub inputs: Option<AllInputsTensors>,
     pub layers: Vec<LayerTensors>,
     pub norm: TensorSpec,
     /// `None`: the embedding table is the output head.
@@ -510,6 +427,7 @@ impl ModelTensors {
         let table = |name: &str| TensorSpec::matrix(name.to_owned(), c.vocab_size, c.hidden_size);
         ModelTensors {
             embedding: table("model.embed_tokens.weight"),
+            inputs: c.layer_inputs.map(|inputs| AllInputsTensors::of(c, inputs)),
             layers: (0..c.layers.len()).map(|layer| LayerTensors::of(c, layer)).collect(),
             norm: TensorSpec::vector("model.norm.weight".to_owned(), c.hidden_size),
             head: if c.tied_embeddings {
@@ -526,6 +444,7 @@ impl ModelTensors {
         [&self.embedding, &self.norm]
             .into_iter()
             .chain(layers)
+            .chain(self.inputs.iter().flat_map(AllInputsTensors::stored))
             .chain(&self.head)
     }
 }
@@ -538,7 +457,7 @@ impl LayerTensors {
         let mixer = MixerTensors::of(c, layer);
         let (o, o_width, o_bias) = match &mixer {
             MixerTensors::Attention(_) => {
-                let width = c.heads.heads * c.heads.head_dim;
+                let width = c.heads_of(layer).q_width();
                 ("self_attn.o_proj".to_owned(), width, c.o_bias)
             }
             MixerTensors::Recurrent(RecurrentTensors { shape, .. }) => {
@@ -554,6 +473,10 @@ impl LayerTensors {
             mlp_norm: (c.pre_norms && !c.parallel_mlp).then(|| norm(norms.mlp)),
             mlp: MlpTensors::of(c, layer),
             post_mlp_norm: c.post_norms.then(|| norm(norms.post_mlp)),
+            input: c.layer_inputs.map(|inputs| InputTensors::of(c, layer, inputs)),
+            scale: c
+                .layer_scalars
+                .then(|| TensorSpec::vector(format!("model.layers.{layer}.layer_scalar"), 1)),
         }
     }
 
@@ -563,6 +486,8 @@ impl LayerTensors {
             .chain(&self.mlp_norm)
             .chain(&self.post_attention_norm)
             .chain(&self.post_mlp_norm)
+            .chain(&self.scale)
+            .chain(self.input.iter().flat_map(InputTensors::stored))
             .chain(self.mixer.stored())
             .chain(self.o.stored())
             .chain(self.mlp.stored())
@@ -651,6 +576,21 @@ mod tests {
             ),
             ("Gemma2ForCausalLM", json!({"tie_word_embeddings": false})),
             ("Gemma3ForCausalLM", json!({})),
+            (
+                "Gemma4ForCausalLM",
+                json!({"hidden_size_per_layer_input": 0, "attention_k_eq_v": true, "num_global_key_value_heads": 1,
+                    "attention_bias": true}),
+            ),
+            (
+                "Gemma4ForCausalLM",
+                json!({"hidden_size_per_layer_input": 0, "enable_moe_block": true, "num_experts": 3, "top_k_experts": 2,
+                    "moe_intermediate_size": 40}),
+            ),
+            (
+                "Gemma4ForCausalLM",
+                json!({"hidden_size_per_layer_input": 8, "num_hidden_layers": 3, "num_kv_shared_layers": 1,
+                    "layer_types": ["sliding_attention", "full_attention", "full_attention"], "use_double_wide_mlp": true}),
+            ),
             ("GemmaForCausalLM", json!({})),
             ("SmolLM3ForCausalLM", json!({"mlp_bias": true})),
             ("GraniteForCausalLM", json!({"logits_scaling": 8.0})),

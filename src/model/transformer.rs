@@ -14,7 +14,7 @@ use crate::device::batch::StepBatch;
 use crate::device::cpu::{self, Cpu, Isa};
 use crate::device::draw::{Draw, DrawError, DrawnToken};
 use crate::device::{
-    AddNorm, AttentionInput, Delta, Device, DeviceError, Dtype, KvFormat, KvSpec, OutputHead, Precision,
+    AddNorm, AttentionInput, Delta, Device, DeviceError, Dtype, ExpertInput, KvFormat, KvSpec, OutputHead, Precision,
 };
 use crate::engine::{Forward, ForwardError};
 use crate::model::balance::BalancedWeights;
@@ -29,7 +29,9 @@ use crate::model::pool::{self, KvBudget};
 use crate::model::times::{Operation, Times};
 use crate::model::weights::{RandomWeights, WeightSource};
 
+mod beside;
 mod check;
+mod inputs;
 
 /// Minimum rows for which a device measures its matmul kernels. For fewer rows, it uses the choice
 /// for this number.
@@ -87,6 +89,11 @@ struct Buffers<D: Device> {
     attended: D::Buffer,
     gated: D::Buffer,
     delta: D::Buffer,
+    /// What a router reads, and outputs, of experts beside an MLP.
+    router_rows: D::Buffer,
+    experts: D::Buffer,
+    /// Inputs of all layers.
+    inputs: D::Buffer,
     workspace: D::Workspace,
 }
 
@@ -100,6 +107,9 @@ impl<D: Device> Buffers<D> {
             attended: device.buffer(),
             gated: device.buffer(),
             delta: device.buffer(),
+            router_rows: device.buffer(),
+            experts: device.buffer(),
+            inputs: device.buffer(),
             workspace: device.workspace(),
         }
     }
@@ -200,7 +210,7 @@ impl<D: Device> Transformer<D> {
         .weights()?;
         let pools = pool::allocate(&device, &config, kv_blocks)?;
         let state_pools = pool::allocate_states(&device, &config, state_slots)?;
-        let step = device.step(config.heads, config.rope_specs(context_tokens), &layout.tables)?;
+        let step = device.step(&config.head_shapes(), config.rope_specs(context_tokens), &layout.tables)?;
         let buffers = Buffers::new(&device);
         let mut transformer = Transformer {
             device,
@@ -339,6 +349,9 @@ impl<D: Device> Transformer<D> {
             &mut b.residual,
             &b.workspace,
         )?;
+        if let Some(inputs) = &weights.inputs {
+            inputs.run(device, config, step, b)?;
+        }
         lap(Operation::Embed)?;
         let mut delta = None;
         for pool in &mut *pools {
@@ -403,6 +416,7 @@ impl<D: Device> Transformer<D> {
                 delta: Some(Delta {
                     rows: &b.delta,
                     norm: layer.post_attention_norm.as_ref(),
+                    scale: 1.0,
                 }),
                 weight: own.unwrap_or(&weights.norm),
                 eps: config.norm_eps,
@@ -425,14 +439,39 @@ impl<D: Device> Transformer<D> {
                 }
                 MlpWeights::Experts(weights) => {
                     observe(index, Activations::MlpNorm, input);
+                    let input = ExpertInput::same(input);
                     device.experts(weights, config.activation, input, &mut b.delta, &mut b.workspace)?;
                     lap(Operation::Experts)?;
+                }
+                MlpWeights::Both(both) => {
+                    both.run(device, config, b, &mut lap)?;
                 }
             }
             delta = Some(Delta {
                 rows: &b.delta,
                 norm: layer.post_mlp_norm.as_ref(),
+                scale: layer.scale,
             });
+            if let Some(input) = &layer.input {
+                // The layer's factor is that of all that it adds.
+                delta.iter_mut().for_each(|delta| delta.scale = 1.0);
+                let norm = AddNorm {
+                    delta,
+                    weight: &weights.norm,
+                    eps: config.norm_eps,
+                    centered: config.layer_norms,
+                    for_experts: true,
+                };
+                device.add_norm(norm, &mut b.residual, &mut b.normed)?;
+                lap(Operation::Norm)?;
+                input.run(device, config, index, b)?;
+                lap(Operation::Linear)?;
+                delta = Some(Delta {
+                    rows: &b.delta,
+                    norm: Some(&input.post_norm),
+                    scale: layer.scale,
+                });
+            }
         }
         let norm = AddNorm {
             delta,

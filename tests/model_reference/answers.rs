@@ -173,7 +173,13 @@ fn mutants_fail_the_comparison() {
                     }
                 });
             }
-            assert_mutant_fails(name, "no window", |c| c.layers.fill(KvSpec::Full));
+            assert_mutant_fails(name, "no window", |c| {
+                for layer in &mut c.layers {
+                    if let KvSpec::Window(w) = layer {
+                        *w = 1 << 20;
+                    }
+                }
+            });
         }
         if config.qkv_bias {
             biases += 1;
@@ -194,6 +200,28 @@ fn mutants_fail_the_comparison() {
         }
         if config.qk_norm {
             assert_mutant_fails(name, "no q, k norm", |c| c.qk_norm = false);
+        }
+        if config.value_norm {
+            assert_mutant_fails(name, "no norm of values", |c| c.value_norm = false);
+        }
+        if config.layer_inputs.is_some() {
+            assert_mutant_fails(name, "no inputs of layers", |c| c.layer_inputs = None);
+        }
+        if config.kv_sources.contains(&Some(2)) {
+            assert_mutant_fails(name, "keys and values of an earlier layer", |c| {
+                for source in c.kv_sources.iter_mut().filter(|source| **source == Some(2)) {
+                    *source = Some(0);
+                }
+            });
+        }
+        if config.layer_scalars {
+            assert_mutant_fails(name, "no factors of layers", |c| c.layer_scalars = false);
+        }
+        if let Scaling::Proportional { share, factor } = config.rope.scaling {
+            assert_mutant_fails(name, "a pair more that turns", |c| {
+                let share = share + 2.0 / c.global.as_ref().unwrap().heads.head_dim as f64;
+                c.rope.scaling = Scaling::Proportional { share, factor };
+            });
         }
         assert_mutant_fails(name, "attention's scale", |c| c.attention_scale *= 1.1);
         let activation = match config.activation {

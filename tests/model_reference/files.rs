@@ -192,18 +192,26 @@ fn tensors_that_do_not_fit_are_refused_by_name() {
             h[bias] = serde_json::json!({"dtype": "F32", "shape": [0], "data_offsets": [end, end]});
         });
     });
+    let overwrite = |dir: &Path, tensor: &str, index: usize, element: &[u8]| {
+        let mut bytes = std::fs::read(dir.join(file)).unwrap();
+        let length = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+        let header: serde_json::Value = serde_json::from_slice(&bytes[8..8 + length]).unwrap();
+        let first = header[tensor]["data_offsets"][0].as_u64().unwrap() as usize;
+        let at = 8 + length + first + index * element.len();
+        bytes[at..at + element.len()].copy_from_slice(element);
+        std::fs::write(dir.join(file), bytes).unwrap();
+    };
+    let scalar = "model.layers.1.layer_scalar";
+    assert_broken("gemma4-keys", file, &[scalar, "NaN", "not finite"], |dir| {
+        overwrite(dir, scalar, 0, &half::bf16::NAN.to_le_bytes());
+    });
     for (model, element) in [
         ("llama-plain", f32::NAN.to_le_bytes().to_vec()),
         ("llama-llama3-tied", half::bf16::INFINITY.to_le_bytes().to_vec()),
         ("llama-yarn", half::f16::NEG_INFINITY.to_le_bytes().to_vec()),
     ] {
         assert_broken(model, file, &[tensor, "row 0", "not finite"], |dir| {
-            let mut bytes = std::fs::read(dir.join(file)).unwrap();
-            let length = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
-            let header: serde_json::Value = serde_json::from_slice(&bytes[8..8 + length]).unwrap();
-            let at = 8 + length + header[tensor]["data_offsets"][0].as_u64().unwrap() as usize + 3 * element.len();
-            bytes[at..at + element.len()].copy_from_slice(&element);
-            std::fs::write(dir.join(file), bytes).unwrap();
+            overwrite(dir, tensor, 3, &element);
         });
     }
 }

@@ -14,7 +14,7 @@ use safetensors::SafeTensors;
 
 pub(crate) const KV_BLOCKS: u32 = 64;
 
-pub(crate) const MODELS: [&str; 58] = [
+pub(crate) const MODELS: [&str; 62] = [
     "llama-plain",
     "llama-llama3-tied",
     "llama-linear-biases",
@@ -46,6 +46,10 @@ pub(crate) const MODELS: [&str; 58] = [
     "gemma2-biases",
     "gemma3-types",
     "gemma3-images",
+    "gemma4-keys",
+    "gemma4-images",
+    "gemma4-experts",
+    "gemma4-shared",
     "gemma-tied",
     "smollm3-nope",
     "smollm3-interval",

@@ -14,7 +14,7 @@ use super::gemm::matrix::{Matrix, Panels, Vector};
 use super::isa::multiversion;
 use super::math::{exp, round_bf16};
 use super::{Buffer, ExecContext, gated};
-use crate::device::{Activation, ExpertWeights, Linear, Routing, Score};
+use crate::device::{Activation, ExpertInput, ExpertWeights, Linear, Routing, Score};
 
 /// Scratch memory of [`experts`], reused from step to step.
 #[derive(Default)]
@@ -130,6 +130,8 @@ struct Router<'a> {
     routing: Routing,
     experts: usize,
     correction: Option<&'a [f32]>,
+    /// A factor of each expert's weight.
+    scales: Option<&'a [f32]>,
 }
 
 fn sigmoid(logit: f32) -> f32 {
@@ -182,6 +184,11 @@ fn choose_experts(
     weights
         .iter_mut()
         .for_each(|weight| *weight = *weight / sum * routing.scale);
+    if let Some(scales) = router.scales {
+        for (expert, weight) in experts.iter().zip(weights.iter_mut()) {
+            *weight *= scales[*expert as usize];
+        }
+    }
 }
 
 multiversion! {
@@ -250,12 +257,12 @@ fn mlps(
 /// Writes each token's weighted sum of its experts' outputs to `out`.
 pub(super) fn experts(
     op: &ExpertsOp<'_>,
-    x: &Buffer,
+    input: &ExpertInput<'_, Buffer>,
     out: &mut Buffer,
     scratch: &mut Scratch,
     packed: &mut PackedRows,
 ) {
-    let (ctx, weights) = (op.ctx, op.weights);
+    let (ctx, weights, x) = (op.ctx, op.weights, input.rows);
     let Scratch {
         router_logits,
         routes,
@@ -273,6 +280,7 @@ pub(super) fn experts(
         routing: weights.routing,
         experts: weights.gate_up.len(),
         correction: weights.correction.as_ref().map(|correction| &correction.0[..]),
+        scales: weights.scales.as_ref().map(|scales| &scales.0[..]),
     };
     let per_token = router.routing.per_token;
     let is_weighted = weights.shared.as_ref().is_some_and(|shared| shared.is_weighted);
@@ -283,7 +291,17 @@ pub(super) fn experts(
             .correction
             .is_none_or(|correction| correction.len() == router.experts)
     );
-    linear(ctx, matrix, matrix.rows, unrounded, x, router_logits, packed);
+    assert!(router.scales.is_none_or(|scales| scales.len() == router.experts));
+    assert!(input.router_rows.rows == x.rows && input.router_rows.quantized.is_none());
+    linear(
+        ctx,
+        matrix,
+        matrix.rows,
+        unrounded,
+        input.router_rows,
+        router_logits,
+        packed,
+    );
     if x.rows > 0 {
         routes.choose(ctx, router, router_logits);
         routes.sort(router.experts, per_token);
@@ -358,6 +376,7 @@ mod tests {
             routing,
             experts: logits.len(),
             correction,
+            scales: None,
         };
         let mut first = None;
         for isa in Isa::available() {
@@ -400,6 +419,26 @@ mod tests {
         };
         let (_, weights) = choice(small, &[-200.0; 3]);
         assert!(weights.iter().all(|weight| *weight < 1e-15), "{weights:?}");
+    }
+
+    #[test]
+    fn each_expert_has_a_factor_after_the_division() {
+        let router = Router {
+            routing: Routing {
+                renormalized: true,
+                ..ROUTING
+            },
+            experts: 4,
+            correction: None,
+            scales: Some(&[9.0, 0.5, 9.0, 3.0]),
+        };
+        let mut routes = Routes::default();
+        routes.choose(ctx(Isa::detect()), router, &buffer(&[0.0, 3.0, 1.0, 2.0], 1, 4));
+        let share = 1.0 / (1.0 + (-1.0f32).exp());
+        assert_eq!(routes.experts, [1, 3]);
+        for (found, want) in routes.weights.iter().zip([0.5 * share, 3.0 * (1.0 - share)]) {
+            assert!((found - want).abs() < 1e-6, "{found} {want}");
+        }
     }
 
     #[test]
@@ -553,6 +592,7 @@ mod tests {
                 ..ROUTING
             },
             correction: None,
+            scales: None,
             shared: (shared > 0).then(|| SharedExpert {
                 gate_up: linear(pack(&both.0, hidden, true)),
                 down: linear(pack(&both.1, shared, false)),
@@ -588,7 +628,13 @@ mod tests {
             round_to_bf16: false,
         };
         let mut out = Buffer::default();
-        experts(&op, x, &mut out, &mut Scratch::default(), &mut PackedRows::default());
+        experts(
+            &op,
+            &ExpertInput::same(x),
+            &mut out,
+            &mut Scratch::default(),
+            &mut PackedRows::default(),
+        );
         out
     }
 

@@ -59,7 +59,7 @@ fn gated_row_with(
 }
 
 multiversion! {
-    fn gated_row_on(activation: Activation, gate: &[f32], up: &[f32], round_to_bf16: bool, out: &mut [f32]) = gated_row;
+    pub(super) fn gated_row_on(activation: Activation, gate: &[f32], up: &[f32], round_to_bf16: bool, out: &mut [f32]) = gated_row;
 }
 
 /// A tile of `activation(gate) * up`, computed from alternating gate and up panels and written to

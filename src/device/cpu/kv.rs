@@ -5,12 +5,18 @@
 //! `[kv_head][block][head_dim / 16][16 positions][16 dims]`, with head_dim rounded up to a multiple
 //! of 16. Numbers are F32 or BF16. For INT8 see [`Int8Pages`].
 //!
+//! Where layers with heads of several shapes share a pool, or a block holds several layers, a block's
+//! numbers lie together, so that blocks do not overlap whichever shape they are of:
+//! `[block][layer][kv_head]`. A [`Region`] says where a head's numbers begin.
+//!
 //! Attention multiplies whole blocks, with weight zero at unused positions. Values at unused
 //! positions must be finite, since `0 * NaN` is NaN. The step that begins a block therefore clears
 //! the values at its unused positions, so that old values of the block's previous sequence cannot
 //! affect the result.
 //!
 //! See docs/decisions/072-values-lie-token-by-token.md.
+
+use std::ops::Range;
 
 use super::aligned::AlignedArray;
 use super::gemm::int8::{OFFSET, QUAD};
@@ -20,12 +26,13 @@ use super::step::Step;
 use super::{BLOCK_TOKENS, SPAN_TOKENS};
 use super::{Buffer, ExecContext, Threads};
 use crate::device::batch::BlockCopy;
-use crate::device::{HeadShape, KvFormat};
+use crate::device::{HeadShape, KvFormat, KvPlace, KvShape};
 
-/// Keys and values of one layer per block.
+/// Keys and values, of one layer per block or of several.
 pub struct KvPool {
-    pub(super) blocks: usize,
-    pub(super) heads: HeadShape,
+    blocks: usize,
+    shapes: Vec<KvShape>,
+    block_lens: Lens,
     pub(super) store: KvStore,
 }
 
@@ -65,10 +72,92 @@ pub(super) fn padded(head_dim: usize) -> usize {
     head_dim.next_multiple_of(PANEL)
 }
 
+/// Numbers of keys, of values and of their scales.
+#[derive(Debug, Clone, Copy)]
+struct Lens {
+    keys: usize,
+    values: usize,
+    /// Only in INT8.
+    scales: usize,
+}
+
+impl Lens {
+    /// Those of one head's block.
+    fn of_head(heads: HeadShape, format: KvFormat) -> Lens {
+        let values = padded(heads.head_dim) * BLOCK_TOKENS;
+        match format {
+            KvFormat::F32 | KvFormat::Bf16 => Lens {
+                keys: heads.head_dim * BLOCK_TOKENS,
+                values,
+                scales: 0,
+            },
+            // `Cpu::new` rejects FP8.
+            KvFormat::Int8 | KvFormat::Fp8 => Lens {
+                keys: values,
+                values,
+                scales: BLOCK_TOKENS,
+            },
+        }
+    }
+
+    /// Those of a block, which is large enough for the layers of each shape.
+    fn of_block(shapes: &[KvShape], format: KvFormat) -> Lens {
+        let most = |len: fn(Lens) -> usize| {
+            let of_shape =
+                |shape: &KvShape| shape.layers * shape.heads.kv_heads * len(Lens::of_head(shape.heads, format));
+            shapes.iter().map(of_shape).max().unwrap_or(0)
+        };
+        Lens {
+            keys: most(|lens| lens.keys),
+            values: most(|lens| lens.values),
+            scales: most(|lens| lens.scales),
+        }
+    }
+}
+
+/// Where the blocks of a layer's heads lie in an array.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Region {
+    first: usize,
+    head_stride: usize,
+    block_stride: usize,
+    /// Numbers of one head's block.
+    pub len: usize,
+}
+
+impl Region {
+    /// A head's block.
+    pub(super) fn of(&self, head: usize, block: usize) -> Range<usize> {
+        let start = self.first + head * self.head_stride + block * self.block_stride;
+        start..start + self.len
+    }
+
+    /// The same in a part of the array that begins with head 0.
+    fn of_one_head(self) -> Region {
+        Region { head_stride: 0, ..self }
+    }
+}
+
+/// Where the blocks of a layer's heads lie in a pool.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Regions {
+    pub keys: Region,
+    pub values: Region,
+    pub scales: Region,
+}
+
+/// Heads that one task stores, and the arrays that hold them.
+struct HeadPages<'a, K, V> {
+    heads: Range<usize>,
+    regions: Regions,
+    keys: &'a mut [K],
+    values: &'a mut [V],
+}
+
 impl KvPool {
-    pub(super) fn new(heads: HeadShape, blocks: usize, format: KvFormat) -> KvPool {
-        let tokens = heads.kv_heads * blocks * BLOCK_TOKENS;
-        let (keys, values) = (tokens * heads.head_dim, tokens * padded(heads.head_dim));
+    pub(super) fn new(shapes: &[KvShape], blocks: usize, format: KvFormat) -> KvPool {
+        let block_lens = Lens::of_block(shapes, format);
+        let [keys, values, scales] = [block_lens.keys, block_lens.values, block_lens.scales].map(|len| len * blocks);
         let store = match format {
             KvFormat::F32 => KvStore::F32(KvPages {
                 keys: AlignedArray::new(keys),
@@ -78,56 +167,136 @@ impl KvPool {
                 keys: AlignedArray::new(keys),
                 values: AlignedArray::new(values),
             }),
-            // `Cpu::new` rejects FP8.
             KvFormat::Int8 | KvFormat::Fp8 => KvStore::Int8(Int8Pages {
-                keys: AlignedArray::new(values),
+                keys: AlignedArray::new(keys),
                 values: AlignedArray::new(values),
-                key_scales: AlignedArray::on_small_pages(tokens),
-                value_scales: AlignedArray::on_small_pages(tokens),
-                value_scale_max: AlignedArray::on_small_pages(tokens),
+                key_scales: AlignedArray::on_small_pages(scales),
+                value_scales: AlignedArray::on_small_pages(scales),
+                value_scale_max: AlignedArray::on_small_pages(scales),
             }),
         };
-        KvPool { blocks, heads, store }
+        KvPool {
+            blocks,
+            shapes: shapes.to_vec(),
+            block_lens,
+            store,
+        }
     }
 
-    pub(super) fn block_bytes(heads: HeadShape, format: KvFormat) -> usize {
-        let (dim, padded_dim) = (heads.head_dim, padded(heads.head_dim));
-        let position = match format {
-            KvFormat::F32 => (dim + padded_dim) * size_of::<f32>(),
-            KvFormat::Bf16 => (dim + padded_dim) * size_of::<Bf16>(),
-            KvFormat::Int8 | KvFormat::Fp8 => 2 * padded_dim + 3 * size_of::<f32>(),
+    pub(super) fn block_bytes(shapes: &[KvShape], format: KvFormat) -> usize {
+        let lens = Lens::of_block(shapes, format);
+        let number = match format {
+            KvFormat::F32 => size_of::<f32>(),
+            KvFormat::Bf16 => size_of::<Bf16>(),
+            KvFormat::Int8 | KvFormat::Fp8 => 1,
         };
-        heads.kv_heads * BLOCK_TOKENS * position
+        (lens.keys + lens.values) * number + 3 * lens.scales * size_of::<f32>()
+    }
+
+    fn format(&self) -> KvFormat {
+        match &self.store {
+            KvStore::F32(_) => KvFormat::F32,
+            KvStore::Bf16(_) => KvFormat::Bf16,
+            KvStore::Int8(_) => KvFormat::Int8,
+        }
+    }
+
+    /// The heads of the pool's only layer per block, whose blocks lie head by head. `None`: numbers
+    /// lie block by block.
+    fn only_heads(&self) -> Option<HeadShape> {
+        match self.shapes[..] {
+            [KvShape { heads, layers: 1 }] => Some(heads),
+            _ => None,
+        }
+    }
+
+    /// Where a layer's heads lie.
+    ///
+    /// # Panics
+    /// The pool was made without layers of this shape.
+    pub(super) fn regions(&self, place: KvPlace) -> Regions {
+        let KvPlace { heads, part, .. } = place;
+        let has = |shape: &KvShape| shape.heads == heads && part < shape.layers;
+        assert!(self.shapes.iter().any(has), "{place:?} in a pool of {:?}", self.shapes);
+        let (lens, is_alone) = (Lens::of_head(heads, self.format()), self.only_heads().is_some());
+        let region = |len: usize, block_len: usize| Region {
+            first: part * heads.kv_heads * len,
+            head_stride: if is_alone { self.blocks * len } else { len },
+            block_stride: if is_alone { len } else { block_len },
+            len,
+        };
+        Regions {
+            keys: region(lens.keys, self.block_lens.keys),
+            values: region(lens.values, self.block_lens.values),
+            scales: region(lens.scales, self.block_lens.scales),
+        }
     }
 
     /// Copies blocks `(from, to)`, in order.
     pub(super) fn copy_blocks(&mut self, copies: &[BlockCopy]) {
+        // An array has as many runs of blocks as there are heads, or a single one.
+        let runs = self.only_heads().map_or(1, |heads| heads.kv_heads);
+        let blocks = (runs, self.blocks);
         match &mut self.store {
-            KvStore::F32(pages) => pages.copy_blocks(self.heads, self.blocks, copies),
-            KvStore::Bf16(pages) => pages.copy_blocks(self.heads, self.blocks, copies),
-            KvStore::Int8(pages) => pages.copy_blocks(self.heads, self.blocks, copies),
+            KvStore::F32(pages) => pages.copy_blocks(blocks, copies),
+            KvStore::Bf16(pages) => pages.copy_blocks(blocks, copies),
+            KvStore::Int8(pages) => pages.copy_blocks(blocks, copies),
         }
     }
 
-    /// Stores the keys and values of all tokens of the step from their `[q][k][v]` rows, in the
-    /// blocks of one block table.
-    pub(super) fn store(&mut self, ctx: ExecContext<'_>, (step, table): (&Step, usize), qkv: &Buffer) {
-        assert_eq!(step.heads, self.heads);
+    /// Stores the keys and values of all tokens of the step from their `[q][k][v]` rows, at a layer's
+    /// place.
+    pub(super) fn store(&mut self, ctx: ExecContext<'_>, step: &Step, place: KvPlace, qkv: &Buffer) {
+        let (regions, is_alone) = (self.regions(place), self.only_heads().is_some());
         match &mut self.store {
-            KvStore::F32(pages) => pages.store(ctx.threads, self.heads, self.blocks, (step, table), qkv),
-            KvStore::Bf16(pages) => pages.store(ctx.threads, self.heads, self.blocks, (step, table), qkv),
-            KvStore::Int8(pages) => pages.store(ctx, self.heads, self.blocks, (step, table), qkv),
+            KvStore::F32(pages) => pages.store(ctx.threads, (regions, is_alone), (step, place), qkv),
+            KvStore::Bf16(pages) => pages.store(ctx.threads, (regions, is_alone), (step, place), qkv),
+            KvStore::Int8(pages) => pages.store(ctx, (regions, is_alone), (step, place), qkv),
         }
     }
 }
 
-/// Copies blocks of `block_len` elements within each head's part of `data`, in the order of
+/// Divides the arrays of keys and values among tasks: one per head, or, if numbers lie block by
+/// block, a single one.
+fn head_pages<'a, K, V>(
+    (regions, is_alone): (Regions, bool),
+    heads: HeadShape,
+    keys: &'a mut [K],
+    values: &'a mut [V],
+) -> Vec<HeadPages<'a, K, V>> {
+    if !is_alone {
+        return vec![HeadPages {
+            heads: 0..heads.kv_heads,
+            regions,
+            keys,
+            values,
+        }];
+    }
+    let of_head = Regions {
+        keys: regions.keys.of_one_head(),
+        values: regions.values.of_one_head(),
+        scales: regions.scales.of_one_head(),
+    };
+    let parts = keys
+        .chunks_exact_mut(regions.keys.head_stride)
+        .zip(values.chunks_exact_mut(regions.values.head_stride));
+    let pages = parts.enumerate().map(|(head, (keys, values))| HeadPages {
+        heads: head..head + 1,
+        regions: of_head,
+        keys,
+        values,
+    });
+    pages.collect()
+}
+
+/// Copies blocks within each of the `runs` parts of `data`, each of `blocks` blocks, in the order of
 /// `copies`.
-fn copy_within<E: Copy>(data: &mut [E], heads: HeadShape, blocks: usize, block_len: usize, copies: &[BlockCopy]) {
-    for head in 0..heads.kv_heads {
+fn copy_within<E: Copy>(data: &mut [E], (runs, blocks): (usize, usize), copies: &[BlockCopy]) {
+    let block_len = data.len() / (runs * blocks).max(1);
+    for run in 0..runs {
         for &BlockCopy { from, to } in copies {
-            let from = (head * blocks + from as usize) * block_len;
-            data.copy_within(from..from + block_len, (head * blocks + to as usize) * block_len);
+            let from = (run * blocks + from as usize) * block_len;
+            data.copy_within(from..from + block_len, (run * blocks + to as usize) * block_len);
         }
     }
 }
@@ -166,100 +335,99 @@ fn key_and_value(row: &[f32], heads: HeadShape, head: usize) -> (&[f32], &[f32])
 }
 
 impl Int8Pages {
-    fn copy_blocks(&mut self, heads: HeadShape, blocks: usize, copies: &[BlockCopy]) {
-        let block_len = padded(heads.head_dim) * BLOCK_TOKENS;
-        copy_within(&mut self.keys, heads, blocks, block_len, copies);
-        copy_within(&mut self.values, heads, blocks, block_len, copies);
-        copy_within(&mut self.key_scales, heads, blocks, BLOCK_TOKENS, copies);
-        copy_within(&mut self.value_scales, heads, blocks, BLOCK_TOKENS, copies);
-        copy_within(&mut self.value_scale_max, heads, blocks, BLOCK_TOKENS, copies);
+    fn copy_blocks(&mut self, blocks: (usize, usize), copies: &[BlockCopy]) {
+        copy_within(&mut self.keys, blocks, copies);
+        copy_within(&mut self.values, blocks, copies);
+        copy_within(&mut self.key_scales, blocks, copies);
+        copy_within(&mut self.value_scales, blocks, copies);
+        copy_within(&mut self.value_scale_max, blocks, copies);
     }
 
-    fn store(&mut self, ctx: ExecContext<'_>, heads: HeadShape, blocks: usize, step: (&Step, usize), qkv: &Buffer) {
+    fn store(
+        &mut self,
+        ctx: ExecContext<'_>,
+        (regions, is_alone): (Regions, bool),
+        (step, place): (&Step, KvPlace),
+        qkv: &Buffer,
+    ) {
+        let heads = place.heads;
         let padded_dim = padded(heads.head_dim);
-        let block_len = padded_dim * BLOCK_TOKENS;
-        let keys = self.keys.chunks_exact_mut(blocks * block_len);
-        let values = self.values.chunks_exact_mut(blocks * block_len);
-        let key_scales = self.key_scales.chunks_exact_mut(blocks * BLOCK_TOKENS);
-        let value_scales = self.value_scales.chunks_exact_mut(blocks * BLOCK_TOKENS);
-        let value_scale_max = self.value_scale_max.chunks_exact_mut(blocks * BLOCK_TOKENS);
+        let pages = head_pages((regions, is_alone), heads, &mut self.keys, &mut self.values);
+        let scales_len = if is_alone {
+            regions.scales.head_stride
+        } else {
+            self.key_scales.len()
+        };
+        let key_scales = self.key_scales.chunks_exact_mut(scales_len);
+        let value_scales = self.value_scales.chunks_exact_mut(scales_len);
+        let value_scale_max = self.value_scale_max.chunks_exact_mut(scales_len);
         let scales = key_scales.zip(value_scales).zip(value_scale_max);
-        let mut head_pages: Vec<_> = keys.zip(values).zip(scales).enumerate().collect();
-        ctx.threads
-            .parallel_for_each(qkv.data.len(), &mut head_pages, |_, head_pages| {
-                let mut bytes = vec![0u8; padded_dim];
-                for (head, ((keys, values), ((key_scales, value_scales), value_scale_max))) in head_pages {
-                    for_each_token(step, qkv, |row, KvSlot { block, slot, previous }| {
-                        let (key, value) = key_and_value(row, heads, *head);
-                        let scale = block * BLOCK_TOKENS + slot;
+        let mut pages: Vec<_> = pages.into_iter().zip(scales).collect();
+        ctx.threads.parallel_for_each(qkv.data.len(), &mut pages, |_, pages| {
+            let mut bytes = vec![0u8; padded_dim];
+            for (pages, ((key_scales, value_scales), value_scale_max)) in pages {
+                let Regions { keys, values, scales } = pages.regions;
+                for head in pages.heads.clone() {
+                    for_each_token((step, place.table), qkv, |row, KvSlot { block, slot, previous }| {
+                        let (key, value) = key_and_value(row, heads, head);
+                        let scale = scales.of(head, block).start + slot;
                         quantize_row_on(ctx.isa, key, &mut bytes, &mut key_scales[scale]);
-                        let out = &mut keys[block * block_len + slot * QUAD..(block + 1) * block_len];
+                        let out = &mut pages.keys[keys.of(head, block)][slot * QUAD..];
                         let quads = bytes.as_chunks::<QUAD>().0.iter();
                         for (quad, out) in quads.zip(out.chunks_mut(BLOCK_TOKENS * QUAD)) {
                             out[..QUAD].copy_from_slice(quad);
                         }
                         quantize_row_on(ctx.isa, value, &mut bytes, &mut value_scales[scale]);
-                        let previous_max =
-                            previous.map_or(0.0, |(block, slot)| value_scale_max[block * BLOCK_TOKENS + slot]);
+                        let previous_max = previous.map_or(0.0, |(block, slot)| {
+                            value_scale_max[scales.of(head, block).start + slot]
+                        });
                         value_scale_max[scale] = value_scales[scale].max(previous_max);
-                        let offset = block * block_len + slot / QUAD * padded_dim * QUAD + slot % QUAD;
-                        let out = &mut values[offset..(block + 1) * block_len];
+                        let offset = slot / QUAD * padded_dim * QUAD + slot % QUAD;
+                        let out = &mut pages.values[values.of(head, block)][offset..];
                         for (byte, out) in bytes.iter().zip(out.iter_mut().step_by(QUAD)) {
                             *out = byte.wrapping_sub(OFFSET as u8) as i8;
                         }
                     });
                 }
-            });
+            }
+        });
     }
 }
 
 impl<E: Element> KvPages<E> {
-    fn copy_blocks(&mut self, heads: HeadShape, blocks: usize, copies: &[BlockCopy]) {
-        copy_within(&mut self.keys, heads, blocks, heads.head_dim * BLOCK_TOKENS, copies);
-        copy_within(
-            &mut self.values,
-            heads,
-            blocks,
-            padded(heads.head_dim) * BLOCK_TOKENS,
-            copies,
-        );
+    fn copy_blocks(&mut self, blocks: (usize, usize), copies: &[BlockCopy]) {
+        copy_within(&mut self.keys, blocks, copies);
+        copy_within(&mut self.values, blocks, copies);
     }
 
-    fn store(
-        &mut self,
-        threads: &Threads,
-        heads: HeadShape,
-        blocks: usize,
-        (step, table): (&Step, usize),
-        qkv: &Buffer,
-    ) {
-        let dim = heads.head_dim;
-        let (key_block, value_block) = (dim * BLOCK_TOKENS, padded(dim) * BLOCK_TOKENS);
-        let keys = self.keys.chunks_exact_mut(blocks * key_block);
-        let values = self.values.chunks_exact_mut(blocks * value_block);
-        let mut head_pages: Vec<_> = keys.zip(values).enumerate().collect();
-        threads.parallel_for_each(qkv.data.len(), &mut head_pages, |_, head_pages| {
-            for (head, (keys, values)) in head_pages {
-                for &(block, used) in &step.new_tail_blocks[table] {
-                    let block = &mut values[block as usize * value_block..][..value_block];
-                    for panel in block.chunks_exact_mut(BLOCK_TOKENS * PANEL) {
-                        panel[used as usize * PANEL..].fill(E::default());
-                    }
-                }
-                for_each_token((step, table), qkv, |row, KvSlot { block, slot, .. }| {
-                    let (key, value) = key_and_value(row, heads, *head);
-                    let out = &mut keys[block * key_block + slot..(block + 1) * key_block];
-                    for (d, x) in key.iter().enumerate() {
-                        out[d * BLOCK_TOKENS] = E::narrow(*x);
-                    }
-                    let out = &mut values[block * value_block..][..value_block];
-                    for (panel, x) in value.chunks(PANEL).enumerate() {
-                        let offset = (panel * BLOCK_TOKENS + slot) * PANEL;
-                        for (y, x) in out[offset..].iter_mut().zip(x) {
-                            *y = E::narrow(*x);
+    fn store(&mut self, threads: &Threads, regions: (Regions, bool), (step, place): (&Step, KvPlace), qkv: &Buffer) {
+        let (heads, table) = (place.heads, place.table);
+        let mut pages = head_pages(regions, heads, &mut self.keys, &mut self.values);
+        threads.parallel_for_each(qkv.data.len(), &mut pages, |_, pages| {
+            for pages in pages {
+                let Regions { keys, values, .. } = pages.regions;
+                for head in pages.heads.clone() {
+                    for &(block, used) in &step.new_tail_blocks[table] {
+                        let block = &mut pages.values[values.of(head, block as usize)];
+                        for panel in block.chunks_exact_mut(BLOCK_TOKENS * PANEL) {
+                            panel[used as usize * PANEL..].fill(E::default());
                         }
                     }
-                });
+                    for_each_token((step, table), qkv, |row, KvSlot { block, slot, .. }| {
+                        let (key, value) = key_and_value(row, heads, head);
+                        let out = &mut pages.keys[keys.of(head, block)][slot..];
+                        for (d, x) in key.iter().enumerate() {
+                            out[d * BLOCK_TOKENS] = E::narrow(*x);
+                        }
+                        let out = &mut pages.values[values.of(head, block)];
+                        for (panel, x) in value.chunks(PANEL).enumerate() {
+                            let offset = (panel * BLOCK_TOKENS + slot) * PANEL;
+                            for (y, x) in out[offset..].iter_mut().zip(x) {
+                                *y = E::narrow(*x);
+                            }
+                        }
+                    });
+                }
             }
         });
     }
@@ -280,13 +448,13 @@ mod tests {
             kv_heads: 2,
             head_dim: 18,
         };
-        let mut pool = KvPool::new(heads, 4, KvFormat::F32);
+        let mut pool = KvPool::new(&heads.alone(), 4, KvFormat::F32);
         let KvStore::F32(pages) = &mut pool.store else {
             panic!("F32 pool")
         };
         pages.values.fill(f32::NAN);
         let mut step = Step::new(
-            heads,
+            &[heads],
             vec![RopeSpec {
                 inverse_frequencies: vec![1.0; 9],
                 scale: 1.0,
@@ -309,7 +477,7 @@ mod tests {
         });
         let rows = numbers(1, 20 * heads.qkv_width());
         let qkv = buffer(&rows, 20, heads.qkv_width());
-        pool.store(ctx(Isa::Portable), (&step, 0), &qkv);
+        pool.store(ctx(Isa::Portable), &step, KvPlace::alone(heads), &qkv);
         pool.copy_blocks(&[BlockCopy { from: 0, to: 3 }]);
         let KvStore::F32(pages) = &pool.store else {
             panic!("F32 pool")
@@ -337,5 +505,68 @@ mod tests {
             pages.values[16 * 32..2 * 16 * 32].iter().all(|x| x.is_nan()),
             "other blocks are left alone"
         );
+    }
+
+    /// Layers with heads of two shapes take turns with the blocks of one pool.
+    #[test]
+    fn blocks_of_several_shapes_do_not_overlap() {
+        let [small, large] = [(4, 2, 10), (4, 1, 34)].map(|(heads, kv_heads, head_dim)| HeadShape {
+            heads,
+            kv_heads,
+            head_dim,
+        });
+        let shapes = [(small, 2), (large, 1)].map(|(heads, layers)| KvShape { heads, layers });
+        let place = |heads, table, part| KvPlace { heads, table, part };
+        let places = [place(small, 0, 0), place(small, 0, 1), place(large, 1, 0)];
+        let mut batch = StepBatch::default();
+        batch.push((0..20).map(|_| 0), 20, [0, 3]);
+        batch.block_tables.push(vec![2, 1]);
+        for format in [KvFormat::F32, KvFormat::Bf16, KvFormat::Int8] {
+            let mut step = Step::new(&[small, large], vec![], &[KvSpec::Full; 2], false);
+            step.upload(&batch);
+            let mut pool = KvPool::new(&shapes, 5, format);
+            let number = format.bits() as usize / 8;
+            // Two layers with two heads of 10 numbers take the most keys, which INT8 rounds up to 16 as all
+            // formats do values, and the most scales.
+            let want = match format {
+                KvFormat::Int8 => 16 * (2 * (2 * 2 * 16) + 3 * 4 * (2 * 2)),
+                _ => 16 * (2 * 2 * 10 + 2 * 2 * 16) * number,
+            };
+            assert_eq!(KvPool::block_bytes(&shapes, format), want, "{format:?}");
+            let mut taken = std::collections::HashSet::new();
+            for (i, place) in places.into_iter().enumerate() {
+                let width = place.heads.qkv_width();
+                let qkv = buffer(&numbers(i as u64 + 1, 20 * width), 20, width);
+                pool.store(ctx(Isa::Portable), &step, place, &qkv);
+                let regions = pool.regions(place);
+                for block in &batch.block_tables[place.table] {
+                    for head in 0..place.heads.kv_heads {
+                        for (kind, region) in [regions.keys, regions.values, regions.scales].into_iter().enumerate() {
+                            let numbers = region.of(head, *block as usize);
+                            assert!(numbers.clone().all(|i| taken.insert((kind, i))), "{place:?} {block}");
+                        }
+                    }
+                }
+            }
+            pool.copy_blocks(&[BlockCopy { from: 3, to: 4 }, BlockCopy { from: 1, to: 3 }]);
+            let KvStore::F32(pages) = &pool.store else { continue };
+            for (i, place) in places.into_iter().enumerate() {
+                let (dim, kv_heads) = (place.heads.head_dim, place.heads.kv_heads);
+                let width = place.heads.qkv_width();
+                let rows = numbers(i as u64 + 1, 20 * width);
+                let regions = pool.regions(place);
+                let blocks = [[0, 4], [2, 3]][place.table];
+                for (position, head) in (0..20).flat_map(|position| (0..kv_heads).map(move |head| (position, head))) {
+                    let (block, slot) = (blocks[position / 16], position % 16);
+                    let (keys, values) = (regions.keys.of(head, block), regions.values.of(head, block));
+                    for d in 0..dim {
+                        let stored = |first: usize| rows[position * width + (first + head) * dim + d];
+                        assert_eq!(pages.keys[keys.start + d * 16 + slot], stored(4), "{place:?}");
+                        let value = values.start + (d / 16 * 16 + slot) * 16 + d % 16;
+                        assert_eq!(pages.values[value], stored(4 + kv_heads), "{place:?}");
+                    }
+                }
+            }
+        }
     }
 }

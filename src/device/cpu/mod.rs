@@ -16,8 +16,9 @@ use std::sync::Arc;
 use crate::device::batch::StepBatch;
 use crate::device::draw::{Draw, DrawError, DrawnToken};
 use crate::device::{
-    Activation, AddNorm, Attention, AttentionInput, Device, DeviceError, ExpertWeights, HeadShape, KvFormat, KvSpec,
-    Linear, OutputHead, Precision, RecurrentShape, RecurrentWeights, RopeSpec, RopeStore, Tensor, TensorError,
+    Activation, AddNorm, Attention, AttentionInput, Device, DeviceError, ExpertInput, ExpertWeights, HeadShape,
+    KvFormat, KvShape, KvSpec, LayerInputs, Linear, OutputHead, Precision, RecurrentShape, RecurrentWeights, RopeSpec,
+    RopeStore, Tensor, TensorError,
 };
 
 mod aligned;
@@ -28,6 +29,7 @@ mod gated;
 mod gemm;
 pub mod isa;
 mod kv;
+mod layer_inputs;
 mod math;
 mod norm;
 mod quantize;
@@ -58,9 +60,9 @@ pub const BLOCK_TOKENS: usize = 16;
 /// Attention over a common prefix is shared by sequences in whole spans.
 const SPAN_TOKENS: usize = 64;
 
-/// Bytes of a layer's keys and values of one block.
-pub fn kv_block_bytes(heads: HeadShape, format: KvFormat) -> usize {
-    KvPool::block_bytes(heads, format)
+/// Bytes of a block of a pool with these shapes.
+pub fn kv_block_bytes(shapes: &[KvShape], format: KvFormat) -> usize {
+    KvPool::block_bytes(shapes, format)
 }
 
 /// A CPU with its threads, computing in one precision. (Weights are packed on rayon's global thread
@@ -128,6 +130,7 @@ impl Cpu {
             ctx: self.ctx(),
             delta: op.delta.as_ref().map(|delta| delta.rows),
             delta_weight: op.delta.as_ref().and_then(|delta| delta.norm).map(|norm| &norm.0[..]),
+            delta_scale: op.delta.as_ref().map_or(1.0, |delta| delta.scale),
             weight: &op.weight.0,
             eps: op.eps,
             centered: op.centered,
@@ -304,7 +307,7 @@ impl Device for Cpu {
         }
     }
 
-    fn step(&self, heads: HeadShape, ropes: Vec<RopeSpec>, tables: &[KvSpec]) -> Result<Step, DeviceError> {
+    fn step(&self, heads: &[HeadShape], ropes: Vec<RopeSpec>, tables: &[KvSpec]) -> Result<Step, DeviceError> {
         Ok(Step::new(heads, ropes, tables, self.rounds_to_bf16()))
     }
 
@@ -312,12 +315,12 @@ impl Device for Cpu {
         BLOCK_TOKENS as u32
     }
 
-    fn kv_pool(&self, heads: HeadShape, blocks: usize) -> Result<KvPool, DeviceError> {
-        Ok(KvPool::new(heads, blocks, self.kv_format))
+    fn kv_pool(&self, shapes: &[KvShape], blocks: usize) -> Result<KvPool, DeviceError> {
+        Ok(KvPool::new(shapes, blocks, self.kv_format))
     }
 
-    fn kv_block_bytes(&self, heads: HeadShape) -> usize {
-        kv_block_bytes(heads, self.kv_format)
+    fn kv_block_bytes(&self, shapes: &[KvShape]) -> usize {
+        kv_block_bytes(shapes, self.kv_format)
     }
 
     fn state_pool(&self, shape: RecurrentShape, slots: usize) -> Result<StatePool, DeviceError> {
@@ -412,7 +415,9 @@ impl Device for Cpu {
         pool: &mut KvPool,
     ) -> Result<(), DeviceError> {
         rope::rotate(self.ctx(), self.rounds_to_bf16(), &op, step, qkv);
-        pool.store(self.ctx(), (step, op.table), qkv);
+        if op.stores {
+            pool.store(self.ctx(), step, op.place, qkv);
+        }
         Ok(())
     }
 
@@ -498,11 +503,27 @@ impl Device for Cpu {
         Ok(())
     }
 
+    fn add_layer_inputs(&self, op: LayerInputs<'_, Buffer, Vector>, inputs: &mut Buffer) -> Result<(), DeviceError> {
+        layer_inputs::add(self.ctx(), self.rounds_to_bf16(), &op, inputs);
+        Ok(())
+    }
+
+    fn gate_layer_input(
+        &self,
+        activation: Activation,
+        gate: &Buffer,
+        input: (&Buffer, usize),
+        out: &mut Buffer,
+    ) -> Result<(), DeviceError> {
+        layer_inputs::gate(self.ctx(), self.rounds_to_bf16(), activation, gate, input, out);
+        Ok(())
+    }
+
     fn experts(
         &self,
         experts: &ExpertWeights<Matrix, Vector>,
         activation: Activation,
-        x: &Buffer,
+        input: ExpertInput<'_, Buffer>,
         out: &mut Buffer,
         workspace: &mut Workspace,
     ) -> Result<(), DeviceError> {
@@ -515,7 +536,7 @@ impl Device for Cpu {
         let Workspace {
             packed_rows, experts, ..
         } = workspace;
-        experts::experts(&op, x, out, experts, packed_rows);
+        experts::experts(&op, &input, out, experts, packed_rows);
         Ok(())
     }
 

@@ -53,9 +53,9 @@ pub(super) fn rms_norm(x: &mut [f32], weight: &[f32], eps: f32, round_to_bf16: b
     }
 }
 
-/// A row to add to the residual stream, and the weights of a norm that is applied to the row before
-/// the addition.
-type DeltaRow<'a> = Option<(&'a [f32], Option<&'a [f32]>)>;
+/// A row to add to the residual stream, the weights of a norm that is applied to the row before the
+/// addition, and the factor of the sum.
+type DeltaRow<'a> = Option<(&'a [f32], Option<&'a [f32]>, f32)>;
 
 #[inline(always)]
 fn add_norm_row(
@@ -66,7 +66,7 @@ fn add_norm_row(
     round_to_bf16: bool,
     out: &mut [f32],
 ) {
-    if let Some((mut delta, norm)) = delta {
+    if let Some((mut delta, norm, scale)) = delta {
         if let Some(weight) = norm {
             out.copy_from_slice(delta);
             rms_norm(out, weight, eps, round_to_bf16);
@@ -77,6 +77,12 @@ fn add_norm_row(
         }
         if round_to_bf16 {
             residual.iter_mut().for_each(|x| *x = round_bf16(*x));
+        }
+        if scale != 1.0 {
+            residual.iter_mut().for_each(|x| *x *= scale);
+            if round_to_bf16 {
+                residual.iter_mut().for_each(|x| *x = round_bf16(*x));
+            }
         }
     }
     out.copy_from_slice(residual);
@@ -104,6 +110,8 @@ pub(super) struct NormOp<'a> {
     pub delta: Option<&'a Buffer>,
     /// Weights of a norm that is applied to `delta` before the addition.
     pub delta_weight: Option<&'a [f32]>,
+    /// Factor of the stream with `delta`.
+    pub delta_scale: f32,
     pub weight: &'a [f32],
     pub eps: f32,
     /// Whether the norm of the sum subtracts the mean first.
@@ -116,7 +124,7 @@ pub(super) struct NormOp<'a> {
 impl NormOp<'_> {
     /// Adds row `row` of `delta` to `residual` and writes the normalised sum to `out`.
     fn add_norm_row(&self, row: usize, residual: &mut [f32], out: &mut [f32]) {
-        let delta = self.delta.map(|d| (d.row(row), self.delta_weight));
+        let delta = self.delta.map(|d| (d.row(row), self.delta_weight, self.delta_scale));
         add_norm_row_on(
             self.ctx.isa,
             delta,
@@ -198,6 +206,7 @@ mod tests {
                     ctx: ctx(isa),
                     delta: Some(&delta),
                     delta_weight: None,
+                    delta_scale: 1.0,
                     weight: &w,
                     eps: 1e-5,
                     centered: false,

@@ -9,21 +9,26 @@ use super::math::round_bf16;
 use super::norm::rms_norm;
 use super::step::Step;
 use super::{Buffer, ExecContext, Vector};
-use crate::device::RopeStore;
+use crate::device::{QkNorm, RopeStore};
 
 /// Weight and epsilon of a normalisation, which is of as many neighbouring heads as there are
 /// weights for.
-type HeadNorm<'a> = Option<(&'a [f32], f32)>;
+type HeadNorm<'a> = (&'a [f32], f32);
+
+#[inline(always)]
+fn normalise_heads(heads: &mut [f32], (weight, eps): HeadNorm<'_>, round_to_bf16: bool) {
+    for part in heads.chunks_exact_mut(weight.len()) {
+        rms_norm(part, weight, eps, round_to_bf16);
+    }
+}
 
 /// Rotates consecutive heads by one token's cosines and sines.
 #[inline(always)]
-fn rotate_heads(heads: &mut [f32], norm: HeadNorm<'_>, rotation: &[f32], round_to_bf16: bool) {
+fn rotate_heads(heads: &mut [f32], norm: Option<HeadNorm<'_>>, rotation: &[f32], round_to_bf16: bool) {
     let dim = rotation.len();
     let (cos, sin) = rotation.split_at(dim / 2);
-    if let Some((weight, eps)) = norm {
-        for part in heads.chunks_exact_mut(weight.len()) {
-            rms_norm(part, weight, eps, round_to_bf16);
-        }
+    if let Some(norm) = norm {
+        normalise_heads(heads, norm, round_to_bf16);
     }
     for head in heads.chunks_exact_mut(dim) {
         let (low, high) = head.split_at_mut(dim / 2);
@@ -39,7 +44,11 @@ fn rotate_heads(heads: &mut [f32], norm: HeadNorm<'_>, rotation: &[f32], round_t
 }
 
 multiversion! {
-    fn rotate_heads_on(heads: &mut [f32], norm: HeadNorm<'_>, rotation: &[f32], round_to_bf16: bool) = rotate_heads;
+    fn normalise_heads_on(heads: &mut [f32], norm: HeadNorm<'_>, round_to_bf16: bool) = normalise_heads;
+}
+
+multiversion! {
+    fn rotate_heads_on(heads: &mut [f32], norm: Option<HeadNorm<'_>>, rotation: &[f32], round_to_bf16: bool) = rotate_heads;
 }
 
 /// Normalises and rotates the query and key heads of all rows.
@@ -50,30 +59,36 @@ pub(super) fn rotate(
     step: &Step,
     qkv: &mut Buffer,
 ) {
-    let heads = op.heads;
+    let heads = op.place.heads;
     let dim = heads.head_dim;
     let rotations = &step.rotations[op.rope].token_rotations;
-    assert!(qkv.width == heads.qkv_width() && rotations.len() == qkv.rows * dim);
+    let (width, kv_heads) = if op.stores {
+        (heads.qkv_width(), heads.kv_heads)
+    } else {
+        (heads.q_width(), 0)
+    };
+    assert!(qkv.width == width && rotations.len() == qkv.rows * dim);
     let norm = op.qk_norm.as_ref();
     let q_norm = norm.map(|n| (&n.q.0[..], n.eps));
-    let k_norm = norm.map(|n| (&n.k.0[..], n.eps));
+    let k_norm = norm.and_then(|n| Some((&n.k?.0[..], n.eps)));
     let fits = |weights: usize, heads: usize| [dim, heads * dim].contains(&weights);
-    assert!(norm.is_none_or(|n| fits(n.q.0.len(), heads.heads) && fits(n.k.0.len(), heads.kv_heads)));
+    let fits_keys = |n: &QkNorm<'_, Vector>| n.k.map_or(!op.stores, |k| fits(k.0.len(), heads.kv_heads));
+    assert!(norm.is_none_or(|n| fits(n.q.0.len(), heads.heads) && fits_keys(n)));
+    let ones = vec![1.0; dim];
+    let value_norm = op.value_norm.map(|eps| (&ones[..], eps));
     let elements = qkv.data.len();
     let mut parts: Vec<_> = qkv.parts_mut(ctx.threads.parts(elements)).collect();
     ctx.threads.parallel_for_each(elements, &mut parts, |_, parts| {
         for (first, part) in parts {
             let rotations = rotations[*first * dim..].chunks_exact(dim);
-            for (row, rotation) in part.chunks_exact_mut(heads.qkv_width()).zip(rotations) {
-                let (q, rest) = row.split_at_mut(heads.heads * dim);
+            for (row, rotation) in part.chunks_exact_mut(width).zip(rotations) {
+                let (q, rest) = row.split_at_mut(heads.q_width());
+                let (k, v) = rest.split_at_mut(kv_heads * dim);
                 rotate_heads_on(ctx.isa, q, q_norm, rotation, round_to_bf16);
-                rotate_heads_on(
-                    ctx.isa,
-                    &mut rest[..heads.kv_heads * dim],
-                    k_norm,
-                    rotation,
-                    round_to_bf16,
-                );
+                rotate_heads_on(ctx.isa, k, k_norm, rotation, round_to_bf16);
+                if let Some(norm) = value_norm {
+                    normalise_heads_on(ctx.isa, v, norm, round_to_bf16);
+                }
             }
         }
     });
@@ -85,7 +100,7 @@ mod tests {
     use crate::device::batch::{StepBatch, StepSequence};
     use crate::device::cpu::Isa;
     use crate::device::cpu::testing::{buffer, ctx, numbers};
-    use crate::device::{HeadShape, KvSpec, QkNorm, RopeSpec};
+    use crate::device::{HeadShape, KvPlace, KvSpec, RopeSpec};
 
     /// `normed`: query heads that a norm is of, 0 without a norm.
     fn check(dim: usize, tokens: usize, normed: usize) {
@@ -97,7 +112,7 @@ mod tests {
         };
         let frequencies: Vec<f32> = (0..dim / 2).map(|d| 0.7f32.powi(d as i32)).collect();
         let mut step = Step::new(
-            heads,
+            &[heads],
             vec![
                 RopeSpec {
                     inverse_frequencies: vec![0.0; dim / 2],
@@ -131,14 +146,15 @@ mod tests {
             let mut got = buffer(&rows, tokens, heads.qkv_width());
             let qk_norm = with_norm.then_some(QkNorm {
                 q: &q,
-                k: &k,
+                k: Some(&k),
                 eps: 1e-3,
             });
             let op = RopeStore {
-                heads,
+                place: KvPlace::alone(heads),
                 qk_norm,
+                value_norm: with_norm.then_some(1e-3),
                 rope: 1,
-                table: 0,
+                stores: true,
             };
             rotate(ctx(isa), false, &op, &step, &mut got);
             for t in 0..tokens {
@@ -171,7 +187,8 @@ mod tests {
                         let want = match (head < 4, d < dim / 2) {
                             (true, true) => 1.5 * (a * angle.cos() - b * angle.sin()),
                             (true, false) => 1.5 * (b * angle.cos() + a * angle.sin()),
-                            (false, _) => *kept, // the value head stays as it is
+                            // The value head is not rotated, and its norm has no weights.
+                            (false, _) => *kept * scale,
                         };
                         let got = got.row(t)[head * dim + d] as f64;
                         assert!(

@@ -13,7 +13,8 @@ const TASK_ROWS: usize = 48;
 /// A [`StepBatch`] with the data that its operations share.
 pub struct Step {
     pub(super) batch: StepBatch,
-    pub(super) heads: HeadShape,
+    /// Maximum number of queries in a tile.
+    tile_queries_max: u32,
     /// Indices of the block tables of layers without a window. Only these layers share a prefix.
     full_tables: Vec<usize>,
     pub(super) rotations: Vec<RotationTable>,
@@ -74,9 +75,10 @@ pub(super) fn queries_per_tile(heads: HeadShape) -> usize {
 }
 
 impl Step {
-    pub(super) fn new(heads: HeadShape, ropes: Vec<RopeSpec>, tables: &[KvSpec], round_to_bf16: bool) -> Step {
-        let fits = |rope: &RopeSpec| rope.inverse_frequencies.len() * 2 == heads.head_dim;
-        assert!(ropes.iter().all(fits));
+    /// A step for layers with heads of these shapes. All of them share the tiles, which are small
+    /// enough for the largest group of query heads.
+    pub(super) fn new(heads: &[HeadShape], ropes: Vec<RopeSpec>, tables: &[KvSpec], round_to_bf16: bool) -> Step {
+        let queries = heads.iter().map(|heads| queries_per_tile(*heads));
         let rotations = ropes.into_iter().map(|rope| RotationTable {
             token_rotations: Vec::new(),
             rope,
@@ -85,7 +87,7 @@ impl Step {
         });
         Step {
             batch: StepBatch::default(),
-            heads,
+            tile_queries_max: queries.min().unwrap_or(1) as u32,
             full_tables: (0..tables.len())
                 .filter(|table| tables[*table] == KvSpec::Full)
                 .collect(),
@@ -140,7 +142,7 @@ impl Step {
     }
 
     fn plan(&mut self) {
-        let tile_queries_max = queries_per_tile(self.heads) as u32;
+        let tile_queries_max = self.tile_queries_max;
         self.tiles.clear();
         self.parts.clear();
         for (i, s) in self.batch.sequences.iter().enumerate() {
@@ -224,7 +226,7 @@ mod tests {
             inverse_frequencies: vec![0.5],
             scale: 2.0,
         };
-        let mut step = Step::new(heads, vec![rope], &[KvSpec::Full], false);
+        let mut step = Step::new(&[heads], vec![rope], &[KvSpec::Full], false);
         let sequence = |first_token, q_len, kv_len, first_block| StepSequence {
             first_token,
             q_len,
@@ -272,7 +274,7 @@ mod tests {
             inverse_frequencies: vec![0.5],
             scale: 1.0,
         };
-        let mut step = Step::new(heads, vec![rope], &[KvSpec::Full], false);
+        let mut step = Step::new(&[heads], vec![rope], &[KvSpec::Full], false);
         assert_eq!(queries_per_tile(heads), 8);
         // Each block from 100 on belongs to one sequence. The fourth sequence differs after 7
         // blocks, the sixth from the start.
@@ -305,7 +307,7 @@ mod tests {
         let tables = [KvSpec::Full, KvSpec::Window(9), KvSpec::Full];
         batch.block_tables.extend([unshared, second]);
         let rope = step.rotations.remove(0).rope;
-        let mut step = Step::new(heads, vec![rope], &tables, false);
+        let mut step = Step::new(&[heads], vec![rope], &tables, false);
         step.upload(&batch);
         let tiles: Vec<_> = step.tiles.iter().map(|t| (t.parts.clone(), t.prefix_len)).collect();
         assert_eq!(tiles, [(0..1, 128), (1..2, 128), (2..5, 64), (5..6, 128)]);

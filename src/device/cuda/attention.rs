@@ -81,7 +81,7 @@ impl Cuda {
                         Argument::Address(items),
                         Argument::Address(addresses.query_tokens),
                         Argument::Address(step.positions()),
-                        Argument::Address(step.tables(op.table)),
+                        Argument::Address(step.tables(op.place.table)),
                         Argument::Float(op.scale),
                         sinks,
                         out.data(),

@@ -13,7 +13,7 @@ use super::expert_plan::{self, ExpertShape};
 use super::memory::{Buffer, Workspace, address, ensure_capacity};
 use super::plan::{KernelFormat, Tile};
 use super::{Cuda, Matrix, Vector};
-use crate::device::{Activation, DeviceError, ExpertWeights, Linear, Routing, Score};
+use crate::device::{Activation, DeviceError, ExpertInput, ExpertWeights, Linear, Routing, Score};
 
 /// Bytes of a `RowTile` in `kernels/common/experts.cuh`.
 const ROW_TILE_BYTES: usize = 12;
@@ -76,10 +76,11 @@ impl Cuda {
         &self,
         experts: &ExpertWeights<Matrix, Vector>,
         activation: Activation,
-        x: &Buffer,
+        input: &ExpertInput<'_, Buffer>,
         out: &mut Buffer,
         workspace: &mut Workspace,
     ) -> Result<(), DeviceError> {
+        let x = input.rows;
         let ([gate_up], [down]) = (&experts.gate_up[..], &experts.down[..]) else {
             return Err(DeviceError::Unsupported("experts that are not stacked".into()));
         };
@@ -90,7 +91,7 @@ impl Cuda {
             deterministic,
             ..
         } = workspace;
-        let routes = self.route(experts, x, scratch)?;
+        let routes = self.route(experts, input.router_rows, scratch)?;
         let width = down.weight.rows / routes.shape.experts;
         out.reshape(&self.context, x.rows, width, KernelFormat::Bf16)?;
         let read = self.in_format(x, gate_up.weight.format, quantized)?;

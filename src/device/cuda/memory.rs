@@ -10,7 +10,7 @@ use super::draw::Drawing;
 use super::driver::{Argument, Context, Memory, Pinned, PinnedTransfer};
 use super::experts::ExpertsScratch;
 use super::plan::{BLOCK_TOKENS, KernelFormat};
-use crate::device::{DeviceError, HeadShape, KvFormat};
+use crate::device::{DeviceError, HeadShape, KvFormat, KvShape};
 
 /// Activations: `[rows][width]`.
 pub struct Buffer {
@@ -163,15 +163,18 @@ pub(super) fn block_bytes(heads: HeadShape, format: KernelFormat) -> (usize, usi
     (vectors * heads.head_dim * format.bytes(), scales)
 }
 
-/// Bytes of a layer's keys and values of one block. `None`: a GPU keeps none in this format.
-pub fn kv_block_bytes(heads: HeadShape, format: KvFormat) -> Option<usize> {
-    KernelFormat::of_kv(format).map(|format| block_pair_bytes(heads, format))
+/// Bytes of a block of a pool with these shapes. `None`: a GPU keeps none in this format.
+pub fn kv_block_bytes(shapes: &[KvShape], format: KvFormat) -> Option<usize> {
+    KernelFormat::of_kv(format).map(|format| block_pair_bytes(shapes, format))
 }
 
 /// Bytes of keys and values of one block, with their scales.
-pub(super) fn block_pair_bytes(heads: HeadShape, format: KernelFormat) -> usize {
-    let (data, scales) = block_bytes(heads, format);
-    2 * (data + scales)
+pub(super) fn block_pair_bytes(shapes: &[KvShape], format: KernelFormat) -> usize {
+    let of_shape = |shape: &KvShape| {
+        let (data, scales) = block_bytes(shape.heads, format);
+        2 * (data + scales) * shape.layers
+    };
+    shapes.iter().map(of_shape).max().unwrap_or(0)
 }
 
 /// Copies a buffer's rows to the host as F32; quantized values are multiplied by their scales.

@@ -16,8 +16,8 @@ use crate::device::batch::{BlockCopy, StepBatch};
 use crate::device::draw::{Draw, DrawError, DrawnToken};
 use crate::device::random::RandomMatrix;
 use crate::device::{
-    Activation, AddNorm, Attention, AttentionInput, Device, DeviceError, ExpertWeights, HeadShape, KvFormat, KvSpec,
-    Linear, OutputHead, Precision, RopeSpec, RopeStore, Tensor, TensorError,
+    Activation, AddNorm, Attention, AttentionInput, Device, DeviceError, ExpertInput, ExpertWeights, HeadShape,
+    KvFormat, KvShape, KvSpec, Linear, OutputHead, Precision, RopeSpec, RopeStore, Tensor, TensorError,
 };
 
 mod attention;
@@ -240,6 +240,9 @@ impl Cuda {
         format: KernelFormat,
         out: &mut Buffer,
     ) -> Result<(), DeviceError> {
+        if op.delta.as_ref().is_some_and(|delta| delta.scale != 1.0) {
+            return Err(not_supported("factors of the residual stream"));
+        }
         out.reshape(&self.context, rows, residual.width, format)?;
         let delta_norm = op.delta.as_ref().and_then(|delta| delta.norm);
         self.launch(
@@ -258,6 +261,12 @@ impl Cuda {
             ],
         )
     }
+}
+
+/// An error for what models need that [`Config::refuse_on_gpu`](crate::model::config::Config::refuse_on_gpu)
+/// refuses.
+fn not_supported(what: &str) -> DeviceError {
+    DeviceError::Unsupported(format!("GPUs do not compute {what} yet: compute with `--device cpu`"))
 }
 
 impl Device for Cuda {
@@ -337,7 +346,10 @@ impl Device for Cuda {
         }
     }
 
-    fn step(&self, heads: HeadShape, ropes: Vec<RopeSpec>, tables: &[KvSpec]) -> Result<Step, DeviceError> {
+    fn step(&self, heads: &[HeadShape], ropes: Vec<RopeSpec>, tables: &[KvSpec]) -> Result<Step, DeviceError> {
+        let &[heads] = heads else {
+            return Err(not_supported("heads of several shapes"));
+        };
         check_heads(heads)?;
         Ok(Step::new(heads, ropes, tables))
     }
@@ -346,7 +358,10 @@ impl Device for Cuda {
         BLOCK_TOKENS
     }
 
-    fn kv_pool(&self, heads: HeadShape, blocks: usize) -> Result<KvPool, DeviceError> {
+    fn kv_pool(&self, shapes: &[KvShape], blocks: usize) -> Result<KvPool, DeviceError> {
+        let &[KvShape { heads, layers: 1 }] = shapes else {
+            return Err(not_supported("pools of several shapes"));
+        };
         let (data, scales) = block_bytes(heads, self.kv_format);
         let allocate = |bytes: usize| self.context.allocate(bytes * blocks, "a layer's keys and values");
         Ok(KvPool {
@@ -360,8 +375,8 @@ impl Device for Cuda {
         })
     }
 
-    fn kv_block_bytes(&self, heads: HeadShape) -> usize {
-        block_pair_bytes(heads, self.kv_format)
+    fn kv_block_bytes(&self, shapes: &[KvShape]) -> usize {
+        block_pair_bytes(shapes, self.kv_format)
     }
 
     fn free_bytes(&self) -> Result<Option<u64>, DeviceError> {
@@ -503,11 +518,14 @@ impl Device for Cuda {
         &self,
         experts: &ExpertWeights<Matrix, Vector>,
         activation: Activation,
-        x: &Buffer,
+        input: ExpertInput<'_, Buffer>,
         out: &mut Buffer,
         workspace: &mut Workspace,
     ) -> Result<(), DeviceError> {
-        self.run_experts(experts, activation, x, out, workspace)
+        if experts.scales.is_some() {
+            return Err(not_supported("factors of experts"));
+        }
+        self.run_experts(experts, activation, &input, out, workspace)
     }
 
     fn logits(&self, head: OutputHead<'_, Matrix>, x: &Buffer, workspace: &mut Workspace) -> Result<(), DeviceError> {

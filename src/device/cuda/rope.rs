@@ -2,7 +2,7 @@
 
 use super::driver::{Argument, Memory};
 use super::memory::{Buffer, KvPool};
-use super::{Cuda, Norm, Step, plan};
+use super::{Cuda, Norm, Step, not_supported, plan};
 use crate::device::{DeviceError, HeadShape, QkNorm, RopeStore};
 
 impl Cuda {
@@ -15,11 +15,18 @@ impl Cuda {
         qkv: &mut Buffer,
         pool: &mut KvPool,
     ) -> Result<(), DeviceError> {
-        let heads = op.heads;
+        if !op.stores {
+            return Err(not_supported("layers without keys and values"));
+        }
+        if op.value_norm.is_some() {
+            return Err(not_supported("norms of values"));
+        }
+        let heads = op.place.heads;
         let mut own_norms = [Argument::Address(0); 2];
         if let Some(QkNorm { q, k, eps }) = op.qk_norm {
-            let sides = [(q, 0, heads.heads), (k, heads.heads, heads.kv_heads)];
+            let sides = [(Some(q), 0, heads.heads), (k, heads.heads, heads.kv_heads)];
             for ((norm, first_head, count), own) in sides.into_iter().zip(&mut own_norms) {
+                let Some(norm) = norm else { continue };
                 if norm.values() == heads.head_dim {
                     *own = Argument::Address(norm.0.address());
                 } else {
@@ -29,12 +36,12 @@ impl Cuda {
         }
         let [keys, values, key_scales, value_scales] = pool.arguments();
         self.launch(
-            &self.attention_shape(op.heads).rope_store(step.tokens),
+            &self.attention_shape(heads).rope_store(step.tokens),
             &[
                 qkv.data(),
                 Argument::Address(step.rotations(op.rope)),
                 Argument::Address(step.positions()),
-                Argument::Address(step.slots(op.table)),
+                Argument::Address(step.slots(op.place.table)),
                 own_norms[0],
                 own_norms[1],
                 Argument::Float(op.qk_norm.as_ref().map_or(0.0, |norm| norm.eps)),

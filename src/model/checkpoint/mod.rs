@@ -109,14 +109,17 @@ const HARMLESS: [&str; 3] = [
     "rotary_emb.sin_cached",
 ];
 
-/// Name prefixes of the image parts of multimodal models, in older and newer checkpoints. Prompts
-/// contain no images, so these parts are unused.
-const IMAGE_PARTS: [&str; 5] = [
+/// Name prefixes of the image and audio parts of multimodal models, in older and newer checkpoints.
+/// Prompts contain no images and no sounds, so these parts are unused.
+const IMAGE_PARTS: [&str; 8] = [
     "model.visual.",
     "vision_tower.",
     "multi_modal_projector.",
     "model.vision_tower.",
     "model.multi_modal_projector.",
+    "model.embed_vision.",
+    "model.audio_tower.",
+    "model.embed_audio.",
 ];
 
 /// Name prefix of the layers of models with recurrent layers that predict further tokens.
@@ -132,6 +135,21 @@ fn is_of_mtp_layer(config: &Config, name: &str) -> bool {
     layer.is_some_and(|(layer, _)| {
         let layer: Option<usize> = layer.parse().ok();
         layer.is_some_and(|layer| (count..count + config.mtp_layers).contains(&layer))
+    })
+}
+
+/// Whether a tensor makes keys and values of a layer that reads those of an earlier one. Published
+/// models have them, and transformers skips them, too.
+fn is_of_unread_kv(config: &Config, name: &str) -> bool {
+    let text_only = text_only_name(name);
+    let name = text_only.as_deref().unwrap_or(name);
+    let layer = name.strip_prefix("model.layers.").and_then(|rest| rest.split_once('.'));
+    layer.is_some_and(|(layer, part)| {
+        let layer: Option<usize> = layer.parse().ok();
+        let source = layer.and_then(|layer| config.kv_sources.get(layer).copied().flatten());
+        let parts = ["k_proj", "v_proj", "k_norm", "v_norm"];
+        let part = part.strip_prefix("self_attn.").and_then(|part| part.split_once('.'));
+        source.is_some() && part.is_some_and(|(part, _)| parts.contains(&part))
     })
 }
 
@@ -153,6 +171,7 @@ pub fn check_headers(config: &Config, headers: &Headers) -> Result<bool, ModelEr
         HARMLESS.iter().any(ends)
             || (is_multimodal && IMAGE_PARTS.iter().any(|part| name.starts_with(part)))
             || is_of_mtp_layer(config, name)
+            || is_of_unread_kv(config, name)
     };
     check_index(headers, &is_harmless)?;
 

@@ -51,6 +51,9 @@ impl Reader<'_> {
         layers: usize,
         hidden_size: usize,
     ) -> Result<Option<Experts>, ModelError> {
+        if family == Family::Gemma4 {
+            return self.gemma4_experts(layers);
+        }
         let Some(default) = family.experts_per_token() else {
             return Ok(None);
         };
@@ -103,7 +106,36 @@ impl Reader<'_> {
             form: self.expert_form(family, [hidden_size, intermediate_size])?,
             intermediate_size,
             shared: self.shared_expert(family, intermediate_size)?,
+            beside_mlp: false,
             layers,
+        }))
+    }
+
+    /// Gemma 4's experts, which stand beside the MLP of every layer.
+    fn gemma4_experts(&self, layers: usize) -> Result<Option<Experts>, ModelError> {
+        if !self.flag("enable_moe_block")?.unwrap_or(false) {
+            return Ok(None);
+        }
+        let count = self.required_size("num_experts", EXPERTS_MAX)?;
+        let per_token = self.required_size("top_k_experts", EXPERTS_MAX)?;
+        if count < per_token {
+            return Err(self.broken(format!("`top_k_experts` is {per_token}, more than the {count} experts")));
+        }
+        Ok(Some(Experts {
+            count,
+            routing: Routing {
+                per_token,
+                score: Score::Softmax,
+                renormalized: true,
+                scale: 1.0,
+            },
+            router_bias: false,
+            has_correction: false,
+            form: ExpertForm::Matrices,
+            intermediate_size: self.required_size("moe_intermediate_size", WIDTH_MAX)?,
+            shared: None,
+            beside_mlp: true,
+            layers: vec![true; layers],
         }))
     }
 

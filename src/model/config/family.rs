@@ -24,6 +24,7 @@ pub enum Family {
     Gemma,
     Gemma2,
     Gemma3,
+    Gemma4,
     SmolLm3,
     Granite,
     GraniteMoe,
@@ -44,7 +45,7 @@ pub enum Family {
 }
 
 /// Each family with its name, its `model_type` and its `architectures`.
-const FAMILIES: [(Family, &str, &str, &str); 34] = [
+const FAMILIES: [(Family, &str, &str, &str); 35] = [
     (Family::Llama, "Llama", "llama", "LlamaForCausalLM"),
     (Family::Mistral, "Mistral", "mistral", "MistralForCausalLM"),
     (Family::Ministral, "Ministral", "ministral", "MinistralForCausalLM"),
@@ -67,6 +68,7 @@ const FAMILIES: [(Family, &str, &str, &str); 34] = [
     (Family::Gemma, "Gemma", "gemma", "GemmaForCausalLM"),
     (Family::Gemma2, "Gemma 2", "gemma2", "Gemma2ForCausalLM"),
     (Family::Gemma3, "Gemma 3", "gemma3_text", "Gemma3ForCausalLM"),
+    (Family::Gemma4, "Gemma 4", "gemma4_text", "Gemma4ForCausalLM"),
     (Family::SmolLm3, "SmolLM3", "smollm3", "SmolLM3ForCausalLM"),
     (Family::Granite, "Granite", "granite", "GraniteForCausalLM"),
     (Family::GraniteMoe, "Granite MoE", "granitemoe", "GraniteMoeForCausalLM"),
@@ -103,8 +105,9 @@ const FAMILIES: [(Family, &str, &str, &str); 34] = [
 
 /// Models that see images, each with the families that its text part may have. A text part that
 /// names none has the first.
-const MULTIMODAL: [(&str, &str, &[Family]); 4] = [
+const MULTIMODAL: [(&str, &str, &[Family]); 5] = [
     ("gemma3", "Gemma3ForConditionalGeneration", &[Family::Gemma3]),
+    ("gemma4", "Gemma4ForConditionalGeneration", &[Family::Gemma4]),
     ("qwen3_5", "Qwen3_5ForConditionalGeneration", &[Family::Qwen3_5]),
     (
         "qwen3_5_moe",
@@ -126,7 +129,7 @@ impl Family {
     }
 
     pub(super) fn is_gemma(self) -> bool {
-        matches!(self, Family::Gemma | Family::Gemma2 | Family::Gemma3)
+        matches!(self, Family::Gemma | Family::Gemma2 | Family::Gemma3 | Family::Gemma4)
     }
 
     /// Whether layers without attention are recurrent.
@@ -174,6 +177,7 @@ impl Family {
         match self {
             Family::Gemma2 => Some(256_000),
             Family::Gemma3 => Some(262_208),
+            Family::Gemma4 => Some(262_144),
             _ => None,
         }
     }
@@ -190,6 +194,7 @@ impl Family {
             Family::Gemma | Family::Qwen2Moe => Some(16),
             Family::Gemma2
             | Family::Gemma3
+            | Family::Gemma4
             | Family::SmolLm3
             | Family::Qwen3Moe
             | Family::Qwen3_5
@@ -203,7 +208,7 @@ impl Family {
     pub(super) fn head_dim(self) -> Option<usize> {
         match self {
             Family::GptOss => Some(64),
-            Family::Gemma | Family::Gemma2 | Family::Gemma3 => Some(256),
+            Family::Gemma | Family::Gemma2 | Family::Gemma3 | Family::Gemma4 => Some(256),
             _ if self.has_delta_layers() => Some(256),
             Family::Qwen3 | Family::Ministral3 | Family::SeedOss | Family::Glm | Family::Glm4 | Family::Ernie4_5 => {
                 Some(128)
@@ -237,6 +242,7 @@ impl Family {
             | Family::GptOss
             | Family::Ministral
             | Family::Gemma3
+            | Family::Gemma4
             | Family::Glm
             | Family::Glm4
             | Family::Glm4Moe
@@ -251,6 +257,7 @@ impl Family {
         match self {
             Family::SmolLm3 | Family::Phi3 | Family::Ministral3 | Family::Mixtral => None,
             Family::GptOss => Some(128),
+            Family::Gemma4 => Some(512),
             _ => Some(4096),
         }
     }
@@ -322,7 +329,7 @@ impl Reader<'_> {
     pub(super) fn qk_norm(&self, family: Family) -> Result<bool, ModelError> {
         match family {
             Family::Glm4Moe => Ok(self.flag("use_qk_norm")?.unwrap_or(false)),
-            Family::Qwen3 | Family::Qwen3Moe | Family::Gemma3 | Family::Olmoe => Ok(true),
+            Family::Qwen3 | Family::Qwen3Moe | Family::Gemma3 | Family::Gemma4 | Family::Olmoe => Ok(true),
             _ if family.has_delta_layers() => Ok(true),
             _ => Ok(family.has_norms_behind_alone()),
         }
@@ -404,7 +411,7 @@ impl Reader<'_> {
         let tanh = "gelu_pytorch_tanh";
         let known: &[(&str, [&str; 2])] = match family {
             Family::Gemma => &[("hidden_act", [tanh, "gelu"]), ("hidden_activation", [tanh; 2])],
-            Family::Gemma2 | Family::Gemma3 => &[("hidden_activation", [tanh; 2])],
+            Family::Gemma2 | Family::Gemma3 | Family::Gemma4 => &[("hidden_activation", [tanh; 2])],
             _ => &[("hidden_act", ["silu", "swish"])],
         };
         for (field, known) in known {
@@ -474,6 +481,8 @@ impl Reader<'_> {
         }
         let scalar = match family {
             Family::Gemma2 | Family::Gemma3 => self.number_in("query_pre_attn_scalar", 1e-6, 1e9)?.unwrap_or(256.0),
+            // Its queries and keys are normalised, and not scaled.
+            Family::Gemma4 => 1.0,
             _ => head_dim as f64,
         };
         Ok(Scales {

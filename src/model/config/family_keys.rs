@@ -233,6 +233,25 @@ impl Family {
                 "sliding_window",
                 "sliding_window_pattern",
             ],
+            Family::Gemma4 => &[
+                "attention_bias",
+                "attention_k_eq_v",
+                "enable_moe_block",
+                "final_logit_softcapping",
+                "global_head_dim",
+                "hidden_activation",
+                "hidden_size_per_layer_input",
+                "moe_intermediate_size",
+                "num_experts",
+                "num_global_key_value_heads",
+                "num_kv_shared_layers",
+                "per_layer_config",
+                "sliding_window",
+                "top_k_experts",
+                "use_bidirectional_attention",
+                "use_double_wide_mlp",
+                "vocab_size_per_layer_input",
+            ],
         }
     }
 }

@@ -123,10 +123,16 @@ const REFUSED: [(&str, Neutral); 62] = [
 
 /// Keys of a multimodal model that hold the configurations of its parts. A text-only model must
 /// have none of them.
-const MULTIMODAL_PARTS: [&str; 2] = ["text_config", "vision_config"];
+const MULTIMODAL_PARTS: [&str; 3] = ["text_config", "vision_config", "audio_config"];
 /// Other keys that only a multimodal model has at its top level.
-const IMAGE_KEYS: [&str; 12] = [
+const IMAGE_KEYS: [&str; 19] = [
+    "audio_token_id",
+    "boa_token_id",
+    "boi_token_id",
     "boi_token_index",
+    "eoa_token_id",
+    "eoa_token_index",
+    "eoi_token_id",
     "eoi_token_index",
     "image_token_id",
     "image_token_index",
@@ -137,6 +143,7 @@ const IMAGE_KEYS: [&str; 12] = [
     "video_token_id",
     "vision_end_token_id",
     "vision_feature_layer",
+    "vision_soft_tokens_per_image",
     "vision_start_token_id",
 ];
 

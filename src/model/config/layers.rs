@@ -62,7 +62,11 @@ impl Reader<'_> {
             Some(types) => types,
             None => self.default_types(family, count, window)?,
         };
-        self.specs(types.into_iter(), window)
+        let last = types.len().saturating_sub(1);
+        // Gemma 4's class has full attention in the last layer, whatever the configuration says.
+        let slides = types.into_iter().enumerate();
+        let slides = slides.map(|(layer, slides)| slides && !(family == Family::Gemma4 && layer == last));
+        self.specs(slides, window)
     }
 
     /// Whether each layer has a sliding window, without `layer_types`.
@@ -73,6 +77,7 @@ impl Reader<'_> {
         Ok(match family {
             Family::Gemma2 | Family::GptOss => by_pattern(2),
             Family::Gemma3 => by_pattern(pattern(6)?),
+            Family::Gemma4 => by_pattern(6),
             Family::Olmo3 => by_pattern(4),
             Family::Cohere2 => by_pattern(pattern(4)?),
             // Published models write the pattern as letters, and have `layer_types`.

@@ -11,16 +11,21 @@ use crate::device::{Activation, Dtype, HeadShape, KvSpec, RecurrentShape, RopeSp
 use crate::model::error::ModelError;
 use crate::model::rope::{Rope, Scaling};
 
+mod dtype;
 mod experts;
 mod family;
 mod family_keys;
+mod gemma4;
 pub mod generation;
+mod heads;
 mod keys;
 mod layers;
 mod reader;
 mod recurrent;
 mod rope;
 
+pub use dtype::declared_dtype;
+use dtype::refuse_quantized;
 pub use family::Family;
 use keys::UnknownKeys;
 use reader::{Reader, read_json, short};
@@ -38,6 +43,9 @@ pub struct Experts {
     pub intermediate_size: usize,
     /// The expert that every token uses besides.
     pub shared: Option<SharedExpert>,
+    /// Whether a layer with experts has its plain MLP, too, which reads the same stream. Then both and
+    /// the router have norms of their own, and each expert has a factor.
+    pub beside_mlp: bool,
     /// Whether each layer has experts. The other layers have a plain MLP.
     pub layers: Vec<bool>,
 }
@@ -77,6 +85,27 @@ pub struct Recurrent {
     pub norm_eps: f32,
 }
 
+/// Layers whose attention has other heads than that of the others.
+#[derive(Debug, Clone, PartialEq)]
+pub struct GlobalLayers {
+    pub heads: HeadShape,
+    /// Whether these layers have no projection of values: a value is its token's key, before norm and
+    /// rotation.
+    pub values_are_keys: bool,
+    /// Whether each layer is one of these.
+    pub layers: Vec<bool>,
+}
+
+/// Inputs that each layer has besides the stream: of each token, a row of a table of their own and a
+/// projection of its embedding.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LayerInputs {
+    /// Rows of the table.
+    pub vocab_size: usize,
+    /// Width of one layer's part.
+    pub width: usize,
+}
+
 /// Configuration of a decoder-only transformer with RMS norms before or behind attention and a gated
 /// MLP.
 #[derive(Debug, Clone, PartialEq)]
@@ -92,10 +121,17 @@ pub struct Config {
     /// no effect.
     pub layers: Vec<KvSpec>,
     pub recurrent: Option<Recurrent>,
+    /// For each layer that has no keys and values of its own, the earlier layer whose it reads.
+    pub kv_sources: Vec<Option<usize>>,
+    /// Whether the MLPs of such layers are twice as wide.
+    pub wide_shared_mlp: bool,
+    pub layer_inputs: Option<LayerInputs>,
     /// Number of layers behind the last that a checkpoint may have: they predict further tokens, and
     /// are not read.
     pub mtp_layers: usize,
+    /// Heads of all layers but those of `global`.
     pub heads: HeadShape,
+    pub global: Option<GlobalLayers>,
     /// Factor of the dot products of queries and keys.
     pub attention_scale: f32,
     /// Soft cap of the scaled dot products: `cap * tanh(x / cap)`.
@@ -131,6 +167,10 @@ pub struct Config {
     pub qk_norm: bool,
     /// Whether such a norm is one of all heads together.
     pub joint_qk_norm: bool,
+    /// Whether value heads have RMS norms, which have no weights.
+    pub value_norm: bool,
+    /// Whether each layer's output is multiplied by a number that the checkpoint stores.
+    pub layer_scalars: bool,
     /// Whether the checkpoint stores the projections of queries, keys and values as one tensor.
     pub fused_qkv: bool,
     /// Whether the checkpoint stores the gate and up projections as one tensor.
@@ -231,7 +271,7 @@ impl Config {
                 ..
             } => scaled_length(*factor, *pretrained_tokens),
             Scaling::Yarn(yarn) => scaled_length(yarn.factor, yarn.pretrained_tokens),
-            Scaling::None | Scaling::Linear { .. } | Scaling::LongRope(_) => 0,
+            Scaling::None | Scaling::Linear { .. } | Scaling::LongRope(_) | Scaling::Proportional { .. } => 0,
         };
         let limit = scaled.max(self.max_position_embeddings);
         self.context_max.map_or(limit, |max| limit.min(max))
@@ -240,15 +280,25 @@ impl Config {
     /// Refuses a model that GPUs do not compute.
     ///
     /// # Errors
-    /// The model has recurrent layers or gates of attention, or the GPU's kernels do not take its heads.
+    /// The model has what GPUs do not compute, or their kernels do not take its heads.
     pub fn refuse_on_gpu(&self) -> Result<(), ModelError> {
-        if self.recurrent.is_some() || self.attention_gates {
-            return Err(ModelError::Options(format!(
-                "{} does not run on a GPU yet, because it has recurrent layers: use a CPU (`--device cpu`)",
-                self.family.name()
-            )));
-        }
-        Ok(cuda::check_heads(self.heads)?)
+        let why = if self.recurrent.is_some() || self.attention_gates {
+            "recurrent layers"
+        } else if self.global.is_some() {
+            "layers with heads of other sizes"
+        } else if self.experts.as_ref().is_some_and(|experts| experts.beside_mlp) {
+            "experts beside an MLP"
+        } else if self.layer_inputs.is_some() || self.kv_sources.iter().any(Option::is_some) {
+            "inputs of each layer, or layers that share keys and values"
+        } else if self.value_norm || self.layer_scalars {
+            "norms of values or factors of layers"
+        } else {
+            return Ok(cuda::check_heads(self.heads)?);
+        };
+        Err(ModelError::Options(format!(
+            "{} does not run on a GPU yet, because it has {why}: use a CPU (`--device cpu`)",
+            self.family.name()
+        )))
     }
 
     /// How the checkpoint stores experts.
@@ -276,11 +326,44 @@ impl Config {
         self.recurrent.as_ref().is_some_and(|recurrent| recurrent.layers[layer])
     }
 
-    /// The attention of each layer that is not recurrent.
-    pub fn attention_layers(&self) -> Vec<KvSpec> {
+    fn is_global(&self, layer: usize) -> bool {
+        self.global.as_ref().is_some_and(|global| global.layers[layer])
+    }
+
+    /// The heads of a layer's attention.
+    pub fn heads_of(&self, layer: usize) -> HeadShape {
+        let global = self.global.as_ref().filter(|global| global.layers[layer]);
+        global.map_or(self.heads, |global| global.heads)
+    }
+
+    /// The shapes of all layers' heads.
+    pub fn head_shapes(&self) -> Vec<HeadShape> {
+        let global = self.global.as_ref().map(|global| global.heads);
+        [Some(self.heads), global].into_iter().flatten().collect()
+    }
+
+    /// Whether a layer has no projection of values, since its keys serve as such.
+    pub fn values_are_keys(&self, layer: usize) -> bool {
+        let global = self.global.as_ref();
+        global.is_some_and(|global| global.values_are_keys && global.layers[layer])
+    }
+
+    /// Whether a layer has keys and values of its own.
+    pub fn has_kv(&self, layer: usize) -> bool {
+        !self.is_recurrent(layer) && self.kv_sources[layer].is_none()
+    }
+
+    /// Width of a layer's plain MLP.
+    pub fn mlp_width(&self, layer: usize) -> usize {
+        let is_wide = self.wide_shared_mlp && self.kv_sources[layer].is_some();
+        self.intermediate_size * if is_wide { 2 } else { 1 }
+    }
+
+    /// The attention of each layer that has keys and values of its own, with its heads.
+    pub fn attention_layers(&self) -> Vec<(KvSpec, HeadShape)> {
         let layers = self.layers.iter().enumerate();
-        let layers = layers.filter(|(layer, _)| !self.is_recurrent(*layer));
-        layers.map(|(_, spec)| *spec).collect()
+        let layers = layers.filter(|(layer, _)| self.has_kv(*layer));
+        layers.map(|(layer, spec)| (*spec, self.heads_of(layer))).collect()
     }
 
     /// Bytes of a sequence's states in all recurrent layers.
@@ -293,11 +376,23 @@ impl Config {
 
     /// The rotations of all layers, for a maximum sequence length of `context` tokens:
     /// [`rope`](Self::rope), [`window_rope`](Self::window_rope) and, for layers that do not rotate,
-    /// one that changes nothing, as far as the model has them.
+    /// one that changes nothing, as far as the model has them. If heads differ, the first is that of
+    /// global layers, and the second that of the others.
     pub fn rope_specs(&self, context: u32) -> Vec<RopeSpec> {
         let dim = self.heads.head_dim;
-        let ropes = [Some(&self.rope), self.window_rope.as_ref()].into_iter().flatten();
-        let mut specs: Vec<RopeSpec> = ropes.map(|rope| rope.spec(dim, self.rotary_dims, context)).collect();
+        let (first, second) = match &self.global {
+            Some(global) => {
+                let dim = global.heads.head_dim;
+                let others = self.window_rope.as_ref().unwrap_or(&self.rope);
+                (self.rope.spec(dim, dim, context), Some(others))
+            }
+            None => (
+                self.rope.spec(dim, self.rotary_dims, context),
+                self.window_rope.as_ref(),
+            ),
+        };
+        let second = second.map(|rope| rope.spec(dim, self.rotary_dims, context));
+        let mut specs: Vec<RopeSpec> = std::iter::once(first).chain(second).collect();
         if self.rotates.contains(&false) {
             specs.push(RopeSpec {
                 inverse_frequencies: vec![0.0; dim / 2],
@@ -309,60 +404,15 @@ impl Config {
 
     /// The index of a layer's rotation in [`rope_specs`](Self::rope_specs).
     pub fn rope_of(&self, layer: usize) -> usize {
+        if self.global.is_some() {
+            return usize::from(!self.is_global(layer));
+        }
         match (self.rotates[layer], &self.window_rope, self.layers[layer]) {
             (false, ..) => 1 + usize::from(self.window_rope.is_some()),
             (true, Some(_), KvSpec::Window(_)) => 1,
             _ => 0,
         }
     }
-}
-
-/// The format of a checkpoint's weights by its `config.json`, which need not be right. `None`: it
-/// names none, or none that is supported.
-///
-/// # Errors
-/// The file cannot be read or parsed.
-pub fn declared_dtype(dir: &Path) -> Result<Option<Dtype>, ModelError> {
-    let config = read_json(&dir.join("config.json"))?;
-    let parts = [Some(&config), config.get("text_config").and_then(Value::as_object)];
-    let names = parts
-        .into_iter()
-        .flatten()
-        .flat_map(|part| ["dtype", "torch_dtype"].map(|key| part.get(key).and_then(Value::as_str)));
-    Ok(names
-        .flatten()
-        .find_map(|name| match name.trim_start_matches("torch.") {
-            "float32" => Some(Dtype::F32),
-            "float16" => Some(Dtype::F16),
-            "bfloat16" => Some(Dtype::Bf16),
-            _ => None,
-        }))
-}
-
-/// Files of ModelOpt, GPTQ, AWQ and AutoRound that describe quantized weights. `config.json` may be
-/// silent about the quantization.
-const QUANTIZATION_FILES: [&str; 4] = [
-    "hf_quant_config.json",
-    "quantize_config.json",
-    "quant_config.json",
-    "quantization_config.json",
-];
-
-fn refuse_quantized(dir: &Path) -> Result<(), ModelError> {
-    for name in QUANTIZATION_FILES {
-        let path = dir.join(name);
-        if path.try_exists().map_err(|e| ModelError::read(&path, e))? {
-            let says =
-                read_json(&path).map_or_else(|_| String::new(), |map| format!(" ({})", short(&Value::Object(map))));
-            return Err(ModelError::unsupported(
-                &path,
-                format!(
-                    "the weights of this checkpoint are quantized{says}; take the one in BF16, F16 or F32, which a job's `precision` quantizes"
-                ),
-            ));
-        }
-    }
-    Ok(())
 }
 
 impl Reader<'_> {
@@ -391,7 +441,7 @@ impl Reader<'_> {
                 config.tied_embeddings
             )));
         }
-        if config.logit_soft_cap.is_some() {
+        if config.logit_soft_cap.is_some() && family == Family::Gemma3 {
             // Some versions of the reference apply this cap, others do not.
             return Err(self.unsupported("`final_logit_softcapping` in `text_config` is not supported".to_owned()));
         }
@@ -413,6 +463,8 @@ impl Reader<'_> {
 
     /// The configuration of a text-only model, or of the text part of a multimodal model.
     fn text_config(&self, family: Family) -> Result<Config, ModelError> {
+        self.check_gemma4(family)?;
+        let layer_inputs = self.layer_inputs(family)?;
         let activation = self.activation(family)?;
         let hidden_size = self.required_size("hidden_size", 1 << 17)?;
         let num_layers = self.required_size("num_hidden_layers", 1 << 10)?;
@@ -424,13 +476,24 @@ impl Reader<'_> {
         let rotary_dims = self.rotary_dims(family, heads.head_dim)?;
         let (rope, window_rope) = self.ropes(family, rotary_dims, max_position_embeddings)?;
         let scales = self.scales(family, hidden_size, heads.head_dim)?;
+        let vocab_size = self.size_or("vocab_size", 1 << 24, family.vocab_size())?;
+        if let Some(inputs) = layer_inputs.filter(|inputs| inputs.vocab_size < vocab_size) {
+            return Err(self.broken(format!(
+                "`vocab_size_per_layer_input` is {}, less than `vocab_size` {vocab_size}",
+                inputs.vocab_size
+            )));
+        }
         Ok(Config {
             family,
-            vocab_size: self.size_or("vocab_size", 1 << 24, family.vocab_size())?,
+            vocab_size,
             hidden_size,
             intermediate_size: self.intermediate_size(family)?,
             experts: self.experts(family, num_layers, hidden_size)?,
             rotates: self.rotates(family, &layers)?,
+            global: self.global_layers(family, heads, &layers)?,
+            kv_sources: self.kv_sources(family, &layers)?,
+            wide_shared_mlp: family == Family::Gemma4 && self.flag("use_double_wide_mlp")?.unwrap_or(false),
+            layer_inputs,
             layers,
             recurrent: self.recurrent(family, num_layers, scales.stored_norm_eps)?,
             mtp_layers: self.mtp_layers()?,
@@ -445,24 +508,26 @@ impl Reader<'_> {
             attention_gates: family.has_delta_layers(),
             logit_soft_cap: match family {
                 Family::Gemma2 => self.soft_cap("final_logit_softcapping", Some(30.0))?,
-                Family::Gemma3 => self.soft_cap("final_logit_softcapping", None)?,
+                Family::Gemma3 | Family::Gemma4 => self.soft_cap("final_logit_softcapping", None)?,
                 _ => None,
             },
             logit_scale: scales.logits,
             embedding_scale: scales.embedding,
             activation,
             norm_eps: scales.norm_eps,
-            unit_offset_norms: family.is_gemma() || family.has_delta_layers(),
+            unit_offset_norms: (family.is_gemma() && family != Family::Gemma4) || family.has_delta_layers(),
             layer_norms: family.is_cohere(),
             parallel_mlp: family.is_cohere(),
             pre_norms: !family.has_norms_behind_alone(),
             post_norms: family.has_norms_behind_alone()
-                || matches!(family, Family::Gemma2 | Family::Gemma3 | Family::Glm4),
+                || matches!(family, Family::Gemma2 | Family::Gemma3 | Family::Gemma4 | Family::Glm4),
             qkv_bias: biases.qkv,
             o_bias: biases.o,
             mlp_bias: biases.mlp,
             qk_norm: self.qk_norm(family)?,
             joint_qk_norm: matches!(family, Family::Olmo2 | Family::Olmo3 | Family::Olmoe),
+            value_norm: family == Family::Gemma4,
+            layer_scalars: family == Family::Gemma4,
             fused_qkv: family == Family::Phi3,
             fused_gate_up: matches!(family, Family::Phi3 | Family::Glm | Family::Glm4),
             rotary_dims,
@@ -488,44 +553,6 @@ impl Reader<'_> {
             Family::Qwen3_5Moe => self.size_or("intermediate_size", 1 << 20, Some(1)),
             _ => self.size_or("intermediate_size", 1 << 20, None),
         }
-    }
-
-    fn heads(&self, family: Family, hidden_size: usize) -> Result<HeadShape, ModelError> {
-        let is_late_gemma = matches!(family, Family::Gemma2 | Family::Gemma3);
-        let heads = self.size_or("num_attention_heads", 1 << 12, is_late_gemma.then_some(8))?;
-        let kv_heads = match (self.size("num_key_value_heads", 1 << 12)?, family.kv_heads()) {
-            (Some(n), _) => n,
-            // An absent field takes the family's default. Null means one KV head per query head,
-            // except for Gemma, which takes its default.
-            (None, Some(n)) if is_late_gemma || !self.map.contains_key("num_key_value_heads") => n,
-            (None, _) => heads,
-        };
-        if heads % kv_heads != 0 {
-            return Err(self.broken(format!(
-                "`num_attention_heads` {heads} is not a multiple of `num_key_value_heads` {kv_heads}"
-            )));
-        }
-        let head_dim = match (self.size("head_dim", 1 << 10)?, family.head_dim()) {
-            (Some(n), _) => n,
-            (None, Some(n)) if is_late_gemma || !self.map.contains_key("head_dim") => n,
-            _ if hidden_size.is_multiple_of(heads) => hidden_size / heads,
-            _ => {
-                return Err(self.broken(format!(
-                    "`hidden_size` {hidden_size} is not a multiple of `num_attention_heads` {heads}, and there is no \
-                     `head_dim`"
-                )));
-            }
-        };
-        if head_dim % 2 != 0 || head_dim > 1 << 10 {
-            return Err(self.unsupported(format!(
-                "heads of {head_dim} dimensions are not supported; even ones to 1,024 are"
-            )));
-        }
-        Ok(HeadShape {
-            heads,
-            kv_heads,
-            head_dim,
-        })
     }
 
     fn eos_token_ids(&self) -> Result<Vec<u32>, ModelError> {

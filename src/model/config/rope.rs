@@ -26,6 +26,9 @@ impl Reader<'_> {
         rotary_dims: usize,
         max_positions: u32,
     ) -> Result<(Rope, Option<Rope>), ModelError> {
+        if family == Family::Gemma4 {
+            return self.gemma4_ropes();
+        }
         let empty = Map::new();
         let name = self.rope_name();
         let map = match self.get(name) {
@@ -96,11 +99,15 @@ impl Reader<'_> {
         }
     }
 
-    /// Number of a head's dimensions that rotate.
+    /// Number of a head's dimensions that rotate. (Those of Gemma 4 have frequencies of 0 where they
+    /// do not.)
     ///
     /// # Errors
     /// Only some dimensions rotate in a family that rotates all; or their number is odd.
     pub(super) fn rotary_dims(&self, family: Family, head_dim: usize) -> Result<usize, ModelError> {
+        if family == Family::Gemma4 {
+            return Ok(head_dim);
+        }
         let mut shares = Vec::new();
         if let Some(Value::Object(map)) = self.get(self.rope_name()) {
             let by_type = ["full_attention", "sliding_attention"].map(|kind| map.get(kind).and_then(Value::as_object));

@@ -23,7 +23,7 @@ use super::int8::Int8Scratch;
 use crate::device::cpu::BLOCK_TOKENS;
 use crate::device::cpu::gemm::tile::{Element, F32Gemm, PANEL, matmul, max_rows};
 use crate::device::cpu::isa::multiversion;
-use crate::device::cpu::kv::{KvPages, KvPool, KvStore, padded};
+use crate::device::cpu::kv::{KvPages, KvPool, KvStore, Regions, padded};
 use crate::device::cpu::math::{exp, round_bf16, soft_cap, sum16};
 use crate::device::cpu::step::{QueryTile, Step, TilePart};
 use crate::device::cpu::{Buffer, ExecContext, SharedMut};
@@ -37,7 +37,7 @@ pub(crate) struct AttentionOp<'a> {
     /// The sink of each query head.
     pub sinks: Option<&'a [f32]>,
     pub step: &'a Step,
-    /// `[tokens]` rows of `[q][k][v]`.
+    /// `[tokens]` rows of `[q][k][v]`, or of `[q]`.
     pub qkv: &'a Buffer,
 }
 
@@ -89,13 +89,14 @@ pub(crate) fn first_visible(spec: KvSpec, position: usize) -> usize {
 
 /// Runs the operation; `out` becomes `[tokens][heads * head_dim]`.
 pub(crate) fn attention(op: &AttentionOp<'_>, pool: &KvPool, out: &mut Buffer, scratches: &Scratches) {
-    let heads = op.step.heads;
-    assert!(heads == pool.heads && op.qkv.width == heads.qkv_width());
+    let heads = op.params.place.heads;
+    assert!([heads.q_width(), heads.qkv_width()].contains(&op.qkv.width));
     assert!(op.sinks.is_none_or(|sinks| sinks.len() == heads.heads));
-    out.reshape(op.qkv.rows, heads.heads * heads.head_dim);
+    out.reshape(op.qkv.rows, heads.q_width());
     let width = out.width;
     let target = SharedMut::new(&mut out.data);
     let tasks = op.step.tiles.len() * heads.kv_heads;
+    let regions = pool.regions(op.params.place);
     op.ctx.threads.parallel_for(tasks, |thread, tasks| {
         let mut scratch = scratches.0[thread]
             .lock()
@@ -107,12 +108,13 @@ pub(crate) fn attention(op: &AttentionOp<'_>, pool: &KvPool, out: &mut Buffer, s
                 heads,
                 tile,
                 kv_head,
+                regions,
             };
             task.reset(&mut scratch);
             match &pool.store {
-                KvStore::F32(pages) => task.run(pages, pool.blocks, &mut scratch),
-                KvStore::Bf16(pages) => task.run(pages, pool.blocks, &mut scratch),
-                KvStore::Int8(pages) => int8::run(&task, pages, pool.blocks, &mut scratch),
+                KvStore::F32(pages) => task.run(pages, &mut scratch),
+                KvStore::Bf16(pages) => task.run(pages, &mut scratch),
+                KvStore::Int8(pages) => int8::run(&task, pages, &mut scratch),
             }
             for (r, (token, head)) in task.token_heads(0..task.rows()).enumerate() {
                 // SAFETY: this task alone owns these tokens of these heads.
@@ -137,6 +139,8 @@ pub(crate) struct AttentionTile<'a> {
     pub heads: HeadShape,
     tile: &'a QueryTile,
     pub kv_head: usize,
+    /// Where the layer's keys and values lie in the pool.
+    pub regions: Regions,
 }
 
 /// A range of positions (a block or a span) and the rows that attend to it.
@@ -207,7 +211,7 @@ impl AttentionTile<'_> {
             KvSpec::Window(_) => 0,
         };
         let blocks_of = |sequence: u32, start: usize| -> &[u32] {
-            let blocks = &step.blocks(self.op.params.table, sequence)[start / BLOCK_TOKENS..];
+            let blocks = &step.blocks(self.op.params.place.table, sequence)[start / BLOCK_TOKENS..];
             &blocks[..blocks.len().min(range_len / BLOCK_TOKENS)]
         };
         for start in (0..prefix_len).step_by(range_len) {
@@ -249,15 +253,15 @@ impl AttentionTile<'_> {
         from..(from..queries).take_while(|&q| sees(q)).count() + from
     }
 
-    fn run<E: Element>(&self, pages: &KvPages<E>, pool_blocks: usize, scratch: &mut AttentionScratch) {
-        let (dim, padded_dim) = (self.heads.head_dim, padded(self.heads.head_dim));
+    fn run<E: Element>(&self, pages: &KvPages<E>, scratch: &mut AttentionScratch) {
+        let padded_dim = padded(self.heads.head_dim);
         scratch.scores.resize(self.rows() * PANEL, 0.0);
         scratch.weights.resize(self.rows() * PANEL, 0.0);
         let mut packed = 0..0;
         self.visit_spans(BLOCK_TOKENS, |span| {
-            let block = self.kv_head * pool_blocks + span.blocks[0] as usize;
-            let keys = &pages.keys[block * dim * BLOCK_TOKENS..][..dim * BLOCK_TOKENS];
-            let values = &pages.values[block * padded_dim * BLOCK_TOKENS..][..padded_dim * BLOCK_TOKENS];
+            let block = span.blocks[0] as usize;
+            let keys = &pages.keys[self.regions.keys.of(self.kv_head, block)];
+            let values = &pages.values[self.regions.values.of(self.kv_head, block)];
             if packed != span.part_rows {
                 self.pack_queries(span.part_rows.clone(), scratch);
                 packed = span.part_rows.clone();
@@ -443,7 +447,7 @@ mod tests {
     use crate::device::batch::StepBatch;
     use crate::device::cpu::Isa;
     use crate::device::cpu::testing::{buffer, ctx_with_threads, numbers};
-    use crate::device::{KvFormat, RopeSpec};
+    use crate::device::{KvFormat, KvPlace, KvShape, RopeSpec};
 
     /// A batch of sequences given as `(q_len, kv_len)`. Block numbers are in descending order.
     fn batch(sequences: &[(u32, u32)]) -> StepBatch {
@@ -464,7 +468,7 @@ mod tests {
             inverse_frequencies: vec![0.0; heads.head_dim / 2],
             scale: 1.0,
         };
-        let mut step = Step::new(heads, vec![rope], &[KvSpec::Full], false);
+        let mut step = Step::new(&[heads], vec![rope], &[KvSpec::Full], false);
         step.upload(batch);
         step
     }
@@ -503,7 +507,14 @@ mod tests {
         // test.
         let all: Vec<(u32, u32)> = sequences.iter().map(|&(_, kv)| (kv, kv)).collect();
         let blocks = batch(&all).block_tables[0].len();
-        let mut pool = KvPool::new(heads, blocks, format);
+        let mut pool = match params.place.part {
+            0 => KvPool::new(&heads.alone(), blocks, format),
+            part => {
+                let other = HeadShape { head_dim: 34, ..heads };
+                let shapes = [(other, 1), (heads, part + 1)].map(|(heads, layers)| KvShape { heads, layers });
+                KvPool::new(&shapes, blocks, format)
+            }
+        };
         let mut out = Buffer::default();
         for part in [&all[..], sequences] {
             let mut batch = batch(part);
@@ -535,7 +546,7 @@ mod tests {
                 step: &step,
                 qkv: &qkv,
             };
-            pool.store(op.ctx, (&step, 0), &qkv);
+            pool.store(op.ctx, &step, params.place, &qkv);
             attention(&op, &pool, &mut out, &Scratches::new(threads));
         }
         (0..out.rows).map(|i| out.row(i).to_vec()).collect()
@@ -729,6 +740,24 @@ mod tests {
                 run(setup, &sequences)
             });
             assert!(together == apart, "{params:?} {format:?}");
+            let params = Attention {
+                place: KvPlace {
+                    part: 1,
+                    ..params.place
+                },
+                ..params
+            };
+            let setup = Setup {
+                isa: Isa::detect(),
+                threads: 2,
+                heads,
+                params,
+                format,
+                prefix_blocks: 9,
+                is_shared: true,
+            };
+            let mixed = run(setup, &sequences);
+            assert!(mixed == together, "{params:?} {format:?}: a pool of several shapes");
         }
     }
 }

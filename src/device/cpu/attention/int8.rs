@@ -22,7 +22,7 @@ use crate::device::batch::NO_BLOCK;
 use crate::device::cpu::gemm::int8::{OFFSET, QUAD};
 use crate::device::cpu::gemm::tile::PANEL;
 use crate::device::cpu::isa::Isa;
-use crate::device::cpu::kv::{Int8Pages, padded};
+use crate::device::cpu::kv::{Int8Pages, Region, padded};
 use crate::device::cpu::math::sum16;
 use crate::device::cpu::quantize::quantize_row_on;
 use crate::device::cpu::{BLOCK_TOKENS, SPAN_TOKENS};
@@ -93,12 +93,12 @@ struct ValueProduct {
 /// Runs a task whose scratch the caller has reset. Afterwards the states' largest scores are
 /// scaled, as those of [`float`](super::float) are, and the caller divides each row by its sum of
 /// weights.
-pub(crate) fn run(task: &AttentionTile<'_>, pages: &Int8Pages, pool_blocks: usize, scratch: &mut AttentionScratch) {
+pub(crate) fn run(task: &AttentionTile<'_>, pages: &Int8Pages, scratch: &mut AttentionScratch) {
     quantize_queries(task, &mut scratch.int8);
     scratch.int8.weight_sums.clear();
     scratch.int8.weight_sums.resize(task.rows(), [0.0; BLOCK_TOKENS]);
     task.visit_spans(SPAN_TOKENS, |span| {
-        SpanPages::new(task, pages, pool_blocks, &span).run(&span, scratch)
+        SpanPages::new(task, pages, &span).run(&span, scratch)
     });
     let states = scratch.softmax.iter_mut().zip(&scratch.int8.weight_sums);
     for ((state, weight_sums), scale) in states.zip(&scratch.int8.scales) {
@@ -146,26 +146,23 @@ struct SpanPages<'a> {
 }
 
 impl<'a> SpanPages<'a> {
-    fn new(
-        task: &'a AttentionTile<'a>,
-        pages: &'a Int8Pages,
-        pool_blocks: usize,
-        span: &VisibleSpan<'_>,
-    ) -> SpanPages<'a> {
+    fn new(task: &'a AttentionTile<'a>, pages: &'a Int8Pages, span: &VisibleSpan<'_>) -> SpanPages<'a> {
         let padded_dim = padded(task.heads.head_dim);
-        let block_len = padded_dim * BLOCK_TOKENS;
+        let regions = task.regions;
         // The last block, which has visible positions, stands for blocks beyond the end of the
         // sequence and for blocks behind the window.
         let last = span.blocks[span.blocks.len() - 1];
         let held = |i: usize| span.blocks.get(i).copied().filter(|block| *block != NO_BLOCK);
-        let block = |i: usize| task.kv_head * pool_blocks + held(i).unwrap_or(last) as usize;
-        let scales = |all: &'a [f32], i: usize| -> &'a [f32; BLOCK_TOKENS] { &all.as_chunks().0[block(i)] };
+        let of = |region: Region, i: usize| region.of(task.kv_head, held(i).unwrap_or(last) as usize);
+        let scales = |all: &'a [f32], i: usize| -> &'a [f32; BLOCK_TOKENS] {
+            &all.as_chunks().0[of(regions.scales, i).start / BLOCK_TOKENS]
+        };
         SpanPages {
             task,
             blocks: span.blocks.len(),
             padded_dim,
-            keys: std::array::from_fn(|i| &pages.keys[block(i) * block_len..][..block_len]),
-            values: std::array::from_fn(|i| &pages.values[block(i) * block_len..][..block_len]),
+            keys: std::array::from_fn(|i| &pages.keys[of(regions.keys, i)]),
+            values: std::array::from_fn(|i| &pages.values[of(regions.values, i)]),
             key_scales: std::array::from_fn(|i| scales(&pages.key_scales, i)),
             value_scales: std::array::from_fn(|i| scales(&pages.value_scales, i)),
             value_scale_max: std::array::from_fn(|i| scales(&pages.value_scale_max, i)),
