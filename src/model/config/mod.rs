@@ -7,7 +7,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use crate::device::{Activation, Dtype, HeadShape, KvSpec, RecurrentShape, RopeSpec, Routing, cuda};
+use crate::device::{Activation, HeadShape, KvSpec, RecurrentShape, RopeSpec, Routing, cuda};
 use crate::model::error::ModelError;
 use crate::model::rope::{Rope, Scaling};
 
