@@ -462,6 +462,7 @@ impl Reader<'_> {
     }
 
     /// The configuration of a text-only model, or of the text part of a multimodal model.
+    #[expect(clippy::too_many_lines, reason = "fields, one by one")]
     fn text_config(&self, family: Family) -> Result<Config, ModelError> {
         self.check_gemma4(family)?;
         let layer_inputs = self.layer_inputs(family)?;
