@@ -75,6 +75,28 @@ def changed(mutants):
     return texts
 
 
+def check_syntax(mutants, texts):
+    """Ends with the changes whose `from` or `to` is no whole expression or statement: behind a switch they would not build."""
+    def errors(text):
+        done = subprocess.run(["rustfmt", "--edition", "2024"], input=text, capture_output=True, text=True)
+        return [line for line in done.stderr.splitlines() if line.startswith("error")]
+
+    # rustfmt takes these for something else: a binding would end with the switch's block, `&&x` is a reference, `||x` a closure.
+    parts = re.compile(r"\s*(let (?!_ )\w|&&|\|\|)")
+    problems = [f"{mutant['name']}: `{mutant['from']}` is no whole expression" for mutant in mutants if parts.match(mutant["from"])]
+    for file in sorted(texts):
+        found = errors(texts[file])
+        if not found:
+            continue
+        for number, mutant in enumerate(mutants):
+            if mutant["file"] == file:
+                at = mutant.get("at", mutant["from"])
+                alone = (ROOT / file).read_text().replace(at, at.replace(mutant["from"], switched(mutant, number)))
+                problems += [f"{mutant['name']} ({file}): {error}" for error in errors(alone)[:1]]
+    if problems:
+        sys.exit("\n".join(problems))
+
+
 def unknown_tests(mutants):
     """Names of tests that nothing in the sources has."""
     sources = "\n".join(path.read_text() for folder in ("src", "tests") for path in (ROOT / folder).rglob("*.rs"))
@@ -166,6 +188,7 @@ def main():
     options = parser.parse_args()
     mutants = tomllib.loads((pathlib.Path(__file__).parent / "list.toml").read_text())["mutant"]
     texts = changed(mutants)
+    check_syntax(mutants, texts)
     chosen = [(number, mutant) for number, mutant in enumerate(mutants)
               if not options.only or any(word in mutant["name"] or word in mutant["file"] for word in options.only)]
     if options.rest:
