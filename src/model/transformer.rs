@@ -341,7 +341,8 @@ impl<D: Device> Transformer<D> {
             }
             Ok(())
         };
-        device.upload(batch, step, &mut b.workspace)?;
+        let replaced = config.placeholders.as_ref().and_then(|tokens| tokens.replaced(batch));
+        device.upload(replaced.as_ref().unwrap_or(batch), step, &mut b.workspace)?;
         device.embed(
             &weights.embedding,
             config.embedding_scale,

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use gristmill::device::batch::{BlockCopy, StepBatch};
 use gristmill::device::{Dtype, KvFormat, Precision, cpu};
 use gristmill::engine::Forward;
-use gristmill::model::config::Config;
+use gristmill::model::config::{Config, Placeholders};
 use gristmill::model::weights::Weights;
 use gristmill::model::{KvBudget, LoadOptions, Transformer};
 
@@ -285,6 +285,31 @@ fn speed_of_steps() {
                 "{precision:?} {what}, {sequences} sequences: {:.2} ms a step, {rate:.0} tokens/s",
                 best * 1e3
             );
+        }
+    }
+}
+
+/// As transformers' classes of models that see images read them, wherever in a sequence they stand.
+#[test]
+fn tokens_of_images_are_read_as_another_one() {
+    for name in ["gemma4-images", "gemma4-shared"] {
+        let reference = Reference::load(name);
+        let mut config = Config::load(&folder(name)).unwrap();
+        let mut plain = load(name, &reference, Precision::F32);
+        let tokens = &reference.prompts[3].tokens;
+        let (image, padding) = (tokens[5], tokens[9]);
+        config.placeholders = Some(Placeholders {
+            ids: vec![image],
+            read_as: padding,
+        });
+        let weights = Weights::open(&folder(name), config.expert_form()).unwrap();
+        let mut model = Transformer::from_weights(config, &weights, &options(&reference, Precision::F32)).unwrap();
+        let read: Vec<u32> = tokens.iter().map(|t| if *t == image { padding } else { *t }).collect();
+        assert_ne!(&read, tokens);
+        let want = in_chunks(&mut Runner::new(&mut plain), &read, &[read.len()]);
+        for sizes in [&[tokens.len()][..], &[1], &[7, 2]] {
+            let got = in_chunks(&mut Runner::new(&mut model), tokens, sizes);
+            assert_same_bits(&got, &want, &format!("{name}: chunks of {sizes:?}"));
         }
     }
 }

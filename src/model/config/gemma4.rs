@@ -9,12 +9,34 @@ use serde_json::{Map, Value};
 
 use super::reader::{Reader, cut, short};
 use super::{Family, GlobalLayers, LayerInputs};
+use crate::device::batch::StepBatch;
 use crate::device::{HeadShape, KvSpec};
 use crate::model::error::ModelError;
 use crate::model::rope::{Rope, Scaling};
 
 /// Size of a head in layers without windows, if the configuration says nothing of it.
 const GLOBAL_HEAD_DIM: usize = 512;
+
+/// Tokens that stand for images, videos and sounds. The model reads them as another one, in prompts
+/// and in its own answers alike.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Placeholders {
+    pub ids: Vec<u32>,
+    pub read_as: u32,
+}
+
+impl Placeholders {
+    /// The step as the model reads it. `None`: it has none of these tokens.
+    pub fn replaced(&self, batch: &StepBatch) -> Option<StepBatch> {
+        let stands = |token: &u32| self.ids.contains(token);
+        batch.tokens.iter().any(stands).then(|| {
+            let mut batch = batch.clone();
+            let found = batch.tokens.iter_mut().filter(|token| stands(token));
+            found.for_each(|token| *token = self.read_as);
+            batch
+        })
+    }
+}
 
 impl Reader<'_> {
     /// Refuses options of Gemma 4 that are not implemented, among them those that its class has by
@@ -54,6 +76,38 @@ impl Reader<'_> {
             vocab_size: self.size_or(rows, 1 << 24, Some(262_144))?,
             width: self.size_or(width, 1 << 14, Some(256))?,
         }))
+    }
+
+    /// The tokens that stand for images, videos and sounds in a model that sees them. `text` is the
+    /// configuration of its text part.
+    pub(super) fn placeholders(
+        &self,
+        family: Family,
+        text: &Reader<'_>,
+        vocab_size: usize,
+    ) -> Result<Option<Placeholders>, ModelError> {
+        if family != Family::Gemma4 {
+            return Ok(None);
+        }
+        let id = |reader: &Reader<'_>, key: &str, default: u32| match reader.get(key) {
+            None => Ok(default),
+            Some(value) => {
+                let id = value.as_u64().and_then(|id| u32::try_from(id).ok());
+                id.ok_or_else(|| self.broken(format!("`{key}` is {}, not a token id", short(value))))
+            }
+        };
+        let read_as = id(text, "pad_token_id", 0)?;
+        if read_as as usize >= vocab_size {
+            return Err(self.broken(format!(
+                "`pad_token_id` {read_as} is not in the vocabulary of {vocab_size}"
+            )));
+        }
+        let ids = vec![
+            id(self, "image_token_id", 258_880)?,
+            id(self, "video_token_id", 258_884)?,
+            id(self, "audio_token_id", 258_881)?,
+        ];
+        Ok(Some(Placeholders { ids, read_as }))
     }
 
     /// For each of the last `num_kv_shared_layers` layers, the last one before them of the same type.
@@ -118,7 +172,11 @@ impl Reader<'_> {
             Value::Object(map) => map,
             other => return Err(self.broken(format!("`per_layer_config` is {}, not an object", short(other)))),
         };
-        let number = |key: &String| key.parse().ok().filter(|layer: &usize| *layer < is_global.len());
+        // `01` is no number of a layer.
+        let number = |key: &String| {
+            let number: usize = key.parse().ok()?;
+            (number < is_global.len() && number.to_string() == *key).then_some(number)
+        };
         if let Some(key) = map.keys().find(|key| number(key).is_none()) {
             return Err(self.broken(format!("`per_layer_config` has `{}`, which is no layer", cut(key))));
         }
@@ -193,7 +251,12 @@ impl Reader<'_> {
         let theta = theta.ok_or_else(|| self.broken(format!("`rope_parameters.{kind}` has no `rope_theta`")))?;
         let share = self.number_in("partial_rotary_factor", 0.0, 1.0)?.unwrap_or(1.0);
         let factor = self.number_in("factor", 1.0, 1e6)?.unwrap_or(1.0);
-        let scaling = match self.text("rope_type")?.unwrap_or("default") {
+        // The older name of the key counts where the newer one is absent.
+        let name = match self.text("rope_type")? {
+            Some(name) => name,
+            None => self.text("type")?.unwrap_or("default"),
+        };
+        let scaling = match name {
             "proportional" => Scaling::Proportional { share, factor },
             "default" if share != 1.0 || factor != 1.0 => {
                 return Err(self.unsupported(format!(
@@ -218,6 +281,7 @@ mod tests {
 
     use serde_json::{Value, json};
 
+    use crate::device::batch::StepBatch;
     use crate::device::{HeadShape, KvSpec};
     use crate::model::config::{Config, GlobalLayers, LayerInputs};
     use crate::model::rope::{Rope, Scaling};
@@ -325,6 +389,39 @@ mod tests {
     }
 
     #[test]
+    fn tokens_of_images_are_read_as_padding() {
+        let images = |top: Value, pad: Value| {
+            let text = json!({
+                "model_type": "gemma4_text", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+                "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 100, "hidden_size_per_layer_input": 0,
+                "pad_token_id": pad
+            });
+            let mut map = json!({"architectures": ["Gemma4ForConditionalGeneration"], "text_config": text});
+            map.as_object_mut().unwrap().extend(top.as_object().unwrap().clone());
+            Config::parse(Path::new("config.json"), &map.to_string()).map_err(|e| e.to_string())
+        };
+        let config = images(json!({"image_token_id": 90, "audio_token_id": 91}), json!(7)).unwrap();
+        let placeholders = config.placeholders.unwrap();
+        assert_eq!(
+            (&placeholders.ids[..], placeholders.read_as),
+            (&[90, 258_884, 91][..], 7)
+        );
+        let batch = |tokens: &[u32]| StepBatch {
+            tokens: tokens.to_vec(),
+            ..StepBatch::default()
+        };
+        assert_eq!(placeholders.replaced(&batch(&[1, 90, 91])), Some(batch(&[1, 7, 7])));
+        assert_eq!(placeholders.replaced(&batch(&[1, 92])), None);
+        assert_eq!(images(json!({}), Value::Null).unwrap().placeholders.unwrap().read_as, 0);
+        let error = images(json!({}), json!(100)).unwrap_err();
+        assert!(
+            error.contains("`pad_token_id` 100 is not in the vocabulary of 100"),
+            "{error}"
+        );
+        assert_eq!(parse(json!({})).unwrap().placeholders, None);
+    }
+
+    #[test]
     fn what_a_gemma_4_must_not_have_is_refused() {
         let rope = |full: Value| json!({"rope_parameters": {"full_attention": full, "sliding_attention": {"rope_theta": 9.0}}});
         for (changes, words) in [
@@ -363,6 +460,14 @@ mod tests {
             (
                 rope(json!({"rope_theta": 9.0, "rope_type": "yarn"})),
                 "RoPE scaling `yarn` is not supported for Gemma 4",
+            ),
+            (
+                rope(json!({"rope_theta": 9.0, "type": "longrope"})),
+                "RoPE scaling `longrope` is not supported for Gemma 4",
+            ),
+            (
+                json!({"per_layer_config": {"05": {"head_dim": 32}}}),
+                "has `05`, which is no layer",
             ),
             (
                 json!({"attention_k_eq_v": true, "num_global_key_value_heads": 3}),

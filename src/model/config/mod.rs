@@ -27,6 +27,7 @@ mod rope;
 pub use dtype::declared_dtype;
 use dtype::refuse_quantized;
 pub use family::Family;
+pub use gemma4::Placeholders;
 use keys::UnknownKeys;
 use reader::{Reader, read_json, short};
 
@@ -113,6 +114,7 @@ pub struct Config {
     pub family: Family,
     /// Rows of the embedding table, padding included.
     pub vocab_size: usize,
+    pub placeholders: Option<Placeholders>,
     pub hidden_size: usize,
     /// Width of the MLP, in layers without experts.
     pub intermediate_size: usize,
@@ -445,8 +447,12 @@ impl Reader<'_> {
             // Some versions of the reference apply this cap, others do not.
             return Err(self.unsupported("`final_logit_softcapping` in `text_config` is not supported".to_owned()));
         }
-        let warnings = self.warnings(&config, unknown);
-        Ok(Config { warnings, ..config }.with_eos_token_ids(self.eos_token_ids()?))
+        let config = Config {
+            warnings: self.warnings(&config, unknown),
+            placeholders: self.placeholders(family, &text, config.vocab_size)?,
+            ..config
+        };
+        Ok(config.with_eos_token_ids(self.eos_token_ids()?))
     }
 
     fn warnings(&self, config: &Config, unknown: UnknownKeys) -> Vec<String> {
@@ -487,6 +493,7 @@ impl Reader<'_> {
         Ok(Config {
             family,
             vocab_size,
+            placeholders: None,
             hidden_size,
             intermediate_size: self.intermediate_size(family)?,
             experts: self.experts(family, num_layers, hidden_size)?,

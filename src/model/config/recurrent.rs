@@ -48,9 +48,15 @@ impl Reader<'_> {
             shape,
             layers,
             by_key_head: family == Family::Qwen3Next,
-            conv_bias: shape.kind == RecurrentKind::Mamba2 && self.flag("mamba_conv_bias")?.unwrap_or(true),
+            conv_bias: shape.kind == RecurrentKind::Mamba2 && self.conv_bias()?,
             norm_eps,
         }))
+    }
+
+    /// Whether Granite's convolutions have biases. Null means none.
+    fn conv_bias(&self) -> Result<bool, ModelError> {
+        let is_absent = !self.map.contains_key("mamba_conv_bias");
+        Ok(self.flag("mamba_conv_bias")?.unwrap_or(is_absent))
     }
 
     /// The shape of Qwen's recurrent layers.
@@ -259,6 +265,10 @@ mod tests {
         assert!(!config.attention_gates && !config.unit_offset_norms && !config.qk_norm);
         assert_eq!((config.intermediate_size, config.experts.clone()), (24, None));
         assert!(config.refuse_on_gpu().is_err());
+        for (stored, bias) in [(json!(null), false), (json!(false), false), (json!(true), true)] {
+            let config = granite(json!({"mamba_conv_bias": stored})).unwrap();
+            assert_eq!(config.recurrent.unwrap().conv_bias, bias);
+        }
         let experts = granite(json!({"num_local_experts": 3})).unwrap();
         assert_eq!(experts.experts.unwrap().shared.unwrap().intermediate_size, 24);
         let kinds = json!(["attention", "attention", "attention", "attention", "attention"]);
