@@ -205,6 +205,7 @@ MADE = {
     "peers, details": lambda _: Peers("peers").details(),
     "peers, shares": lambda _: Peers("peers").shares(),
     "peers, others": lambda _: Peers("peers-others").others(),
+    "peers, experts": lambda _: Peers("peers-experts").speed(),
     "growth": lambda _: growth(),
     "ablations": lambda _: ablations(),
     "constrained": lambda _: constrained(),
