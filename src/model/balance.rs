@@ -155,7 +155,7 @@ impl BalancedLayer<'_> {
         let magnitudes = self.measured(Activations::AttentionNorm).unwrap_or(&norm);
         let of_norm = self.of_norm(magnitudes, &readers, hidden)?;
         add(self.name("input_layernorm.weight"), Some(inverse(&of_norm)), None);
-        // What the output projection reads or adds up is normalised head by head: its channels stay.
+        // A norm stands between these values and the output projection: its channels stay.
         let values_stay = c.is_recurrent(self.layer) || c.value_norm;
         let balances_values = |part: &str| !values_stay && part == "self_attn.v_proj";
         for (part, _) in readers[..mixer].iter().filter(|(part, _)| !balances_values(part)) {

@@ -208,25 +208,23 @@ impl<D: Device> Builder<'_, D> {
     }
 
     fn recurrent(&self, tensors: &RecurrentTensors) -> Result<RecurrentWeights<D::Matrix, D::Vector>, ModelError> {
-        let optional = |tensor: &Option<TensorSpec>| tensor.as_ref().map(|t| self.f32_vector(t)).transpose();
         Ok(RecurrentWeights {
             shape: tensors.shape,
             input: self.linear(&tensors.input)?,
             conv: self.f32_vector(&tensors.conv)?,
-            conv_bias: optional(&tensors.conv_bias)?,
+            conv_bias: self.optional_f32_vector(tensors.conv_bias.as_ref())?,
             decay: self.f32_vector(&tensors.decay)?,
             decay_bias: self.f32_vector(&tensors.decay_bias)?,
-            skip: optional(&tensors.skip)?,
+            skip: self.optional_f32_vector(tensors.skip.as_ref())?,
             norm: self.f32_vector(&tensors.norm)?,
             norm_eps: tensors.norm_eps,
         })
     }
 
     fn mlp(&self, tensors: &MlpTensors) -> Result<MlpWeights<D>, ModelError> {
-        let gate_up = |tensors: &LinearTensors| self.linear_with(tensors, |views| self.device.gated_matrix(views));
         Ok(match tensors {
             MlpTensors::Plain(mlp) => MlpWeights::Plain {
-                gate_up: gate_up(&mlp.gate_up)?,
+                gate_up: self.gated_linear(&mlp.gate_up)?,
                 down: self.linear(&mlp.down)?,
             },
             MlpTensors::Experts(tensors) => MlpWeights::Experts(self.experts(tensors, None)?),
@@ -234,7 +232,7 @@ impl<D: Device> Builder<'_, D> {
                 let [of_plain, of_experts] = &both.post_norms;
                 let root = (self.config.hidden_size as f32).sqrt();
                 MlpWeights::Both(Box::new(BothWeights {
-                    gate_up: gate_up(&both.plain.gate_up)?,
+                    gate_up: self.gated_linear(&both.plain.gate_up)?,
                     down: self.linear(&both.plain.down)?,
                     experts: self.experts(&both.experts, Some(&both.scales))?,
                     router_norm: self.scaled_norm(&both.router_norm, 1.0 / root)?,
@@ -250,21 +248,21 @@ impl<D: Device> Builder<'_, D> {
         tensors: &ExpertTensors,
         scales: Option<&TensorSpec>,
     ) -> Result<ExpertWeights<D::Matrix, D::Vector>, ModelError> {
-        let gate_up = |tensors: &LinearTensors| self.linear_with(tensors, |views| self.device.gated_matrix(views));
-        let f32_vector = |tensor: Option<&TensorSpec>| tensor.map(|tensor| self.f32_vector(tensor)).transpose();
         Ok(ExpertWeights {
             routing: tensors.routing,
             router: Linear {
                 weight: self.uploaded(&tensors.router.weights, |views| self.device.router_matrix(views))?,
                 bias: self.bias(&tensors.router)?,
             },
-            correction: f32_vector(tensors.correction.as_ref())?,
-            scales: f32_vector(scales)?,
-            gate_up: self.expert_linears(tensors.experts.iter().map(|mlp| &mlp.gate_up), gate_up)?,
+            correction: self.optional_f32_vector(tensors.correction.as_ref())?,
+            scales: self.optional_f32_vector(scales)?,
+            gate_up: self.expert_linears(tensors.experts.iter().map(|mlp| &mlp.gate_up), |both| {
+                self.gated_linear(both)
+            })?,
             down: self.expert_linears(tensors.experts.iter().map(|mlp| &mlp.down), |down| self.linear(down))?,
             shared: match &tensors.shared {
                 Some(shared) => Some(SharedExpert {
-                    gate_up: gate_up(&shared.gate_up)?,
+                    gate_up: self.gated_linear(&shared.gate_up)?,
                     down: self.linear(&shared.down)?,
                     is_weighted: tensors.router.weights.len() > 1,
                 }),
@@ -283,6 +281,10 @@ impl<D: Device> Builder<'_, D> {
             return Err(ModelError::broken(self.source.path_of(&tensor.name), what));
         }
         Ok(number[0])
+    }
+
+    fn optional_f32_vector(&self, tensor: Option<&TensorSpec>) -> Result<Option<D::Vector>, ModelError> {
+        tensor.map(|tensor| self.f32_vector(tensor)).transpose()
     }
 
     fn f32_vector(&self, tensor: &TensorSpec) -> Result<D::Vector, ModelError> {
@@ -311,6 +313,11 @@ impl<D: Device> Builder<'_, D> {
 
     fn linear(&self, tensors: &LinearTensors) -> Result<Linear<D::Matrix, D::Vector>, ModelError> {
         self.linear_with(tensors, |views| self.device.matrix(views))
+    }
+
+    /// The gate and up projections of an MLP.
+    fn gated_linear(&self, tensors: &LinearTensors) -> Result<Linear<D::Matrix, D::Vector>, ModelError> {
+        self.linear_with(tensors, |views| self.device.gated_matrix(views))
     }
 
     /// Builds a linear layer, with a bias if there is one. `upload` uploads its matrix.

@@ -56,6 +56,11 @@ def switched(mutant, number):
     return f"(if crate::mutants::on({number}) {{ {after} }} else {{ {before} }})"
 
 
+def with_change(text, mutant, number):
+    at = mutant.get("at", mutant["from"])
+    return text.replace(at, at.replace(mutant["from"], switched(mutant, number)))
+
+
 def changed(mutants):
     """The files with all changes in them, by name."""
     texts, problems = {}, []
@@ -66,7 +71,7 @@ def changed(mutants):
         if text.count(at) != 1 or at.count(mutant["from"]) != 1:
             problems.append(f"{mutant['name']}: `{at}` stands {text.count(at)} times in {file}")
             continue
-        texts[file] = text.replace(at, at.replace(mutant["from"], switched(mutant, number)))
+        texts[file] = with_change(text, mutant, number)
     problems += unknown_tests(mutants)
     if problems:
         sys.exit("\n".join(problems))
@@ -90,8 +95,7 @@ def check_syntax(mutants, texts):
             continue
         for number, mutant in enumerate(mutants):
             if mutant["file"] == file:
-                at = mutant.get("at", mutant["from"])
-                alone = (ROOT / file).read_text().replace(at, at.replace(mutant["from"], switched(mutant, number)))
+                alone = with_change((ROOT / file).read_text(), mutant, number)
                 problems += [f"{mutant['name']} ({file}): {error}" for error in errors(alone)[:1]]
     if problems:
         sys.exit("\n".join(problems))

@@ -55,6 +55,9 @@ pub fn names() -> impl Iterator<Item = &'static str> {
     SOURCES.iter().map(|(name, _)| *name)
 }
 
+/// NVRTC's options for all kernels and cards.
+const OPTIONS: [&str; 4] = ["--std=c++17", "-default-device", "-lineinfo", "--ptxas-options=-v"];
+
 /// Version of the cache's file format, part of the hash in file names.
 const FORMAT_TAG: &str = "after a hash";
 
@@ -157,9 +160,7 @@ impl KernelCompiler {
     /// A hash of all that decides the machine code of all kernels, except for their macros and card.
     pub fn fingerprint(&self) -> String {
         let (major, minor) = self.nvrtc.version();
-        let mut options = self.options(&Kernel::new("embed", &[]));
-        options.retain(|option| *option != self.target.option());
-        let own = [format!("{major}.{minor}"), options.join(" ")];
+        let own = [format!("{major}.{minor}"), OPTIONS.join(" ")];
         let texts = SOURCES.iter().chain(&HEADERS).flat_map(|(name, text)| [*name, *text]);
         hash_of(own.iter().map(String::as_str).chain(texts))
     }
@@ -227,13 +228,8 @@ impl KernelCompiler {
     }
 
     fn options(&self, kernel: &Kernel) -> Vec<String> {
-        let mut options = vec![
-            self.target.option(),
-            "--std=c++17".into(),
-            "-default-device".into(),
-            "-lineinfo".into(),
-            "--ptxas-options=-v".into(),
-        ];
+        let mut options = vec![self.target.option()];
+        options.extend(OPTIONS.map(str::to_owned));
         options.extend(kernel.macros().map(|(name, value)| format!("-D{name}={value}")));
         options
     }

@@ -125,17 +125,19 @@ const IMAGE_PARTS: [&str; 8] = [
 /// Name prefix of the layers of models with recurrent layers that predict further tokens.
 const MTP_PART: &str = "mtp.";
 
+/// The number of the layer that a tensor belongs to, and the rest of its name.
+fn layer_of(name: &str) -> Option<(usize, &str)> {
+    let (layer, rest) = name.strip_prefix("model.layers.")?.split_once('.')?;
+    Some((layer.parse().ok()?, rest))
+}
+
 /// Whether a tensor belongs to a layer behind the last that predicts further tokens.
 fn is_of_mtp_layer(config: &Config, name: &str) -> bool {
     if config.recurrent.is_some() && name.starts_with(MTP_PART) {
         return true;
     }
     let count = config.layers.len();
-    let layer = name.strip_prefix("model.layers.").and_then(|rest| rest.split_once('.'));
-    layer.is_some_and(|(layer, _)| {
-        let layer: Option<usize> = layer.parse().ok();
-        layer.is_some_and(|layer| (count..count + config.mtp_layers).contains(&layer))
-    })
+    layer_of(name).is_some_and(|(layer, _)| (count..count + config.mtp_layers).contains(&layer))
 }
 
 /// Whether a tensor makes keys and values of a layer that reads those of an earlier one. Published
@@ -143,12 +145,10 @@ fn is_of_mtp_layer(config: &Config, name: &str) -> bool {
 fn is_of_unread_kv(config: &Config, name: &str) -> bool {
     let text_only = text_only_name(name);
     let name = text_only.as_deref().unwrap_or(name);
-    let layer = name.strip_prefix("model.layers.").and_then(|rest| rest.split_once('.'));
-    layer.is_some_and(|(layer, part)| {
-        let layer: Option<usize> = layer.parse().ok();
-        let source = layer.and_then(|layer| config.kv_sources.get(layer).copied().flatten());
+    layer_of(name).is_some_and(|(layer, rest)| {
+        let source = config.kv_sources.get(layer).copied().flatten();
         let parts = ["k_proj", "v_proj", "k_norm", "v_norm"];
-        let part = part.strip_prefix("self_attn.").and_then(|part| part.split_once('.'));
+        let part = rest.strip_prefix("self_attn.").and_then(|part| part.split_once('.'));
         source.is_some() && part.is_some_and(|(part, _)| parts.contains(&part))
     })
 }

@@ -168,9 +168,9 @@ impl Reader<'_> {
 
     fn shared_expert(&self, family: Family, expert: usize) -> Result<Option<SharedExpert>, ModelError> {
         // Without the key, transformers takes this size or number.
-        let size = |name: &str, max: usize, default: usize| match self.get(name) {
-            Some(value) if value.as_u64() == Some(0) => Ok(0),
-            _ => self.size_or(name, max, Some(default)),
+        let size = |name: &str, max: usize, default: usize| {
+            let size = self.size_or_zero(name, max)?;
+            Ok::<_, ModelError>(size.unwrap_or(default))
         };
         let intermediate_size = match family {
             Family::Qwen2Moe => size("shared_expert_intermediate_size", WIDTH_MAX, 5632)?,

@@ -337,10 +337,7 @@ impl Reader<'_> {
 
     /// Layers that predict further tokens, which transformers appends to the others.
     pub(super) fn mtp_layers(&self) -> Result<usize, ModelError> {
-        match self.get("num_nextn_predict_layers") {
-            Some(value) if value.as_u64() != Some(0) => self.size_or("num_nextn_predict_layers", 1 << 4, None),
-            _ => Ok(0),
-        }
+        Ok(self.size_or_zero("num_nextn_predict_layers", 1 << 4)?.unwrap_or(0))
     }
 
     pub(super) fn max_position_embeddings(&self, family: Family) -> Result<u32, ModelError> {

@@ -69,7 +69,7 @@ impl Reader<'_> {
     /// The inputs of each layer, which a configuration that does not mention them has.
     pub(super) fn layer_inputs(&self, family: Family) -> Result<Option<LayerInputs>, ModelError> {
         let (width, rows) = ("hidden_size_per_layer_input", "vocab_size_per_layer_input");
-        if family != Family::Gemma4 || self.map.get(width).is_some_and(|width| width.as_u64() == Some(0)) {
+        if family != Family::Gemma4 || self.is_zero(width) {
             return Ok(None);
         }
         Ok(Some(LayerInputs {
@@ -113,9 +113,9 @@ impl Reader<'_> {
     /// For each of the last `num_kv_shared_layers` layers, the last one before them of the same type.
     pub(super) fn kv_sources(&self, family: Family, layers: &[KvSpec]) -> Result<Vec<Option<usize>>, ModelError> {
         let key = "num_kv_shared_layers";
-        let shared = match self.get(key) {
-            Some(value) if family == Family::Gemma4 && value.as_u64() != Some(0) => self.required_size(key, 1 << 10)?,
-            _ => return Ok(vec![None; layers.len()]),
+        let shared = match family {
+            Family::Gemma4 => self.size_or_zero(key, 1 << 10)?.unwrap_or(0),
+            _ => 0,
         };
         let own = &layers[..layers.len().saturating_sub(shared)];
         let source = |(layer, kind): (usize, &KvSpec)| {

@@ -52,6 +52,14 @@ impl Reader<'_> {
         self.get(name).is_some_and(|value| value.as_u64() == Some(0))
     }
 
+    /// As [`size`](Self::size), where 0 is allowed, too.
+    pub(super) fn size_or_zero(&self, name: &str, max: usize) -> Result<Option<usize>, ModelError> {
+        if self.is_zero(name) {
+            return Ok(Some(0));
+        }
+        self.size(name, max)
+    }
+
     pub(super) fn size(&self, name: &str, max: usize) -> Result<Option<usize>, ModelError> {
         let Some(value) = self.get(name) else { return Ok(None) };
         match value.as_u64() {

@@ -727,26 +727,6 @@ mod tests {
             .into_iter()
             .flat_map(|params| [KvFormat::F32, KvFormat::Bf16, KvFormat::Int8].map(|format| (params, format)))
         {
-            let [together, apart] = [true, false].map(|is_shared| {
-                let setup = Setup {
-                    isa: Isa::detect(),
-                    threads: 2,
-                    heads,
-                    params,
-                    format,
-                    prefix_blocks: 9,
-                    is_shared,
-                };
-                run(setup, &sequences)
-            });
-            assert!(together == apart, "{params:?} {format:?}");
-            let params = Attention {
-                place: KvPlace {
-                    part: 1,
-                    ..params.place
-                },
-                ..params
-            };
             let setup = Setup {
                 isa: Isa::detect(),
                 threads: 2,
@@ -756,7 +736,14 @@ mod tests {
                 prefix_blocks: 9,
                 is_shared: true,
             };
-            let mixed = run(setup, &sequences);
+            let [together, apart] = [true, false].map(|is_shared| run(Setup { is_shared, ..setup }, &sequences));
+            assert!(together == apart, "{params:?} {format:?}");
+            let place = KvPlace {
+                part: 1,
+                ..params.place
+            };
+            let params = Attention { place, ..params };
+            let mixed = run(Setup { params, ..setup }, &sequences);
             assert!(mixed == together, "{params:?} {format:?}: a pool of several shapes");
         }
     }
