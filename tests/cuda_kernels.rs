@@ -67,6 +67,7 @@ fn launches(config: &Config, format: KernelFormat, capability: u32, rows: usize)
         plan::add_norm(hidden, format, norms, rows),
         linear(config.heads.qkv_width(), hidden, format, false),
         shape.rope_store(rows),
+        plan::embed(config.heads.qkv_width(), rows),
     ];
     let windows: BTreeSet<u32> = config.layers.iter().copied().map(plan::window).collect();
     for window in windows {

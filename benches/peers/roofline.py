@@ -6,7 +6,7 @@ FILE.json is what run.py wrote (benches/results/peers.json); its traces are made
 layers, of the head for each generated token, and of attention (4 operations a query head's dimension and position looked at), at the
 ceiling of INT8 products in registers. Memory is all weights once a step, and keys and values once a step and sequence, at the ceiling
 of reading DRAM, though a part of it comes from caches. The limit is the larger of the two. `prefix` tokens that a prompt shares are
-computed once.
+computed once. Of the last layer, a prompt's tokens but the last need their keys and values alone.
 """
 
 import argparse
@@ -26,7 +26,7 @@ def shape(config):
     layer = hidden * (heads + 2 * kv) * dim + heads * dim * hidden + 3 * hidden * inner
     layers = config["num_hidden_layers"]
     return {
-        "linear": layer * layers, "head": hidden * config["vocab_size"], "pair": 4 * heads * dim * layers,
+        "linear": layer * layers, "last": layer - 2 * hidden * kv * dim, "head": hidden * config["vocab_size"], "pair": 4 * heads * dim * layers, "layers": layers,
         # Bytes, and scales.
         "kv": layers * kv * (2 * dim + 12),
     }
@@ -36,7 +36,7 @@ def work(trace, s):
     """Operations and bytes of keys and values that a trace needs."""
     requests = [json.loads(line) for line in trace.read_text().splitlines()]
     first = requests[0]["prompt_token_ids"]
-    linear = head = pairs = read = 0
+    linear = dropped = head = pairs = dropped_pairs = read = 0
     for i, request in enumerate(requests):
         prompt, out = request["prompt_token_ids"], request["max_tokens"]
         shared = 0
@@ -46,11 +46,14 @@ def work(trace, s):
             shared = shared // 16 * 16
         length, end = len(prompt), len(prompt) + out - 1
         linear += end - shared
+        dropped += length - 1 - shared
         head += out
         # A token at position p looks at p + 1 positions.
         pairs += (end * (end + 1) - shared * (shared + 1)) // 2
+        dropped_pairs += ((length - 1) * length - shared * (shared + 1)) // 2
         read += sum(range(length + 1, end + 1)) + length
-    return {"linear": 2 * linear * s["linear"], "head": 2 * head * s["head"], "attention": pairs * s["pair"], "kv": read * s["kv"]}
+    return {"linear": 2 * (linear * s["linear"] - dropped * s["last"]), "head": 2 * head * s["head"],
+            "attention": (pairs - dropped_pairs / s["layers"]) * s["pair"], "kv": read * s["kv"]}
 
 
 def main():

@@ -69,6 +69,34 @@ impl StepBatch {
         });
     }
 
+    /// The tokens whose logits are computed, alone, for operations that follow the last storing of keys, values and states. A
+    /// sequence becomes one per run of such tokens that follow each other.
+    #[must_use]
+    pub fn logits_tokens(&self) -> StepBatch {
+        let mut batch = StepBatch {
+            block_tables: self.block_tables.clone(),
+            logits_at: (0..self.logits_at.len() as u32).collect(),
+            deterministic: self.deterministic,
+            ..StepBatch::default()
+        };
+        let mut picked = self.logits_at.iter().copied().peekable();
+        for s in &self.sequences {
+            while let Some(first) = picked.next_if(|token| *token < s.first_token + s.q_len) {
+                let mut end = first + 1;
+                while picked
+                    .next_if(|token| *token == end && end < s.first_token + s.q_len)
+                    .is_some()
+                {
+                    end += 1;
+                }
+                let tokens = self.tokens[first as usize..end as usize].iter().copied();
+                let kv_len = self.positions[end as usize - 1] + 1;
+                batch.push_sequence(tokens, kv_len, s.first_block);
+            }
+        }
+        batch
+    }
+
     /// Makes a batch with one table a batch with `count` tables: block `b` becomes block
     /// `b * count + table` of each table.
     pub fn with_tables(mut self, count: usize) -> StepBatch {
@@ -100,4 +128,41 @@ pub struct StepSequence {
     /// entries. Blocks before the one of [`KvSpec::first_needed`](super::KvSpec::first_needed) of
     /// its first token may be [`NO_BLOCK`].
     pub first_block: u32,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_tokens_with_logits_are_the_last_of_shorter_sequences() {
+        let mut batch = StepBatch::default();
+        batch.push([10, 11, 12, 13, 14], 25, [7, 8]);
+        batch.push([20], 17, [3, 4]);
+        batch.push([30, 31], 2, [5]);
+        batch.push([40, 41], 2, [6]);
+        (batch.logits_at, batch.deterministic) = (vec![0, 2, 3, 5, 7, 8, 9], true);
+        let alone = batch.logits_tokens();
+        assert_eq!(alone.tokens, [10, 12, 13, 20, 31, 40, 41]);
+        assert_eq!(alone.positions, [20, 22, 23, 16, 1, 0, 1]);
+        let sequence = |first_token, q_len, kv_len, first_block| StepSequence {
+            first_token,
+            q_len,
+            kv_len,
+            first_block,
+        };
+        let want = [
+            sequence(0, 1, 21, 0),
+            sequence(1, 2, 24, 0),
+            sequence(3, 1, 17, 2),
+            sequence(4, 1, 2, 4),
+            sequence(5, 2, 2, 5),
+        ];
+        assert_eq!(alone.sequences, want);
+        assert_eq!(alone.block_tables, batch.block_tables);
+        assert_eq!(alone.logits_at, [0, 1, 2, 3, 4, 5, 6]);
+        assert!(alone.deterministic);
+        batch.logits_at.clear();
+        assert!(batch.logits_tokens().sequences.is_empty());
+    }
 }

@@ -403,6 +403,13 @@ pub trait Device: Send + Sync {
         residual: &mut Self::Buffer,
         out: &mut Self::Buffer,
     ) -> Result<(), DeviceError>;
+    /// Copies the rows in the step's `logits_at` to `out`. `rows` come from an operation that does not quantize what it writes.
+    fn pick_logits_rows(
+        &self,
+        step: &Self::Step,
+        rows: &Self::Buffer,
+        out: &mut Self::Buffer,
+    ) -> Result<(), DeviceError>;
     /// `out = x W^T + b`.
     fn linear(
         &self,

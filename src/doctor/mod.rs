@@ -108,6 +108,7 @@ impl<'a, D: Device> Comparison<'a, D> {
     pub fn operations(&self, report: &mut dyn FnMut(Finding)) -> Result<(), DeviceError> {
         operations::check_embed(self, report)?;
         operations::check_norms(self, report)?;
+        operations::check_picked_rows(self, report)?;
         operations::check_linears(self, report)?;
         experts::check_experts(self, report)?;
         operations::check_logits(self, report)

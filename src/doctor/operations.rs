@@ -198,6 +198,29 @@ fn check_norm<D: Device>(
     Ok(())
 }
 
+fn run_pick<D: Device>(device: &D, values: &[f32], width: usize, picked: &[u32]) -> Result<Vec<f32>, DeviceError> {
+    let (mut rows, mut out) = (device.buffer(), device.buffer());
+    device.write(values, width, &mut rows)?;
+    let tokens = vec![0; values.len() / width];
+    let step = upload_step(device, (&tokens, picked), &mut device.workspace())?;
+    device.pick_logits_rows(&step, &rows, &mut out)?;
+    device.read(&out)
+}
+
+pub(super) fn check_picked_rows<D: Device>(
+    comparison: &Comparison<'_, D>,
+    report: &mut dyn FnMut(Finding),
+) -> Result<(), DeviceError> {
+    for (rows, width, picked) in [(5, 16, vec![0, 4]), (40, 1152, (3..40).step_by(4).collect())] {
+        let values: Vec<f32> = (0..rows * width).map(|i| (i % 251) as f32).collect();
+        let want = run_pick(&comparison.reference, &values, width, &picked)?;
+        let got = run_pick(comparison.device, &values, width, &picked)?;
+        let name = ("picked rows", "bf16", format!("{} of {rows} x {width}", picked.len()));
+        report(compare(name, Tolerance::exact(), width, &want, &got));
+    }
+    Ok(())
+}
+
 /// Shapes as (rows, output features, input features).
 fn linear_shapes(extent: Extent) -> Vec<(usize, usize, usize)> {
     let mut shapes = vec![

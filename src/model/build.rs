@@ -73,27 +73,29 @@ pub(super) struct AttentionWeights<D: Device> {
 }
 
 impl<D: Device> AttentionWeights<D> {
-    /// The operations of layer `index`.
-    pub(super) fn operations(&self, config: &Config, index: usize) -> (RopeStore<'_, D::Norm>, Attention) {
+    /// The storing of keys and values in layer `index`.
+    pub(super) fn store(&self, config: &Config, index: usize) -> RopeStore<'_, D::Norm> {
         let qk_norm = self.qk_norm.as_ref().map(|(q, k)| QkNorm {
             q,
             k: k.as_ref(),
             eps: config.norm_eps,
         });
-        let store = RopeStore {
+        RopeStore {
             place: self.kv.place,
             qk_norm,
             value_norm: config.value_norm.then_some(config.norm_eps),
             rope: config.rope_of(index),
             stores: config.has_kv(index),
-        };
-        let attention = Attention {
+        }
+    }
+
+    pub(super) fn attention(&self, config: &Config) -> Attention {
+        Attention {
             spec: self.spec,
             place: self.kv.place,
             scale: config.attention_scale,
             soft_cap: config.attention_soft_cap,
-        };
-        (store, attention)
+        }
     }
 }
 

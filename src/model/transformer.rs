@@ -32,10 +32,10 @@ use crate::model::weights::{RandomWeights, WeightSource};
 mod beside;
 mod check;
 mod inputs;
+mod picked;
+mod trial;
 
-/// Minimum rows for which a device measures its matmul kernels. For fewer rows, it uses the choice
-/// for this number.
-const TUNED_ROWS_MIN: u32 = 16;
+use picked::{LastRows, PickedBuffers};
 
 /// Options for loading a model.
 #[derive(Clone)]
@@ -59,6 +59,9 @@ pub struct LoadOptions {
     pub vocabulary: Option<usize>,
 }
 
+/// Gets the activations that a layer's linear operations read.
+type Observer<'a, D> = dyn FnMut(usize, Activations, &<D as Device>::Buffer) + 'a;
+
 /// A model that is ready to run.
 pub struct Transformer<D: Device = Cpu> {
     device: D,
@@ -69,6 +72,7 @@ pub struct Transformer<D: Device = Cpu> {
     /// One pool per recurrent layer.
     state_pools: Vec<D::StatePool>,
     step: D::Step,
+    last_rows: LastRows<D>,
     buffers: Buffers<D>,
     times: Times,
     /// Whether the host waits for each operation and times it.
@@ -94,6 +98,7 @@ struct Buffers<D: Device> {
     experts: D::Buffer,
     /// Inputs of all layers.
     inputs: D::Buffer,
+    picked: PickedBuffers<D>,
     workspace: D::Workspace,
 }
 
@@ -110,6 +115,7 @@ impl<D: Device> Buffers<D> {
             router_rows: device.buffer(),
             experts: device.buffer(),
             inputs: device.buffer(),
+            picked: PickedBuffers::new(device),
             workspace: device.workspace(),
         }
     }
@@ -157,10 +163,10 @@ impl Transformer<Cpu> {
     pub fn forward_with_observer(
         &mut self,
         batch: &StepBatch,
-        observe: impl FnMut(usize, Activations, &cpu::Buffer),
+        mut observe: impl FnMut(usize, Activations, &cpu::Buffer),
     ) -> Result<(), ForwardError> {
         self.check(batch).map_err(ForwardError::Batch)?;
-        self.run(batch, observe)?;
+        self.run(batch, Some(&mut observe))?;
         Ok(())
     }
 }
@@ -211,6 +217,7 @@ impl<D: Device> Transformer<D> {
         let pools = pool::allocate(&device, &config, kv_blocks)?;
         let state_pools = pool::allocate_states(&device, &config, state_slots)?;
         let step = device.step(&config.head_shapes(), config.rope_specs(context_tokens), &layout.tables)?;
+        let last_rows = LastRows::new(&device, &config, &layout, context_tokens)?;
         let buffers = Buffers::new(&device);
         let mut transformer = Transformer {
             device,
@@ -220,6 +227,7 @@ impl<D: Device> Transformer<D> {
             pools,
             state_pools,
             step,
+            last_rows,
             buffers,
             times: Times::default(),
             times_operations,
@@ -244,58 +252,6 @@ impl<D: Device> Transformer<D> {
         Ok(transformer)
     }
 
-    /// Runs a trial step of the maximum size, so that all memory besides the KV pool is allocated;
-    /// if it does not fit in memory, smaller ones. Returns the tokens of the step that fits.
-    fn run_largest_step(&mut self, step_tokens: u32, sequences: u32) -> Result<u32, ModelError> {
-        let mut tokens = step_tokens;
-        loop {
-            match self.run_trial_step(tokens, sequences) {
-                Ok(()) => break,
-                Err(DeviceError::OutOfMemory(why)) if tokens > pool::STEP_TOKENS_MIN => {
-                    tokens = (tokens / 2).max(pool::STEP_TOKENS_MIN);
-                    tracing::warn!("a step does not fit in memory, {why}: steps now have at most {tokens} tokens");
-                    self.buffers = Buffers::new(&self.device);
-                }
-                Err(error) => return Err(error.into()),
-            }
-        }
-        self.times = Times::default();
-        self.step_tokens_max = Some(tokens);
-        Ok(tokens)
-    }
-
-    /// Runs trial steps at each power of two of tokens, and of sequences, below the largest step.
-    /// At each size the device measures its matmul kernels, and libraries load theirs. Both need
-    /// memory, so this precedes the allocation of the pool.
-    fn run_tuning_steps(&mut self, step_tokens: u32, sequences: u32) -> Result<(), ModelError> {
-        if !self.device.autotunes_matmuls() {
-            return Ok(());
-        }
-        let mut tokens = step_tokens.next_power_of_two();
-        while tokens > TUNED_ROWS_MIN {
-            tokens /= 2;
-            self.run_trial_step(tokens, sequences.min(tokens))?;
-        }
-        let mut rows = sequences.min(step_tokens).next_power_of_two();
-        while rows > TUNED_ROWS_MIN {
-            rows /= 2;
-            self.run_trial_step(rows.max(step_tokens.min(pool::STEP_TOKENS_MIN)), rows)?;
-        }
-        self.times = Times::default();
-        Ok(())
-    }
-
-    /// Runs a step of `tokens` tokens with logits for `rows` rows and discards its results.
-    fn run_trial_step(&mut self, tokens: u32, rows: u32) -> Result<(), DeviceError> {
-        let step = pool::largest_step(tokens, rows, self.context_tokens, self.device.block_tokens());
-        let step = step.with_tables(self.layout.tables.len());
-        let draws = vec![Draw::GREEDY; step.logits_at.len()];
-        self.run(&step, |_, _, _| ())?;
-        self.device.draw(self.vocab_size, &draws, &mut self.buffers.workspace)?;
-        self.device.take_drawn(&mut self.buffers.workspace)?;
-        Ok(())
-    }
-
     /// Runs one step and returns the logits of `batch.logits_at`,
     /// `[logits_at.len()][vocab_size()]`, row-major, F32. The engine leaves logits on the device
     /// and does not call this.
@@ -313,13 +269,9 @@ impl<D: Device> Transformer<D> {
     }
 
     /// Runs a checked batch. `observe` gets the activations that each layer's linear operations
-    /// read.
+    /// read: of all rows, so none are dropped.
     #[expect(clippy::too_many_lines, reason = "a model's operations, in order")]
-    fn run(
-        &mut self,
-        batch: &StepBatch,
-        mut observe: impl FnMut(usize, Activations, &D::Buffer),
-    ) -> Result<(), DeviceError> {
+    fn run(&mut self, batch: &StepBatch, mut observer: Option<&mut Observer<'_, D>>) -> Result<(), DeviceError> {
         let Transformer {
             device,
             config,
@@ -327,12 +279,19 @@ impl<D: Device> Transformer<D> {
             pools,
             state_pools,
             step,
+            last_rows,
             buffers: b,
             vocab_size,
             times,
             times_operations,
             ..
         } = self;
+        let drops_rows = observer.is_none() && last_rows.upload(device, batch, &mut b.workspace)?;
+        let mut observe = |layer, activations, buffer: &D::Buffer| {
+            if let Some(observe) = &mut observer {
+                observe(layer, activations, buffer);
+            }
+        };
         let mut record = times.stopwatch();
         let mut lap = |operation| -> Result<(), DeviceError> {
             if *times_operations {
@@ -354,6 +313,8 @@ impl<D: Device> Transformer<D> {
             inputs.run(device, config, step, b)?;
         }
         lap(Operation::Embed)?;
+        let all_rows = &*step;
+        let mut step = all_rows;
         let mut delta = None;
         for pool in &mut *pools {
             device.copy_blocks(step, pool)?;
@@ -365,14 +326,12 @@ impl<D: Device> Transformer<D> {
             // Without a norm of its own, the block reads the residual stream. Then only the addition
             // counts, and any norm will do.
             let own = layer.attention_norm.as_ref();
-            let norm = AddNorm {
-                delta,
-                weight: own.unwrap_or(&weights.norm),
-                eps: config.norm_eps,
-                centered: config.layer_norms,
-                for_experts: false,
-            };
-            device.add_norm(norm, &mut b.residual, &mut b.normed)?;
+            let weight = own.unwrap_or(&weights.norm);
+            device.add_norm(
+                stream_norm::<D>(config, delta.take(), weight),
+                &mut b.residual,
+                &mut b.normed,
+            )?;
             lap(Operation::Norm)?;
             let input = if own.is_some() { &b.normed } else { &b.residual };
             observe(index, Activations::AttentionNorm, input);
@@ -389,20 +348,39 @@ impl<D: Device> Transformer<D> {
                         device.linear(gate, input, &mut b.gates, &mut b.workspace)?;
                     }
                     lap(Operation::Linear)?;
-                    let (store, attention) = layer.operations(config, index);
                     let pool = &mut pools[layer.kv.pool];
-                    device.rope_store(store, step, &mut b.qkv, pool)?;
+                    device.rope_store(layer.store(config, index), step, &mut b.qkv, pool)?;
                     lap(Operation::RopeStore)?;
-                    let input = AttentionInput {
-                        qkv: &b.qkv,
-                        sinks: layer.sinks.as_ref(),
-                    };
-                    device.attention(attention, input, step, pool, &mut b.attended, &mut b.workspace)?;
-                    if layer.gate.is_some() {
-                        device.gate(&b.gates, &mut b.attended)?;
-                    }
-                    lap(Operation::Attention)?;
                 }
+            }
+            if drops_rows && index == last_rows.layer {
+                if batch.logits_at.is_empty() {
+                    break;
+                }
+                b.pick_logits_rows(device, step, layer, weights.inputs.is_some())?;
+                step = &last_rows.step;
+                if config.parallel_mlp {
+                    device.add_norm(stream_norm::<D>(config, None, weight), &mut b.residual, &mut b.normed)?;
+                }
+            }
+            if let Mixer::Attention(layer) = &layer.mixer {
+                let input = AttentionInput {
+                    qkv: &b.qkv,
+                    sinks: layer.sinks.as_ref(),
+                };
+                let pool = &pools[layer.kv.pool];
+                device.attention(
+                    layer.attention(config),
+                    input,
+                    step,
+                    pool,
+                    &mut b.attended,
+                    &mut b.workspace,
+                )?;
+                if layer.gate.is_some() {
+                    device.gate(&b.gates, &mut b.attended)?;
+                }
+                lap(Operation::Attention)?;
             }
             observe(index, Activations::Attended, &b.attended);
             if let (true, MlpWeights::Plain { gate_up, .. }) = (config.parallel_mlp, &layer.mlp) {
@@ -413,16 +391,14 @@ impl<D: Device> Transformer<D> {
             device.linear(&layer.o, &b.attended, &mut b.delta, &mut b.workspace)?;
             lap(Operation::Linear)?;
             let own = layer.mlp_norm.as_ref();
+            let attended = Delta {
+                rows: &b.delta,
+                norm: layer.post_attention_norm.as_ref(),
+                scale: 1.0,
+            };
             let norm = AddNorm {
-                delta: Some(Delta {
-                    rows: &b.delta,
-                    norm: layer.post_attention_norm.as_ref(),
-                    scale: 1.0,
-                }),
-                weight: own.unwrap_or(&weights.norm),
-                eps: config.norm_eps,
-                centered: config.layer_norms,
                 for_experts: matches!(layer.mlp, MlpWeights::Experts(_)),
+                ..stream_norm::<D>(config, Some(attended), own.unwrap_or(&weights.norm))
             };
             device.add_norm(norm, &mut b.residual, &mut b.normed)?;
             lap(Operation::Norm)?;
@@ -457,11 +433,8 @@ impl<D: Device> Transformer<D> {
                 // The layer's factor is that of all that it adds.
                 delta.iter_mut().for_each(|delta| delta.scale = 1.0);
                 let norm = AddNorm {
-                    delta,
-                    weight: &weights.norm,
-                    eps: config.norm_eps,
-                    centered: config.layer_norms,
                     for_experts: true,
+                    ..stream_norm::<D>(config, delta, &weights.norm)
                 };
                 device.add_norm(norm, &mut b.residual, &mut b.normed)?;
                 lap(Operation::Norm)?;
@@ -474,14 +447,11 @@ impl<D: Device> Transformer<D> {
                 });
             }
         }
-        let norm = AddNorm {
-            delta,
-            weight: &weights.norm,
-            eps: config.norm_eps,
-            centered: config.layer_norms,
-            for_experts: false,
-        };
+        let norm = stream_norm::<D>(config, delta, &weights.norm);
         device.add_norm_logits_rows(norm, step, &mut b.residual, &mut b.normed)?;
+        if drops_rows && !batch.logits_at.is_empty() {
+            b.swap_picked(&weights.layers[last_rows.layer]);
+        }
         lap(Operation::Norm)?;
         let head = OutputHead {
             weight: weights.head.as_ref().unwrap_or(&weights.embedding),
@@ -493,10 +463,25 @@ impl<D: Device> Transformer<D> {
     }
 }
 
+/// A norm of the residual stream after the addition of `delta`.
+fn stream_norm<'a, D: Device>(
+    config: &Config,
+    delta: Option<Delta<'a, D::Buffer, D::Norm>>,
+    weight: &'a D::Norm,
+) -> AddNorm<'a, D::Buffer, D::Norm> {
+    AddNorm {
+        delta,
+        weight,
+        eps: config.norm_eps,
+        centered: config.layer_norms,
+        for_experts: false,
+    }
+}
+
 impl<D: Device> Forward for Transformer<D> {
     fn begin(&mut self, batch: &StepBatch) -> Result<(), ForwardError> {
         self.check(batch).map_err(ForwardError::Batch)?;
-        Ok(self.run(batch, |_, _, _| ())?)
+        Ok(self.run(batch, None)?)
     }
 
     fn free_step_memory(&mut self) {

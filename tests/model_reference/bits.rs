@@ -64,6 +64,54 @@ fn a_row_has_the_same_bits_alone_in_a_batch_chunked_and_resumed() {
 }
 
 #[test]
+fn a_row_has_the_same_bits_where_others_have_no_logits() {
+    for name in MODELS {
+        let reference = Reference::load(name);
+        let mut model = load(name, &reference, Precision::F32);
+        let vocabulary = model.vocab_size();
+        let mut runner = Runner::new(&mut model);
+        let all: Vec<&[u32]> = reference.prompts.iter().map(|p| &p.tokens[..]).collect();
+        let alone: Vec<_> = all
+            .iter()
+            .map(|tokens| in_chunks(&mut runner, tokens, &[tokens.len()]))
+            .collect();
+        let mut sequences = vec![Sequence::default(); all.len()];
+        // Some rows of a step, none, the last ones, all, and the first ones.
+        let steps: [([usize; 4], fn(usize, usize) -> bool); 5] = [
+            ([20, 12, 20, 40], |_, position| position % 7 < 3),
+            ([30, 25, 37, 57], |_, _| false),
+            ([64, 50, 60, 58], |_, position| [63, 49, 59, 57].contains(&position)),
+            ([65, 51, 61, 59], |_, _| true),
+            ([65, 71, 81, 104], |sequence, _| sequence < 2),
+        ];
+        for (ends, has_logits) in steps {
+            let mut rows = Vec::new();
+            let mut work: Vec<(&mut Sequence, &[u32])> = Vec::new();
+            for (i, s) in sequences.iter_mut().enumerate() {
+                let next = &all[i][s.stored..ends[i]];
+                if !next.is_empty() {
+                    rows.extend((s.stored..ends[i]).map(|position| (i, position)));
+                    work.push((s, next));
+                }
+            }
+            let mut batch = runner.batch(&mut work, vec![]);
+            batch.logits_at.retain(|row| {
+                let (sequence, position) = rows[*row as usize];
+                has_logits(sequence, position)
+            });
+            let logits = runner.model.forward(&batch).unwrap();
+            assert_eq!(logits.len(), batch.logits_at.len() * vocabulary, "{name}");
+            for (row, got) in batch.logits_at.iter().zip(logits.chunks_exact(vocabulary)) {
+                let (sequence, position) = rows[*row as usize];
+                let what = format!("{name}: position {position} of prompt {sequence}");
+                assert_same_bits(&[got.to_vec()], &alone[sequence][position..=position], &what);
+            }
+        }
+        sequences.into_iter().for_each(|sequence| runner.release(sequence));
+    }
+}
+
+#[test]
 fn a_row_has_the_same_bits_behind_a_shared_prefix() {
     for name in MODELS {
         let reference = Reference::load(name);

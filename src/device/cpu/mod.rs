@@ -383,6 +383,15 @@ impl Device for Cpu {
         Ok(())
     }
 
+    fn pick_logits_rows(&self, step: &Step, rows: &Buffer, out: &mut Buffer) -> Result<(), DeviceError> {
+        let picked = &step.batch.logits_at;
+        out.reshape(picked.len(), rows.width);
+        for (i, &from) in picked.iter().enumerate() {
+            out.row_mut(i).copy_from_slice(rows.row(from as usize));
+        }
+        Ok(())
+    }
+
     fn linear(
         &self,
         linear: &Linear<Matrix, Vector>,

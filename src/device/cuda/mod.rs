@@ -434,6 +434,26 @@ impl Device for Cuda {
         )
     }
 
+    fn pick_logits_rows(&self, step: &Step, rows: &Buffer, out: &mut Buffer) -> Result<(), DeviceError> {
+        if rows.format != KernelFormat::Bf16 {
+            return Err(not_supported("picking quantized rows"));
+        }
+        let count = step.logits_rows;
+        out.reshape(&self.context, count, rows.width, KernelFormat::Bf16)?;
+        // The rows are a table, and their indices its ids.
+        self.launch(
+            &plan::embed(rows.width, count),
+            &[
+                rows.data(),
+                Argument::Address(step.logits_at()),
+                Argument::Address(0),
+                out.data(),
+                Argument::Int(count as i32),
+                Argument::Float(1.0),
+            ],
+        )
+    }
+
     fn add_norm(
         &self,
         op: AddNorm<'_, Buffer, Norm>,

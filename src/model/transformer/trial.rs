@@ -1,0 +1,66 @@
+//! Trial steps: they show how much memory a step takes, and give the device shapes to measure its kernels at.
+
+use super::{Buffers, Transformer};
+use crate::device::draw::Draw;
+use crate::device::{Device, DeviceError};
+use crate::model::error::ModelError;
+use crate::model::pool;
+use crate::model::times::Times;
+
+/// Minimum rows for which a device measures its matmul kernels. For fewer rows, it uses the choice
+/// for this number.
+const TUNED_ROWS_MIN: u32 = 16;
+
+impl<D: Device> Transformer<D> {
+    /// Runs a trial step of the maximum size, so that all memory besides the KV pool is allocated;
+    /// if it does not fit in memory, smaller ones. Returns the tokens of the step that fits.
+    pub(super) fn run_largest_step(&mut self, step_tokens: u32, sequences: u32) -> Result<u32, ModelError> {
+        let mut tokens = step_tokens;
+        loop {
+            match self.run_trial_step(tokens, sequences) {
+                Ok(()) => break,
+                Err(DeviceError::OutOfMemory(why)) if tokens > pool::STEP_TOKENS_MIN => {
+                    tokens = (tokens / 2).max(pool::STEP_TOKENS_MIN);
+                    tracing::warn!("a step does not fit in memory, {why}: steps now have at most {tokens} tokens");
+                    self.buffers = Buffers::new(&self.device);
+                }
+                Err(error) => return Err(error.into()),
+            }
+        }
+        self.times = Times::default();
+        self.step_tokens_max = Some(tokens);
+        Ok(tokens)
+    }
+
+    /// Runs trial steps at each power of two of tokens, and of sequences, below the largest step.
+    /// At each size the device measures its matmul kernels, and libraries load theirs. Both need
+    /// memory, so this precedes the allocation of the pool.
+    pub(super) fn run_tuning_steps(&mut self, step_tokens: u32, sequences: u32) -> Result<(), ModelError> {
+        if !self.device.autotunes_matmuls() {
+            return Ok(());
+        }
+        let mut tokens = step_tokens.next_power_of_two();
+        while tokens > TUNED_ROWS_MIN {
+            tokens /= 2;
+            self.run_trial_step(tokens, sequences.min(tokens))?;
+        }
+        let mut rows = sequences.min(step_tokens).next_power_of_two();
+        while rows > TUNED_ROWS_MIN {
+            rows /= 2;
+            self.run_trial_step(rows.max(step_tokens.min(pool::STEP_TOKENS_MIN)), rows)?;
+        }
+        self.times = Times::default();
+        Ok(())
+    }
+
+    /// Runs a step of `tokens` tokens with logits for `rows` rows and discards its results.
+    fn run_trial_step(&mut self, tokens: u32, rows: u32) -> Result<(), DeviceError> {
+        let step = pool::largest_step(tokens, rows, self.context_tokens, self.device.block_tokens());
+        let step = step.with_tables(self.layout.tables.len());
+        let draws = vec![Draw::GREEDY; step.logits_at.len()];
+        self.run(&step, None)?;
+        self.device.draw(self.vocab_size, &draws, &mut self.buffers.workspace)?;
+        self.device.take_drawn(&mut self.buffers.workspace)?;
+        Ok(())
+    }
+}
