@@ -11,11 +11,16 @@ use super::gemm::int8::{K_STEP, OFFSET, QUAD, interleaves_rows, max_rows};
 use super::gemm::linear::Rows;
 use super::gemm::row_tiles::{RowTiles, split_by_tiles};
 use super::isa::{Isa, multiversion};
-use super::math::{ROUND, max16, sum16};
+use super::math::ROUND;
 
 /// A row whose largest magnitude is below this is quantized to zeros, so that the inverse cannot
 /// overflow.
 const MAGNITUDE_MIN: f32 = 1e-30;
+
+/// The bit of a number's sign.
+const SIGN: u32 = 1 << 31;
+/// Rows that are written to an interleaved tile together.
+const ROWS_AT_ONCE: usize = 4;
 
 /// Quantized rows.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -31,24 +36,18 @@ pub(super) struct Quantized {
 
 #[inline(always)]
 fn quantize_row(x: &[f32], out: &mut [u8], scale: &mut f32) {
-    let mut max_abs = [0.0f32; 16];
-    // Products with 0: NaN if a value is NaN or infinite.
-    let mut not_finite = [0.0f32; 16];
-    let (chunks, rest) = x.as_chunks::<16>();
-    for chunk in chunks {
-        for i in 0..16 {
-            let size = chunk[i].abs();
-            max_abs[i] = if size > max_abs[i] { size } else { max_abs[i] };
-            not_finite[i] = chunk[i].mul_add(0.0, not_finite[i]);
-        }
-    }
-    for (i, v) in rest.iter().enumerate() {
-        max_abs[i] = if v.abs() > max_abs[i] { v.abs() } else { max_abs[i] };
-        not_finite[i] = v.mul_add(0.0, not_finite[i]);
-    }
-    let (max_abs, not_finite) = (max16(max_abs), sum16(not_finite));
+    // Magnitudes are in the order of their bits, and those that are not finite are the largest. Compilers make good code of a
+    // maximum of integers.
+    let magnitude = |v: &f32| v.to_bits() & !SIGN;
+    let max_abs = f32::from_bits(x.iter().fold(0, |max, v| max.max(magnitude(v))));
     let inverse = if max_abs < MAGNITUDE_MIN { 0.0 } else { 127.0 / max_abs };
-    *scale = if max_abs < MAGNITUDE_MIN { 0.0 } else { max_abs / 127.0 } + not_finite;
+    *scale = if !max_abs.is_finite() {
+        f32::NAN
+    } else if max_abs < MAGNITUDE_MIN {
+        0.0
+    } else {
+        max_abs / 127.0
+    };
     let (out, padding) = out.split_at_mut(x.len());
     for (q, v) in out.iter_mut().zip(x) {
         let bits = v.mul_add(inverse, ROUND).to_bits() as i32;
@@ -99,20 +98,55 @@ impl QuantizedTile<'_> {
         self.scales.len()
     }
 
-    /// Quantizes `values` to the tile's row `r`; `bytes` is scratch.
+    /// Quantizes `values` to the tile's row `r`. A tile's rows are set in order, with the same `bytes`, which are scratch.
     pub(super) fn set_row(&mut self, isa: Isa, r: usize, values: &[f32], bytes: &mut Vec<u8>) {
-        let rows = self.rows();
+        let (rows, stride) = (self.rows(), self.stride);
         let scale = &mut self.scales[r];
         if !self.interleaves_rows {
-            return quantize_row_on(isa, values, &mut self.data[r * self.stride..][..self.stride], scale);
+            return quantize_row_on(isa, values, &mut self.data[r * stride..][..stride], scale);
         }
-        bytes.resize(self.stride, 0);
-        quantize_row_on(isa, values, bytes, scale);
-        let slots = self.data[r * QUAD..].chunks_mut(rows * QUAD);
-        for (quad, slot) in bytes.as_chunks::<QUAD>().0.iter().zip(slots) {
-            slot[..QUAD].copy_from_slice(quad);
+        bytes.resize(ROWS_AT_ONCE * stride, 0);
+        let waiting = r % ROWS_AT_ONCE;
+        quantize_row_on(isa, values, &mut bytes[waiting * stride..][..stride], scale);
+        if waiting + 1 == ROWS_AT_ONCE || r + 1 == rows {
+            let first = r - waiting;
+            interleave_on(
+                isa,
+                &bytes[..(waiting + 1) * stride],
+                stride,
+                &mut self.data[first * QUAD..],
+                rows * QUAD,
+            );
         }
     }
+}
+
+/// Copies the quads of rows that lie one after the other, `stride` bytes each, so that those of one
+/// place are adjacent: at the beginning of each `step` bytes of `out`.
+#[inline(always)]
+fn interleave(rows: &[u8], stride: usize, out: &mut [u8], step: usize) {
+    let places = out.chunks_mut(step);
+    if rows.len() == ROWS_AT_ONCE * stride {
+        let (a, rest) = rows.split_at(stride);
+        let (b, rest) = rest.split_at(stride);
+        let (c, d) = rest.split_at(stride);
+        let [a, b, c, d] = [a, b, c, d].map(|row| row.as_chunks::<QUAD>().0);
+        for ((((a, b), c), d), place) in a.iter().zip(b).zip(c).zip(d).zip(places) {
+            let quads = [*a, *b, *c, *d];
+            place[..ROWS_AT_ONCE * QUAD].copy_from_slice(quads.as_flattened());
+        }
+        return;
+    }
+    let quads: Vec<_> = rows.chunks_exact(stride).map(|row| row.as_chunks::<QUAD>().0).collect();
+    for (i, place) in places.enumerate().take(stride / QUAD) {
+        for (row, slot) in quads.iter().zip(place.as_chunks_mut::<QUAD>().0) {
+            *slot = row[i];
+        }
+    }
+}
+
+multiversion! {
+    fn interleave_on(rows: &[u8], stride: usize, out: &mut [u8], step: usize) = interleave;
 }
 
 /// Division of rows into tiles for INT8 matmuls.
