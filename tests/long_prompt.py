@@ -4,7 +4,7 @@
     target/torch/bin/python tests/long_prompt.py target/release/gristmill [--tokens 128000] [--shape llama|mistral|gemma3|qwen35]
 
 It makes a small random model of each shape (full attention; windows; windows and full attention; recurrent layers and full attention), runs
-the program in F32 on a job of one row with so many token ids, and computes the same greedy answer by transformers, in pieces with a
+the program in F32 on a job of one row with so many words, each a token, and computes the same greedy answer by transformers, in pieces with a
 cache. Tokens must be the same, and their log probabilities differ by less than 1e-4. It also prints the memory that `inspect` names
 for the context. Some ten minutes per shape on two cores.
 """
@@ -20,7 +20,7 @@ import pyarrow
 import pyarrow.parquet as parquet
 import torch
 import transformers
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 SHAPES = ["llama", "mistral", "gemma3", "qwen35"]
 NEW_TOKENS = 16
@@ -67,7 +67,9 @@ def make(folder, shape, context):
                 weight.normal_(0.0, 1.5 * weight.shape[-1] ** -0.5)
     model.save_pretrained(folder)
     words = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, VOCABULARY)}
-    Tokenizer(models.WordLevel(words, unk_token="<unk>")).save(str(folder / "tokenizer.json"))
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
     return model
 
 
@@ -89,10 +91,11 @@ def by_transformers(model, prompt):
 
 
 def by_program(program, folder, model, prompt):
-    parquet.write_table(pyarrow.table({"ids": [prompt]}), folder / "rows.parquet")
+    text = " ".join(f"w{token}" for token in prompt)
+    parquet.write_table(pyarrow.table({"text": [text]}), folder / "rows.parquet")
     job = {
         "name": "long", "model": str(model), "input": {"uri": str(folder / "rows.parquet")}, "precision": "f32",
-        "prompt": {"token_ids": "ids"},
+        "prompt": {"text": "{{ text }}"},
         "generate": {"max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True, "logprobs": True},
         "output": {"uri": str(folder / "out"), "token_ids": True},
     }
