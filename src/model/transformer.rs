@@ -32,6 +32,7 @@ use crate::model::weights::{RandomWeights, WeightSource};
 mod beside;
 mod check;
 mod inputs;
+mod latent;
 
 /// Minimum rows for which a device measures its matmul kernels. For fewer rows, it uses the choice
 /// for this number.
@@ -94,6 +95,8 @@ struct Buffers<D: Device> {
     experts: D::Buffer,
     /// Inputs of all layers.
     inputs: D::Buffer,
+    /// Weighted sums of latents, in models that keep such.
+    latents: D::Buffer,
     workspace: D::Workspace,
 }
 
@@ -110,6 +113,7 @@ impl<D: Device> Buffers<D> {
             router_rows: device.buffer(),
             experts: device.buffer(),
             inputs: device.buffer(),
+            latents: device.buffer(),
             workspace: device.workspace(),
         }
     }
@@ -184,7 +188,7 @@ impl<D: Device> Transformer<D> {
         pool::check_fits(&device, &config, options.precision)?;
         // A device without its own memory is synchronous: timing its operations costs no wait.
         let times_operations = device.free_bytes()?.is_none();
-        let layout = KvLayout::new(&config.attention_layers());
+        let layout = KvLayout::of(&config);
         let state_slots = pool::state_slots(&device, &config, options.kv);
         let kv_blocks = pool::first_blocks(&device, &config, options.kv)?;
         let vocab_size = options
@@ -382,6 +386,10 @@ impl<D: Device> Transformer<D> {
                     lap(Operation::Linear)?;
                     device.recurrent(weights, &b.qkv, step, &mut state_pools[*pool], &mut b.attended)?;
                     lap(Operation::Recurrent)?;
+                }
+                Mixer::Latent(layer) => {
+                    let pool = &mut pools[layer.kv.pool];
+                    layer.run(device, (config, index), (step, pool), b, &mut lap)?;
                 }
                 Mixer::Attention(layer) => {
                     device.linear(&layer.qkv, input, &mut b.qkv, &mut b.workspace)?;
