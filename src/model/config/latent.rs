@@ -369,6 +369,11 @@ mod tests {
             let error = parse(architecture, changes.clone()).expect_err(&changes.to_string());
             assert!(error.contains(words) && !error.contains('\n'), "{changes}: {error}");
         }
+        let groups = json!({"n_routed_experts": 8, "moe_intermediate_size": 40, "n_group": 4, "topk_group": 2,
+            "num_key_value_heads": 2, "hidden_size": 256});
+        let groups = of("Glm4MoeForCausalLM", groups);
+        let error = groups.refuse_on_gpu().unwrap_err().to_string();
+        assert!(error.contains("because it has groups of experts"), "{error}");
         let error = of(V3, json!({})).refuse_on_gpu().unwrap_err().to_string();
         assert!(
             error.contains("DeepSeek-V3 does not run on a GPU yet, because it has latents"),
