@@ -258,6 +258,20 @@ fn a_gpus_refusal_is_named_and_leaves_the_cpu() {
         "{memory}"
     );
     assert_eq!(memory[0]["kv_bytes_per_token"], 2 * 2 * (32 + 32) * 4, "{memory}");
+    // Two layers keep a latent of 20 numbers and a key of 8, in BF16 where keys and values would have 8 bits.
+    let latents = root().join("tests/fixtures/models/deepseek2-lite");
+    let found = run(&["inspect", arg(&latents), "--json"]).expect(0).json();
+    let why = found["architecture"]["refused_on_gpu"].as_str().unwrap();
+    assert!(
+        why.contains("because it has latents in place of keys and values"),
+        "{why}"
+    );
+    let memory = found["memory"].as_array().unwrap().iter();
+    let memory: Vec<_> = memory
+        .map(|row| (row["precision"].as_str().unwrap(), row["kv_bytes_per_token"].as_u64()))
+        .collect();
+    let of = |size: u64| Some(2 * (20 + 8) * size);
+    assert_eq!(memory, [("f32", of(4)), ("bf16", of(2)), ("int8", of(2))]);
 }
 
 /// Numbers in the files of a checkpoint, in its first `layers` layers and outside of layers.
@@ -336,7 +350,7 @@ fn every_family_is_described_by_its_configuration_alone() {
             );
         }
     }
-    assert_eq!(families.len(), 35, "{families:?}");
+    assert_eq!(families.len(), 38, "{families:?}");
 }
 
 /// A number of `/proc/self/status`, in bytes.

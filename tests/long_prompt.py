@@ -4,7 +4,7 @@
     target/torch/bin/python tests/long_prompt.py target/release/gristmill [--tokens 128000] [--shape llama|mistral|gemma3|qwen35]
 
 It makes a small random model of each shape (full attention; windows; windows and full attention; recurrent layers and full attention), runs
-the program in F32 on a job of one row with so many words, each a token, and computes the same greedy answer by transformers, in pieces with a
+the program in F32 on a job of one row with so many letters, each a token, and computes the same greedy answer by transformers, in pieces with a
 cache. Tokens must be the same, and their log probabilities differ by less than 1e-4. It also prints the memory that `inspect` names
 for the context. Some ten minutes per shape on two cores.
 """
@@ -20,11 +20,13 @@ import pyarrow
 import pyarrow.parquet as parquet
 import torch
 import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 SHAPES = ["llama", "mistral", "gemma3", "qwen35"]
 NEW_TOKENS = 16
-VOCABULARY = 96
+SPECIAL = ["<unk>", "<s>", "</s>"]
+ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+VOCABULARY = len(SPECIAL) + len(ALPHABET)
 PIECE = 1000
 DIFFERENCE_MAX = 1e-4
 COMMON = dict(
@@ -66,9 +68,11 @@ def make(folder, shape, context):
             if weight.dim() > 1 and "conv" not in name:
                 weight.normal_(0.0, 1.5 * weight.shape[-1] ** -0.5)
     model.save_pretrained(folder)
-    words = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, VOCABULARY)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    # A token a byte.
+    ids = {symbol: i for i, symbol in enumerate(SPECIAL + ALPHABET)}
+    tokenizer = Tokenizer(models.BPE(ids, [], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
     return model
 
@@ -90,8 +94,7 @@ def by_transformers(model, prompt):
     return tokens, logprobs
 
 
-def by_program(program, folder, model, prompt):
-    text = " ".join(f"w{token}" for token in prompt)
+def by_program(program, folder, model, text):
     parquet.write_table(pyarrow.table({"text": [text]}), folder / "rows.parquet")
     job = {
         "name": "long", "model": str(model), "input": {"uri": str(folder / "rows.parquet")}, "precision": "f32",
@@ -118,9 +121,12 @@ def main():
             folder = pathlib.Path(folder)
             (folder / "model").mkdir()
             model = make(folder / "model", shape, args.tokens + NEW_TOKENS)
-            prompt = [3 + (i * i * 31 + i // 7 * 13) % 93 for i in range(args.tokens)]
+            letters = " etaoin shrdlu,.\n"
+            text = "".join(letters[(i * i * 31 + i // 7 * 13) % 101 % len(letters)] for i in range(args.tokens))
+            prompt = Tokenizer.from_file(str(folder / "model/tokenizer.json")).encode(text).ids
+            assert len(prompt) == args.tokens
             print(subprocess.run([args.program, "inspect", folder / "model"], capture_output=True, text=True).stdout)
-            tokens, logprobs = by_program(args.program, folder, folder / "model", prompt)
+            tokens, logprobs = by_program(args.program, folder, folder / "model", text)
             wanted, wanted_logprobs = by_transformers(model, prompt)
             worst = max(abs(a - b) for a, b in zip(logprobs, wanted_logprobs))
             same = tokens == wanted and worst < DIFFERENCE_MAX

@@ -28,6 +28,8 @@ const VOCABULARY: usize = 320;
 /// Widest model that is run as wide as it is; wider ones are narrowed to `NARROW`.
 const WIDE_MAX: usize = 1024;
 const NARROW: usize = 256;
+/// Most heads that share a latent in a model that is narrowed.
+const HEADS_OF_LATENTS_MAX: usize = 64;
 /// Most experts of a layer of a model that is run.
 const EXPERTS_MAX: usize = 16;
 
@@ -126,6 +128,12 @@ fn reduced(full: &Config) -> Config {
     if let Some(experts) = &mut config.experts {
         experts.layers.truncate(depth);
         experts.count = experts.count.min(EXPERTS_MAX);
+        if let Some(groups) = &mut experts.routing.groups {
+            // Two experts to a group, and as many groups as are chosen have at least as many as a token uses.
+            groups.count = groups.count.min(EXPERTS_MAX / 2);
+            groups.chosen = groups.chosen.min(groups.count);
+            experts.routing.per_token = experts.routing.per_token.min(2 * groups.chosen);
+        }
         if full.hidden_size > WIDE_MAX {
             experts.intermediate_size = narrowed(experts.intermediate_size);
             if let Some(shared) = &mut experts.shared {
@@ -145,6 +153,9 @@ fn reduced(full: &Config) -> Config {
         let group = full.heads.heads / full.heads.kv_heads;
         config.heads.kv_heads = full.heads.kv_heads.min(2);
         config.heads.heads = group * config.heads.kv_heads;
+        if config.latent.is_some() {
+            config.heads.heads = full.heads.heads.min(HEADS_OF_LATENTS_MAX);
+        }
         if let Some(global) = &mut config.global {
             global.heads.heads = config.heads.heads;
             global.heads.kv_heads = 1;
@@ -258,12 +269,14 @@ fn line(model: &Published, config: Option<&Config>) -> String {
         }
         None => String::new(),
     };
+    let heads = match config.latent {
+        Some(latent) => format!("{} heads over latents of {}", config.heads.heads, latent.shape.rank),
+        None => format!("{}/{} heads", config.heads.heads, config.heads.kv_heads),
+    };
     format!(
-        "| {name} | {} × {}, {}/{} heads{experts} | runs; tried with {} layers, {width}{notes} |",
+        "| {name} | {} × {}, {heads}{experts} | runs; tried with {} layers, {width}{notes} |",
         thousands(config.hidden_size),
         config.layers.len(),
-        config.heads.heads,
-        config.heads.kv_heads,
         small.layers.len(),
     )
 }

@@ -11,6 +11,17 @@ pub enum Score {
     Sigmoid,
 }
 
+/// Experts in groups of equal size, of which a token uses some.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ExpertGroups {
+    /// Divides the number of experts.
+    pub count: usize,
+    /// Groups whose experts a token may use.
+    pub chosen: usize,
+    /// A group's score is the sum of so many of its experts' largest scores, corrections included.
+    pub best: usize,
+}
+
 /// How a router chooses a token's experts: those with the largest scores, each plus its
 /// [correction](ExpertWeights::correction). Their weights are the scores, without corrections.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -18,6 +29,8 @@ pub struct Routing {
     /// From 1 to the number of experts.
     pub per_token: usize,
     pub score: Score,
+    /// `None`: all experts are one group.
+    pub groups: Option<ExpertGroups>,
     /// Whether the weights of a token's experts are divided by their sum.
     pub renormalized: bool,
     /// Factor of the weights, after the division.

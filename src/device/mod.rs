@@ -15,12 +15,14 @@ pub mod draw;
 pub mod error;
 mod experts;
 pub mod format;
+mod latent;
 pub mod random;
 pub mod recurrent;
 
 pub use error::{DeviceError, TensorError};
-pub use experts::{ExpertInput, ExpertWeights, Routing, Score, SharedExpert};
+pub use experts::{ExpertGroups, ExpertInput, ExpertWeights, Routing, Score, SharedExpert};
 pub use format::{Dtype, KvFormat, Precision, Tensor};
+pub use latent::{LatentInput, LatentShape, LatentStore};
 pub use recurrent::{RecurrentKind, RecurrentRow, RecurrentShape, RecurrentWeights};
 
 /// Layout of one token's `[q heads][k heads][v heads]` row of the fused projection.
@@ -46,7 +48,11 @@ impl HeadShape {
 
     /// A pool's only shape: each block holds one layer with these heads.
     pub fn alone(self) -> [KvShape; 1] {
-        [KvShape { heads: self, layers: 1 }]
+        [KvShape {
+            heads: self,
+            layers: 1,
+            value_in_key: None,
+        }]
     }
 }
 
@@ -57,6 +63,8 @@ pub struct KvShape {
     pub heads: HeadShape,
     /// Number of layers that a block holds if it belongs to layers of this shape.
     pub layers: usize,
+    /// How many of a key's first numbers are its value, too. `None`: values are stored by themselves.
+    pub value_in_key: Option<usize>,
 }
 
 /// The place of a layer's keys and values in its pool.
@@ -67,6 +75,8 @@ pub struct KvPlace {
     pub table: usize,
     /// Index of the layer among those in a block; below its shape's [`layers`](KvShape::layers).
     pub part: usize,
+    /// As in [`KvShape`].
+    pub value_in_key: Option<usize>,
 }
 
 impl KvPlace {
@@ -76,7 +86,20 @@ impl KvPlace {
             heads,
             table: 0,
             part: 0,
+            value_in_key: None,
         }
+    }
+
+    /// Width of rows of `[q][k][v]`, or of `[q][k]` where keys have their values in them.
+    pub fn row_width(&self) -> usize {
+        let kv = self.heads.kv_heads * self.heads.head_dim;
+        let values = if self.value_in_key.is_some() { 0 } else { kv };
+        self.heads.q_width() + kv + values
+    }
+
+    /// Numbers of a head's value.
+    pub fn value_dim(&self) -> usize {
+        self.value_in_key.unwrap_or(self.heads.head_dim)
     }
 }
 
@@ -179,7 +202,8 @@ impl Attention {
 
 /// What [`Device::attention`] reads besides the pool.
 pub struct AttentionInput<'a, B, V> {
-    /// `[tokens]` rows of `[q][k][v]`, or of `[q]` in a layer that stores no keys and values.
+    /// `[tokens]` rows of `[q][k][v]`, of `[q]` in a layer that stores no keys and values, or of
+    /// `[q][k]` where keys have their values in them.
     pub qkv: &'a B,
     /// A number per query head, which counts in its softmax as the score of a position whose value
     /// is zero (Xiao et al. 2023).
@@ -253,6 +277,10 @@ pub struct LayerInputs<'a, B, N> {
 
 fn no_layer_inputs() -> DeviceError {
     DeviceError::Unsupported("this device computes no inputs of each layer".into())
+}
+
+fn no_latents() -> DeviceError {
+    DeviceError::Unsupported("this device keeps no latents".into())
 }
 
 fn no_recurrent_layers() -> DeviceError {
@@ -427,7 +455,31 @@ pub trait Device: Send + Sync {
         qkv: &mut Self::Buffer,
         pool: &mut Self::KvPool,
     ) -> Result<(), DeviceError>;
-    /// Attention of the queries of `input` over the pool: `out` is `[tokens][heads * head_dim]`.
+    /// Makes of queries and latents the rows that [`attention`](Self::attention) reads, and stores the
+    /// latents in the pool: `qkv` has a query of `rank + rope_dim` numbers for each head, and then the
+    /// key that all of them share.
+    fn latent_store(
+        &self,
+        _op: LatentStore<'_, Self::Matrix, Self::Vector, Self::Norm>,
+        _input: LatentInput<'_, Self::Buffer>,
+        (_step, _pool): (&Self::Step, &mut Self::KvPool),
+        _qkv: &mut Self::Buffer,
+        _workspace: &mut Self::Workspace,
+    ) -> Result<(), DeviceError> {
+        Err(no_latents())
+    }
+    /// The values that weighted sums of latents stand for: `latents` is `[tokens][heads * rank]`, and
+    /// `out` `[tokens][heads * value_dim]`. Each head has a matrix `[value_dim][rank]`.
+    fn latent_values(
+        &self,
+        _heads: &[Linear<Self::Matrix, Self::Vector>],
+        _latents: &mut Self::Buffer,
+        _out: &mut Self::Buffer,
+        _workspace: &mut Self::Workspace,
+    ) -> Result<(), DeviceError> {
+        Err(no_latents())
+    }
+    /// Attention of the queries of `input` over the pool: `out` is `[tokens][heads * value_dim]`.
     fn attention(
         &self,
         op: Attention,

@@ -30,6 +30,7 @@ fn cases(extent: Extent) -> Vec<ExpertsCase> {
         routing: Routing {
             per_token,
             score: Score::Softmax,
+            groups: None,
             renormalized: per_token < 8,
             scale: 1.0,
         },
@@ -60,6 +61,7 @@ fn cases(extent: Extent) -> Vec<ExpertsCase> {
             routing: Routing {
                 per_token: 3,
                 score: Score::Sigmoid,
+                groups: None,
                 renormalized: true,
                 scale: 2.5,
             },

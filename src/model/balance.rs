@@ -27,7 +27,7 @@ use crate::device::{Activation, Dtype};
 use crate::model::channels::{ActivationMaxima, Activations, LayerMaxima};
 use crate::model::config::Config;
 use crate::model::error::ModelError;
-use crate::model::tensors::{EXPERT_NORM, NormNames, recurrent_input};
+use crate::model::tensors::{EXPERT_NORM, NormNames, latent_input, recurrent_input};
 use crate::model::weights::{StoredTensor, WeightSource};
 
 /// Maximum magnitude of the exponent of a factor, a power of two.
@@ -156,7 +156,7 @@ impl BalancedLayer<'_> {
         let of_norm = self.of_norm(magnitudes, &readers, hidden)?;
         add(self.name("input_layernorm.weight"), Some(inverse(&of_norm)), None);
         // A norm stands between these values and the output projection: its channels stay.
-        let values_stay = c.is_recurrent(self.layer) || c.value_norm;
+        let values_stay = c.is_recurrent(self.layer) || c.value_norm || c.latent.is_some();
         let balances_values = |part: &str| !values_stay && part == "self_attn.v_proj";
         for (part, _) in readers[..mixer].iter().filter(|(part, _)| !balances_values(part)) {
             add(self.name(&format!("{part}.weight")), None, Some(of_norm.clone()));
@@ -199,8 +199,9 @@ impl BalancedLayer<'_> {
     /// with its rows.
     fn mixer_inputs(&self) -> Vec<(&'static str, usize)> {
         let c = self.config;
-        match &c.recurrent {
-            Some(recurrent) if recurrent.layers[self.layer] => recurrent_input(recurrent),
+        match (&c.recurrent, c.latent) {
+            (Some(recurrent), _) if recurrent.layers[self.layer] => recurrent_input(recurrent),
+            (_, Some(latent)) => latent_input(c, latent),
             _ => {
                 let heads = c.heads_of(self.layer);
                 let [q, kv] = [heads.heads, heads.kv_heads].map(|count| count * heads.head_dim);

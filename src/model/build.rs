@@ -1,15 +1,15 @@
 //! Moves a model's weights from a source to a device, tensor by tensor.
 
 use crate::device::{
-    Attention, Device, Dtype, ExpertWeights, KvSpec, Linear, QkNorm, RecurrentWeights, RopeStore, SharedExpert, Tensor,
-    TensorError,
+    Attention, Device, Dtype, ExpertWeights, KvSpec, LatentShape, Linear, QkNorm, RecurrentWeights, RopeStore,
+    SharedExpert, Tensor, TensorError,
 };
 use crate::model::config::Config;
 use crate::model::error::ModelError;
 use crate::model::kv_layout::{KvLayout, LayerKv};
 use crate::model::tensors::{
-    AttentionTensors, ExpertTensors, LayerTensors, LinearTensors, MixerTensors, MlpTensors, ModelTensors,
-    RecurrentTensors, TensorSpec,
+    AttentionTensors, ExpertTensors, LatentTensors, LayerTensors, LinearTensors, MixerTensors, MlpTensors,
+    ModelTensors, RecurrentTensors, TensorSpec,
 };
 use crate::model::weights::{RandomWeights, StoredTensor, WeightSource};
 
@@ -55,6 +55,7 @@ pub(super) struct LayerWeights<D: Device> {
 /// What mixes a layer's tokens, and its place in the memory of sequences.
 pub(super) enum Mixer<D: Device> {
     Attention(AttentionWeights<D>),
+    Latent(Box<LatentWeights<D>>),
     Recurrent {
         weights: RecurrentWeights<D::Matrix, D::Vector>,
         /// Index of the layer's pool of states.
@@ -70,6 +71,21 @@ pub(super) struct AttentionWeights<D: Device> {
     pub gate: Option<Linear<D::Matrix, D::Vector>>,
     pub qk_norm: Option<(D::Norm, Option<D::Norm>)>,
     pub sinks: Option<D::Vector>,
+}
+
+/// The weights of a layer's attention that keeps latents, without the projection of its output.
+pub(super) struct LatentWeights<D: Device> {
+    pub shape: LatentShape,
+    pub kv: LayerKv,
+    /// The projection of the latent that queries are made of, and its norm.
+    pub query_latent: Option<(LinearOn<D>, D::Norm)>,
+    pub queries: LinearOn<D>,
+    pub latent: LinearOn<D>,
+    pub norm: D::Norm,
+    /// For each head the projection of keys, transposed: `[rank][plain_dim]`.
+    pub keys: Linears<D>,
+    /// For each head the projection of values: `[value_dim][rank]`.
+    pub values: Linears<D>,
 }
 
 impl<D: Device> AttentionWeights<D> {
@@ -119,8 +135,10 @@ pub(super) struct BothWeights<D: Device> {
     pub post_norms: [D::Norm; 2],
 }
 
-/// Linear operations of a layer's experts.
-type ExpertLinears<D> = Vec<Linear<<D as Device>::Matrix, <D as Device>::Vector>>;
+/// A linear operation on a device.
+type LinearOn<D> = Linear<<D as Device>::Matrix, <D as Device>::Vector>;
+/// Linear operations, of a layer's experts or of its heads.
+type Linears<D> = Vec<LinearOn<D>>;
 
 /// Copies a model's tensors from a source to a device.
 pub(super) struct Builder<'a, D: Device> {
@@ -162,6 +180,7 @@ impl<D: Device> Builder<'_, D> {
             attention_norm: norm(&tensors.attention_norm)?,
             mixer: match &tensors.mixer {
                 MixerTensors::Attention(attention) => Mixer::Attention(self.attention(index, attention)?),
+                MixerTensors::Latent(latent) => Mixer::Latent(Box::new(self.latent(index, latent)?)),
                 MixerTensors::Recurrent(recurrent) => Mixer::Recurrent {
                     weights: self.recurrent(recurrent)?,
                     pool: (0..index).filter(|layer| self.config.is_recurrent(*layer)).count(),
@@ -207,6 +226,51 @@ impl<D: Device> Builder<'_, D> {
                 None => None,
             },
         })
+    }
+
+    fn latent(&self, index: usize, tensors: &LatentTensors) -> Result<LatentWeights<D>, ModelError> {
+        let (keys, values) = self.latent_heads(tensors.shape, &tensors.heads)?;
+        Ok(LatentWeights {
+            shape: tensors.shape,
+            kv: self.layout.layers[index],
+            query_latent: match &tensors.query_latent {
+                Some((linear, norm)) => Some((self.linear(linear)?, self.norm(norm)?)),
+                None => None,
+            },
+            queries: self.linear(&tensors.queries)?,
+            latent: self.linear(&tensors.latent)?,
+            norm: self.norm(&tensors.norm)?,
+            keys,
+            values,
+        })
+    }
+
+    /// The projections of keys, transposed, and those of values, which are stored as one matrix: head
+    /// by head, and of a head the keys first.
+    fn latent_heads(&self, shape: LatentShape, spec: &TensorSpec) -> Result<(Linears<D>, Linears<D>), ModelError> {
+        let stored = self.source.tensor(&spec.name, spec.rows, spec.columns)?;
+        let size = stored.dtype.bytes();
+        let row = spec.columns * size;
+        let matrix = |rows: usize, columns: usize, data: &[u8]| {
+            let view = Tensor {
+                dtype: stored.dtype,
+                rows,
+                columns,
+                data,
+            };
+            let weight = self.device.matrix(&[view]);
+            let weight = weight.map_err(|e| self.tensor_error(std::slice::from_ref(spec), e))?;
+            Ok::<_, ModelError>(Linear { weight, bias: None })
+        };
+        let (mut keys, mut values) = (Vec::new(), Vec::new());
+        for head in stored.data.chunks_exact((shape.plain_dim + shape.value_dim) * row) {
+            let (of_keys, of_values) = head.split_at(shape.plain_dim * row);
+            let column = |i: usize| of_keys.chunks_exact(row).flat_map(move |row| &row[i * size..][..size]);
+            let transposed: Vec<u8> = (0..shape.rank).flat_map(column).copied().collect();
+            keys.push(matrix(shape.rank, shape.plain_dim, &transposed)?);
+            values.push(matrix(shape.value_dim, shape.rank, of_values)?);
+        }
+        Ok((keys, values))
     }
 
     fn recurrent(&self, tensors: &RecurrentTensors) -> Result<RecurrentWeights<D::Matrix, D::Vector>, ModelError> {
@@ -300,7 +364,7 @@ impl<D: Device> Builder<'_, D> {
         &self,
         experts: impl Iterator<Item = &'t LinearTensors>,
         load: impl Fn(&LinearTensors) -> Result<Linear<D::Matrix, D::Vector>, ModelError>,
-    ) -> Result<ExpertLinears<D>, ModelError> {
+    ) -> Result<Linears<D>, ModelError> {
         if !self.device.stacks_experts() {
             return experts.map(load).collect();
         }

@@ -13,7 +13,7 @@
 use std::borrow::Cow;
 use std::path::Path;
 
-use crate::device::Dtype;
+use crate::device::{Dtype, LatentShape};
 use crate::model::config::{Config, ExpertForm};
 use crate::model::error::ModelError;
 use crate::model::expert_forms;
@@ -30,18 +30,23 @@ pub(super) struct CanonicalWeights<'a> {
     /// For each dimension of a query or key head, the dimension that the checkpoint stores there.
     /// `None`: the order is the checkpoint's.
     head_order: Option<Vec<usize>>,
+    /// If attention keeps latents, only this part of a head is reordered.
+    latent: Option<LatentShape>,
 }
 
 impl<'a> CanonicalWeights<'a> {
     pub(super) fn new(source: &'a dyn WeightSource, config: &Config) -> CanonicalWeights<'a> {
-        let order = head_order(config.heads.head_dim, config.rotary_dims, config.rotates_neighbours);
+        let latent = config.latent.map(|latent| latent.shape);
+        let head_dim = latent.map_or(config.heads.head_dim, |latent| latent.rope_dim);
+        let order = head_order(head_dim, config.rotary_dims, config.rotates_neighbours);
         CanonicalWeights {
             source,
             unit_offset_norms: config.unit_offset_norms,
             fused: fused_parts(config),
             expert_form: config.expert_form(),
-            head_dim: config.heads.head_dim,
+            head_dim,
             head_order: (!order.is_sorted()).then_some(order),
+            latent,
         }
     }
 
@@ -85,8 +90,12 @@ impl WeightSource for CanonicalWeights<'_> {
         if self.unit_offset_norms && name.ends_with("norm.weight") && !name.ends_with("linear_attn.norm.weight") {
             tensor = with_unit_added(tensor);
         }
-        match &self.head_order {
-            Some(order) if is_by_head(name) => Ok(reordered(tensor, rows.is_none(), self.head_dim, order)),
+        match (&self.head_order, self.latent) {
+            (Some(order), Some(latent)) => Ok(match plain_rows(latent, name) {
+                Some(plain) => reordered(tensor, rows.is_none(), plain + self.head_dim, &behind(plain, order)),
+                None => tensor,
+            }),
+            (Some(order), None) if is_by_head(name) => Ok(reordered(tensor, rows.is_none(), self.head_dim, order)),
             _ => Ok(tensor),
         }
     }
@@ -125,6 +134,21 @@ fn head_order(head_dim: usize, rotary_dims: usize, rotates_neighbours: bool) -> 
         .map(|(low, _)| low)
         .chain(pairs.map(|(_, high)| high))
         .collect()
+}
+
+/// Of the heads that make up a tensor's rows in attention over latents, the dimensions that stand before
+/// those that rotate. `None`: the tensor has no such rows.
+fn plain_rows(latent: LatentShape, name: &str) -> Option<usize> {
+    match name.rsplit('.').nth(1)? {
+        "q_proj" | "q_b_proj" => Some(latent.plain_dim),
+        "kv_a_proj_with_mqa" => Some(latent.rank),
+        _ => None,
+    }
+}
+
+/// The order of `plain` dimensions that stay, and then of others in the order `order`.
+fn behind(plain: usize, order: &[usize]) -> Vec<usize> {
+    (0..plain).chain(order.iter().map(|d| plain + d)).collect()
 }
 
 /// Whether a tensor's rows, or a vector's elements, are dimensions of query or key heads.

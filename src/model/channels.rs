@@ -73,12 +73,17 @@ impl ActivationMaxima {
     /// Checks that magnitudes of this model can be measured and used.
     ///
     /// # Errors
-    /// The model has experts.
+    /// The model has experts, recurrent layers or latents.
     pub fn check_model(config: &Config) -> Result<(), ModelError> {
-        if config.recurrent.is_some() {
-            return Err(ModelError::Options(
-                "the model has recurrent layers: it cannot be calibrated, and needs no calibration for int8".to_owned(),
-            ));
+        let other = match (&config.recurrent, config.latent) {
+            (Some(_), _) => Some("has recurrent layers"),
+            (_, Some(_)) => Some("keeps latents"),
+            _ => None,
+        };
+        if let Some(other) = other {
+            return Err(ModelError::Options(format!(
+                "the model {other}: it cannot be calibrated, and needs no calibration for int8"
+            )));
         }
         match config.experts {
             None => Ok(()),

@@ -14,6 +14,7 @@
 
 use crate::device::batch::StepBatch;
 use crate::device::{HeadShape, KvPlace, KvShape, KvSpec};
+use crate::model::config::Config;
 
 /// Maximum number of block tables, unless there are more kinds of layers: each costs a little time
 /// per block and memory per step.
@@ -40,7 +41,20 @@ pub(super) struct KvLayout {
 }
 
 impl KvLayout {
-    /// The layout that leaves the fewest parts of blocks unused, and among these the one with the
+    /// The layout of a model's layers.
+    pub(super) fn of(config: &Config) -> KvLayout {
+        let mut layout = KvLayout::new(&config.attention_layers());
+        let value_in_key = config.latent.map(|latent| latent.shape.rank);
+        for shape in &mut layout.shapes {
+            shape.value_in_key = value_in_key;
+        }
+        for layer in &mut layout.layers {
+            layer.place.value_in_key = value_in_key;
+        }
+        layout
+    }
+
+    /// As [`of`](Self::of), for layers with keys and values: the layout that leaves the fewest parts of blocks unused, and among these the one with the
     /// fewest tables.
     pub(super) fn new(layers: &[(KvSpec, HeadShape)]) -> KvLayout {
         let mut shapes: Vec<KvShape> = Vec::new();
@@ -49,6 +63,7 @@ impl KvLayout {
                 shapes.push(KvShape {
                     heads: *heads,
                     layers: 1,
+                    value_in_key: None,
                 });
             }
         }
@@ -92,6 +107,7 @@ impl KvLayout {
                         heads,
                         table: first + i / group,
                         part: i % group / pools,
+                        value_in_key: None,
                     },
                 });
             }

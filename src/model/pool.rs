@@ -47,7 +47,7 @@ pub(super) fn state_slots<D: Device>(device: &D, config: &Config, budget: KvBudg
     match budget {
         KvBudget::Blocks(blocks) => blocks,
         KvBudget::Bytes(bytes) => {
-            let tables = KvLayout::new(&config.attention_layers()).tables.len() as u64;
+            let tables = KvLayout::of(config).tables.len() as u64;
             let blocks = u64::from(TOKENS_PER_SLOT.div_ceil(device.block_tokens())) * tables;
             let slots = bytes / (state + blocks * block_bytes(device, config));
             slots.clamp(1, u64::from(u32::MAX)) as u32
@@ -74,14 +74,14 @@ pub(super) fn allocate_states<D: Device>(
 
 /// Bytes per block.
 fn block_bytes<D: Device>(device: &D, config: &Config) -> u64 {
-    let layout = KvLayout::new(&config.attention_layers());
+    let layout = KvLayout::of(config);
     (device.kv_block_bytes(&layout.shapes) * layout.pools) as u64
 }
 
 /// The number of blocks with which a model is loaded: those of the budget, or those of the trial
 /// step after which the budget is settled.
 pub(super) fn first_blocks<D: Device>(device: &D, config: &Config, budget: KvBudget) -> Result<u32, ModelError> {
-    let tables = KvLayout::new(&config.attention_layers()).tables.len() as u32;
+    let tables = KvLayout::of(config).tables.len() as u32;
     match budget {
         KvBudget::Profiled { step_tokens, .. } => Ok((step_tokens.div_ceil(device.block_tokens()) + 1) * tables),
         KvBudget::Bytes(bytes) => {
@@ -101,10 +101,7 @@ fn blocks_in_bytes<D: Device>(device: &D, config: &Config, bytes: u64) -> Result
 /// Checks that a pool has at least one block of each table and a size that can be allocated; returns
 /// its blocks.
 fn check_blocks<D: Device>(device: &D, config: &Config, blocks: u32) -> Result<u32, ModelError> {
-    let (bytes, tables) = (
-        block_bytes(device, config),
-        KvLayout::new(&config.attention_layers()).tables.len(),
-    );
+    let (bytes, tables) = (block_bytes(device, config), KvLayout::of(config).tables.len());
     if (blocks as usize) < tables {
         return Err(ModelError::Options(format!(
             "the KV pool holds no block of all layers: one takes {} bytes",
@@ -124,7 +121,7 @@ fn check_blocks<D: Device>(device: &D, config: &Config, blocks: u32) -> Result<u
 
 /// Allocates the device pools of `blocks` blocks.
 pub(super) fn allocate<D: Device>(device: &D, config: &Config, blocks: u32) -> Result<Vec<D::KvPool>, DeviceError> {
-    let layout = KvLayout::new(&config.attention_layers());
+    let layout = KvLayout::of(config);
     let pool = |_| device.kv_pool(&layout.shapes, blocks as usize);
     (0..layout.pools).map(pool).collect()
 }

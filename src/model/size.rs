@@ -128,7 +128,7 @@ impl ModelSize {
 /// windows keep those of the last window, and of its states in recurrent layers. `None`: the device
 /// keeps none in this format.
 pub fn kv_bytes(config: &Config, place: Place, format: KvFormat, tokens: u32) -> Option<u64> {
-    let layout = KvLayout::new(&config.attention_layers());
+    let layout = KvLayout::of(config);
     let block_bytes = match place {
         Place::Cpu if format == KvFormat::Fp8 => return None,
         Place::Cpu => cpu::kv_block_bytes(&layout.shapes, format),
@@ -221,6 +221,18 @@ mod tests {
             (at(16), at(128), at(160), at(1 << 17)),
             (24, 12 * 16, 12 * (10 + 8), 12 * (8192 + 8))
         );
+        // A latent of 512 numbers and a key of 64 in each of 61 layers, which are key and value.
+        let latents = r#"{"architectures": ["DeepseekV3ForCausalLM"], "hidden_size": 7168, "intermediate_size": 18432,
+            "num_hidden_layers": 61, "num_attention_heads": 128, "vocab_size": 129280}"#;
+        let latents = Config::parse(Path::new("config.json"), latents).unwrap();
+        let token = 61 * (512 + 64);
+        assert_eq!(kv_bytes(&latents, Place::Cpu, KvFormat::F32, 17), Some(32 * token * 4));
+        for format in [KvFormat::Bf16, KvFormat::Int8] {
+            assert_eq!(kv_bytes(&latents, Place::Cpu, format, 16), Some(16 * token * 2));
+        }
+        assert_eq!(kv_bytes(&latents, Place::Gpu, KvFormat::Bf16, 64), None);
+        // The number that its model card gives, with 671 B without the layer that predicts further tokens.
+        assert_eq!(ModelSize::of(&latents).parameters() / 1_000_000_000, 671);
         assert_eq!(kv_bytes(&config, Place::Cpu, KvFormat::Fp8, 64), None);
         assert_eq!(kv_bytes(&config, Place::Gpu, KvFormat::F32, 64), None);
     }

@@ -9,10 +9,12 @@ use crate::model::expert_forms;
 
 mod beside;
 mod inputs;
+mod latent;
 mod recurrent;
 
 pub(super) use beside::{BothTensors, EXPERT_NORM};
 pub(super) use inputs::{AllInputsTensors, InputTensors};
+pub(super) use latent::{LatentTensors, latent_input};
 pub(super) use recurrent::{RecurrentTensors, recurrent_input};
 use recurrent::{recurrent_name, recurrent_parts};
 
@@ -175,6 +177,7 @@ pub(super) struct LayerTensors {
 #[derive(Debug)]
 pub(super) enum MixerTensors {
     Attention(AttentionTensors),
+    Latent(Box<LatentTensors>),
     Recurrent(RecurrentTensors),
 }
 
@@ -241,23 +244,27 @@ impl AttentionTensors {
 
 impl MixerTensors {
     fn of(c: &Config, layer: usize) -> MixerTensors {
-        match &c.recurrent {
-            Some(recurrent) if recurrent.layers[layer] => {
+        match (&c.recurrent, c.latent) {
+            (Some(recurrent), _) if recurrent.layers[layer] => {
                 MixerTensors::Recurrent(RecurrentTensors::of(c, layer, recurrent))
             }
+            (_, Some(latent)) => MixerTensors::Latent(Box::new(LatentTensors::of(c, layer, latent))),
             _ => MixerTensors::Attention(AttentionTensors::of(c, layer)),
         }
     }
 
     fn stored(&self) -> impl Iterator<Item = &TensorSpec> {
-        let (attention, recurrent) = match self {
-            MixerTensors::Attention(attention) => (Some(attention), None),
-            MixerTensors::Recurrent(recurrent) => (None, Some(recurrent)),
+        let (attention, latent, recurrent) = match self {
+            MixerTensors::Attention(attention) => (Some(attention), None, None),
+            MixerTensors::Latent(latent) => (None, Some(latent), None),
+            MixerTensors::Recurrent(recurrent) => (None, None, Some(recurrent)),
         };
+        let latent = latent.into_iter().flat_map(|latent| latent.stored());
         let recurrent = recurrent.into_iter().flat_map(RecurrentTensors::stored);
         attention
             .into_iter()
             .flat_map(AttentionTensors::stored)
+            .chain(latent)
             .chain(recurrent)
     }
 }
@@ -460,6 +467,10 @@ impl LayerTensors {
                 let width = c.heads_of(layer).q_width();
                 ("self_attn.o_proj".to_owned(), width, c.o_bias)
             }
+            MixerTensors::Latent(latent) => {
+                let width = c.heads.heads * latent.shape.value_dim;
+                ("self_attn.o_proj".to_owned(), width, c.o_bias)
+            }
             MixerTensors::Recurrent(RecurrentTensors { shape, .. }) => {
                 let name = format!("{}.out_proj", recurrent_name(shape.kind));
                 (name, shape.value_width(), false)
@@ -549,6 +560,16 @@ mod tests {
             (
                 "Glm4MoeForCausalLM",
                 json!({"n_routed_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "use_qk_norm": true}),
+            ),
+            (
+                "DeepseekV2ForCausalLM",
+                json!({"num_key_value_heads": 4, "q_lora_rank": null, "kv_lora_rank": 18, "n_routed_experts": 3, "num_experts_per_tok": 2,
+                    "moe_intermediate_size": 40, "attention_bias": true}),
+            ),
+            (
+                "DeepseekV3ForCausalLM",
+                json!({"num_key_value_heads": 4, "q_lora_rank": 20, "kv_lora_rank": 18, "n_routed_experts": 4, "num_experts_per_tok": 2,
+                    "n_group": 2, "topk_group": 1, "moe_intermediate_size": 40, "first_k_dense_replace": 1, "attention_bias": true}),
             ),
             (
                 "GraniteMoeSharedForCausalLM",

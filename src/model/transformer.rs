@@ -32,6 +32,7 @@ use crate::model::weights::{RandomWeights, WeightSource};
 mod beside;
 mod check;
 mod inputs;
+mod latent;
 mod picked;
 mod trial;
 
@@ -99,6 +100,8 @@ struct Buffers<D: Device> {
     /// Inputs of all layers.
     inputs: D::Buffer,
     picked: PickedBuffers<D>,
+    /// Weighted sums of latents, in models that keep such.
+    latents: D::Buffer,
     workspace: D::Workspace,
 }
 
@@ -116,6 +119,7 @@ impl<D: Device> Buffers<D> {
             experts: device.buffer(),
             inputs: device.buffer(),
             picked: PickedBuffers::new(device),
+            latents: device.buffer(),
             workspace: device.workspace(),
         }
     }
@@ -190,7 +194,7 @@ impl<D: Device> Transformer<D> {
         pool::check_fits(&device, &config, options.precision)?;
         // A device without its own memory is synchronous: timing its operations costs no wait.
         let times_operations = device.free_bytes()?.is_none();
-        let layout = KvLayout::new(&config.attention_layers());
+        let layout = KvLayout::of(&config);
         let state_slots = pool::state_slots(&device, &config, options.kv);
         let kv_blocks = pool::first_blocks(&device, &config, options.kv)?;
         let vocab_size = options
@@ -327,11 +331,8 @@ impl<D: Device> Transformer<D> {
             // counts, and any norm will do.
             let own = layer.attention_norm.as_ref();
             let weight = own.unwrap_or(&weights.norm);
-            device.add_norm(
-                stream_norm::<D>(config, delta.take(), weight),
-                &mut b.residual,
-                &mut b.normed,
-            )?;
+            device.add_norm(stream_norm::<D>(config, delta, weight), &mut b.residual, &mut b.normed)?;
+            delta = None;
             lap(Operation::Norm)?;
             let input = if own.is_some() { &b.normed } else { &b.residual };
             observe(index, Activations::AttentionNorm, input);
@@ -341,6 +342,10 @@ impl<D: Device> Transformer<D> {
                     lap(Operation::Linear)?;
                     device.recurrent(weights, &b.qkv, step, &mut state_pools[*pool], &mut b.attended)?;
                     lap(Operation::Recurrent)?;
+                }
+                Mixer::Latent(layer) => {
+                    let pool = &mut pools[layer.kv.pool];
+                    layer.store(device, (config, index), (step, pool), b, &mut lap)?;
                 }
                 Mixer::Attention(layer) => {
                     device.linear(&layer.qkv, input, &mut b.qkv, &mut b.workspace)?;
@@ -363,24 +368,31 @@ impl<D: Device> Transformer<D> {
                     device.add_norm(stream_norm::<D>(config, None, weight), &mut b.residual, &mut b.normed)?;
                 }
             }
-            if let Mixer::Attention(layer) = &layer.mixer {
-                let input = AttentionInput {
-                    qkv: &b.qkv,
-                    sinks: layer.sinks.as_ref(),
-                };
-                let pool = &pools[layer.kv.pool];
-                device.attention(
-                    layer.attention(config),
-                    input,
-                    step,
-                    pool,
-                    &mut b.attended,
-                    &mut b.workspace,
-                )?;
-                if layer.gate.is_some() {
-                    device.gate(&b.gates, &mut b.attended)?;
+            match &layer.mixer {
+                Mixer::Recurrent { .. } => {}
+                Mixer::Latent(layer) => {
+                    layer.attend(device, config, (step, &pools[layer.kv.pool]), b)?;
+                    lap(Operation::Attention)?;
                 }
-                lap(Operation::Attention)?;
+                Mixer::Attention(layer) => {
+                    let input = AttentionInput {
+                        qkv: &b.qkv,
+                        sinks: layer.sinks.as_ref(),
+                    };
+                    let pool = &pools[layer.kv.pool];
+                    device.attention(
+                        layer.attention(config),
+                        input,
+                        step,
+                        pool,
+                        &mut b.attended,
+                        &mut b.workspace,
+                    )?;
+                    if layer.gate.is_some() {
+                        device.gate(&b.gates, &mut b.attended)?;
+                    }
+                    lap(Operation::Attention)?;
+                }
             }
             observe(index, Activations::Attended, &b.attended);
             if let (true, MlpWeights::Plain { gate_up, .. }) = (config.parallel_mlp, &layer.mlp) {

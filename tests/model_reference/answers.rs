@@ -5,7 +5,7 @@
 
 use std::cell::RefCell;
 
-use gristmill::device::{Activation, KvSpec, Precision};
+use gristmill::device::{Activation, ExpertGroups, KvSpec, Precision};
 use gristmill::model::Transformer;
 use gristmill::model::config::Config;
 use gristmill::model::rope::Scaling;
@@ -144,7 +144,8 @@ fn mutants_fail_the_comparison() {
         mut routers,
         mut sinks,
         mut states,
-    ] = [0; 10];
+        mut latents,
+    ] = [0; 11];
     for name in MODELS {
         let config = Config::load(&folder(name)).unwrap();
         // Of a large base, most pairs hardly turn within so few tokens.
@@ -294,12 +295,38 @@ fn mutants_fail_the_comparison() {
             rotations += 1;
             assert_mutant_fails(name, "a rotation in every layer", |c| c.rotates.fill(true));
         }
-        if config.rotary_dims < config.heads.head_dim {
+        if config.rotary_dims < config.heads.head_dim && config.latent.is_none() {
             rotations += 1;
             assert_mutant_fails(name, "whole heads rotate", |c| c.rotary_dims = c.heads.head_dim);
         }
         if config.rotates_neighbours {
             assert_mutant_fails(name, "halves rotate", |c| c.rotates_neighbours = false);
+        }
+        if config.latent.is_some() {
+            latents += 1;
+            if !config.rotates_neighbours {
+                assert_mutant_fails(name, "neighbours rotate", |c| c.rotates_neighbours = true);
+            }
+        }
+        if let Some(groups) = config.experts.as_ref().and_then(|experts| experts.routing.groups) {
+            assert_mutant_fails(name, "no groups of experts", |c| {
+                c.experts.iter_mut().for_each(|e| e.routing.groups = None);
+            });
+            assert_mutant_fails(name, "the other score of a group", |c| {
+                let best = 3 - groups.best;
+                c.experts
+                    .iter_mut()
+                    .for_each(|e| e.routing.groups = Some(ExpertGroups { best, ..groups }));
+            });
+        }
+        if config
+            .experts
+            .as_ref()
+            .is_some_and(|experts| experts.routing.scale != 1.0)
+        {
+            assert_mutant_fails(name, "no factor of experts", |c| {
+                c.experts.iter_mut().for_each(|e| e.routing.scale = 1.0);
+            });
         }
         if let Scaling::LongRope(_) = config.rope.scaling {
             assert_mutant_fails(name, "the other factors of LongRoPE", |c| {
@@ -334,7 +361,8 @@ fn mutants_fail_the_comparison() {
         routers,
         sinks,
         states,
+        latents,
     ];
-    let least = [6, 8, 20, 3, 6, 3, 2, 7, 2, 6];
+    let least = [6, 8, 20, 3, 6, 3, 2, 7, 2, 6, 5];
     assert!(counts.iter().zip(least).all(|(n, least)| *n >= least), "{counts:?}");
 }

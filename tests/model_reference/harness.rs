@@ -14,7 +14,7 @@ use safetensors::SafeTensors;
 
 pub(crate) const KV_BLOCKS: u32 = 64;
 
-pub(crate) const MODELS: [&str; 62] = [
+pub(crate) const MODELS: [&str; 68] = [
     "llama-plain",
     "llama-llama3-tied",
     "llama-linear-biases",
@@ -77,6 +77,12 @@ pub(crate) const MODELS: [&str; 62] = [
     "qwen35moe-fused",
     "granite4-experts",
     "granite4-dense",
+    "glm4moe-groups",
+    "deepseek2-lite",
+    "deepseek2-groups",
+    "deepseek3-groups",
+    "kimi-heads",
+    "glm4moelite-fused",
 ];
 
 #[test]

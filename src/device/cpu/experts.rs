@@ -14,7 +14,7 @@ use super::gemm::matrix::{Matrix, Panels, Vector};
 use super::isa::multiversion;
 use super::math::{exp, round_bf16};
 use super::{Buffer, ExecContext, gated};
-use crate::device::{Activation, ExpertInput, ExpertWeights, Linear, Routing, Score};
+use crate::device::{Activation, ExpertGroups, ExpertInput, ExpertWeights, Linear, Routing, Score};
 
 /// Scratch memory of [`experts`], reused from step to step.
 #[derive(Default)]
@@ -159,13 +159,17 @@ fn choose_experts(
         Score::Sigmoid => 1.0,
     };
     ranked.clear();
-    match router.correction {
+    match (router.correction, routing.groups) {
         // Scores are in the order of their logits.
-        None => ranked.extend((0..).zip(logits.iter().copied())),
-        Some(correction) => {
+        (None, None) => ranked.extend((0..).zip(logits.iter().copied())),
+        (None, Some(_)) => ranked.extend((0..).zip(logits.iter().map(|logit| score(*logit) / denominator))),
+        (Some(correction), _) => {
             let corrected = logits.iter().zip(correction);
             ranked.extend((0..).zip(corrected.map(|(logit, c)| score(*logit) / denominator + c)));
         }
+    }
+    if let Some(groups) = routing.groups {
+        keep_groups(groups, ranked);
     }
     ranked.select_nth_unstable_by(experts.len() - 1, |(i, a), (j, b)| b.total_cmp(a).then(i.cmp(j)));
     ranked.truncate(experts.len());
@@ -189,6 +193,24 @@ fn choose_experts(
             *weight *= scales[*expert as usize];
         }
     }
+}
+
+/// Keeps the experts of the groups with the largest scores, among equal ones of those that come first.
+/// `ranked` has all experts in order, with their scores.
+fn keep_groups(groups: ExpertGroups, ranked: &mut Vec<(u32, f32)>) {
+    let size = ranked.len() / groups.count;
+    let mut scores: Vec<f32> = ranked.iter().map(|(_, score)| *score).collect();
+    let mut order: Vec<(usize, f32)> = scores
+        .chunks_exact_mut(size)
+        .map(|group| {
+            group.sort_unstable_by(|a, b| b.total_cmp(a));
+            group[..groups.best.min(size)].iter().sum()
+        })
+        .enumerate()
+        .collect();
+    order.sort_unstable_by(|(i, x), (j, y)| y.total_cmp(x).then(i.cmp(j)));
+    order.truncate(groups.chosen);
+    ranked.retain(|(expert, _)| order.iter().any(|(group, _)| *group == *expert as usize / size));
 }
 
 multiversion! {
@@ -284,7 +306,14 @@ pub(super) fn experts(
     };
     let per_token = router.routing.per_token;
     let is_weighted = weights.shared.as_ref().is_some_and(|shared| shared.is_weighted);
-    assert!((1..=router.experts).contains(&per_token) && x.quantized.is_none());
+    let usable = match router.routing.groups {
+        None => router.experts,
+        Some(groups) => {
+            assert!(groups.chosen <= groups.count && router.experts.is_multiple_of(groups.count));
+            router.experts / groups.count * groups.chosen
+        }
+    };
+    assert!((1..=usable).contains(&per_token) && x.quantized.is_none());
     assert!(matrix.rows == router.experts + usize::from(is_weighted));
     assert!(
         router
@@ -363,6 +392,7 @@ mod tests {
     const ROUTING: Routing = Routing {
         per_token: 2,
         score: Score::Softmax,
+        groups: None,
         renormalized: false,
         scale: 1.0,
     };
@@ -401,6 +431,7 @@ mod tests {
         for (renormalized, sum) in [(false, 1.0), (true, s(1.0) + s(2.0))] {
             let routing = Routing {
                 score: Score::Sigmoid,
+                groups: None,
                 renormalized,
                 scale: 2.5,
                 ..ROUTING
@@ -414,6 +445,7 @@ mod tests {
         // Sigmoids that are nearly zero stay so.
         let small = Routing {
             score: Score::Sigmoid,
+            groups: None,
             renormalized: true,
             ..ROUTING
         };
@@ -439,6 +471,44 @@ mod tests {
         for (found, want) in routes.weights.iter().zip([0.5 * share, 3.0 * (1.0 - share)]) {
             assert!((found - want).abs() < 1e-6, "{found} {want}");
         }
+    }
+
+    #[test]
+    fn experts_are_chosen_from_the_best_groups() {
+        // Sigmoids 0.5, 0.95, 0.88, 0.82, 0.92, 0.05: by their best experts groups 0 and 2 of three are chosen, by
+        // their best two groups 0 and 1.
+        let logits = [0.0f32, 3.0, 2.0, 1.5, 2.5, -3.0];
+        let of = |count, chosen, best, correction: Option<&[f32]>| {
+            let routing = Routing {
+                score: Score::Sigmoid,
+                groups: Some(ExpertGroups { count, chosen, best }),
+                ..ROUTING
+            };
+            corrected_choice(routing, correction, &logits).0
+        };
+        assert_eq!(of(3, 1, 1, None), [0, 1]);
+        assert_eq!(of(3, 2, 1, None), [1, 4]);
+        assert_eq!(of(3, 1, 2, None), [2, 3]);
+        assert_eq!(of(3, 2, 2, None), [1, 2]);
+        assert_eq!(of(3, 3, 2, None), [1, 4]);
+        assert_eq!(of(2, 1, 2, None), [1, 2]);
+        // Corrections count in the scores of groups.
+        let correction = [0.0, 0.0, 0.0, 0.0, 0.0, 1.0];
+        assert_eq!(of(3, 1, 2, Some(&correction)), [4, 5]);
+        // Of equal groups the first are chosen. Softmaxes are in the order of their logits.
+        let routing = Routing {
+            groups: Some(ExpertGroups {
+                count: 3,
+                chosen: 1,
+                best: 1,
+            }),
+            ..ROUTING
+        };
+        assert_eq!(choice(routing, &[1.0; 6]).0, [0, 1]);
+        assert_eq!(
+            choice(routing, &[-200.0, -201.0, -150.0, -190.0, -160.0, -161.0]).0,
+            [2, 3]
+        );
     }
 
     #[test]

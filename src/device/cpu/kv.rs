@@ -9,6 +9,10 @@
 //! numbers lie together, so that blocks do not overlap whichever shape they are of:
 //! `[block][layer][kv_head]`. A [`Region`] says where a head's numbers begin.
 //!
+//! Where a key has its value in it, in its first numbers, there are no values beside it. Attention
+//! turns a block's keys into values as it reads them. In 8 bits such a pool has BF16: one scale for a
+//! key of two parts, each as large as it is, would leave too little of the smaller one.
+//!
 //! Attention multiplies whole blocks, with weight zero at unused positions. Values at unused
 //! positions must be finite, since `0 * NaN` is NaN. The step that begins a block therefore clears
 //! the values at its unused positions, so that old values of the block's previous sequence cannot
@@ -83,12 +87,12 @@ struct Lens {
 
 impl Lens {
     /// Those of one head's block.
-    fn of_head(heads: HeadShape, format: KvFormat) -> Lens {
+    fn of_head(heads: HeadShape, value_in_key: Option<usize>, format: KvFormat) -> Lens {
         let values = padded(heads.head_dim) * BLOCK_TOKENS;
         match format {
             KvFormat::F32 | KvFormat::Bf16 => Lens {
                 keys: heads.head_dim * BLOCK_TOKENS,
-                values,
+                values: if value_in_key.is_some() { 0 } else { values },
                 scales: 0,
             },
             // `Cpu::new` rejects FP8.
@@ -103,8 +107,9 @@ impl Lens {
     /// Those of a block, which is large enough for the layers of each shape.
     fn of_block(shapes: &[KvShape], format: KvFormat) -> Lens {
         let most = |len: fn(Lens) -> usize| {
-            let of_shape =
-                |shape: &KvShape| shape.layers * shape.heads.kv_heads * len(Lens::of_head(shape.heads, format));
+            let of_shape = |shape: &KvShape| {
+                shape.layers * shape.heads.kv_heads * len(Lens::of_head(shape.heads, shape.value_in_key, format))
+            };
             shapes.iter().map(of_shape).max().unwrap_or(0)
         };
         Lens {
@@ -112,6 +117,14 @@ impl Lens {
             values: most(|lens| lens.values),
             scales: most(|lens| lens.scales),
         }
+    }
+}
+
+/// The format of a pool's numbers, where `format` is asked for.
+fn stored_format(shapes: &[KvShape], format: KvFormat) -> KvFormat {
+    match format {
+        KvFormat::Int8 if shapes.iter().any(|shape| shape.value_in_key.is_some()) => KvFormat::Bf16,
+        format => format,
     }
 }
 
@@ -156,6 +169,7 @@ struct HeadPages<'a, K, V> {
 
 impl KvPool {
     pub(super) fn new(shapes: &[KvShape], blocks: usize, format: KvFormat) -> KvPool {
+        let format = stored_format(shapes, format);
         let block_lens = Lens::of_block(shapes, format);
         let [keys, values, scales] = [block_lens.keys, block_lens.values, block_lens.scales].map(|len| len * blocks);
         let store = match format {
@@ -184,6 +198,7 @@ impl KvPool {
     }
 
     pub(super) fn block_bytes(shapes: &[KvShape], format: KvFormat) -> usize {
+        let format = stored_format(shapes, format);
         let lens = Lens::of_block(shapes, format);
         let number = match format {
             KvFormat::F32 => size_of::<f32>(),
@@ -205,7 +220,13 @@ impl KvPool {
     /// lie block by block.
     fn only_heads(&self) -> Option<HeadShape> {
         match self.shapes[..] {
-            [KvShape { heads, layers: 1 }] => Some(heads),
+            [
+                KvShape {
+                    heads,
+                    layers: 1,
+                    value_in_key: None,
+                },
+            ] => Some(heads),
             _ => None,
         }
     }
@@ -215,10 +236,18 @@ impl KvPool {
     /// # Panics
     /// The pool was made without layers of this shape.
     pub(super) fn regions(&self, place: KvPlace) -> Regions {
-        let KvPlace { heads, part, .. } = place;
-        let has = |shape: &KvShape| shape.heads == heads && part < shape.layers;
+        let KvPlace {
+            heads,
+            part,
+            value_in_key,
+            ..
+        } = place;
+        let has = |shape: &KvShape| (shape.heads, shape.value_in_key) == (heads, value_in_key) && part < shape.layers;
         assert!(self.shapes.iter().any(has), "{place:?} in a pool of {:?}", self.shapes);
-        let (lens, is_alone) = (Lens::of_head(heads, self.format()), self.only_heads().is_some());
+        let (lens, is_alone) = (
+            Lens::of_head(heads, value_in_key, self.format()),
+            self.only_heads().is_some(),
+        );
         let region = |len: usize, block_len: usize| Region {
             first: part * heads.kv_heads * len,
             head_stride: if is_alone { self.blocks * len } else { len },
@@ -244,8 +273,8 @@ impl KvPool {
         }
     }
 
-    /// Stores the keys and values of all tokens of the step from their `[q][k][v]` rows, at a layer's
-    /// place.
+    /// Stores the keys and values of all tokens of the step from their `[q][k][v]` rows, or `[q][k]`
+    /// rows where keys have their values in them, at a layer's place.
     pub(super) fn store(&mut self, ctx: ExecContext<'_>, step: &Step, place: KvPlace, qkv: &Buffer) {
         let (regions, is_alone) = (self.regions(place), self.only_heads().is_some());
         match &mut self.store {
@@ -325,13 +354,15 @@ fn for_each_token<'a>((step, table): (&Step, usize), qkv: &'a Buffer, mut store:
     }
 }
 
-/// A head's key and value in a row of `[q][k][v]`.
-fn key_and_value(row: &[f32], heads: HeadShape, head: usize) -> (&[f32], &[f32]) {
+/// A head's key and value in a row of `[q][k][v]`. The value is empty if the key has it in it.
+fn key_and_value(row: &[f32], place: KvPlace, head: usize) -> (&[f32], &[f32]) {
+    let heads = place.heads;
     let head_part = |index: usize| &row[index * heads.head_dim..][..heads.head_dim];
-    (
-        head_part(heads.heads + head),
-        head_part(heads.heads + heads.kv_heads + head),
-    )
+    let value = match place.value_in_key {
+        None => head_part(heads.heads + heads.kv_heads + head),
+        Some(_) => &[],
+    };
+    (head_part(heads.heads + head), value)
 }
 
 impl Int8Pages {
@@ -369,7 +400,7 @@ impl Int8Pages {
                 let Regions { keys, values, scales } = pages.regions;
                 for head in pages.heads.clone() {
                     for_each_token((step, place.table), qkv, |row, KvSlot { block, slot, previous }| {
-                        let (key, value) = key_and_value(row, heads, head);
+                        let (key, value) = key_and_value(row, place, head);
                         let scale = scales.of(head, block).start + slot;
                         quantize_row_on(ctx.isa, key, &mut bytes, &mut key_scales[scale]);
                         let out = &mut pages.keys[keys.of(head, block)][slot * QUAD..];
@@ -413,8 +444,16 @@ impl<E: Element> KvPages<E> {
                             panel[used as usize * PANEL..].fill(E::default());
                         }
                     }
+                    if place.value_in_key.is_some() {
+                        for &(block, used) in &step.new_tail_blocks[table] {
+                            let block = &mut pages.keys[keys.of(head, block as usize)];
+                            for number in block.chunks_exact_mut(BLOCK_TOKENS) {
+                                number[used as usize..].fill(E::default());
+                            }
+                        }
+                    }
                     for_each_token((step, table), qkv, |row, KvSlot { block, slot, .. }| {
-                        let (key, value) = key_and_value(row, heads, head);
+                        let (key, value) = key_and_value(row, place, head);
                         let out = &mut pages.keys[keys.of(head, block)][slot..];
                         for (d, x) in key.iter().enumerate() {
                             out[d * BLOCK_TOKENS] = E::narrow(*x);
@@ -515,8 +554,17 @@ mod tests {
             kv_heads,
             head_dim,
         });
-        let shapes = [(small, 2), (large, 1)].map(|(heads, layers)| KvShape { heads, layers });
-        let place = |heads, table, part| KvPlace { heads, table, part };
+        let shapes = [(small, 2), (large, 1)].map(|(heads, layers)| KvShape {
+            heads,
+            layers,
+            value_in_key: None,
+        });
+        let place = |heads, table, part| KvPlace {
+            heads,
+            table,
+            part,
+            value_in_key: None,
+        };
         let places = [place(small, 0, 0), place(small, 0, 1), place(large, 1, 0)];
         let mut batch = StepBatch::default();
         batch.push((0..20).map(|_| 0), 20, [0, 3]);

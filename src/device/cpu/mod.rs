@@ -17,8 +17,8 @@ use crate::device::batch::StepBatch;
 use crate::device::draw::{Draw, DrawError, DrawnToken};
 use crate::device::{
     Activation, AddNorm, Attention, AttentionInput, Device, DeviceError, ExpertInput, ExpertWeights, HeadShape,
-    KvFormat, KvShape, KvSpec, LayerInputs, Linear, OutputHead, Precision, RecurrentShape, RecurrentWeights, RopeSpec,
-    RopeStore, Tensor, TensorError,
+    KvFormat, KvShape, KvSpec, LatentInput, LatentStore, LayerInputs, Linear, OutputHead, Precision, RecurrentShape,
+    RecurrentWeights, RopeSpec, RopeStore, Tensor, TensorError,
 };
 
 mod aligned;
@@ -29,6 +29,7 @@ mod gated;
 mod gemm;
 pub mod isa;
 mod kv;
+mod latent;
 mod layer_inputs;
 mod math;
 mod norm;
@@ -202,6 +203,7 @@ pub struct Workspace {
     gate_up: Buffer,
     experts: experts::Scratch,
     attention: attention::float::Scratches,
+    latent: latent::Scratch,
     logits: Buffer,
     drawn: Vec<Result<DrawnToken, DrawError>>,
 }
@@ -304,6 +306,7 @@ impl Device for Cpu {
             logits: Buffer::default(),
             drawn: Vec::new(),
             attention: attention::float::Scratches::new(self.threads.count()),
+            latent: latent::Scratch::default(),
         }
     }
 
@@ -448,6 +451,32 @@ impl Device for Cpu {
             qkv: input.qkv,
         };
         attention::float::attention(&op, pool, out, &workspace.attention);
+        Ok(())
+    }
+
+    fn latent_store(
+        &self,
+        op: LatentStore<'_, Matrix, Vector, Vector>,
+        input: LatentInput<'_, Buffer>,
+        (step, pool): (&Step, &mut KvPool),
+        qkv: &mut Buffer,
+        workspace: &mut Workspace,
+    ) -> Result<(), DeviceError> {
+        let (place, scratch) = (op.place, (&mut workspace.latent, &mut workspace.packed_rows));
+        latent::rows((self.ctx(), self.rounds_to_bf16()), &op, &input, step, qkv, scratch);
+        pool.store(self.ctx(), step, place, qkv);
+        Ok(())
+    }
+
+    fn latent_values(
+        &self,
+        heads: &[Linear<Matrix, Vector>],
+        latents: &mut Buffer,
+        out: &mut Buffer,
+        workspace: &mut Workspace,
+    ) -> Result<(), DeviceError> {
+        let scratch = (&mut workspace.latent, &mut workspace.packed_rows);
+        latent::values((self.ctx(), self.rounds_to_bf16()), heads, latents, out, scratch);
         Ok(())
     }
 

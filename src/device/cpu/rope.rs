@@ -13,7 +13,7 @@ use crate::device::{QkNorm, RopeStore};
 
 /// Weight and epsilon of a normalisation, which is of as many neighbouring heads as there are
 /// weights for.
-type HeadNorm<'a> = (&'a [f32], f32);
+pub(super) type HeadNorm<'a> = (&'a [f32], f32);
 
 #[inline(always)]
 fn normalise_heads(heads: &mut [f32], (weight, eps): HeadNorm<'_>, round_to_bf16: bool) {
@@ -44,11 +44,11 @@ fn rotate_heads(heads: &mut [f32], norm: Option<HeadNorm<'_>>, rotation: &[f32],
 }
 
 multiversion! {
-    fn normalise_heads_on(heads: &mut [f32], norm: HeadNorm<'_>, round_to_bf16: bool) = normalise_heads;
+    pub(super) fn normalise_heads_on(heads: &mut [f32], norm: HeadNorm<'_>, round_to_bf16: bool) = normalise_heads;
 }
 
 multiversion! {
-    fn rotate_heads_on(heads: &mut [f32], norm: Option<HeadNorm<'_>>, rotation: &[f32], round_to_bf16: bool) = rotate_heads;
+    pub(super) fn rotate_heads_on(heads: &mut [f32], norm: Option<HeadNorm<'_>>, rotation: &[f32], round_to_bf16: bool) = rotate_heads;
 }
 
 /// Normalises and rotates the query and key heads of all rows.

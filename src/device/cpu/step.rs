@@ -8,7 +8,7 @@ use crate::device::{HeadShape, KvSpec, RopeSpec};
 
 /// Target rows (queries times query heads per KV head) of an attention task: enough rows to reuse
 /// each loaded key often, but few enough that queries, scores and accumulators fit in the L1 cache.
-const TASK_ROWS: usize = 48;
+pub(super) const TASK_ROWS: usize = 48;
 
 /// A [`StepBatch`] with the data that its operations share.
 pub struct Step {

@@ -13,7 +13,7 @@ use super::expert_plan::{self, ExpertShape};
 use super::memory::{Buffer, Workspace, address, ensure_capacity};
 use super::plan::{KernelFormat, Tile};
 use super::{Cuda, Matrix, Vector};
-use crate::device::{Activation, DeviceError, ExpertInput, ExpertWeights, Linear, Routing, Score};
+use crate::device::{Activation, DeviceError, ExpertInput, ExpertWeights, Linear, Score};
 
 /// Bytes of a `RowTile` in `kernels/common/experts.cuh`.
 const ROW_TILE_BYTES: usize = 12;
@@ -84,6 +84,9 @@ impl Cuda {
         let ([gate_up], [down]) = (&experts.gate_up[..], &experts.down[..]) else {
             return Err(DeviceError::Unsupported("experts that are not stacked".into()));
         };
+        if experts.routing.groups.is_some() {
+            return Err(DeviceError::Unsupported("experts in groups".into()));
+        }
         let Workspace {
             quantized,
             gate_up: both,
@@ -139,12 +142,8 @@ impl Cuda {
         scratch: &mut ExpertsScratch,
     ) -> Result<Routes, DeviceError> {
         let Linear { weight, bias } = &experts.router;
-        let Routing {
-            per_token,
-            score,
-            renormalized,
-            scale,
-        } = experts.routing;
+        let routing = experts.routing;
+        let per_token = routing.per_token;
         // A weighted shared expert has the last row of the router.
         let is_weighted = experts.shared.as_ref().is_some_and(|shared| shared.is_weighted);
         let (stride, count) = (weight.rows, weight.rows - usize::from(is_weighted));
@@ -187,12 +186,12 @@ impl Cuda {
                 count,
                 stride,
                 per_token,
-                Argument::Int(match score {
+                Argument::Int(match routing.score {
                     Score::Softmax => 0,
                     Score::Sigmoid => 1,
                 }),
-                Argument::Int(renormalized.into()),
-                Argument::Float(scale),
+                Argument::Int(routing.renormalized.into()),
+                Argument::Float(routing.scale),
             ],
         )?;
         self.launch(

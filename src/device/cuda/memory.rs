@@ -165,7 +165,8 @@ pub(super) fn block_bytes(heads: HeadShape, format: KernelFormat) -> (usize, usi
 
 /// Bytes of a block of a pool with these shapes. `None`: a GPU keeps none in this format.
 pub fn kv_block_bytes(shapes: &[KvShape], format: KvFormat) -> Option<usize> {
-    KernelFormat::of_kv(format).map(|format| block_pair_bytes(shapes, format))
+    let format = KernelFormat::of_kv(format).filter(|_| shapes.iter().all(|shape| shape.value_in_key.is_none()));
+    format.map(|format| block_pair_bytes(shapes, format))
 }
 
 /// Bytes of keys and values of one block, with their scales.

@@ -359,8 +359,15 @@ impl Device for Cuda {
     }
 
     fn kv_pool(&self, shapes: &[KvShape], blocks: usize) -> Result<KvPool, DeviceError> {
-        let &[KvShape { heads, layers: 1 }] = shapes else {
-            return Err(not_supported("pools of several shapes"));
+        let &[
+            KvShape {
+                heads,
+                layers: 1,
+                value_in_key: None,
+            },
+        ] = shapes
+        else {
+            return Err(not_supported("pools of several shapes or of latents"));
         };
         let (data, scales) = block_bytes(heads, self.kv_format);
         let allocate = |bytes: usize| self.context.allocate(bytes * blocks, "a layer's keys and values");

@@ -4,7 +4,7 @@ use serde_json::Value;
 
 use super::reader::{Reader, short};
 use super::{ExpertForm, Experts, Family, SharedExpert};
-use crate::device::{Routing, Score};
+use crate::device::{ExpertGroups, Routing, Score};
 use crate::model::error::ModelError;
 use crate::model::expert_forms::MXFP4_GROUP;
 
@@ -21,17 +21,25 @@ impl Family {
         match self {
             Family::Mixtral | Family::GraniteMoe | Family::GraniteMoeShared | Family::GraniteMoeHybrid => Some(2),
             Family::GptOss | Family::Qwen2Moe => Some(4),
-            Family::Ernie4_5Moe => Some(6),
+            Family::Glm4MoeLite => Some(4),
+            Family::Ernie4_5Moe | Family::DeepseekV2 => Some(6),
+            Family::DeepseekV3 => Some(8),
             Family::Qwen3Moe | Family::Qwen3_5Moe | Family::Olmoe | Family::Glm4Moe => Some(8),
             Family::Qwen3Next => Some(10),
             _ => None,
         }
     }
 
+    /// Whether an expert's score is the sigmoid of its logit.
+    fn has_sigmoid_scores(self) -> bool {
+        matches!(self, Family::Glm4Moe | Family::DeepseekV3 | Family::Glm4MoeLite)
+    }
+
     /// The key of the number of experts.
     fn experts_key(self) -> &'static str {
         match self {
             Family::Glm4Moe => "n_routed_experts",
+            _ if self.has_latents() => "n_routed_experts",
             Family::Ernie4_5Moe => "moe_num_experts",
             Family::Mixtral
             | Family::GptOss
@@ -61,7 +69,7 @@ impl Reader<'_> {
             return Ok(None);
         }
         // The class has these norms, whatever the key says.
-        if family != Family::Glm4Moe && self.flag("use_qk_norm")? == Some(false) {
+        if family != Family::Glm4Moe && !family.has_latents() && self.flag("use_qk_norm")? == Some(false) {
             return Err(self.unsupported(format!("`use_qk_norm` false is not supported for {}", family.name())));
         }
         let names = [
@@ -74,11 +82,16 @@ impl Reader<'_> {
             Family::Qwen3Next => Some(512),
             Family::Qwen3_5Moe => Some(256),
             Family::GraniteMoeHybrid => Some(8),
+            Family::DeepseekV3 => Some(256),
+            Family::DeepseekV2 | Family::Glm4MoeLite => Some(64),
             _ => None,
         };
         let count = self.size_of_names(&names, EXPERTS_MAX)?.or(default_count);
         let count = count.ok_or_else(|| self.broken(format!("`{}` is missing", family.experts_key())))?;
         let per_token = self.size_of_names(&["num_experts_per_tok", "moe_k"], EXPERTS_MAX)?;
+        if family == Family::DeepseekV2 && per_token.is_none() {
+            return Err(self.broken("`num_experts_per_tok` is missing".to_owned()));
+        }
         let per_token = per_token.unwrap_or(default);
         if per_token > count {
             return Err(self.broken(format!(
@@ -92,17 +105,22 @@ impl Reader<'_> {
         }
         let width = match family {
             Family::Qwen2Moe | Family::Qwen3Moe | Family::Glm4Moe | Family::Ernie4_5Moe => "moe_intermediate_size",
-            _ if family.has_delta_layers() => "moe_intermediate_size",
+            _ if family.has_delta_layers() || family.has_latents() => "moe_intermediate_size",
             _ => "intermediate_size",
         };
-        let default_width = family.has_delta_layers().then_some(512);
+        let default_width = match family {
+            Family::DeepseekV2 => Some(1407),
+            Family::DeepseekV3 => Some(2048),
+            Family::Glm4MoeLite => Some(1536),
+            _ => family.has_delta_layers().then_some(512),
+        };
         let intermediate_size = self.size_or(width, WIDTH_MAX, default_width)?;
         let layers = self.layers_with_experts(family, layers)?;
         Ok(layers.contains(&true).then_some(Experts {
             count,
-            routing: self.routing(family, per_token)?,
+            routing: self.routing(family, per_token, count)?,
             router_bias: family == Family::GptOss,
-            has_correction: matches!(family, Family::Glm4Moe | Family::Ernie4_5Moe),
+            has_correction: family.has_sigmoid_scores() || family == Family::Ernie4_5Moe,
             form: self.expert_form(family, [hidden_size, intermediate_size])?,
             intermediate_size,
             shared: self.shared_expert(family, intermediate_size)?,
@@ -126,6 +144,7 @@ impl Reader<'_> {
             routing: Routing {
                 per_token,
                 score: Score::Softmax,
+                groups: None,
                 renormalized: true,
                 scale: 1.0,
             },
@@ -139,31 +158,83 @@ impl Reader<'_> {
         }))
     }
 
-    fn routing(&self, family: Family, per_token: usize) -> Result<Routing, ModelError> {
+    fn routing(&self, family: Family, per_token: usize, count: usize) -> Result<Routing, ModelError> {
         let by_key = |default: bool| Ok::<_, ModelError>(self.flag("norm_topk_prob")?.unwrap_or(default));
-        let is_glm = family == Family::Glm4Moe;
-        if is_glm && self.size("n_group", EXPERTS_MAX)?.is_some_and(|groups| groups > 1) {
-            return Err(self.unsupported("experts in groups (`n_group` above 1) are not supported".to_owned()));
-        }
+        let has_sigmoids = family.has_sigmoid_scores();
         // The least sum that weights are divided by; softmaxes of chosen experts add up to far more.
         if family == Family::Ernie4_5Moe && self.number("moe_norm_min")?.is_some_and(|min| min > 1e-6) {
             return Err(self.unsupported("`moe_norm_min` above 0.000001 is not supported".to_owned()));
         }
-        let scale = if is_glm {
-            self.number_in("routed_scaling_factor", 1e-6, 1e6)?.unwrap_or(1.0)
+        let scale = if has_sigmoids || family == Family::DeepseekV2 {
+            let default = match family {
+                Family::DeepseekV3 => 2.5,
+                Family::Glm4MoeLite => 1.8,
+                _ => 1.0,
+            };
+            self.number_in("routed_scaling_factor", 1e-6, 1e6)?.unwrap_or(default)
         } else {
             1.0
         };
         Ok(Routing {
             per_token,
-            score: if is_glm { Score::Sigmoid } else { Score::Softmax },
+            score: if has_sigmoids { Score::Sigmoid } else { Score::Softmax },
+            groups: self.expert_groups(family, per_token, count)?,
             renormalized: match family {
                 Family::Qwen2Moe | Family::Qwen3Moe | Family::Olmoe => by_key(false)?,
-                Family::Glm4Moe | Family::Qwen3Next => by_key(true)?,
+                Family::Qwen3Next => by_key(true)?,
+                // The class does not read the key; a value of true is refused.
+                Family::DeepseekV2 => false,
+                _ if has_sigmoids => by_key(true)?,
                 _ => true,
             },
             scale: scale as f32,
         })
+    }
+
+    /// The groups that experts are in. `None`: all are in one.
+    fn expert_groups(
+        &self,
+        family: Family,
+        per_token: usize,
+        count: usize,
+    ) -> Result<Option<ExpertGroups>, ModelError> {
+        let is_limited = match family {
+            Family::DeepseekV2 => self.text("topk_method")? == Some("group_limited_greedy"),
+            _ => family.has_sigmoid_scores(),
+        };
+        if !is_limited {
+            return Ok(None);
+        }
+        let default = match family {
+            Family::DeepseekV2 => None,
+            Family::DeepseekV3 => Some((8, 4)),
+            _ => Some((1, 1)),
+        };
+        let groups = self.size_or("n_group", EXPERTS_MAX, default.map(|(count, _)| count))?;
+        let chosen = self.size_or("topk_group", EXPERTS_MAX, default.map(|(_, chosen)| chosen))?;
+        if chosen > groups {
+            return Err(self.broken(format!("`topk_group` is {chosen}, more than the {groups} groups")));
+        }
+        if groups == 1 {
+            return Ok(None);
+        }
+        let best = if family == Family::DeepseekV2 { 1 } else { 2 };
+        let size = count / groups;
+        if !count.is_multiple_of(groups) || size < best {
+            return Err(self.broken(format!(
+                "{count} experts are not in {groups} groups (`n_group`) of equal size, of {best} or more each"
+            )));
+        }
+        if per_token > size * chosen {
+            return Err(self.broken(format!(
+                "`num_experts_per_tok` is {per_token}, more than {chosen} groups of {size} experts have"
+            )));
+        }
+        Ok(Some(ExpertGroups {
+            count: groups,
+            chosen,
+            best,
+        }))
     }
 
     fn shared_expert(&self, family: Family, expert: usize) -> Result<Option<SharedExpert>, ModelError> {
@@ -176,7 +247,8 @@ impl Reader<'_> {
             Family::Qwen2Moe => size("shared_expert_intermediate_size", WIDTH_MAX, 5632)?,
             Family::Qwen3Next | Family::Qwen3_5Moe => size("shared_expert_intermediate_size", WIDTH_MAX, 512)?,
             Family::GraniteMoeShared | Family::GraniteMoeHybrid => size("shared_intermediate_size", WIDTH_MAX, 1024)?,
-            Family::Glm4Moe => expert * size("n_shared_experts", SHARED_MAX, 1)?,
+            Family::DeepseekV2 => expert * size("n_shared_experts", SHARED_MAX, 2)?,
+            _ if family.has_sigmoid_scores() => expert * size("n_shared_experts", SHARED_MAX, 1)?,
             Family::Ernie4_5Moe => expert * size("moe_num_shared_experts", SHARED_MAX, 2)?,
             _ => 0,
         };
@@ -197,9 +269,27 @@ impl Reader<'_> {
         };
         match family {
             Family::Qwen2Moe | Family::Qwen3Moe | Family::Qwen3Next => self.sparse_layers(count),
-            Family::Glm4Moe => {
-                let dense = number("first_k_dense_replace", 1)?;
+            Family::Glm4Moe | Family::DeepseekV2 | Family::DeepseekV3 => {
+                let default = match family {
+                    Family::Glm4Moe => 1,
+                    Family::DeepseekV2 => 0,
+                    _ => 3,
+                };
+                let dense = number("first_k_dense_replace", default)?;
                 Ok((0..count).map(|layer| layer >= dense).collect())
+            }
+            Family::Glm4MoeLite => {
+                let layers = self.mlp_layer_types(count)?;
+                let dense = number("first_k_dense_replace", 1)?;
+                let is_listed = self.get("mlp_layer_types").is_some();
+                // The class does not read this key. Where it says something else, somebody meant it.
+                if !is_listed && dense != 1 {
+                    return Err(self.unsupported(format!(
+                        "`first_k_dense_replace` {dense} without `mlp_layer_types` is not supported for {}; 1 is",
+                        family.name()
+                    )));
+                }
+                Ok(layers)
             }
             Family::Ernie4_5Moe => {
                 let last = match self.get("moe_layer_end_index") {
@@ -213,6 +303,26 @@ impl Reader<'_> {
             }
             _ => Ok(vec![true; count]),
         }
+    }
+
+    /// `mlp_layer_types`. Without it, all layers but the first have experts.
+    fn mlp_layer_types(&self, count: usize) -> Result<Vec<bool>, ModelError> {
+        let Some(value) = self.get("mlp_layer_types") else {
+            return Ok((0..count).map(|layer| layer > 0).collect());
+        };
+        let has_experts = |kind: &Value| match kind.as_str() {
+            Some("sparse") => Some(true),
+            Some("dense") => Some(false),
+            _ => None,
+        };
+        let list = value.as_array().filter(|list| list.len() == count);
+        let list: Option<Vec<bool>> = list.and_then(|list| list.iter().map(has_experts).collect());
+        list.ok_or_else(|| {
+            self.broken(format!(
+                "`mlp_layer_types` is {}, not `dense` or `sparse` for each of {count} layers",
+                short(value)
+            ))
+        })
     }
 
     /// How experts are stored, which gpt-oss' `quantization_config` says. `widths` are those of the
@@ -311,6 +421,7 @@ mod tests {
         let routing = Routing {
             per_token: 2,
             score: Score::Softmax,
+            groups: None,
             renormalized: false,
             scale: 1.0,
         };
@@ -344,6 +455,7 @@ mod tests {
         let routing = Routing {
             per_token: 2,
             score: Score::Softmax,
+            groups: None,
             renormalized: true,
             scale: 1.0,
         };
@@ -431,6 +543,7 @@ mod tests {
         let routing = Routing {
             per_token: 8,
             score: Score::Sigmoid,
+            groups: None,
             renormalized: true,
             scale: 1.0,
         };
@@ -457,7 +570,7 @@ mod tests {
         );
         assert!(of(json!({"first_k_dense_replace": 9})).unwrap().experts.is_none());
         let groups = of(json!({"n_group": 8})).unwrap_err();
-        assert!(groups.contains("`n_group` above 1"), "{groups}");
+        assert!(groups.contains("9 experts are not in 8 groups"), "{groups}");
         let unnamed = parse(GLM, &json!({"moe_intermediate_size": 40})).unwrap_err();
         assert!(unnamed.contains("`n_routed_experts` is missing"), "{unnamed}");
     }

@@ -42,10 +42,13 @@ pub enum Family {
     Olmo3,
     Cohere,
     Cohere2,
+    DeepseekV2,
+    DeepseekV3,
+    Glm4MoeLite,
 }
 
 /// Each family with its name, its `model_type` and its `architectures`.
-const FAMILIES: [(Family, &str, &str, &str); 35] = [
+const FAMILIES: [(Family, &str, &str, &str); 38] = [
     (Family::Llama, "Llama", "llama", "LlamaForCausalLM"),
     (Family::Mistral, "Mistral", "mistral", "MistralForCausalLM"),
     (Family::Ministral, "Ministral", "ministral", "MinistralForCausalLM"),
@@ -101,7 +104,28 @@ const FAMILIES: [(Family, &str, &str, &str); 35] = [
     (Family::Olmo3, "OLMo 3", "olmo3", "Olmo3ForCausalLM"),
     (Family::Cohere, "Command R", "cohere", "CohereForCausalLM"),
     (Family::Cohere2, "Command R7B", "cohere2", "Cohere2ForCausalLM"),
+    (
+        Family::DeepseekV2,
+        "DeepSeek-V2",
+        "deepseek_v2",
+        "DeepseekV2ForCausalLM",
+    ),
+    (
+        Family::DeepseekV3,
+        "DeepSeek-V3",
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+    ),
+    (
+        Family::Glm4MoeLite,
+        "GLM-4.7-Flash",
+        "glm4_moe_lite",
+        "Glm4MoeLiteForCausalLM",
+    ),
 ];
+
+/// Other names of families, each a `model_type` of checkpoints whose own code is the family's.
+const OTHER_TYPES: [(&str, Family); 1] = [("kimi_k2", Family::DeepseekV3)];
 
 /// Models that see images, each with the families that its text part may have. A text part that
 /// names none has the first.
@@ -125,7 +149,13 @@ impl Family {
     /// The family with this `model_type` or architecture.
     fn by_name(name: &str) -> Option<Family> {
         let mut families = FAMILIES.iter();
-        families.find_map(|(family, _, kind, class)| (name == *kind || name == *class).then_some(*family))
+        let found = families.find_map(|(family, _, kind, class)| (name == *kind || name == *class).then_some(*family));
+        found.or_else(|| {
+            OTHER_TYPES
+                .iter()
+                .find(|(kind, _)| name == *kind)
+                .map(|(_, family)| *family)
+        })
     }
 
     pub(super) fn is_gemma(self) -> bool {
@@ -226,8 +256,9 @@ impl Family {
             | Family::GraniteMoeHybrid
             | Family::Exaone4
             | Family::Olmo2
-            | Family::Olmo3 => 2048,
-            Family::Phi3 | Family::Olmoe => 4096,
+            | Family::Olmo3
+            | Family::DeepseekV2 => 2048,
+            Family::Phi3 | Family::Olmoe | Family::DeepseekV3 => 4096,
             Family::Gemma | Family::Gemma2 | Family::Cohere | Family::Cohere2 => 8192,
             Family::Qwen2
             | Family::Qwen2Moe
@@ -248,6 +279,7 @@ impl Family {
             | Family::Glm4Moe
             | Family::Ernie4_5
             | Family::Ernie4_5Moe => 131_072,
+            Family::Glm4MoeLite => 202_752,
             Family::Ministral3 => 262_144,
             Family::SeedOss => 524_288,
         }
@@ -295,6 +327,7 @@ impl Family {
             | Family::Cohere
             | Family::Cohere2
             | Family::Glm4Moe
+            | Family::Glm4MoeLite
             | Family::Ernie4_5
             | Family::Ernie4_5Moe => 1e-5,
             Family::Glm | Family::Glm4 => 1.5625e-7,
@@ -473,6 +506,15 @@ impl Reader<'_> {
                 logits: (1.0 / factor("logits_scaling")?) as f32,
                 embedding: (factor("embedding_multiplier")? / m) as f32,
                 norm_eps: (norm_eps / (m * m)) as f32,
+                stored_norm_eps: norm_eps as f32,
+            });
+        }
+        if family.has_latents() {
+            return Ok(Scales {
+                attention: self.latent_scale(head_dim)? as f32,
+                logits: 1.0,
+                embedding: 1.0,
+                norm_eps: norm_eps as f32,
                 stored_norm_eps: norm_eps as f32,
             });
         }

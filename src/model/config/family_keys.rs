@@ -2,6 +2,29 @@
 
 use super::Family;
 
+/// Keys that all families with latents read.
+const LATENT_KEYS: [&str; 18] = [
+    "attention_bias",
+    "hidden_act",
+    "kv_lora_rank",
+    "moe_intermediate_size",
+    "n_group",
+    "n_routed_experts",
+    "n_shared_experts",
+    "norm_topk_prob",
+    "num_experts_per_tok",
+    "num_local_experts",
+    "q_lora_rank",
+    // The sum of its two parts. The classes of transformers compute it anew.
+    "qk_head_dim",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "routed_scaling_factor",
+    "topk_group",
+    "topk_method",
+    "v_head_dim",
+];
+
 /// Keys that all families with delta networks read.
 const DELTA_KEYS: [&str; 9] = [
     "attention_bias",
@@ -18,7 +41,9 @@ const DELTA_KEYS: [&str; 9] = [
 impl Family {
     /// Whether this family reads `key`, which not every family reads.
     pub(super) fn has_key(self, key: &str) -> bool {
-        self.keys().contains(&key) || self.has_delta_layers() && DELTA_KEYS.contains(&key)
+        self.keys().contains(&key)
+            || self.has_delta_layers() && DELTA_KEYS.contains(&key)
+            || self.has_latents() && LATENT_KEYS.contains(&key)
     }
 
     /// Keys that this family reads besides those that every family reads.
@@ -96,6 +121,33 @@ impl Family {
                 "routed_scaling_factor",
                 "topk_group",
                 "use_qk_norm",
+            ],
+            Family::DeepseekV2 => &[
+                // Training of routers, and how experts were divided among devices.
+                "aux_loss_alpha",
+                "ep_size",
+                "first_k_dense_replace",
+                "mlp_bias",
+                "moe_layer_freq",
+                "num_experts",
+                "scoring_func",
+                "seq_aux",
+            ],
+            Family::DeepseekV3 => &[
+                "aux_loss_alpha",
+                "ep_size",
+                "first_k_dense_replace",
+                "moe_layer_freq",
+                "rope_interleave",
+                "scoring_func",
+                "seq_aux",
+            ],
+            Family::Glm4MoeLite => &[
+                "first_k_dense_replace",
+                "mlp_layer_types",
+                "moe_layer_freq",
+                "rope_interleave",
+                "scoring_func",
             ],
             Family::Ernie4_5 | Family::Qwen3_5 => &["hidden_act"],
             Family::Ernie4_5Moe => &[

@@ -1,12 +1,20 @@
 //! Reads the heads of attention.
 
-use super::Family;
 use super::reader::Reader;
+use super::{Family, LatentAttention};
 use crate::device::HeadShape;
 use crate::model::error::ModelError;
 
 impl Reader<'_> {
-    pub(super) fn heads(&self, family: Family, hidden_size: usize) -> Result<HeadShape, ModelError> {
+    pub(super) fn heads(
+        &self,
+        family: Family,
+        latent: Option<&LatentAttention>,
+        hidden_size: usize,
+    ) -> Result<HeadShape, ModelError> {
+        if let Some(latent) = latent {
+            return self.latent_heads(latent.shape);
+        }
         let is_late_gemma = matches!(family, Family::Gemma2 | Family::Gemma3 | Family::Gemma4);
         let heads = self.size_or("num_attention_heads", 1 << 12, is_late_gemma.then_some(8))?;
         let kv_heads = match (self.size("num_key_value_heads", 1 << 12)?, family.kv_heads()) {

@@ -49,7 +49,7 @@ const USED: [&str; 19] = [
 ];
 
 /// Options of other models that change results.
-const REFUSED: [(&str, Neutral); 62] = [
+const REFUSED: [(&str, Neutral); 63] = [
     // Quantized weights: the keys of MLX, of compressed-tensors, and of all other formats.
     ("quantization", Unset),
     ("compression_config", Unset),
@@ -93,6 +93,7 @@ const REFUSED: [(&str, Neutral); 62] = [
     ("num_kv_shared_layers", Unset),
     ("prefix_lm", Unset),
     ("use_bidirectional_attention", Unset),
+    ("use_mla", True),
     // Positions.
     ("layer_rope_theta", Unset),
     ("no_rope_layer_interval", Unset),

@@ -31,6 +31,9 @@ impl Reader<'_> {
                 | Family::Ernie4_5Moe
                 | Family::Olmo2
                 | Family::Cohere
+                | Family::DeepseekV2
+                | Family::DeepseekV3
+                | Family::Glm4MoeLite
         );
         // Programs disagree about which layers of Qwen's models with experts would have windows.
         if matches!(family, Family::Qwen2Moe | Family::Qwen3Moe) && self.flag("use_sliding_window")?.unwrap_or(false) {

@@ -7,7 +7,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use crate::device::{Activation, HeadShape, KvSpec, RecurrentShape, RopeSpec, Routing, cuda};
+use crate::device::{Activation, HeadShape, KvSpec, LatentShape, RecurrentShape, Routing, cuda};
 use crate::model::error::ModelError;
 use crate::model::rope::{Rope, Scaling};
 
@@ -19,6 +19,7 @@ mod gemma4;
 pub mod generation;
 mod heads;
 mod keys;
+mod latent;
 mod layers;
 mod reader;
 mod recurrent;
@@ -86,6 +87,15 @@ pub struct Recurrent {
     pub norm_eps: f32,
 }
 
+/// Attention that keeps a latent of each token.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LatentAttention {
+    pub shape: LatentShape,
+    /// Numbers of the latent that all heads' queries are projections of. `None`: they are projections
+    /// of the stream.
+    pub query_rank: Option<usize>,
+}
+
 /// Layers whose attention has other heads than that of the others.
 #[derive(Debug, Clone, PartialEq)]
 pub struct GlobalLayers {
@@ -131,8 +141,10 @@ pub struct Config {
     /// Number of layers behind the last that a checkpoint may have: they predict further tokens, and
     /// are not read.
     pub mtp_layers: usize,
-    /// Heads of all layers but those of `global`.
+    /// Heads of all layers but those of `global`. If attention keeps latents, they have one key of all
+    /// that is kept.
     pub heads: HeadShape,
+    pub latent: Option<LatentAttention>,
     pub global: Option<GlobalLayers>,
     /// Factor of the dot products of queries and keys.
     pub attention_scale: f32,
@@ -286,6 +298,14 @@ impl Config {
     pub fn refuse_on_gpu(&self) -> Result<(), ModelError> {
         let why = if self.recurrent.is_some() || self.attention_gates {
             "recurrent layers"
+        } else if self.latent.is_some() {
+            "latents in place of keys and values"
+        } else if self
+            .experts
+            .as_ref()
+            .is_some_and(|experts| experts.routing.groups.is_some())
+        {
+            "groups of experts"
         } else if self.global.is_some() {
             "layers with heads of other sizes"
         } else if self.experts.as_ref().is_some_and(|experts| experts.beside_mlp) {
@@ -375,46 +395,6 @@ impl Config {
             (layers * recurrent.shape.state_bytes()) as u64
         })
     }
-
-    /// The rotations of all layers, for a maximum sequence length of `context` tokens:
-    /// [`rope`](Self::rope), [`window_rope`](Self::window_rope) and, for layers that do not rotate,
-    /// one that changes nothing, as far as the model has them. If heads differ, the first is that of
-    /// global layers, and the second that of the others.
-    pub fn rope_specs(&self, context: u32) -> Vec<RopeSpec> {
-        let dim = self.heads.head_dim;
-        let (first, second) = match &self.global {
-            Some(global) => {
-                let dim = global.heads.head_dim;
-                let others = self.window_rope.as_ref().unwrap_or(&self.rope);
-                (self.rope.spec(dim, dim, context), Some(others))
-            }
-            None => (
-                self.rope.spec(dim, self.rotary_dims, context),
-                self.window_rope.as_ref(),
-            ),
-        };
-        let second = second.map(|rope| rope.spec(dim, self.rotary_dims, context));
-        let mut specs: Vec<RopeSpec> = std::iter::once(first).chain(second).collect();
-        if self.rotates.contains(&false) {
-            specs.push(RopeSpec {
-                inverse_frequencies: vec![0.0; dim / 2],
-                scale: 1.0,
-            });
-        }
-        specs
-    }
-
-    /// The index of a layer's rotation in [`rope_specs`](Self::rope_specs).
-    pub fn rope_of(&self, layer: usize) -> usize {
-        if self.global.is_some() {
-            return usize::from(!self.is_global(layer));
-        }
-        match (self.rotates[layer], &self.window_rope, self.layers[layer]) {
-            (false, ..) => 1 + usize::from(self.window_rope.is_some()),
-            (true, Some(_), KvSpec::Window(_)) => 1,
-            _ => 0,
-        }
-    }
 }
 
 impl Reader<'_> {
@@ -475,14 +455,19 @@ impl Reader<'_> {
         let activation = self.activation(family)?;
         let hidden_size = self.required_size("hidden_size", 1 << 17)?;
         let num_layers = self.required_size("num_hidden_layers", 1 << 10)?;
-        let heads = self.heads(family, hidden_size)?;
+        let latent = self.latent(family)?;
+        let heads = self.heads(family, latent.as_ref(), hidden_size)?;
         let max_position_embeddings = self.max_position_embeddings(family)?;
         let context_max = self.query_scaling_from(family)?;
         let biases = self.biases(family)?;
         let layers = self.layers(family, num_layers)?;
-        let rotary_dims = self.rotary_dims(family, heads.head_dim)?;
+        // Of a head, what rotates if it is a part that stands by itself, and what scores are of.
+        let (rotating, scored) = latent.map_or((heads.head_dim, heads.head_dim), |latent| {
+            (latent.shape.rope_dim, latent.shape.query_dim())
+        });
+        let rotary_dims = self.rotary_dims(family, rotating)?;
         let (rope, window_rope) = self.ropes(family, rotary_dims, max_position_embeddings)?;
-        let scales = self.scales(family, hidden_size, heads.head_dim)?;
+        let scales = self.scales(family, hidden_size, scored)?;
         let vocab_size = self.size_or("vocab_size", 1 << 24, family.vocab_size())?;
         if let Some(inputs) = layer_inputs.filter(|inputs| inputs.vocab_size < vocab_size) {
             return Err(self.broken(format!(
@@ -506,6 +491,7 @@ impl Reader<'_> {
             recurrent: self.recurrent(family, num_layers, scales.stored_norm_eps)?,
             mtp_layers: self.mtp_layers()?,
             heads,
+            latent,
             attention_scale: scales.attention,
             // Gemma 3's attention has no soft cap, even if its configuration sets one.
             attention_soft_cap: match family {
@@ -539,7 +525,7 @@ impl Reader<'_> {
             fused_qkv: family == Family::Phi3,
             fused_gate_up: matches!(family, Family::Phi3 | Family::Glm | Family::Glm4),
             rotary_dims,
-            rotates_neighbours: family.rotates_neighbours(),
+            rotates_neighbours: self.rotates_neighbours(family)?,
             rope,
             window_rope,
             tied_embeddings: self.flag("tie_word_embeddings")?.unwrap_or(family.ties_embeddings()),

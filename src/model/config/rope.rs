@@ -2,8 +2,9 @@
 
 use serde_json::{Map, Value};
 
-use super::Family;
 use super::reader::{Reader, cut, short};
+use super::{Config, Family};
+use crate::device::{KvSpec, RopeSpec};
 use crate::model::error::ModelError;
 use crate::model::rope::{LongRope, Rope, Scaling, Yarn, longrope_attention_factor, yarn_attention_factor};
 
@@ -17,7 +18,61 @@ struct RopeNames {
     name: &'static str,
 }
 
+impl Config {
+    /// The rotations of all layers, for a maximum sequence length of `context` tokens:
+    /// [`rope`](Self::rope), [`window_rope`](Self::window_rope) and, for layers that do not rotate,
+    /// one that changes nothing, as far as the model has them. If heads differ, the first is that of
+    /// global layers, and the second that of the others.
+    pub fn rope_specs(&self, context: u32) -> Vec<RopeSpec> {
+        let dim = match &self.latent {
+            Some(latent) => latent.shape.rope_dim,
+            None => self.heads.head_dim,
+        };
+        let (first, second) = match &self.global {
+            Some(global) => {
+                let dim = global.heads.head_dim;
+                let others = self.window_rope.as_ref().unwrap_or(&self.rope);
+                (self.rope.spec(dim, dim, context), Some(others))
+            }
+            None => (
+                self.rope.spec(dim, self.rotary_dims, context),
+                self.window_rope.as_ref(),
+            ),
+        };
+        let second = second.map(|rope| rope.spec(dim, self.rotary_dims, context));
+        let mut specs: Vec<RopeSpec> = std::iter::once(first).chain(second).collect();
+        if self.rotates.contains(&false) {
+            specs.push(RopeSpec {
+                inverse_frequencies: vec![0.0; dim / 2],
+                scale: 1.0,
+            });
+        }
+        specs
+    }
+
+    /// The index of a layer's rotation in [`rope_specs`](Self::rope_specs).
+    pub fn rope_of(&self, layer: usize) -> usize {
+        if self.global.is_some() {
+            return usize::from(!self.is_global(layer));
+        }
+        match (self.rotates[layer], &self.window_rope, self.layers[layer]) {
+            (false, ..) => 1 + usize::from(self.window_rope.is_some()),
+            (true, Some(_), KvSpec::Window(_)) => 1,
+            _ => 0,
+        }
+    }
+}
+
 impl Reader<'_> {
+    /// Whether dimensions 2d and 2d + 1 of a head rotate as a pair.
+    pub(super) fn rotates_neighbours(&self, family: Family) -> Result<bool, ModelError> {
+        match family {
+            Family::DeepseekV2 => Ok(true),
+            Family::DeepseekV3 | Family::Glm4MoeLite => Ok(self.flag("rope_interleave")?.unwrap_or(true)),
+            _ => Ok(family.rotates_neighbours()),
+        }
+    }
+
     /// The RoPE of all layers and `None`; or, if the family has a second RoPE for sliding-window
     /// layers, the RoPE of full-attention layers and that of sliding-window layers.
     pub(super) fn ropes(
@@ -91,7 +146,7 @@ impl Reader<'_> {
 
     /// The key of the RoPE object. If both are set, the older name takes precedence, as in the
     /// reference.
-    fn rope_name(&self) -> &'static str {
+    pub(super) fn rope_name(&self) -> &'static str {
         if self.is_rope_set("rope_scaling") {
             "rope_scaling"
         } else {

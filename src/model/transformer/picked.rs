@@ -90,6 +90,7 @@ impl<D: Device> Buffers<D> {
         device.pick_logits_rows(step, &self.residual, &mut picked.residual)?;
         match &layer.mixer {
             Mixer::Recurrent { .. } => device.pick_logits_rows(step, &self.attended, &mut picked.mixed)?,
+            Mixer::Latent(_) => device.pick_logits_rows(step, &self.qkv, &mut picked.mixed)?,
             Mixer::Attention(attention) => {
                 device.pick_logits_rows(step, &self.qkv, &mut picked.mixed)?;
                 if attention.gate.is_some() {
@@ -109,7 +110,7 @@ impl<D: Device> Buffers<D> {
     pub(super) fn swap_picked(&mut self, layer: &LayerWeights<D>) {
         let mixed = match &layer.mixer {
             Mixer::Recurrent { .. } => &mut self.attended,
-            Mixer::Attention(_) => &mut self.qkv,
+            Mixer::Attention(_) | Mixer::Latent(_) => &mut self.qkv,
         };
         let picked = &mut self.picked;
         std::mem::swap(mixed, &mut picked.mixed);

@@ -8,6 +8,9 @@
 //! visible position. The computation for a query thus depends only on its position and window. It
 //! is independent of how its sequence is chunked, of shared prefixes and of the rest of the batch.
 //!
+//! Where a KV head has very many query heads, they are divided among several tasks. Where keys have
+//! their values in them, a task reads a block once and turns it into values.
+//!
 //! [`int8`](super::int8) implements attention over INT8 keys and values. It visits positions in the
 //! same way, in spans of 64.
 //!
@@ -25,7 +28,7 @@ use crate::device::cpu::gemm::tile::{Element, F32Gemm, PANEL, matmul, max_rows};
 use crate::device::cpu::isa::multiversion;
 use crate::device::cpu::kv::{KvPages, KvPool, KvStore, Regions, padded};
 use crate::device::cpu::math::{exp, round_bf16, soft_cap, sum16};
-use crate::device::cpu::step::{QueryTile, Step, TilePart};
+use crate::device::cpu::step::{QueryTile, Step, TASK_ROWS, TilePart};
 use crate::device::cpu::{Buffer, ExecContext, SharedMut};
 use crate::device::{Attention, HeadShape, KvSpec};
 
@@ -37,7 +40,7 @@ pub(crate) struct AttentionOp<'a> {
     /// The sink of each query head.
     pub sinks: Option<&'a [f32]>,
     pub step: &'a Step,
-    /// `[tokens]` rows of `[q][k][v]`, or of `[q]`.
+    /// `[tokens]` rows of `[q][k][v]`, of `[q]`, or, where keys have their values in them, of `[q][k]`.
     pub qkv: &'a Buffer,
 }
 
@@ -63,7 +66,9 @@ pub(crate) struct AttentionScratch {
     weights: Vec<f32>,
     /// `[queries]`: positions of the queries.
     pub positions: Vec<u32>,
-    /// `[rows][padded head_dim]`: weighted sums of the values.
+    /// A block's values, where its keys have them in them: as in a pool, in F32.
+    values: Vec<f32>,
+    /// `[rows][padded value_dim]`: weighted sums of the values.
     pub accumulators: Vec<f32>,
     /// `[rows]`.
     pub softmax: Vec<SoftmaxState>,
@@ -87,27 +92,33 @@ pub(crate) fn first_visible(spec: KvSpec, position: usize) -> usize {
     }
 }
 
-/// Runs the operation; `out` becomes `[tokens][heads * head_dim]`.
+/// Runs the operation; `out` becomes `[tokens][heads * value_dim]`.
 pub(crate) fn attention(op: &AttentionOp<'_>, pool: &KvPool, out: &mut Buffer, scratches: &Scratches) {
-    let heads = op.params.place.heads;
-    assert!([heads.q_width(), heads.qkv_width()].contains(&op.qkv.width));
+    let place = op.params.place;
+    let (heads, value_dim) = (place.heads, place.value_dim());
+    assert!([heads.q_width(), place.row_width()].contains(&op.qkv.width));
     assert!(op.sinks.is_none_or(|sinks| sinks.len() == heads.heads));
-    out.reshape(op.qkv.rows, heads.q_width());
+    out.reshape(op.qkv.rows, heads.heads * value_dim);
     let width = out.width;
     let target = SharedMut::new(&mut out.data);
-    let tasks = op.step.tiles.len() * heads.kv_heads;
+    let group = heads.heads / heads.kv_heads;
+    let task_heads = group.div_ceil(group.div_ceil(TASK_ROWS));
+    let parts = group.div_ceil(task_heads);
+    let tasks = op.step.tiles.len() * heads.kv_heads * parts;
     let regions = pool.regions(op.params.place);
     op.ctx.threads.parallel_for(tasks, |thread, tasks| {
         let mut scratch = scratches.0[thread]
             .lock()
             .unwrap_or_else(|poisoned| poisoned.into_inner());
         for i in tasks {
-            let (tile, kv_head) = (&op.step.tiles[i / heads.kv_heads], i % heads.kv_heads);
+            let (tile, kv_head) = (i / parts / heads.kv_heads, i / parts % heads.kv_heads);
+            let first = i % parts * task_heads;
             let task = AttentionTile {
                 op,
                 heads,
-                tile,
+                tile: &op.step.tiles[tile],
                 kv_head,
+                query_heads: kv_head * group + first..kv_head * group + (first + task_heads).min(group),
                 regions,
             };
             task.reset(&mut scratch);
@@ -118,11 +129,11 @@ pub(crate) fn attention(op: &AttentionOp<'_>, pool: &KvPool, out: &mut Buffer, s
             }
             for (r, (token, head)) in task.token_heads(0..task.rows()).enumerate() {
                 // SAFETY: this task alone owns these tokens of these heads.
-                let row = unsafe { target.slice(token * width + head * heads.head_dim, heads.head_dim) };
+                let row = unsafe { target.slice(token * width + head * value_dim, value_dim) };
                 let state = scratch.softmax[r];
                 let sink = op.sinks.map_or(0.0, |sinks| exp(sinks[head] - state.max));
                 let total = state.sum + sink;
-                for (y, x) in row.iter_mut().zip(&scratch.accumulators[r * padded(heads.head_dim)..]) {
+                for (y, x) in row.iter_mut().zip(&scratch.accumulators[r * padded(value_dim)..]) {
                     *y = x / total;
                     if op.round_to_bf16 {
                         *y = round_bf16(*y);
@@ -133,12 +144,13 @@ pub(crate) fn attention(op: &AttentionOp<'_>, pool: &KvPool, out: &mut Buffer, s
     });
 }
 
-/// A tile of queries with one KV head.
+/// A tile of queries with one KV head, and all or some of the query heads that share it.
 pub(crate) struct AttentionTile<'a> {
     pub op: &'a AttentionOp<'a>,
     pub heads: HeadShape,
     tile: &'a QueryTile,
     pub kv_head: usize,
+    query_heads: Range<usize>,
     /// Where the layer's keys and values lie in the pool.
     pub regions: Regions,
 }
@@ -158,9 +170,14 @@ pub(crate) struct VisibleSpan<'a> {
 }
 
 impl AttentionTile<'_> {
-    /// Number of query heads per KV head.
+    /// Number of the task's query heads.
     pub(crate) fn group_size(&self) -> usize {
-        self.heads.heads / self.heads.kv_heads
+        self.query_heads.len()
+    }
+
+    /// Numbers of a row of accumulators.
+    fn padded_value_dim(&self) -> usize {
+        padded(self.op.params.place.value_dim())
     }
 
     pub(crate) fn rows(&self) -> usize {
@@ -176,7 +193,8 @@ impl AttentionTile<'_> {
             .parts(self.tile)
             .iter()
             .flat_map(|part| part.first_token as usize..(part.first_token + part.queries) as usize);
-        let all = tokens.flat_map(move |token| (0..group_size).map(move |g| (token, self.kv_head * group_size + g)));
+        let first = self.query_heads.start;
+        let all = tokens.flat_map(move |token| (0..group_size).map(move |g| (token, first + g)));
         all.skip(rows.start).take(rows.len())
     }
 
@@ -189,7 +207,7 @@ impl AttentionTile<'_> {
                 .extend(part.first_position..part.first_position + part.queries);
         }
         scratch.accumulators.clear();
-        scratch.accumulators.resize(rows * padded(self.heads.head_dim), 0.0);
+        scratch.accumulators.resize(rows * self.padded_value_dim(), 0.0);
         scratch.softmax.clear();
         scratch.softmax.resize(
             rows,
@@ -254,14 +272,13 @@ impl AttentionTile<'_> {
     }
 
     fn run<E: Element>(&self, pages: &KvPages<E>, scratch: &mut AttentionScratch) {
-        let padded_dim = padded(self.heads.head_dim);
+        let padded_dim = self.padded_value_dim();
         scratch.scores.resize(self.rows() * PANEL, 0.0);
         scratch.weights.resize(self.rows() * PANEL, 0.0);
         let mut packed = 0..0;
         self.visit_spans(BLOCK_TOKENS, |span| {
             let block = span.blocks[0] as usize;
             let keys = &pages.keys[self.regions.keys.of(self.kv_head, block)];
-            let values = &pages.values[self.regions.values.of(self.kv_head, block)];
             if packed != span.part_rows {
                 self.pack_queries(span.part_rows.clone(), scratch);
                 packed = span.part_rows.clone();
@@ -284,7 +301,16 @@ impl AttentionTile<'_> {
                 &mut scratch.softmax,
                 &mut scratch.accumulators,
             );
-            self.add_values(span.rows, values, scratch);
+            if let Some(value_dim) = self.op.params.place.value_in_key {
+                let mut values = std::mem::take(&mut scratch.values);
+                values.resize(padded_dim * BLOCK_TOKENS, 0.0);
+                values_of_keys(&keys[..value_dim * BLOCK_TOKENS], &mut values);
+                self.add_values(span.rows, &values, scratch);
+                scratch.values = values;
+            } else {
+                let values = &pages.values[self.regions.values.of(self.kv_head, block)];
+                self.add_values(span.rows, values, scratch);
+            }
         });
     }
 
@@ -341,7 +367,7 @@ impl AttentionTile<'_> {
 
     /// Adds the block's weighted values to the accumulators of the rows `range`.
     fn add_values<E: Element>(&self, range: Range<usize>, values: &[E], scratch: &mut AttentionScratch) {
-        let padded_dim = padded(self.heads.head_dim);
+        let padded_dim = self.padded_value_dim();
         for (from, rows) in self.row_tiles(range) {
             let a = &mut scratch.weights[..rows * PANEL];
             for r in 0..rows {
@@ -367,6 +393,19 @@ impl AttentionTile<'_> {
                         accumulate: true,
                     },
                 );
+            }
+        }
+    }
+}
+
+/// The values of a block whose keys have them in them, `[value_dim][16 positions]`: as they lie in a
+/// pool. The rest of the last panel stays as it is: zero.
+fn values_of_keys<E: Element>(keys: &[E], values: &mut [f32]) {
+    let panels = values.chunks_exact_mut(BLOCK_TOKENS * PANEL);
+    for (keys, panel) in keys.chunks(PANEL * BLOCK_TOKENS).zip(panels) {
+        for (d, numbers) in keys.chunks_exact(BLOCK_TOKENS).enumerate() {
+            for (value, key) in panel[d..].iter_mut().step_by(PANEL).zip(numbers) {
+                *value = key.widen();
             }
         }
     }
@@ -511,7 +550,11 @@ mod tests {
             0 => KvPool::new(&heads.alone(), blocks, format),
             part => {
                 let other = HeadShape { head_dim: 34, ..heads };
-                let shapes = [(other, 1), (heads, part + 1)].map(|(heads, layers)| KvShape { heads, layers });
+                let shapes = [(other, 1), (heads, part + 1)].map(|(heads, layers)| KvShape {
+                    heads,
+                    layers,
+                    value_in_key: None,
+                });
                 KvPool::new(&shapes, blocks, format)
             }
         };
@@ -664,6 +707,85 @@ mod tests {
             for spec in [KvSpec::Full, KvSpec::Window(17)] {
                 check(heads, capped(heads, spec), KvFormat::F32, &sequences);
                 check(heads, capped(heads, spec), KvFormat::Int8, &sequences);
+            }
+        }
+    }
+
+    /// Keys that have their values in them give the same bits as the same keys and values side by side,
+    /// with more query heads than a task computes, too.
+    #[test]
+    fn values_in_keys_give_the_same_bits_as_values_beside_them() {
+        let (value_dim, sequences) = (18, [(1, 1), (17, 17), (1, 40), (70, 70), (3, 64)]);
+        for heads in [3, 50, 97] {
+            let beside = HeadShape {
+                heads,
+                kv_heads: 1,
+                head_dim: 25,
+            };
+            let place = KvPlace {
+                value_in_key: Some(value_dim),
+                ..KvPlace::alone(beside)
+            };
+            for format in [KvFormat::F32, KvFormat::Bf16, KvFormat::Int8] {
+                let mut outputs = Vec::new();
+                for place in [KvPlace::alone(beside), place] {
+                    let shape = KvShape {
+                        heads: beside,
+                        layers: 1,
+                        value_in_key: place.value_in_key,
+                    };
+                    // Keys with values in them are in BF16 where 8 bits are asked for.
+                    let stored = if place.value_in_key.is_none() && format == KvFormat::Int8 {
+                        KvFormat::Bf16
+                    } else {
+                        format
+                    };
+                    let batch = batch(&sequences.map(|(_, kv_len)| (kv_len, kv_len)));
+                    let blocks = batch.block_tables[0].len();
+                    let mut pool = KvPool::new(&[shape], blocks, stored);
+                    match &mut pool.store {
+                        KvStore::F32(pages) => [&mut pages.keys, &mut pages.values].map(|all| all.fill(f32::NAN)),
+                        KvStore::Bf16(pages) => {
+                            [&mut pages.keys, &mut pages.values].map(|all| all.fill(Element::narrow(f32::NAN)))
+                        }
+                        KvStore::Int8(_) => panic!("8 bits"),
+                    };
+                    let step = new_step(beside, &batch);
+                    let rows: Vec<f32> = (0..batch.tokens.len() as u64)
+                        .flat_map(|token| {
+                            let mut row = numbers(token, place.row_width());
+                            let queries = beside.q_width();
+                            if place.value_in_key.is_none() {
+                                let key: Vec<f32> = row[queries..queries + beside.head_dim].to_vec();
+                                row[queries + beside.head_dim..].copy_from_slice(&key);
+                            }
+                            row
+                        })
+                        .collect();
+                    let qkv = buffer(&rows, batch.tokens.len(), place.row_width());
+                    let op = AttentionOp {
+                        ctx: ctx_with_threads(Isa::detect(), 2),
+                        round_to_bf16: false,
+                        params: Attention {
+                            place,
+                            ..Attention::plain(beside, KvSpec::Full)
+                        },
+                        sinks: None,
+                        step: &step,
+                        qkv: &qkv,
+                    };
+                    pool.store(op.ctx, &step, place, &qkv);
+                    let mut out = Buffer::default();
+                    attention(&op, &pool, &mut out, &Scratches::new(2));
+                    assert_eq!(out.width, heads * place.value_dim());
+                    let head_width = place.value_dim();
+                    let values = out
+                        .rows()
+                        .flat_map(|row| row.chunks(head_width).map(|head| head[..value_dim].to_vec()));
+                    outputs.push(values.collect::<Vec<_>>());
+                }
+                assert!(outputs[0] == outputs[1], "{heads} heads, {format:?}");
+                assert!(outputs[0].iter().flatten().all(|x| x.is_finite()));
             }
         }
     }
