@@ -1,7 +1,7 @@
 """Compares answers to a very long prompt with transformers'.
 
     python3 -m venv target/torch && target/torch/bin/pip install torch transformers==5.23.* pandas pyarrow
-    target/torch/bin/python tests/long_prompt.py target/release/gristmill [--tokens 128000] [--shape llama|mistral|gemma3|qwen35]
+    target/torch/bin/python tests/long_prompt.py target/release/gristmill [--tokens 128000] [--vocabulary 262144] [--shape llama|mistral|gemma3|qwen35]
 
 It makes a small random model of each shape (full attention; windows; windows and full attention; recurrent layers and full attention), runs
 the program in F32 on a job of one row with so many letters, each a token, and computes the same greedy answer by transformers, in pieces with a
@@ -26,39 +26,39 @@ SHAPES = ["llama", "mistral", "gemma3", "qwen35"]
 NEW_TOKENS = 16
 SPECIAL = ["<unk>", "<s>", "</s>"]
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
-VOCABULARY = len(SPECIAL) + len(ALPHABET)
 PIECE = 1000
 DIFFERENCE_MAX = 1e-4
 COMMON = dict(
-    vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+    hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
     rms_norm_eps=1e-5, bos_token_id=1, eos_token_id=2, pad_token_id=None, tie_word_embeddings=False,
 )
 
 
-def config(shape, context):
+def config(shape, context, vocabulary):
+    common = COMMON | {"vocab_size": vocabulary}
     if shape == "llama":
         rope = {"rope_type": "default", "rope_theta": 1_000_000.0}
-        return transformers.LlamaConfig(**COMMON, num_hidden_layers=2, max_position_embeddings=context, rope_parameters=rope)
+        return transformers.LlamaConfig(**common, num_hidden_layers=2, max_position_embeddings=context, rope_parameters=rope)
     if shape == "mistral":
         rope = {"rope_type": "default", "rope_theta": 1_000_000.0}
         return transformers.MistralConfig(
-            **COMMON, num_hidden_layers=2, max_position_embeddings=context, sliding_window=512, rope_parameters=rope)
+            **common, num_hidden_layers=2, max_position_embeddings=context, sliding_window=512, rope_parameters=rope)
     if shape == "gemma3":
         rope = {"sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
                 "full_attention": {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 8.0}}
         return transformers.Gemma3TextConfig(
-            **COMMON, num_hidden_layers=4, max_position_embeddings=context, sliding_window=512, query_pre_attn_scalar=16,
+            **common, num_hidden_layers=4, max_position_embeddings=context, sliding_window=512, query_pre_attn_scalar=16,
             layer_types=["sliding_attention"] * 3 + ["full_attention"], rope_parameters=rope)
     rope = {"rope_type": "default", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.5}
     return transformers.Qwen3_5TextConfig(
-        **COMMON, num_hidden_layers=2, max_position_embeddings=context, layer_types=["linear_attention", "full_attention"],
+        **common, num_hidden_layers=2, max_position_embeddings=context, layer_types=["linear_attention", "full_attention"],
         linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8,
         linear_conv_kernel_dim=4, rope_parameters=rope)
 
 
-def make(folder, shape, context):
+def make(folder, shape, context, vocabulary):
     torch.manual_seed(7)
-    wanted = config(shape, context)
+    wanted = config(shape, context, vocabulary)
     kind = {"llama": transformers.LlamaForCausalLM, "mistral": transformers.MistralForCausalLM, "gemma3": transformers.Gemma3ForCausalLM,
             "qwen35": transformers.Qwen3_5ForCausalLM}[shape]
     model = kind(wanted).float().eval()
@@ -68,8 +68,10 @@ def make(folder, shape, context):
             if weight.dim() > 1 and "conv" not in name:
                 weight.normal_(0.0, 1.5 * weight.shape[-1] ** -0.5)
     model.save_pretrained(folder)
-    # A token a byte.
-    ids = {symbol: i for i, symbol in enumerate(SPECIAL + ALPHABET)}
+    # A token a byte; others occur in answers alone.
+    symbols = SPECIAL + ALPHABET
+    symbols += [f"word{i}" for i in range(len(symbols), vocabulary)]
+    ids = {symbol: i for i, symbol in enumerate(symbols)}
     tokenizer = Tokenizer(models.BPE(ids, [], unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -113,6 +115,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("program")
     parser.add_argument("--tokens", type=int, default=128_000)
+    parser.add_argument("--vocabulary", type=int, default=len(SPECIAL) + len(ALPHABET), help="ids of the model")
     parser.add_argument("--shape", choices=SHAPES, action="append")
     args = parser.parse_args()
     failed = False
@@ -120,7 +123,7 @@ def main():
         with tempfile.TemporaryDirectory() as folder:
             folder = pathlib.Path(folder)
             (folder / "model").mkdir()
-            model = make(folder / "model", shape, args.tokens + NEW_TOKENS)
+            model = make(folder / "model", shape, args.tokens + NEW_TOKENS, args.vocabulary)
             letters = " etaoin shrdlu,.\n"
             text = "".join(letters[(i * i * 31 + i // 7 * 13) % 101 % len(letters)] for i in range(args.tokens))
             prompt = Tokenizer.from_file(str(folder / "model/tokenizer.json")).encode(text).ids

@@ -147,7 +147,7 @@ pub(super) fn check_sampling<D: Device>(
 ) -> Result<(), DeviceError> {
     let vocabularies: &[usize] = match comparison.extent {
         Extent::Quick => &[33, 1024, 5003],
-        Extent::Full => &[33, 1024, 5003, 32_000, 151_936],
+        Extent::Full => &[33, 1024, 5003, 32_000, 151_936, 262_144],
     };
     for &ids in vocabularies {
         let head = TestTensor::from_values(&numbers(30, ids * WIDTH), ids, WIDTH, 8.0);
