@@ -183,7 +183,7 @@ fn a_kernel_that_the_compiler_made_slower_is_named() {
         let name = path.file_name().unwrap().to_string_lossy().into_owned();
         // Another test may take a file away meanwhile.
         let Ok(mut text) = std::fs::read(&path) else { continue };
-        if name.starts_with("embed-") && name.ends_with(".log") {
+        if name.starts_with("gated-") && name.ends_with(".log") {
             let said = "ptxas info    : (C7510) Potential Performance Loss: products are serialized\n";
             text = format!("sha256:{}\n{said}", gristmill::ledger::keys::sha256(said.as_bytes())).into_bytes();
         }
@@ -193,7 +193,7 @@ fn a_kernel_that_the_compiler_made_slower_is_named() {
     let other = |c: &mut Command| _ = c.env("GRISTMILL_CACHE", cache.parent().unwrap());
     let run = label("9.0", folder.path(), "int8", &other).expect(0);
     run.one_line(&[
-        "kernel `embed WIDTH=",
+        "kernel `gated ",
         "is slower than it is meant to be",
         "NVRTC 13.0",
         "(C7510)",
