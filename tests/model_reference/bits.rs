@@ -21,6 +21,35 @@ fn assert_same_bits(got: &[Vec<f32>], want: &[Vec<f32>], what: &str) {
     }
 }
 
+/// Logits of each sequence, computed alone and in one step.
+fn each_alone(runner: &mut Runner<'_>, all: &[&[u32]]) -> Vec<Vec<Vec<f32>>> {
+    let whole = |tokens: &&[u32]| in_chunks(runner, tokens, &[tokens.len()]);
+    all.iter().map(whole).collect()
+}
+
+/// A step's sequences with their next tokens.
+type Work<'a> = Vec<(&'a mut Sequence, &'a [u32])>;
+
+/// Whether the token of a sequence, at a position, has logits.
+type HasLogits = fn(usize, usize) -> bool;
+
+/// The tokens of each sequence up to its end, and for each of them, in order, its sequence and position.
+fn next_work<'a>(
+    sequences: &'a mut [Sequence],
+    all: &[&'a [u32]],
+    ends: [usize; 4],
+) -> (Work<'a>, Vec<(usize, usize)>) {
+    let (mut work, mut places) = (Vec::new(), Vec::new());
+    for (i, s) in sequences.iter_mut().enumerate() {
+        let next = &all[i][s.stored..ends[i]];
+        if !next.is_empty() {
+            places.extend((s.stored..ends[i]).map(|position| (i, position)));
+            work.push((s, next));
+        }
+    }
+    (work, places)
+}
+
 #[test]
 fn a_row_has_the_same_bits_alone_in_a_batch_chunked_and_resumed() {
     for name in MODELS {
@@ -28,10 +57,7 @@ fn a_row_has_the_same_bits_alone_in_a_batch_chunked_and_resumed() {
         let mut model = load(name, &reference, Precision::F32);
         let mut runner = Runner::new(&mut model);
         let all: Vec<&[u32]> = reference.prompts.iter().map(|p| &p.tokens[..]).collect();
-        let alone: Vec<_> = all
-            .iter()
-            .map(|tokens| in_chunks(&mut runner, tokens, &[tokens.len()]))
-            .collect();
+        let alone = each_alone(&mut runner, &all);
         // Token by token (decode), and in chunks on both sides of a block.
         for sizes in [&[1][..], &[16], &[5, 1, 17], &[33, 2], &[15, 16, 17]] {
             for (tokens, want) in all.iter().zip(&alone) {
@@ -43,18 +69,11 @@ fn a_row_has_the_same_bits_alone_in_a_batch_chunked_and_resumed() {
         let mut sequences = vec![Sequence::default(); all.len()];
         let mut got = vec![Vec::new(); all.len()];
         for ends in [[64, 1, 20, 40], [65, 50, 21, 41], [65, 51, 81, 42], [65, 71, 81, 104]] {
-            let mut which = Vec::new();
-            let mut work: Vec<(&mut Sequence, &[u32])> = Vec::new();
-            for (i, s) in sequences.iter_mut().enumerate() {
-                let next = &all[i][s.stored..ends[i]];
-                if !next.is_empty() {
-                    which.push((i, next.len()));
-                    work.push((s, next));
-                }
-            }
-            let mut rows = runner.step(&mut work).into_iter();
-            for (i, count) in which {
-                got[i].extend(rows.by_ref().take(count));
+            let (mut work, places) = next_work(&mut sequences, &all, ends);
+            let rows = runner.step(&mut work);
+            assert_eq!(rows.len(), places.len(), "{name}");
+            for (row, (i, _)) in rows.into_iter().zip(places) {
+                got[i].push(row);
             }
         }
         for (i, rows) in got.iter().enumerate() {
@@ -71,13 +90,10 @@ fn a_row_has_the_same_bits_where_others_have_no_logits() {
         let vocabulary = model.vocab_size();
         let mut runner = Runner::new(&mut model);
         let all: Vec<&[u32]> = reference.prompts.iter().map(|p| &p.tokens[..]).collect();
-        let alone: Vec<_> = all
-            .iter()
-            .map(|tokens| in_chunks(&mut runner, tokens, &[tokens.len()]))
-            .collect();
+        let alone = each_alone(&mut runner, &all);
         let mut sequences = vec![Sequence::default(); all.len()];
         // Some rows of a step, none, the last ones, all, and the first ones.
-        let steps: [([usize; 4], fn(usize, usize) -> bool); 5] = [
+        let steps: [([usize; 4], HasLogits); 5] = [
             ([20, 12, 20, 40], |_, position| position % 7 < 3),
             ([30, 25, 37, 57], |_, _| false),
             ([64, 50, 60, 58], |_, position| [63, 49, 59, 57].contains(&position)),
@@ -85,15 +101,7 @@ fn a_row_has_the_same_bits_where_others_have_no_logits() {
             ([65, 71, 81, 104], |sequence, _| sequence < 2),
         ];
         for (ends, has_logits) in steps {
-            let mut rows = Vec::new();
-            let mut work: Vec<(&mut Sequence, &[u32])> = Vec::new();
-            for (i, s) in sequences.iter_mut().enumerate() {
-                let next = &all[i][s.stored..ends[i]];
-                if !next.is_empty() {
-                    rows.extend((s.stored..ends[i]).map(|position| (i, position)));
-                    work.push((s, next));
-                }
-            }
+            let (mut work, rows) = next_work(&mut sequences, &all, ends);
             let mut batch = runner.batch(&mut work, vec![]);
             batch.logits_at.retain(|row| {
                 let (sequence, position) = rows[*row as usize];

@@ -35,11 +35,15 @@ impl Family {
         matches!(self, Family::Glm4Moe | Family::DeepseekV3 | Family::Glm4MoeLite)
     }
 
+    /// Whether experts are routed as DeepSeek's: they may be in groups, and their weights have a factor.
+    pub(super) fn routes_as_deepseek(self) -> bool {
+        self == Family::Glm4Moe || self.has_latents()
+    }
+
     /// The key of the number of experts.
     fn experts_key(self) -> &'static str {
         match self {
-            Family::Glm4Moe => "n_routed_experts",
-            _ if self.has_latents() => "n_routed_experts",
+            _ if self.routes_as_deepseek() => "n_routed_experts",
             Family::Ernie4_5Moe => "moe_num_experts",
             Family::Mixtral
             | Family::GptOss
@@ -69,7 +73,7 @@ impl Reader<'_> {
             return Ok(None);
         }
         // The class has these norms, whatever the key says.
-        if family != Family::Glm4Moe && !family.has_latents() && self.flag("use_qk_norm")? == Some(false) {
+        if !family.routes_as_deepseek() && self.flag("use_qk_norm")? == Some(false) {
             return Err(self.unsupported(format!("`use_qk_norm` false is not supported for {}", family.name())));
         }
         let names = [
@@ -104,8 +108,8 @@ impl Reader<'_> {
             )));
         }
         let width = match family {
-            Family::Qwen2Moe | Family::Qwen3Moe | Family::Glm4Moe | Family::Ernie4_5Moe => "moe_intermediate_size",
-            _ if family.has_delta_layers() || family.has_latents() => "moe_intermediate_size",
+            Family::Qwen2Moe | Family::Qwen3Moe | Family::Ernie4_5Moe => "moe_intermediate_size",
+            _ if family.has_delta_layers() || family.routes_as_deepseek() => "moe_intermediate_size",
             _ => "intermediate_size",
         };
         let default_width = match family {
@@ -165,7 +169,7 @@ impl Reader<'_> {
         if family == Family::Ernie4_5Moe && self.number("moe_norm_min")?.is_some_and(|min| min > 1e-6) {
             return Err(self.unsupported("`moe_norm_min` above 0.000001 is not supported".to_owned()));
         }
-        let scale = if has_sigmoids || family == Family::DeepseekV2 {
+        let scale = if family.routes_as_deepseek() {
             let default = match family {
                 Family::DeepseekV3 => 2.5,
                 Family::Glm4MoeLite => 1.8,

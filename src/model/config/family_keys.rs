@@ -2,11 +2,10 @@
 
 use super::Family;
 
-/// Keys that all families with latents read.
-const LATENT_KEYS: [&str; 18] = [
+/// Keys that all families read whose experts are routed as DeepSeek's.
+const ROUTING_KEYS: [&str; 11] = [
     "attention_bias",
     "hidden_act",
-    "kv_lora_rank",
     "moe_intermediate_size",
     "n_group",
     "n_routed_experts",
@@ -14,13 +13,18 @@ const LATENT_KEYS: [&str; 18] = [
     "norm_topk_prob",
     "num_experts_per_tok",
     "num_local_experts",
+    "routed_scaling_factor",
+    "topk_group",
+];
+
+/// Keys that all families with latents read besides those.
+const LATENT_KEYS: [&str; 7] = [
+    "kv_lora_rank",
     "q_lora_rank",
     // The sum of its two parts. The classes of transformers compute it anew.
     "qk_head_dim",
     "qk_nope_head_dim",
     "qk_rope_head_dim",
-    "routed_scaling_factor",
-    "topk_group",
     "topk_method",
     "v_head_dim",
 ];
@@ -43,6 +47,7 @@ impl Family {
     pub(super) fn has_key(self, key: &str) -> bool {
         self.keys().contains(&key)
             || self.has_delta_layers() && DELTA_KEYS.contains(&key)
+            || self.routes_as_deepseek() && ROUTING_KEYS.contains(&key)
             || self.has_latents() && LATENT_KEYS.contains(&key)
     }
 
@@ -107,21 +112,7 @@ impl Family {
                 "num_experts_per_tok",
                 "shared_expert_intermediate_size",
             ],
-            Family::Glm4Moe => &[
-                "attention_bias",
-                "first_k_dense_replace",
-                "hidden_act",
-                "moe_intermediate_size",
-                "n_group",
-                "n_routed_experts",
-                "n_shared_experts",
-                "norm_topk_prob",
-                "num_experts_per_tok",
-                "num_local_experts",
-                "routed_scaling_factor",
-                "topk_group",
-                "use_qk_norm",
-            ],
+            Family::Glm4Moe => &["first_k_dense_replace", "use_qk_norm"],
             Family::DeepseekV2 => &[
                 // Training of routers, and how experts were divided among devices.
                 "aux_loss_alpha",

@@ -251,12 +251,7 @@ impl Reader<'_> {
         let theta = theta.ok_or_else(|| self.broken(format!("`rope_parameters.{kind}` has no `rope_theta`")))?;
         let share = self.number_in("partial_rotary_factor", 0.0, 1.0)?.unwrap_or(1.0);
         let factor = self.number_in("factor", 1.0, 1e6)?.unwrap_or(1.0);
-        // The older name of the key counts where the newer one is absent.
-        let name = match self.text("rope_type")? {
-            Some(name) => name,
-            None => self.text("type")?.unwrap_or("default"),
-        };
-        let scaling = match name {
+        let scaling = match self.rope_kind()?.unwrap_or("default") {
             "proportional" => Scaling::Proportional { share, factor },
             "default" if share != 1.0 || factor != 1.0 => {
                 return Err(self.unsupported(format!(

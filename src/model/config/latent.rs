@@ -115,10 +115,7 @@ impl Reader<'_> {
             return Ok(plain);
         };
         let inner = Reader { path: self.path, map };
-        let kind = match inner.text("rope_type")? {
-            Some(kind) => Some(kind),
-            None => inner.text("type")?,
-        };
+        let kind = inner.rope_kind()?;
         let share = inner.number_in("mscale_all_dim", 0.0, 1e3)?.unwrap_or(0.0);
         if share == 0.0 || kind.is_none_or(|kind| kind == "default") {
             return Ok(plain);

@@ -64,6 +64,14 @@ impl Config {
 }
 
 impl Reader<'_> {
+    /// The kind of a RoPE. The older name of the key counts where the newer one is absent.
+    pub(super) fn rope_kind(&self) -> Result<Option<&str>, ModelError> {
+        match self.text("rope_type")? {
+            Some(kind) => Ok(Some(kind)),
+            None => self.text("type"),
+        }
+    }
+
     /// Whether dimensions 2d and 2d + 1 of a head rotate as a pair.
     pub(super) fn rotates_neighbours(&self, family: Family) -> Result<bool, ModelError> {
         match family {

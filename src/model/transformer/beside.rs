@@ -1,7 +1,7 @@
 //! Experts beside an MLP: both read the residual stream through norms of their own, and so does the
 //! router. What they write is normalised before it is added up.
 
-use super::Buffers;
+use super::{Buffers, stream_norm};
 use crate::device::{AddNorm, Delta, Device, DeviceError, ExpertInput};
 use crate::model::build::BothWeights;
 use crate::model::config::Config;
@@ -17,11 +17,8 @@ impl<D: Device> BothWeights<D> {
         lap: &mut dyn FnMut(Operation) -> Result<(), DeviceError>,
     ) -> Result<(), DeviceError> {
         let norm = |delta, weight| AddNorm {
-            delta,
-            weight,
-            eps: config.norm_eps,
-            centered: false,
             for_experts: true,
+            ..stream_norm::<D>(config, delta, weight)
         };
         device.gated_linear(
             &self.gate_up,

@@ -1,6 +1,6 @@
 //! Attention that keeps latents (DeepSeek-V2, DeepSeek-V3, GLM-4.7-Flash).
 
-use super::Buffers;
+use super::{Buffers, stream_norm};
 use crate::device::{AddNorm, Attention, AttentionInput, Device, DeviceError, KvSpec, LatentInput, LatentStore};
 use crate::model::build::LatentWeights;
 use crate::model::config::Config;
@@ -25,11 +25,8 @@ impl<D: Device> LatentWeights<D> {
             Some((linear, norm)) => {
                 device.linear(linear, &b.normed, &mut b.gates, workspace)?;
                 let norm = AddNorm {
-                    delta: None,
-                    weight: norm,
                     eps: NORM_EPS,
-                    centered: false,
-                    for_experts: false,
+                    ..stream_norm::<D>(config, None, norm)
                 };
                 device.add_norm(norm, &mut b.gates, &mut b.delta)?;
                 &b.delta

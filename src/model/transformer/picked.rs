@@ -22,7 +22,7 @@ pub(super) struct LastRows<D: Device> {
     pub step: D::Step,
 }
 
-/// Buffers for rows that stay, in place of those with all rows.
+/// Buffers for rows that stay. They change places with those of all rows.
 pub(super) struct PickedBuffers<D: Device> {
     residual: D::Buffer,
     mixed: D::Buffer,
@@ -77,6 +77,18 @@ impl<D: Device> PickedBuffers<D> {
     }
 }
 
+/// What the layer still reads when it has stored its part: a recurrent layer its output, attention its queries.
+fn mixed<'a, D: Device>(
+    layer: &LayerWeights<D>,
+    attended: &'a mut D::Buffer,
+    qkv: &'a mut D::Buffer,
+) -> &'a mut D::Buffer {
+    match &layer.mixer {
+        Mixer::Recurrent { .. } => attended,
+        Mixer::Attention(_) | Mixer::Latent(_) => qkv,
+    }
+}
+
 impl<D: Device> Buffers<D> {
     /// Drops rows without logits from all that operations read after `layer` has stored its part.
     pub(super) fn pick_logits_rows(
@@ -86,34 +98,25 @@ impl<D: Device> Buffers<D> {
         layer: &LayerWeights<D>,
         has_inputs: bool,
     ) -> Result<(), DeviceError> {
-        let picked = &mut self.picked;
-        device.pick_logits_rows(step, &self.residual, &mut picked.residual)?;
-        match &layer.mixer {
-            Mixer::Recurrent { .. } => device.pick_logits_rows(step, &self.attended, &mut picked.mixed)?,
-            Mixer::Latent(_) => device.pick_logits_rows(step, &self.qkv, &mut picked.mixed)?,
-            Mixer::Attention(attention) => {
-                device.pick_logits_rows(step, &self.qkv, &mut picked.mixed)?;
-                if attention.gate.is_some() {
-                    device.pick_logits_rows(step, &self.gates, &mut picked.gates)?;
-                }
-            }
+        // The rows that stay take the places of all rows.
+        self.swap_picked(layer);
+        let all = &self.picked;
+        device.pick_logits_rows(step, &all.residual, &mut self.residual)?;
+        device.pick_logits_rows(step, &all.mixed, mixed(layer, &mut self.attended, &mut self.qkv))?;
+        if matches!(&layer.mixer, Mixer::Attention(attention) if attention.gate.is_some()) {
+            device.pick_logits_rows(step, &all.gates, &mut self.gates)?;
         }
         if has_inputs {
-            device.pick_logits_rows(step, &self.inputs, &mut picked.inputs)?;
+            device.pick_logits_rows(step, &all.inputs, &mut self.inputs)?;
         }
-        self.swap_picked(layer);
         Ok(())
     }
 
     /// Exchanges buffers of all rows and those of rows that stay. At the end of a step it brings the large ones back to their
     /// places, so that no buffer grows for the sake of the other.
     pub(super) fn swap_picked(&mut self, layer: &LayerWeights<D>) {
-        let mixed = match &layer.mixer {
-            Mixer::Recurrent { .. } => &mut self.attended,
-            Mixer::Attention(_) | Mixer::Latent(_) => &mut self.qkv,
-        };
         let picked = &mut self.picked;
-        std::mem::swap(mixed, &mut picked.mixed);
+        std::mem::swap(mixed(layer, &mut self.attended, &mut self.qkv), &mut picked.mixed);
         std::mem::swap(&mut self.residual, &mut picked.residual);
         std::mem::swap(&mut self.gates, &mut picked.gates);
         std::mem::swap(&mut self.inputs, &mut picked.inputs);
