@@ -11,7 +11,8 @@ use crate::device::{Device, DeviceError, Dtype, KvFormat, Precision};
 use crate::engine::Forward;
 use crate::model::config::Config;
 use crate::model::folder;
-use crate::model::weights::{RandomWeights, WeightSource};
+use crate::model::random_weights::RandomWeights;
+use crate::model::weights::WeightSource;
 use crate::model::{Checkpoint, KvBudget, LoadOptions, ModelError, Transformer};
 
 /// Result of one small model.

@@ -7,11 +7,12 @@ use crate::device::{
 use crate::model::config::Config;
 use crate::model::error::ModelError;
 use crate::model::kv_layout::{KvLayout, LayerKv};
+use crate::model::random_weights::RandomWeights;
 use crate::model::tensors::{
     AttentionTensors, ExpertTensors, LatentTensors, LayerTensors, LinearTensors, MixerTensors, MlpTensors,
     ModelTensors, RecurrentTensors, TensorSpec,
 };
-use crate::model::weights::{RandomWeights, StoredTensor, WeightSource};
+use crate::model::weights::{StoredTensor, WeightSource};
 
 /// A model's weights on a device.
 pub(super) struct ModelWeights<D: Device> {

@@ -15,6 +15,7 @@ mod expert_names;
 pub mod folder;
 mod kv_layout;
 mod pool;
+pub mod random_weights;
 pub mod rope;
 pub mod shapes;
 pub mod size;

@@ -517,7 +517,8 @@ mod tests {
     use crate::device::cpu::Threads;
     use crate::device::{Dtype, KvFormat, Precision};
     use crate::model::error::ModelError;
-    use crate::model::weights::{RandomWeights, StoredTensor, WeightSource};
+    use crate::model::random_weights::RandomWeights;
+    use crate::model::weights::{StoredTensor, WeightSource};
     use crate::model::{KvBudget, LoadOptions, Transformer};
 
     /// Random weights that record which tensors are requested.

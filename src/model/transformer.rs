@@ -26,8 +26,9 @@ use crate::model::config::Config;
 use crate::model::error::ModelError;
 use crate::model::kv_layout::KvLayout;
 use crate::model::pool::{self, KvBudget};
+use crate::model::random_weights::RandomWeights;
 use crate::model::times::{Operation, Times};
-use crate::model::weights::{RandomWeights, WeightSource};
+use crate::model::weights::WeightSource;
 
 mod beside;
 mod check;

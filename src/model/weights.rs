@@ -8,23 +8,25 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::io::Read;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use data_encoding::HEXLOWER;
-use memmap2::Mmap;
-use rayon::prelude::*;
-use safetensors::SafeTensors;
+use memmap2::{Mmap, UncheckedAdvice};
+use safetensors::{SafeTensorError, SafeTensors};
 use sha2::{Digest, Sha256};
 
-use crate::device::random::{RandomMatrix, uniform};
 use crate::device::{Dtype, Tensor};
 use crate::model::config::ExpertForm;
 use crate::model::error::ModelError;
 use crate::model::expert_names;
+use crate::model::random_weights::RandomWeights;
 
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 /// Maximum size of the index: about 300,000 tensors.
 const INDEX_BYTES_MAX: u64 = 64 << 20;
+/// Pages of the files are released whenever so many bytes of tensors were handed out.
+const RELEASE_BYTES: usize = 64 << 20;
 /// Maximum number of files in an index.
 const FILES_MAX: usize = 4096;
 
@@ -36,7 +38,6 @@ pub trait WeightSource: Sync {
     /// # Errors
     /// The tensor is missing, has another shape, or has an unsupported number format.
     fn tensor(&self, name: &str, rows: Option<usize>, columns: usize) -> Result<StoredTensor<'_>, ModelError>;
-    /// The file that holds `name`, for error messages.
     /// A tensor of bytes, whose meaning its reader knows.
     ///
     /// # Errors
@@ -44,6 +45,7 @@ pub trait WeightSource: Sync {
     fn bytes(&self, name: &str, _rows: usize, _columns: usize) -> Result<Cow<'_, [u8]>, ModelError> {
         Err(missing(self.path_of(name), name))
     }
+    /// The file that holds `name`, for error messages.
     fn path_of(&self, name: &str) -> &Path;
     /// `Some`: the weights are random, and a device may generate them itself.
     fn random(&self) -> Option<&RandomWeights> {
@@ -85,6 +87,8 @@ pub struct Weights {
     headers: Headers,
     /// One mapping per file.
     maps: Vec<Mmap>,
+    /// Bytes of tensors that were handed out so far.
+    handed_out: AtomicUsize,
     /// Key: the tensor's canonical name.
     tensors: HashMap<String, TensorLocation>,
 }
@@ -271,6 +275,7 @@ impl Weights {
         Ok(Weights {
             headers: Headers { dir, files, index },
             maps,
+            handed_out: AtomicUsize::new(0),
             tensors,
         })
     }
@@ -303,7 +308,24 @@ impl Weights {
     }
 
     fn data(&self, header: &Header, location: &TensorLocation) -> Cow<'_, [u8]> {
-        Cow::Borrowed(&self.maps[location.file][header.tensors[&location.name].bytes.clone()])
+        let data = &self.maps[location.file][header.tensors[&location.name].bytes.clone()];
+        let before = self.handed_out.fetch_add(data.len(), Ordering::Relaxed);
+        if before / RELEASE_BYTES < (before + data.len()) / RELEASE_BYTES {
+            self.release_pages();
+        }
+        Cow::Borrowed(data)
+    }
+
+    /// Unmaps the pages that were read, which the process would hold beside the loaded model until the
+    /// files are closed.
+    fn release_pages(&self) {
+        for map in &self.maps {
+            // SAFETY: the mapping is of a file and read-only, so a page that is needed still is read
+            // from the file again.
+            let advised = unsafe { map.unchecked_advise(UncheckedAdvice::DontNeed) };
+            // Without it, loading takes more memory, and nothing else changes.
+            advised.unwrap_or_else(|error| tracing::debug!("pages of the weights stay mapped: {error}"));
+        }
     }
 }
 
@@ -342,7 +364,19 @@ impl Header {
         // only change numbers, since all offsets are checked against the mapping's length.
         let map = unsafe { Mmap::map(&file) }.map_err(|e| ModelError::read(&path, e))?;
         let broken = |message: String| ModelError::broken(&path, format!("not a sound safetensors file: {message}"));
-        let (header_bytes, metadata) = SafeTensors::read_metadata(&map).map_err(|e| broken(e.to_string()))?;
+        let (header_bytes, metadata) = SafeTensors::read_metadata(&map).map_err(|error| {
+            use SafeTensorError::{HeaderTooSmall, InvalidHeaderLength, MetadataIncompleteBuffer};
+            let is_short = matches!(error, HeaderTooSmall | InvalidHeaderLength | MetadataIncompleteBuffer);
+            let hint = if is_short {
+                format!(
+                    "; it has {} bytes: if its copy or download was cut off, fetch it again",
+                    map.len()
+                )
+            } else {
+                String::new()
+            };
+            broken(format!("{error}{hint}"))
+        })?;
         // Eight bytes with the header's length precede the header.
         let start = 8 + header_bytes;
         let mut tensors = BTreeMap::new();
@@ -512,78 +546,4 @@ pub fn checkpoint_hash(dir: &Path) -> Result<String, ModelError> {
         }
     }
     Ok(HEXLOWER.encode(&hash.finalize()))
-}
-
-/// Random numbers per task of a thread.
-const RANDOM_TASK_VALUES: usize = 1 << 16;
-
-/// Random weights, the same for the same seed. Matrices are uniform with variance 1 / columns,
-/// norms are 1, biases 0.
-pub struct RandomWeights {
-    pub seed: u64,
-    pub dtype: Dtype,
-}
-
-impl RandomWeights {
-    /// The parameters of the matrix `name`; its seed depends on the name.
-    pub fn matrix(&self, name: &str, rows: usize, columns: usize) -> RandomMatrix {
-        RandomMatrix {
-            seed: name
-                .bytes()
-                .fold(self.seed, |s, b| (s ^ b as u64).wrapping_mul(0x0100_0000_01b3)),
-            rows,
-            columns,
-            scale: (3.0 / columns as f32).sqrt(),
-        }
-    }
-}
-
-impl WeightSource for RandomWeights {
-    fn tensor(&self, name: &str, rows: Option<usize>, columns: usize) -> Result<StoredTensor<'_>, ModelError> {
-        let count = rows
-            .unwrap_or(1)
-            .checked_mul(columns)
-            .filter(|n| *n <= isize::MAX as usize / 4)
-            .ok_or_else(|| ModelError::Options(format!("tensor `{name}` is too large")))?;
-        let constant = match rows {
-            Some(_) => None,
-            None if name.ends_with("bias") => Some(0.0),
-            None => Some(1.0),
-        };
-        let RandomMatrix { seed, scale, .. } = self.matrix(name, rows.unwrap_or(1), columns);
-        let size = self.dtype.bytes();
-        let mut data = vec![0u8; count * size];
-        // Each number depends only on its position, so threads can generate them independently.
-        data.par_chunks_mut(RANDOM_TASK_VALUES * size)
-            .enumerate()
-            .for_each(|(task, part)| {
-                for (i, out) in part.chunks_exact_mut(size).enumerate() {
-                    let index = (task * RANDOM_TASK_VALUES + i) as u64;
-                    let x = constant.unwrap_or_else(|| scale * uniform(seed, index));
-                    match self.dtype {
-                        Dtype::F32 => out.copy_from_slice(&x.to_le_bytes()),
-                        Dtype::F16 => out.copy_from_slice(&half::f16::from_f32(x).to_le_bytes()),
-                        Dtype::Bf16 => out.copy_from_slice(&half::bf16::from_f32(x).to_le_bytes()),
-                    }
-                }
-            });
-        Ok(StoredTensor {
-            dtype: self.dtype,
-            rows: rows.unwrap_or(1),
-            columns,
-            data: Cow::Owned(data),
-        })
-    }
-
-    fn path_of(&self, _name: &str) -> &Path {
-        Path::new("random weights")
-    }
-
-    fn random(&self) -> Option<&RandomWeights> {
-        (self.dtype == Dtype::Bf16).then_some(self)
-    }
-
-    fn is_canonical(&self) -> bool {
-        true
-    }
 }
