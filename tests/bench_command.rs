@@ -2,7 +2,9 @@
 
 use std::fs;
 
-use serde_json::Value;
+use safetensors::Dtype;
+use safetensors::tensor::TensorView;
+use serde_json::{Value, json};
 
 use crate::support::{Run, arg, gristmill, root};
 
@@ -85,6 +87,36 @@ fn a_configuration_alone_is_enough_for_random_weights() {
     let found = run(&["--load-format", "dummy"], 0).stdout;
     let found: Value = serde_json::from_str(found.lines().last().unwrap()).unwrap();
     assert_eq!((&found["generated_tokens"], &found["failed"]), (&12.into(), &0.into()));
+    // No speed is told of requests that all failed.
+    let failed = run(&["--load-format", "dummy", "--context", "10"], 1);
+    assert_eq!(failed.stdout, "");
+    assert!(
+        failed.stderr.contains("all requests failed: no speed was measured"),
+        "{}",
+        failed.stderr
+    );
+    // A model that no machine's memory holds is refused before it is made.
+    let path = folder.path().join("config.json");
+    let mut config: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    for (key, value) in [
+        ("num_hidden_layers", 1024),
+        ("hidden_size", 16_384),
+        ("head_dim", 64),
+        ("intermediate_size", 1_000_000),
+    ] {
+        config[key] = value.into();
+    }
+    fs::write(&path, config.to_string()).unwrap();
+    for (precision, smaller) in [("f32", "choose `precision: int8`"), ("int8", "choose a smaller model")] {
+        let large = run(&["--load-format", "dummy", "--precision", precision], 2);
+        for words in ["the model's weights take ", " of memory", smaller] {
+            assert!(
+                large.stderr.contains(words),
+                "`{words}` is missing in: {}",
+                large.stderr
+            );
+        }
+    }
 }
 
 #[test]
@@ -109,10 +141,81 @@ fn what_cannot_be_run_is_one_line() {
             2,
             vec!["avx1024", "portable"],
         ),
+        (
+            vec!["--model", arg(&model), "--kv-memory", "1073741824"],
+            2,
+            vec!["keys and values get 1125899.9 GB", "`--kv-memory MIB`"],
+        ),
     ] {
         let run = Run::of(&mut gristmill(&[&["bench"], &args[..]].concat())).expect(code);
         for word in words {
             assert!(run.stderr.contains(word), "`{word}` is missing in: {}", run.stderr);
         }
     }
+}
+
+/// Pages of the files that were read do not add to the memory that the loaded model takes.
+#[test]
+fn loading_holds_few_pages_of_the_files() {
+    let (hidden, inner, layers, vocabulary) = (512, 4096, 12, 2048);
+    let folder = tempfile::tempdir().unwrap();
+    let config = json!({"architectures": ["LlamaForCausalLM"], "hidden_size": hidden, "intermediate_size": inner,
+        "num_attention_heads": 8, "num_key_value_heads": 8, "num_hidden_layers": layers, "vocab_size": vocabulary,
+        "max_position_embeddings": 512, "tie_word_embeddings": true});
+    fs::write(folder.path().join("config.json"), config.to_string()).unwrap();
+    fs::copy(
+        root().join("jobs/demo/model/tokenizer.json"),
+        folder.path().join("tokenizer.json"),
+    )
+    .unwrap();
+    let mut shapes = vec![
+        ("model.embed_tokens.weight".to_string(), vec![vocabulary, hidden]),
+        ("model.norm.weight".to_string(), vec![hidden]),
+    ];
+    for layer in 0..layers {
+        for (name, shape) in [
+            ("self_attn.q_proj", vec![hidden, hidden]),
+            ("self_attn.k_proj", vec![hidden, hidden]),
+            ("self_attn.v_proj", vec![hidden, hidden]),
+            ("self_attn.o_proj", vec![hidden, hidden]),
+            ("mlp.gate_proj", vec![inner, hidden]),
+            ("mlp.up_proj", vec![inner, hidden]),
+            ("mlp.down_proj", vec![hidden, inner]),
+            ("input_layernorm", vec![hidden]),
+            ("post_attention_layernorm", vec![hidden]),
+        ] {
+            shapes.push((format!("model.layers.{layer}.{name}.weight"), shape));
+        }
+    }
+    let numbers: Vec<u8> = (0..inner * hidden)
+        .flat_map(|i| ((i * 7 % 101) as f32 / 1000.0 - 0.05).to_le_bytes())
+        .collect();
+    let views = shapes.iter().map(|(name, shape)| {
+        let bytes = &numbers[..4 * shape.iter().product::<usize>()];
+        (name, TensorView::new(Dtype::F32, shape.clone(), bytes).unwrap())
+    });
+    let file = folder.path().join("model.safetensors");
+    safetensors::serialize_to_file(views, None, &file).unwrap();
+    let file_bytes = fs::metadata(&file).unwrap().len();
+    let size = ["--requests", "2", "--input-len", "20", "--output-len", "2", "--json"];
+    let args = [
+        &[
+            "bench",
+            "--model",
+            arg(folder.path()),
+            "--precision",
+            "int8",
+            "--kv-memory",
+            "32",
+        ],
+        &size[..],
+    ]
+    .concat();
+    let found = Run::of(&mut gristmill(&args)).expect(0).json();
+    let peak = found["peak_memory_bytes"].as_u64().unwrap();
+    // A quarter of the file for the model in 8 bits, 64 MiB of pages, 32 of keys and values, and the program itself.
+    assert!(
+        file_bytes > 300 << 20 && peak < file_bytes * 3 / 4,
+        "{peak} of {file_bytes} bytes"
+    );
 }

@@ -45,7 +45,8 @@ fn a_calibrated_model_labels_as_well_and_is_another_model() {
     assert_ne!(hash(Precision::Int8), int8_before);
 
     let refused = run(&["run", arg(&job), "--limit", "50", "--quiet"]).expect(2);
-    assert!(refused.stderr.contains("model"), "{}", refused.stderr);
+    let words = "began with another model, or another `channels.safetensors` beside it";
+    assert!(refused.stderr.contains(words), "{}", refused.stderr);
     let labelled = run(&["run", arg(&job), "--limit", "400", "--quiet", "--json"])
         .expect(0)
         .json();

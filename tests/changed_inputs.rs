@@ -327,6 +327,7 @@ fn a_job_that_is_done_is_not_done_with_other_inputs() {
                 assert!(said.contains("is already done"), "{said}");
             }
         };
+        let planned = || run(&["plan", arg(&job), "--json"]).expect(0).json()["warnings"].to_string();
         let refused = |why: &str| {
             for command in commands {
                 let said = run(command).expect(2).stderr;
@@ -336,9 +337,15 @@ fn a_job_that_is_done_is_not_done_with_other_inputs() {
                 );
                 assert!(said.contains(why) && said.contains("another `output.uri`"), "{said}");
             }
+            let said = planned();
+            assert!(
+                said.contains("`run` will refuse this job: ") && said.contains(why),
+                "{said}"
+            );
         };
         restore(&input);
         done();
+        assert_eq!(planned(), "[]");
         let mut other = bytes.clone();
         let at = other.iter().position(|byte| byte.is_ascii_digit()).unwrap();
         other[at] = b'7';

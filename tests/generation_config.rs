@@ -315,6 +315,16 @@ fn what_is_not_done_is_refused_and_neutral_goes_on() {
         plan.stderr
     );
     assert_eq!(plan.json()["warnings"].as_array().unwrap().len(), 2);
+    let same = "the 3 answers of a row (`generate.n`) are all the same at temperature 0";
+    for (name, temperature, is_said) in [("same", 0.0, true), ("drawn", 0.5, false)] {
+        let (path, _) = job(
+            folder,
+            name,
+            &format!("max_tokens: 4, n: 3, temperature: {temperature}"),
+        );
+        let plan = run(&["plan", arg(&path), "--json"]).expect(0).json();
+        assert_eq!(plan["warnings"].to_string().contains(same), is_said, "{plan}");
+    }
 }
 
 #[test]

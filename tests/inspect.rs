@@ -98,6 +98,51 @@ fn the_demo_model_is_described() {
     ] {
         assert!(text.contains(words), "`{words}` is missing:\n{text}");
     }
+    // Without weights and tokenizer, no job runs.
+    let folder = tempfile::tempdir().unwrap();
+    demo(folder.path(), &["config.json"]);
+    let lines = || run(&["inspect", arg(folder.path())]).expect(0).stdout;
+    let text = lines();
+    for words in [
+        "tokenizer   not there\n",
+        "refused     for nothing that is there; jobs need weights and a tokenizer, too\n",
+    ] {
+        assert!(text.contains(words), "`{words}` is missing:\n{text}");
+    }
+    demo(folder.path(), &["tokenizer.json", "tokenizer_config.json"]);
+    assert!(lines().contains("there; jobs need weights, too\n"), "{}", lines());
+    fs::remove_file(folder.path().join("tokenizer.json")).unwrap();
+    demo(folder.path(), &["model.safetensors"]);
+    assert!(lines().contains("there; jobs need a tokenizer, too\n"), "{}", lines());
+    // What jobs in 8 bits would refuse.
+    fs::write(folder.path().join("channels.safetensors"), "x").unwrap();
+    let text = run(&["inspect", arg(folder.path())]).expect(2).stdout;
+    assert!(text.contains("refused     in int8: "), "{text}");
+}
+
+/// Experts in MXFP4 are read as BF16, whatever format the other weights have.
+#[test]
+fn a_gpt_oss_is_described_without_a_format() {
+    let folder = tempfile::tempdir().unwrap();
+    let config = json!({"architectures": ["GptOssForCausalLM"], "head_dim": 64, "hidden_size": 2880,
+        "intermediate_size": 2880, "num_attention_heads": 64, "num_hidden_layers": 24, "num_key_value_heads": 8,
+        "num_local_experts": 32, "num_experts_per_tok": 4, "vocab_size": 201_088, "tie_word_embeddings": false,
+        "quantization_config": {"quant_method": "mxfp4"}, "rope_scaling": {"rope_type": "yarn", "factor": 32.0}});
+    fs::write(folder.path().join("config.json"), config.to_string()).unwrap();
+    let text = run(&["inspect", arg(folder.path())]).expect(0).stdout;
+    for words in [
+        "parameters  20,914,757,184, 4,193,246,784",
+        " of them for a token, in mxfp4\n",
+        "cpu  f32        41.8 GB ",
+    ] {
+        assert!(text.contains(words), "`{words}` is missing:\n{text}");
+    }
+    let mixtral = json!({"architectures": ["MixtralForCausalLM"], "hidden_size": 64, "intermediate_size": 64,
+        "num_attention_heads": 4, "num_hidden_layers": 2, "num_key_value_heads": 2, "vocab_size": 512,
+        "num_local_experts": 4, "num_experts_per_tok": 2});
+    fs::write(folder.path().join("config.json"), mixtral.to_string()).unwrap();
+    let text = run(&["inspect", arg(folder.path())]).expect(0).stdout;
+    assert!(text.contains(" of them for a token\n"), "{text}");
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! `gristmill doctor JOB.yaml`: model, store and queue, each with what to do.
 
 use std::fs;
+use std::path::Path;
 
 use serde_json::Value;
 
@@ -40,6 +41,26 @@ fn a_sound_job_is_all_right_and_nothing_is_left_behind() {
             .contains("holds job `small`"),
         "{begun}"
     );
+    assert_eq!(warnings(&job), "[]");
+    // The same output with another job file: what `run` would say of it.
+    let text = fs::read_to_string(&job).unwrap();
+    fs::write(&job, text.replace("max_tokens: 1", "max_tokens: 2")).unwrap();
+    let other = run(&["doctor", arg(&job), "--json"]).expect(1).json();
+    let refused = run(&["run", arg(&job)]).expect(2);
+    for said in [
+        check(&other, "store")["said"].as_str().unwrap(),
+        &warnings(&job),
+        &refused.stderr,
+    ] {
+        for words in ["belongs to job `small`", "`generate.max_tokens` was"] {
+            assert!(said.contains(words), "{said}");
+        }
+    }
+}
+
+/// What `plan` warns of.
+fn warnings(job: &Path) -> String {
+    run(&["plan", arg(job), "--json"]).expect(0).json()["warnings"].to_string()
 }
 
 #[test]

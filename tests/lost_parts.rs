@@ -68,6 +68,26 @@ fn a_lost_part_is_made_again_byte_for_byte() {
     }
 }
 
+/// As `verify` advises.
+#[test]
+fn a_damaged_part_is_moved_away_and_made_again() {
+    let folder = tempfile::tempdir().unwrap();
+    let (job, output) = job(folder.path(), "parquet");
+    run(&["run", arg(&job), "--quiet"]).expect(3);
+    let part = part(&output, "parquet", 4);
+    let bytes = fs::read(&part).unwrap();
+    fs::write(&part, &bytes[..bytes.len() / 2]).unwrap();
+    let verified = run(&["verify", arg(&output)]).expect(1).stderr;
+    assert!(
+        verified.contains("move it away, then `gristmill run` builds it again"),
+        "{verified}"
+    );
+    fs::rename(&part, folder.path().join("damaged")).unwrap();
+    run(&["run", arg(&job), "--quiet"]).expect(3);
+    assert_eq!(fs::read(&part).unwrap(), bytes);
+    run(&["verify", arg(&output), "--inputs"]).expect(0);
+}
+
 #[test]
 fn a_part_that_cannot_be_made_again_leaves_the_job_unfinished() {
     let folder = tempfile::tempdir().unwrap();

@@ -121,7 +121,7 @@ fn tokenizers_in_other_forms() {
         &[("vocab.json", "{}"), ("merges.txt", "")],
         &["vocab.json", "save_pretrained"],
     );
-    tokenizer_is(&[], &["holds no `tokenizer.json`"]);
+    tokenizer_is(&[], &["holds no tokenizer: neither `tokenizer.json` nor"]);
     folder_refused(&[("tekken.json", "{}")], &["tekken.json", "config.json"]);
 }
 

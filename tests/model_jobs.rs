@@ -68,3 +68,31 @@ fn each_small_model_answers_a_job_as_transformers_does() {
         }
     }
 }
+
+/// GPUs alone compute in FP8, and they do not run each model: no command takes a job that nothing could run.
+#[test]
+fn a_job_in_fp8_of_a_model_without_gpu_is_refused_everywhere() {
+    for (name, why) in [
+        ("deepseek3-groups", "latents"),
+        ("qwen3next-experts", "recurrent layers"),
+    ] {
+        let reference = Reference::load(name);
+        let folder = tempfile::tempdir().unwrap();
+        let job = job(folder.path(), name, &reference);
+        let text = fs::read_to_string(&job).unwrap();
+        for formats in ["precision: fp8", "precision: int8\nkv_cache: fp8"] {
+            fs::write(&job, text.replace("precision: f32", formats)).unwrap();
+            for command in [&["plan"][..], &["run"], &["submit", "--no-enqueue"]] {
+                run(&[command, &[arg(&job)]].concat()).expect(2).one_line(&[
+                    "no device computes this model in ",
+                    "a CPU does not compute in fp8",
+                    why,
+                    "use a CPU (`--device cpu`), and another precision",
+                ]);
+            }
+            let doctor = run(&["doctor", arg(&job)]).expect(1).stdout;
+            assert!(doctor.contains("no device computes"), "{doctor}");
+        }
+        assert!(!folder.path().join("out").exists());
+    }
+}

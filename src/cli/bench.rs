@@ -22,8 +22,8 @@ use crate::engine::request::Request;
 use crate::engine::{Engine, Forward, Generator};
 use crate::model::config::Config;
 use crate::model::folder;
+use crate::model::random_weights::RandomWeights;
 use crate::model::shapes;
-use crate::model::weights::RandomWeights;
 use crate::model::{ActivationMaxima, Checkpoint};
 use crate::tokenizer::Tokenizer;
 use crate::worker::model::Formats;
@@ -106,6 +106,9 @@ fn run(args: &BenchArgs, dir: &Path) -> Result<Exit, Failure> {
     let warm_up_requests: Vec<Request> = requests.iter().take(args.warm_up).cloned().collect();
     run_requests(&mut engine, warm_up_requests)?;
     let (figures, steps) = measure(args, &mut engine, requests, (device, formats))?;
+    if figures.failed == figures.requests {
+        return Err(Failure::from(anyhow!("all requests failed: no speed was measured")));
+    }
     if let Some(path) = &args.svg {
         let title = format!(
             "{}, {}: {:.0} tokens/s",
@@ -158,7 +161,13 @@ fn engine(
             seed: args.seed,
             dtype: Dtype::Bf16,
         };
-        load_on_device(bench_model.config.clone(), &weights, device, &options, &args.engine)?
+        load_on_device(
+            bench_model.config.clone(),
+            (&weights, weights.dtype),
+            device,
+            &options,
+            &args.engine,
+        )?
     };
     if args.explain {
         model.time_operations();

@@ -12,6 +12,7 @@ use crate::cli::enqueue::{QueueTarget, capacity_text};
 use crate::cli::exit::{Exit, Failure, one_line};
 use crate::cli::output::output_of;
 use crate::cli::prepare::PreparedJob;
+use crate::cli::same_job::check_empty;
 use crate::dataset::store::clients::redacted;
 use crate::dataset::store::location::Location;
 use crate::job::{Job, Parameters};
@@ -36,9 +37,10 @@ pub(super) async fn checkup(args: &DoctorArgs, path: &Path) -> Result<Exit, Fail
     let parameters = Parameters::new(&job_args.set).map_err(|why| Failure::bad_job(anyhow::anyhow!(why)))?;
     let job = Job::load(path, &parameters).map_err(Failure::bad_job)?;
     let mut checks = Vec::new();
+    let (model, prepared) = check_model(&job_args).await;
     for check in [
-        check_model(&job_args).await,
-        check_store(&job).await,
+        model,
+        check_store(&job, prepared.as_ref()).await,
         check_queue(args, &job).await,
     ] {
         if !args.json {
@@ -67,27 +69,35 @@ impl Check {
 }
 
 /// Checks config, tokenizer, templates, weight headers, and whether the answers' output constraint
-/// is possible.
-async fn check_model(args: &JobArgs) -> Check {
-    let prepared = async {
+/// is possible. Returns the job, too, if they are right.
+async fn check_model(args: &JobArgs) -> (Check, Option<PreparedJob>) {
+    let checked = async {
         // Any device will do, since it does not affect the check of the model's files.
         let mut prepared = PreparedJob::prepare(args, None, || Ok(ResolvedDevice::Cpu)).await?;
-        prepared.resolve_settings(None)?;
+        // The check of the store reports a ledger that cannot be read.
+        let begun = Ledger::open(&prepared.output).await.ok().flatten();
+        prepared.resolve_settings(begun.as_ref())?;
         prepared.check_constraint()?;
         prepared.warn();
         let context = prepared.model.context_tokens(&prepared.job).map_err(Failure::bad_job)?;
-        let dir = prepared.model.dir.display();
-        Ok(format!(
-            "`{dir}`: config, tokenizer and weights fit; {} tokens of context",
-            number(context.into())
-        ))
+        Ok::<_, Failure>((prepared, context))
     };
-    Check::of("model", prepared.await)
+    match checked.await {
+        Err(failure) => (Check::of("model", Err(failure)), None),
+        Ok((prepared, context)) => {
+            let said = format!(
+                "`{}`: config, tokenizer and weights fit; {} tokens of context",
+                prepared.model.dir.display(),
+                number(context.into())
+            );
+            (Check::of("model", Ok(said)), Some(prepared))
+        }
+    }
 }
 
 /// Checks that the store supports a job's writes, by the same trial writes as `run` and `submit` do
-/// before they write a record.
-async fn check_store(job: &Job) -> Check {
+/// before they write a record, and that the output holds no other job.
+async fn check_store(job: &Job, prepared: Option<&PreparedJob>) -> Check {
     let checked = async {
         let output = output_of(job)?;
         let url = redacted(&output.url);
@@ -100,6 +110,9 @@ async fn check_store(job: &Job) -> Check {
         }
         trial?;
         if let Some(ledger) = begun {
+            if let Some(prepared) = prepared {
+                prepared.check_same_file(&ledger)?;
+            }
             return Ok(format!(
                 "`{url}`: conditional create and read work (tried below `_gristmill/tmp/`); it holds job `{}`, and only that job's file can continue it",
                 ledger.job().name
@@ -111,17 +124,6 @@ async fn check_store(job: &Job) -> Check {
         ))
     };
     Check::of("store", checked.await)
-}
-
-/// Checks that a new job's output is empty.
-async fn check_empty(output: &Location) -> Result<(), Failure> {
-    match Store::new(output)?.first_visible().await? {
-        None => Ok(()),
-        Some(found) => Err(Failure::bad_job(anyhow::anyhow!(
-            "`{}` holds `{found}`, which no job of gristmill put there: choose an empty folder as `output.uri`",
-            output.url
-        ))),
-    }
 }
 
 /// Local folders that the trial writes will create and leave empty, innermost first.

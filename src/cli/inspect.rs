@@ -15,13 +15,13 @@ use crate::cli::exit::{Exit, Failure, one_line};
 use crate::cli::model_source::bring_description;
 use crate::cli::prepare::print_warnings;
 use crate::cli::sampling::default_sampling;
-use crate::device::{Dtype, KvSpec};
+use crate::device::{Dtype, KvSpec, Precision};
 use crate::job::Generate;
 use crate::job::chat::{ChatTemplate, Turn, form_of};
 use crate::job::thinking::{ModelThinking, mentioned_delimiters};
-use crate::model::config::{Config, declared_dtype};
-use crate::model::size::{ModelSize, Place, kv_bytes};
-use crate::model::{Checkpoint, folder};
+use crate::model::config::{Config, ExpertForm, declared_dtype};
+use crate::model::size::{ModelSize, Place, kv_bytes, read_as};
+use crate::model::{ActivationMaxima, Checkpoint, folder};
 use crate::report::summary::{counted, number, show_size};
 use crate::tokenizer::{Tokenizer, TokenizerConfig, TokenizerError};
 
@@ -55,7 +55,8 @@ struct Architecture {
     parameters: u64,
     /// Parameters that one token uses: of experts, those that the router chooses.
     active_parameters: u64,
-    /// Number format of most weights: of those that are there, else as `config.json` says.
+    /// Number format of most weights: of those that are there, else as `config.json` says. For
+    /// gpt-oss, that of the experts.
     format: Option<&'static str>,
     layers: usize,
     /// Layers whose attention is a sliding window.
@@ -146,8 +147,11 @@ impl Inspection {
                 let architecture = Architecture::of(&config, stored);
                 let runs_on = |place: &Place| *place == Place::Cpu || architecture.refused_on_gpu.is_none();
                 let places = Place::ALL.into_iter().filter(runs_on);
-                self.memory = memory(&config, places, stored.unwrap_or(Dtype::F32));
+                self.memory = memory(&config, places, read_as(&config, stored));
                 self.architecture = Some(architecture);
+                if let Err(why) = ActivationMaxima::of_model(dir, &config, Precision::Int8) {
+                    self.refused.push(format!("in int8: {}", one_line(&why.into())));
+                }
                 self.warnings.extend(config.warnings);
             }
             Err(error) => self.refuse(error),
@@ -247,6 +251,9 @@ impl Inspection {
         let there = |is_there| if is_there { "there, and fit" } else { "not there" };
         if self.architecture.is_some() {
             lines.push(format!("weights     {}", there(self.weights)));
+            if !self.tokenizer && self.refused.is_empty() {
+                lines.push("tokenizer   not there".into());
+            }
         }
         lines.extend(memory_table(&self.memory, self.architecture.as_ref()));
         let refused_on_gpu = self.architecture.as_ref().and_then(|it| it.refused_on_gpu.as_ref());
@@ -264,7 +271,13 @@ impl Inspection {
             }
         }
         if self.refused.is_empty() {
-            lines.push("refused     for nothing".into());
+            let missing = match (self.weights, self.tokenizer) {
+                (true, true) => "",
+                (true, false) => " that is there; jobs need a tokenizer, too",
+                (false, true) => " that is there; jobs need weights, too",
+                (false, false) => " that is there; jobs need weights and a tokenizer, too",
+            };
+            lines.push(format!("refused     for nothing{missing}"));
         }
         lines.extend(self.refused.iter().map(|why| format!("refused     {why}")));
         lines
@@ -281,7 +294,10 @@ impl Architecture {
             family: config.family.name(),
             parameters: size.parameters(),
             active_parameters: size.active_parameters(),
-            format: stored.map(Dtype::name),
+            format: match config.expert_form() {
+                ExpertForm::Mxfp4 => Some("mxfp4"),
+                ExpertForm::Matrices | ExpertForm::Transposed => stored.map(Dtype::name),
+            },
             layers: config.layers.len(),
             window_layers: windows.count(),
             vocabulary: config.vocab_size,
@@ -305,11 +321,15 @@ impl Architecture {
             String::new()
         };
         let active = if self.active_parameters < self.parameters {
-            format!(", {} of them for a token,", number(self.active_parameters))
+            format!(", {} of them for a token", number(self.active_parameters))
         } else {
             String::new()
         };
-        let format = self.format.map(|format| format!(" in {format}")).unwrap_or_default();
+        let comma = if active.is_empty() { "" } else { "," };
+        let format = self
+            .format
+            .map(|format| format!("{comma} in {format}"))
+            .unwrap_or_default();
         vec![
             format!(
                 "family      {}: {}{windows}",

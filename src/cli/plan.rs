@@ -55,6 +55,8 @@ pub(super) async fn plan(args: PlanArgs) -> Result<Exit, Failure> {
     let inputs = prepared.plan().await?;
     let (stream, has_begun) = prepared.stream(begun.as_ref());
     let renderer = Arc::new(prepared.renderer(&stream)?);
+    let refusal = prepared.output_refusal(begun.as_ref()).await?;
+    let refusal = refusal.map(|why| format!("`run` will refuse this job: {why}"));
     let (changed_input_lines, skipped_file_note) = match begun.as_ref().filter(|_| has_begun) {
         Some(ledger) => (changed_input_lines(ledger).await?, skipped_file_note(ledger).await),
         None => (Vec::new(), None),
@@ -62,7 +64,7 @@ pub(super) async fn plan(args: PlanArgs) -> Result<Exit, Failure> {
     let preflight = read_all(&renderer, &inputs, args.preview).await?;
     let estimate = estimate_time(&prepared, &preflight, args.tokens_per_second).await?;
     // Another machine may run the job, so this is only a warning.
-    let device_warning = prepared.check_device().err().map(|why| one_line(&why));
+    let device_warning = prepared.check_device(None).err().map(|why| one_line(&why));
     let command_warning = on_finish::check_command(&prepared)
         .err()
         .map(|failure| one_line(&failure.error));
@@ -72,6 +74,7 @@ pub(super) async fn plan(args: PlanArgs) -> Result<Exit, Failure> {
             .iter()
             .chain(&device_warning)
             .chain(&command_warning)
+            .chain(&refusal)
             .chain(&skipped_file_note),
     );
     if args.json {
@@ -82,6 +85,7 @@ pub(super) async fn plan(args: PlanArgs) -> Result<Exit, Failure> {
                 device_warning
                     .into_iter()
                     .chain(command_warning)
+                    .chain(refusal)
                     .chain(skipped_file_note)
                     .map(Into::into),
             );

@@ -9,6 +9,7 @@ use anyhow::Context;
 use crate::cli::args::JobArgs;
 use crate::cli::device_choice::ResolvedDevice;
 use crate::cli::exit::Failure;
+use crate::cli::memory;
 use crate::cli::model_source::{open_job_model, output_location};
 use crate::cli::output::output_of;
 use crate::cli::recheck::RecheckSample;
@@ -19,8 +20,8 @@ use crate::dataset::output::{OutputColumns, OutputSchema};
 use crate::dataset::plan::Format;
 use crate::dataset::plan::planner::{InputPlan, PlanRequest, hash_inputs, plan_inputs};
 use crate::dataset::store::location::Location;
+use crate::device::{KvFormat, Precision};
 use crate::engine::constraint::Constraint;
-use crate::job::difference::{Difference, differences};
 use crate::job::file::{self, OutputFormat};
 use crate::job::generate::ConstraintSpec;
 use crate::job::on_finish::OnFinish;
@@ -29,7 +30,8 @@ use crate::job::spec::{Job, PromptKind};
 use crate::job::thinking::ModelThinking;
 use crate::job::{JobError, Parameters, Renderer};
 use crate::ledger::keys::sha256;
-use crate::ledger::{JobDraft, JobIdentity, JobLimits, Ledger, LedgerError, Unfinished};
+use crate::ledger::{JobDraft, JobIdentity, JobLimits, Ledger, Unfinished};
+use crate::model::config::Config;
 use crate::report::summary::{counted, number};
 use crate::signing::Signing;
 use crate::worker::model::{Formats, ModelFiles, PromptSettings};
@@ -79,6 +81,7 @@ impl PreparedJob {
             recheck.map(|settings| RecheckSample::new(&job, job_formats, settings, "`report.recheck.precision`"));
         let recheck = recheck.transpose()?;
         let model = open_job_model(&mut job, limit).await?;
+        refuse_fp8_without_gpu(&job, job_formats, &model.config)?;
         let output = output_location(&job, limit).await?;
         Ok(PreparedJob {
             job: Arc::new(job),
@@ -171,7 +174,7 @@ impl PreparedJob {
     pub(super) fn thinking_line(&self) -> Option<String> {
         let generate = &self.job.generate;
         let set_by = match generate.source("max_tokens") {
-            Some(Source::Default) => "which `generate.max_tokens` sets",
+            Some(Source::Default) => "unless `generate.max_tokens` says otherwise",
             Some(Source::Job) => "by the job",
             _ => "by the checkpoint",
         };
@@ -359,14 +362,18 @@ impl PreparedJob {
         }
     }
 
-    /// Checks that the device supports its model and number formats.
-    pub(super) fn check_device(&self) -> anyhow::Result<()> {
+    /// Checks that the device supports the job's model and number formats, and that a CPU has the
+    /// memory. `kv_memory`: the value of `--kv-memory`.
+    pub(super) fn check_device(&self, kv_memory: Option<u64>) -> anyhow::Result<()> {
+        let (config, formats) = (&self.model.config, self.formats());
         if let ResolvedDevice::Cuda(_) = self.device {
-            self.model.config.refuse_on_gpu()?;
+            config.refuse_on_gpu()?;
         }
-        let formats = self.formats();
-        check_formats(formats, self.device)
-            .with_context(|| format!("{}: in {formats}, it cannot run here", self.job.file))
+        let checked = check_formats(formats, self.device).and_then(|()| match self.device {
+            ResolvedDevice::Cpu => memory::check(config, self.model.stored, formats.precision, kv_memory),
+            ResolvedDevice::Cuda(_) => Ok(()),
+        });
+        checked.with_context(|| format!("{}: in {formats}, it cannot run here", self.job.file))
     }
 
     /// The number formats to compute in, resolved.
@@ -375,7 +382,7 @@ impl PreparedJob {
     }
 
     /// Hash of the job file and of a trial's row limit.
-    fn job_hash(&self) -> String {
+    pub(super) fn job_hash(&self) -> String {
         match self.limit {
             None => self.job.hash().to_string(),
             Some(rows) => sha256(format!("{} limit {rows}", self.job.hash()).as_bytes()),
@@ -397,40 +404,6 @@ impl PreparedJob {
             precision: self.formats().precision_name().into(),
             kv_cache: self.formats().recorded_kv(),
         })
-    }
-
-    /// Whether `ledger` is of a job file with this content, also by the hash of an older gristmill.
-    fn is_record_of_job(&self, ledger: &Ledger) -> bool {
-        let record = ledger.job();
-        let recorded_hash = &record.identity.job_hash;
-        let matches_older_hash = self.limit.is_none() && self.job.has_hash(recorded_hash, record.usd_per_hour);
-        matches_older_hash || *recorded_hash == self.job_hash()
-    }
-
-    /// Checks that `ledger` is of this job, also by the hash of an older gristmill. Warns about
-    /// changed settings of the job file that a begun job ignores.
-    pub(super) fn check_same_job(&self, ledger: &Ledger, identity: &JobIdentity) -> Result<(), LedgerError> {
-        let changes = differences(&ledger.job().resolved, &self.job.resolved());
-        let mut identity = identity.clone();
-        if self.is_record_of_job(ledger) {
-            identity.job_hash = ledger.job().identity.job_hash.clone();
-        } else if let Some(what) = Difference::list(changes.iter().filter(|one| one.makes_another_job())) {
-            return Err(LedgerError::conflict(format!(
-                "output `{}` belongs to job `{}` ({}), whose job file differed from this one: {what}; take that back, or choose \
-                 another `output.uri`",
-                ledger.store().url(),
-                ledger.job().name,
-                ledger.job().job,
-            )));
-        }
-        ledger.check_same_job(&self.job.name, &identity)?;
-        if let Some(what) = Difference::list(changes.iter().filter(|one| one.is_fixed_at_start())) {
-            eprintln!(
-                "gristmill: warning: {}: the job goes on as it began: {what}",
-                self.job.file
-            );
-        }
-        Ok(())
     }
 
     /// Columns of the output besides the carried ones.
@@ -538,6 +511,18 @@ impl PreparedJob {
             }
             checked => checked.map_err(Failure::bad_job),
         }
+    }
+}
+
+/// Refuses a job that no device computes: only GPUs compute in FP8, and they do not run each model.
+fn refuse_fp8_without_gpu(job: &Job, formats: Formats, config: &Config) -> Result<(), Failure> {
+    let is_fp8 = formats.precision == Precision::Fp8 || formats.kv == KvFormat::Fp8;
+    match config.refuse_on_gpu() {
+        Err(why) if is_fp8 => Err(Failure::bad_job(anyhow::anyhow!(
+            "{}: no device computes this model in {formats}: a CPU does not compute in fp8, and {why}, and another precision",
+            job.file
+        ))),
+        _ => Ok(()),
     }
 }
 

@@ -11,13 +11,14 @@ use crate::cli::exit::{Exit, Failure, one_line};
 use crate::cli::inputs;
 use crate::cli::limits::{apply_job_file, reached_line_with_advice};
 use crate::cli::on_finish;
-use crate::cli::output::open_ledger;
+use crate::cli::output::{open_ledger, output_of};
 use crate::cli::plan::check_any_row;
 use crate::cli::prepare::PreparedJob;
 use crate::cli::recheck;
 use crate::cli::setup::{LoadedModel, render_threads, stop_on_signals, watchdog};
 use crate::cli::summary::summary;
 use crate::dataset::DatasetError;
+use crate::dataset::store::clients::redacted;
 use crate::ledger::{Ledger, LedgerError, StopWhy};
 use crate::queue::{LocalQueue, Message};
 use crate::report::agreement;
@@ -48,7 +49,7 @@ pub(super) async fn run(args: RunArgs) -> Result<Exit, Failure> {
         }
         None => {
             // A job that this machine cannot compute must not occupy the output.
-            prepared.check_device().map_err(Failure::bad_job)?;
+            prepared.check_device(args.engine.kv_memory).map_err(Failure::bad_job)?;
             let mut plan = prepared.plan().await?;
             check_any_row(&prepared, &plan).await?;
             prepared.hash_inputs(&mut plan).await?;
@@ -304,8 +305,8 @@ async fn report(prepared: &PreparedJob, ledger: &Ledger, args: &RunArgs, stop: &
         }
         if prepared.limit.is_some() {
             println!(
-                "            a trial: the job's own output is `{}`",
-                prepared.job.output.uri
+                "            a trial: the job's own output is {}",
+                redacted(&output_of(&prepared.job)?.url)
             );
         }
     }

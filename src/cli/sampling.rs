@@ -106,6 +106,12 @@ fn warnings(generate: &Generate, defaults: &GenerationDefaults, file: &str) -> V
             generate.sampling.temperature
         ));
     }
+    if generate.n > 1 && generate.sampling.temperature == 0.0 {
+        warnings.push(format!(
+            "the {} answers of a row (`generate.n`) are all the same at temperature 0: `generate.sampling.temperature` above 0 draws them",
+            generate.n
+        ));
+    }
     if generate.is_from_checkpoint("repetition_penalty")
         && generate.sampling.repetition_penalty != 1.0
         && matches!(generate.shape, ConstraintSpec::Choice { .. })

@@ -9,13 +9,15 @@ use anyhow::{Context, anyhow};
 use crate::cli::args::{EngineArgs, StepLimitArgs};
 use crate::cli::device_choice::ResolvedDevice;
 use crate::cli::exit::{Exit, Failure};
+use crate::cli::memory;
 use crate::device::cpu::Threads;
 use crate::device::cuda::{Cuda, MatmulBackend};
-use crate::device::{KvFormat, Precision};
+use crate::device::{Dtype, KvFormat, Precision};
 use crate::engine::plan::Policy;
 use crate::engine::{Engine, EngineOptions, Forward, Generator};
 use crate::model::Checkpoint;
 use crate::model::config::Config;
+use crate::model::size::read_as;
 use crate::model::weights::WeightSource;
 use crate::model::{KvBudget, LoadOptions, Transformer};
 use crate::worker::model::{Formats, Model, ModelFiles};
@@ -88,13 +90,14 @@ pub(super) fn load_model(
     args: &EngineArgs,
 ) -> Result<Box<dyn Forward + Send>, Failure> {
     let checkpoint = Checkpoint::open(dir, config).map_err(Failure::bad_job)?;
-    load_on_device(checkpoint.config, &checkpoint.weights, device, options, args)
+    let stored = read_as(&checkpoint.config, checkpoint.weights.main_dtype());
+    load_on_device(checkpoint.config, (&checkpoint.weights, stored), device, options, args)
 }
 
-/// Loads a model from any source of weights onto the device.
+/// Loads a model from any source of weights, with their number format, onto the device.
 pub(super) fn load_on_device(
     config: Config,
-    weights: &dyn WeightSource,
+    (weights, stored): (&dyn WeightSource, Dtype),
     device: ResolvedDevice,
     options: &LoadOptions,
     args: &EngineArgs,
@@ -110,6 +113,7 @@ pub(super) fn load_on_device(
         return Ok(Box::new(model));
     }
     check_cpu(options.precision, options.kv_format).map_err(Failure::bad_job)?;
+    memory::check(&config, stored, options.precision, args.kv_memory).map_err(Failure::bad_job)?;
     let model = Transformer::from_weights(config, weights, options).map_err(Failure::bad_job)?;
     Ok(Box::new(model))
 }
@@ -154,7 +158,7 @@ pub(super) fn load_options(
         channels: None,
         isa: args.instructions,
         kv: match device {
-            ResolvedDevice::Cpu => KvBudget::Bytes(args.kv_memory.map_or_else(default_kv_bytes, |mib| mib << 20)),
+            ResolvedDevice::Cpu => KvBudget::Bytes(memory::kv_bytes(args.kv_memory)),
             ResolvedDevice::Cuda(_) => KvBudget::Profiled {
                 step_tokens,
                 sequences,
@@ -187,19 +191,6 @@ pub(super) fn render_threads(args: &EngineArgs) -> Result<rayon::ThreadPool, Fai
 pub(super) fn threads(args: &EngineArgs) -> usize {
     args.threads
         .unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from))
-}
-
-/// An eighth of the memory available to this process; 1 GiB if unknown.
-fn default_kv_bytes() -> u64 {
-    let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let total = meminfo.lines().find_map(|line| line.strip_prefix("MemTotal:"));
-    let kib = total.and_then(|rest| rest.trim().trim_end_matches("kB").trim().parse::<u64>().ok());
-    let machine = kib.map(|kib| kib << 10);
-    // A container's own limit, if any ("max" means none).
-    let container = std::fs::read_to_string("/sys/fs/cgroup/memory.max")
-        .ok()
-        .and_then(|max| max.trim().parse().ok());
-    machine.into_iter().chain(container).min().unwrap_or(8 << 30) / 8
 }
 
 /// SIGINT and SIGTERM end the work once finished rows are written.

@@ -39,7 +39,8 @@ impl Parameters {
         for (name, value) in given {
             if !is_name(name) {
                 return Err(format!(
-                    "`--set {name}=…`: a parameter's name is made of letters, digits and `_`, and begins with no digit"
+                    "`--set {name}=…`: a parameter's name is made of letters, digits and `_`, and begins with no digit; it stands as `${{NAME}}` in the job file, \
+                     whose other fields are changed there"
                 ));
             }
             if value.is_empty() {

@@ -420,7 +420,16 @@ impl Ledger {
             )));
         }
         let pairs = [
-            ("model", Some(&job.identity.model_hash), Some(&identity.model_hash)),
+            (
+                // What `calibrate` measures counts as part of a model in INT8.
+                if identity.precision == "int8" {
+                    "model, or another `channels.safetensors` beside it"
+                } else {
+                    "model"
+                },
+                Some(&job.identity.model_hash),
+                Some(&identity.model_hash),
+            ),
             (
                 "tokenizer",
                 Some(&job.identity.tokenizer_hash),

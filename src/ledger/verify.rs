@@ -58,6 +58,9 @@ impl Verification {
     }
 }
 
+/// What becomes of a part that is not there.
+const BUILT_AGAIN: &str = "`gristmill run` builds it again, or, after `clean`, restore it from a backup";
+
 impl Ledger {
     /// Verifies the job's output: parts against commits, rows against the shard table, counts
     /// against `_SUCCESS`. Other visible objects beside the parts are findings too.
@@ -191,14 +194,16 @@ impl Ledger {
         let Some(Some(bytes)) = bytes else {
             if let Some(None) = bytes {
                 let shard = commit.shard;
-                out.add_finding(format!("`{name}` is missing, though shard {shard} is committed"));
+                out.add_finding(format!(
+                    "`{name}` is missing, though shard {shard} is committed: {BUILT_AGAIN}"
+                ));
             }
             return Ok(out);
         };
         out.parts += 1;
         if !commit.part.matches(&bytes) {
             out.add_finding(format!(
-                "`{name}` is not the part that was committed: its size or hash differs"
+                "`{name}` is not the part that was committed, its size or hash differs: move it away, then {BUILT_AGAIN}"
             ));
         }
         let generation = match self.job().part_extension.as_str() {

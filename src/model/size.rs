@@ -124,6 +124,15 @@ impl ModelSize {
     }
 }
 
+/// The number format in which most weights are read. `stored`: that of most bytes of the files, if it is known.
+pub fn read_as(config: &Config, stored: Option<Dtype>) -> Dtype {
+    match config.expert_form() {
+        // MXFP4 is read as BF16, which holds its numbers exactly.
+        ExpertForm::Mxfp4 => Dtype::Bf16,
+        ExpertForm::Matrices | ExpertForm::Transposed => stored.unwrap_or(Dtype::F32),
+    }
+}
+
 /// Bytes of keys and values of a sequence of `tokens` tokens, in whole blocks, of which layers with
 /// windows keep those of the last window, and of its states in recurrent layers. `None`: the device
 /// keeps none in this format.

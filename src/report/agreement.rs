@@ -29,7 +29,7 @@ pub enum AgreementError {
 ///
 /// Rows without a gold value are not counted. Rows without an answer count as different.
 pub async fn of_parts(ledger: &Ledger, gold: &str) -> Result<Agreement, AgreementError> {
-    let mut sum = Agreement { equal: 0, rows: 0 };
+    let mut sum = Agreement::default();
     for shard in 0..ledger.job().shards.len() as u32 {
         let part = ledger.keys().part(shard);
         let bytes = ledger.store().get(&part, PART_BYTES_MAX).await?;
@@ -50,6 +50,7 @@ pub async fn of_parts(ledger: &Ledger, gold: &str) -> Result<Agreement, Agreemen
             let counted = compare(&batch, gold).map_err(bad)?;
             sum.equal += counted.equal;
             sum.rows += counted.rows;
+            sum.unanswered += counted.unanswered;
         }
     }
     Ok(sum)
@@ -79,10 +80,11 @@ fn compare(batch: &RecordBatch, gold: &str) -> Result<Agreement, String> {
         parsed.as_string::<i32>(),
         gold.as_string::<i32>(),
     );
-    let mut sum = Agreement { equal: 0, rows: 0 };
+    let mut sum = Agreement::default();
     for row in (0..batch.num_rows()).filter(|&row| gold.is_valid(row)) {
         let answer = [parsed, completion].into_iter().find(|answers| answers.is_valid(row));
         sum.rows += 1;
+        sum.unanswered += u64::from(answer.is_none());
         sum.equal += u64::from(answer.is_some_and(|answers| answers.value(row) == gold.value(row)));
     }
     Ok(sum)
@@ -106,6 +108,11 @@ mod tests {
 
     #[test]
     fn parsed_answers_are_compared_and_missing_ones_are_different() {
+        let counts = |equal, rows, unanswered| Agreement {
+            equal,
+            rows,
+            unanswered,
+        };
         let column = |values: [Option<&str>; 4]| Arc::new(StringArray::from(values.to_vec())) as ArrayRef;
         let batch = RecordBatch::try_from_iter_with_nullable([
             ("completion", column([Some(" a"), Some("b"), None, Some("x")]), true),
@@ -113,7 +120,7 @@ mod tests {
             ("gold", column([Some("a"), Some("b"), Some("c"), None]), true),
         ])
         .unwrap();
-        assert_eq!(compare(&batch, "gold").unwrap(), Agreement { equal: 2, rows: 3 });
+        assert_eq!(compare(&batch, "gold").unwrap(), counts(2, 3, 1));
         assert!(compare(&batch, "other").unwrap_err().contains("other"));
         let answers = Arc::new(Int64Array::from(vec![Some(1), None, None, Some(2)])) as ArrayRef;
         let objects = StructArray::from(vec![(
@@ -139,7 +146,7 @@ mod tests {
                 ("gold", column([Some(gold), Some("b"), Some("c"), None]), true),
             ])
             .unwrap();
-            assert_eq!(compare(&batch, "gold").unwrap(), Agreement { equal: 1, rows: 3 });
+            assert_eq!(compare(&batch, "gold").unwrap(), counts(1, 3, 1));
         }
     }
 }

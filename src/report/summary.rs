@@ -91,11 +91,13 @@ pub struct TokenCounts {
 }
 
 /// How often a completion equals the gold column.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct Agreement {
     pub equal: u64,
     /// Rows with a gold value.
     pub rows: u64,
+    /// Those of them without an answer, which count as different.
+    pub unanswered: u64,
 }
 
 /// The summary that `--json` prints as the last line of stdout.
@@ -179,8 +181,12 @@ impl Summary {
             lines.push(format!("cost        {}", show_dollars(usd)));
         }
         if let Some(a) = self.agreement {
+            let unanswered = match a.unanswered {
+                0 => String::new(),
+                rows => format!("; {} of them have no answer", number(rows)),
+            };
             lines.push(format!(
-                "agreement   {} of {} equal the gold column ({})",
+                "agreement   {} of {} equal the gold column ({}){unanswered}",
                 number(a.equal),
                 counted(a.rows, "row"),
                 percent(a.equal, a.rows)

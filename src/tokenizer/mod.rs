@@ -47,7 +47,10 @@ const TOKEN_ID_MAX: u32 = 1 << 24;
 /// The reason why a tokenizer is unusable. It stops the job before it starts.
 #[derive(Debug, thiserror::Error)]
 pub enum TokenizerError {
-    #[error("`{}` holds no `tokenizer.json`", .0.display())]
+    #[error(
+        "`{}` holds no tokenizer: neither `tokenizer.json` nor `tokenizer.model`, `tekken.json` or a vocabulary of tiktoken",
+        .0.display()
+    )]
     Missing(PathBuf),
     /// The tokenizer exists in a format that is not read.
     #[error("`{}` {what}", dir.display())]

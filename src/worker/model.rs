@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use chrono::{DateTime, NaiveDateTime, Utc};
 
-use crate::device::{KvFormat, Precision};
+use crate::device::{Dtype, KvFormat, Precision};
 use crate::job::precision::RequestedPrecision;
 use crate::job::spec::Job;
 use crate::job::{JobError, RenderSetup, Renderer};
@@ -16,6 +16,7 @@ use crate::ledger::{JobIdentity, Ledger};
 use crate::model::config::Config;
 use crate::model::error::ModelError;
 use crate::model::folder;
+use crate::model::size::read_as;
 use crate::model::weights::checkpoint_hash;
 use crate::model::{ActivationMaxima, Checkpoint};
 use crate::tokenizer::Tokenizer;
@@ -62,6 +63,8 @@ impl PromptSettings {
 pub struct ModelFiles {
     pub dir: PathBuf,
     pub config: Config,
+    /// The number format in which most weights are read.
+    pub stored: Dtype,
     pub tokenizer: Arc<Tokenizer>,
 }
 
@@ -70,11 +73,17 @@ impl ModelFiles {
     /// against its config.
     pub fn open(dir: PathBuf) -> anyhow::Result<ModelFiles> {
         folder::check(&dir)?;
-        folder::check_weights(&dir)?;
+        // A model that is refused is not worth a search for its weights.
         let config = Config::load(&dir)?;
+        folder::check_weights(&dir)?;
         let tokenizer = Arc::new(Tokenizer::load(&dir)?);
-        let config = Checkpoint::check(&dir, config)?;
-        Ok(ModelFiles { dir, config, tokenizer })
+        let Checkpoint { config, weights } = Checkpoint::open(&dir, config)?;
+        Ok(ModelFiles {
+            dir,
+            stored: read_as(&config, weights.main_dtype()),
+            config,
+            tokenizer,
+        })
     }
 
     /// The activation maxima per channel for INT8 smoothing: see [`ActivationMaxima::of_model`].

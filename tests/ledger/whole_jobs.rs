@@ -346,7 +346,10 @@ async fn verification_finds_what_is_wrong() {
     let findings = ledger.verify(|_| ()).await.unwrap().findings;
     assert_eq!(
         findings,
-        ["`part-00000.parquet` is not the part that was committed: its size or hash differs"]
+        [
+            "`part-00000.parquet` is not the part that was committed, its size or hash differs: move it away, then \
+          `gristmill run` builds it again, or, after `clean`, restore it from a backup"
+        ]
     );
 
     // Rows out of order, then one short.

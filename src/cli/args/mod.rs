@@ -454,7 +454,7 @@ pub(super) struct EngineArgs {
     pub threads: Option<usize>,
     /// Memory for keys and values of running sequences, in MiB (default: what is left of a GPU's; an eighth of this machine's or
     /// container's)
-    #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u64).range(1..=1 << 30))]
+    #[arg(long, value_name = "MIB", value_parser = mebibytes)]
     pub kv_memory: Option<u64>,
     /// Instructions that the CPU's kernels use: `avx512-bf16`, `avx512-vnni`, `avx2`, `portable`... (default: the best there are)
     #[arg(long, value_name = "SET")]
@@ -534,6 +534,13 @@ fn threads(text: &str) -> Result<usize, String> {
         .ok()
         .filter(|n| (1..=4096).contains(n))
         .ok_or_else(|| "give a whole number from 1 to 4096".into())
+}
+
+fn mebibytes(text: &str) -> Result<u64, String> {
+    text.parse()
+        .ok()
+        .filter(|mib| (1..=1 << 30).contains(mib))
+        .ok_or_else(|| "give a whole number of MiB, such as 2048".into())
 }
 
 fn positive_seconds(text: &str) -> Result<f64, String> {

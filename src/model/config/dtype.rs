@@ -39,6 +39,10 @@ const QUANTIZATION_FILES: [&str; 4] = [
     "quantization_config.json",
 ];
 
+/// What to do where weights are quantized.
+pub(super) const TAKE_UNQUANTIZED: &str =
+    "take the checkpoint in BF16, F16 or F32, which a job's `precision` quantizes";
+
 /// Refuses a checkpoint whose weights are quantized.
 ///
 /// # Errors
@@ -51,9 +55,7 @@ pub(super) fn refuse_quantized(dir: &Path) -> Result<(), ModelError> {
                 read_json(&path).map_or_else(|_| String::new(), |map| format!(" ({})", short(&Value::Object(map))));
             return Err(ModelError::unsupported(
                 &path,
-                format!(
-                    "the weights of this checkpoint are quantized{says}; take the one in BF16, F16 or F32, which a job's `precision` quantizes"
-                ),
+                format!("the weights of this checkpoint are quantized{says}; {TAKE_UNQUANTIZED}"),
             ));
         }
     }

@@ -2,6 +2,7 @@
 
 use serde_json::Value;
 
+use super::dtype::TAKE_UNQUANTIZED;
 use super::reader::{Reader, short};
 use super::{ExpertForm, Experts, Family, SharedExpert};
 use crate::device::{ExpertGroups, Routing, Score};
@@ -340,7 +341,7 @@ impl Reader<'_> {
         };
         if quantization.get("quant_method").and_then(Value::as_str) != Some("mxfp4") {
             return Err(self.unsupported(format!(
-                "`quantization_config` {} is not supported; experts in `mxfp4`, and weights that are not quantized, are",
+                "`quantization_config` {} is not supported, except for experts in `mxfp4`; {TAKE_UNQUANTIZED}",
                 short(quantization)
             )));
         }
@@ -652,7 +653,7 @@ mod tests {
             ),
             (
                 json!({"quantization_config": {"quant_method": "awq"}}),
-                "is not supported; experts in `mxfp4`",
+                "is not supported, except for experts in `mxfp4`; take",
             ),
             (
                 json!({"quantization_config": mxfp4.clone(), "intermediate_size": 100}),

@@ -9,6 +9,7 @@
 
 use serde_json::{Map, Value};
 
+use super::dtype::TAKE_UNQUANTIZED;
 use super::reader::{Reader, short};
 use super::{Family, generation};
 use crate::model::error::ModelError;
@@ -48,12 +49,14 @@ const USED: [&str; 19] = [
     "vocab_size",
 ];
 
+/// Keys of quantized weights: of MLX, of compressed-tensors, and of all other formats.
+const QUANTIZATION_KEYS: [&str; 3] = ["quantization", "compression_config", "quantization_config"];
+
 /// Options of other models that change results.
 const REFUSED: [(&str, Neutral); 63] = [
-    // Quantized weights: the keys of MLX, of compressed-tensors, and of all other formats.
-    ("quantization", Unset),
-    ("compression_config", Unset),
-    ("quantization_config", Unset),
+    (QUANTIZATION_KEYS[0], Unset),
+    (QUANTIZATION_KEYS[1], Unset),
+    (QUANTIZATION_KEYS[2], Unset),
     // Experts.
     ("moe_num_experts", Unset),
     ("n_routed_experts", Unset),
@@ -378,7 +381,15 @@ impl Reader<'_> {
     }
 
     fn option(&self, prefix: &str, key: &str, value: &Value) -> ModelError {
-        self.unsupported(format!("option `{prefix}{key}` ({}) is not supported", short(value)))
+        let remedy = if QUANTIZATION_KEYS.contains(&key) {
+            format!("; {TAKE_UNQUANTIZED}")
+        } else {
+            String::new()
+        };
+        self.unsupported(format!(
+            "option `{prefix}{key}` ({}) is not supported{remedy}",
+            short(value)
+        ))
     }
 
     /// Warnings about keys that have no effect.

@@ -226,7 +226,7 @@ fn config_names_templates_and_tokens() {
 fn folders_without_a_usable_tokenizer_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     let message = |dir: &Path| Tokenizer::load(dir).unwrap_err().to_string();
-    assert!(message(dir.path()).contains("holds no `tokenizer.json`"));
+    assert!(message(dir.path()).contains("holds no tokenizer: neither `tokenizer.json`"));
     std::fs::write(dir.path().join("tokenizer.model"), b"x").unwrap();
     let text = message(dir.path());
     assert!(
