@@ -27,14 +27,14 @@ pub(super) struct ModelWeights<D: Device> {
 /// The weights of the inputs of all layers on a device.
 pub(super) struct AllInputsWeights<D: Device> {
     pub table: D::Matrix,
-    pub projection: Linear<D::Matrix, D::Vector>,
+    pub projection: LinearOn<D>,
     pub norm: D::Norm,
 }
 
 /// The weights of what a layer makes of its own inputs.
 pub(super) struct InputWeights<D: Device> {
-    pub gate: Linear<D::Matrix, D::Vector>,
-    pub projection: Linear<D::Matrix, D::Vector>,
+    pub gate: LinearOn<D>,
+    pub projection: LinearOn<D>,
     pub post_norm: D::Norm,
 }
 
@@ -43,7 +43,7 @@ pub(super) struct LayerWeights<D: Device> {
     /// `None`: attention reads the residual stream as it is.
     pub attention_norm: Option<D::Norm>,
     pub mixer: Mixer<D>,
-    pub o: Linear<D::Matrix, D::Vector>,
+    pub o: LinearOn<D>,
     pub post_attention_norm: Option<D::Norm>,
     pub mlp_norm: Option<D::Norm>,
     pub mlp: MlpWeights<D>,
@@ -68,8 +68,8 @@ pub(super) enum Mixer<D: Device> {
 pub(super) struct AttentionWeights<D: Device> {
     pub spec: KvSpec,
     pub kv: LayerKv,
-    pub qkv: Linear<D::Matrix, D::Vector>,
-    pub gate: Option<Linear<D::Matrix, D::Vector>>,
+    pub qkv: LinearOn<D>,
+    pub gate: Option<LinearOn<D>>,
     pub qk_norm: Option<(D::Norm, Option<D::Norm>)>,
     pub sinks: Option<D::Vector>,
 }
@@ -118,18 +118,15 @@ impl<D: Device> AttentionWeights<D> {
 
 /// The weights of a layer's MLP on a device.
 pub(super) enum MlpWeights<D: Device> {
-    Plain {
-        gate_up: Linear<D::Matrix, D::Vector>,
-        down: Linear<D::Matrix, D::Vector>,
-    },
+    Plain { gate_up: LinearOn<D>, down: LinearOn<D> },
     Experts(ExpertWeights<D::Matrix, D::Vector>),
     Both(Box<BothWeights<D>>),
 }
 
 /// The weights of an MLP and of experts beside it.
 pub(super) struct BothWeights<D: Device> {
-    pub gate_up: Linear<D::Matrix, D::Vector>,
-    pub down: Linear<D::Matrix, D::Vector>,
+    pub gate_up: LinearOn<D>,
+    pub down: LinearOn<D>,
     pub experts: ExpertWeights<D::Matrix, D::Vector>,
     pub router_norm: D::Norm,
     pub expert_norm: D::Norm,
@@ -364,7 +361,7 @@ impl<D: Device> Builder<'_, D> {
     fn expert_linears<'t>(
         &self,
         experts: impl Iterator<Item = &'t LinearTensors>,
-        load: impl Fn(&LinearTensors) -> Result<Linear<D::Matrix, D::Vector>, ModelError>,
+        load: impl Fn(&LinearTensors) -> Result<LinearOn<D>, ModelError>,
     ) -> Result<Linears<D>, ModelError> {
         if !self.device.stacks_experts() {
             return experts.map(load).collect();
@@ -378,12 +375,12 @@ impl<D: Device> Builder<'_, D> {
         Ok(vec![load(&stacked)?])
     }
 
-    fn linear(&self, tensors: &LinearTensors) -> Result<Linear<D::Matrix, D::Vector>, ModelError> {
+    fn linear(&self, tensors: &LinearTensors) -> Result<LinearOn<D>, ModelError> {
         self.linear_with(tensors, |views| self.device.matrix(views))
     }
 
     /// The gate and up projections of an MLP.
-    fn gated_linear(&self, tensors: &LinearTensors) -> Result<Linear<D::Matrix, D::Vector>, ModelError> {
+    fn gated_linear(&self, tensors: &LinearTensors) -> Result<LinearOn<D>, ModelError> {
         self.linear_with(tensors, |views| self.device.gated_matrix(views))
     }
 
@@ -392,7 +389,7 @@ impl<D: Device> Builder<'_, D> {
         &self,
         tensors: &LinearTensors,
         upload: impl FnOnce(&[Tensor<'_>]) -> Result<D::Matrix, TensorError>,
-    ) -> Result<Linear<D::Matrix, D::Vector>, ModelError> {
+    ) -> Result<LinearOn<D>, ModelError> {
         Ok(Linear {
             weight: self.stacked_matrix(&tensors.weights, false, upload)?,
             bias: self.bias(tensors)?,

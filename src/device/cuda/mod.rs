@@ -28,6 +28,7 @@ pub mod compile;
 mod cublaslt;
 mod draw;
 pub mod driver;
+mod embed;
 pub mod expert_plan;
 mod experts;
 pub mod items;
@@ -426,39 +427,17 @@ impl Device for Cuda {
         out: &mut Buffer,
         workspace: &Workspace,
     ) -> Result<(), DeviceError> {
-        out.reshape(&self.context, step.tokens, table.columns, KernelFormat::Bf16)?;
-        self.launch(
-            &plan::embed(table.columns, step.tokens),
-            &[
-                Argument::Address(table.data.address()),
-                Argument::Address(step.token_ids()),
-                workspace.drawing.drawn_address(),
-                out.data(),
-                Argument::Int(step.tokens as i32),
-                // Rounded to BF16, as in the reference.
-                Argument::Float(bf16::from_f32(scale).to_f32()),
-            ],
-        )
+        let table = (Argument::Address(table.data.address()), table.columns);
+        let ids = (step.token_ids(), workspace.drawing.drawn_address());
+        self.take_rows(table, ids, step.tokens, scale, out)
     }
 
     fn pick_logits_rows(&self, step: &Step, rows: &Buffer, out: &mut Buffer) -> Result<(), DeviceError> {
         if rows.format != KernelFormat::Bf16 {
             return Err(not_supported("picking quantized rows"));
         }
-        let count = step.logits_rows;
-        out.reshape(&self.context, count, rows.width, KernelFormat::Bf16)?;
-        // The rows are a table, and their indices its ids.
-        self.launch(
-            &plan::embed(rows.width, count),
-            &[
-                rows.data(),
-                Argument::Address(step.logits_at()),
-                Argument::Address(0),
-                out.data(),
-                Argument::Int(count as i32),
-                Argument::Float(1.0),
-            ],
-        )
+        let ids = (step.logits_at(), Argument::Address(0));
+        self.take_rows((rows.data(), rows.width), ids, step.logits_rows, 1.0, out)
     }
 
     fn add_norm(

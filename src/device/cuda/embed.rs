@@ -1,0 +1,36 @@
+//! Launches the kernel that copies rows of a table: embeddings, and the rows that have logits.
+
+use half::bf16;
+
+use super::Cuda;
+use super::driver::Argument;
+use super::memory::Buffer;
+use super::plan::{self, KernelFormat};
+use crate::device::DeviceError;
+
+impl Cuda {
+    /// Copies the `count` rows of a BF16 `table` (its address and width) that the ids name. An id may stand for
+    /// one of the tokens drawn last, which lie at the second address.
+    pub(super) fn take_rows(
+        &self,
+        (table, width): (Argument, usize),
+        (ids, drawn): (u64, Argument),
+        count: usize,
+        scale: f32,
+        out: &mut Buffer,
+    ) -> Result<(), DeviceError> {
+        out.reshape(&self.context, count, width, KernelFormat::Bf16)?;
+        self.launch(
+            &plan::embed(width, count),
+            &[
+                table,
+                Argument::Address(ids),
+                drawn,
+                out.data(),
+                Argument::Int(count as i32),
+                // Rounded to BF16, as in the reference.
+                Argument::Float(bf16::from_f32(scale).to_f32()),
+            ],
+        )
+    }
+}
