@@ -32,6 +32,11 @@ pub(super) fn general_name(name: &str) -> Option<String> {
         (".mlp.shared_expert.", ".mlp.shared_experts."),
         (".mlp.moe_statics.", ".mlp.gate."),
         (".mlp.gate.moe_statics.", ".mlp.gate."),
+        (".mlp.e_score_correction_bias", ".mlp.gate.e_score_correction_bias"),
+        (
+            ".block_sparse_moe.e_score_correction_bias",
+            ".mlp.gate.e_score_correction_bias",
+        ),
         (".router.proj.", ".mlp.gate."),
     ] {
         if let Some((layer, part)) = name.split_once(theirs) {
@@ -200,6 +205,15 @@ mod tests {
                 "model.layers.3.mlp.moe_statics.e_score_correction_bias",
                 Some("model.layers.3.mlp.gate.e_score_correction_bias"),
             ),
+            (
+                "model.layers.3.block_sparse_moe.e_score_correction_bias",
+                Some("model.layers.3.mlp.gate.e_score_correction_bias"),
+            ),
+            (
+                "model.layers.3.mlp.e_score_correction_bias",
+                Some("model.layers.3.mlp.gate.e_score_correction_bias"),
+            ),
+            ("model.layers.3.mlp.gate.e_score_correction_bias", None),
         ] {
             assert_eq!(general_name(name).as_deref(), want, "{name}");
         }

@@ -23,7 +23,7 @@ impl Family {
             Family::GptOss | Family::Qwen2Moe => Some(4),
             Family::Glm4MoeLite => Some(4),
             Family::Ernie4_5Moe | Family::DeepseekV2 => Some(6),
-            Family::DeepseekV3 => Some(8),
+            Family::DeepseekV3 | Family::MiniMaxM2 => Some(8),
             Family::Qwen3Moe | Family::Qwen3_5Moe | Family::Olmoe | Family::Glm4Moe => Some(8),
             Family::Qwen3Next => Some(10),
             _ => None,
@@ -32,7 +32,10 @@ impl Family {
 
     /// Whether an expert's score is the sigmoid of its logit.
     fn has_sigmoid_scores(self) -> bool {
-        matches!(self, Family::Glm4Moe | Family::DeepseekV3 | Family::Glm4MoeLite)
+        matches!(
+            self,
+            Family::Glm4Moe | Family::DeepseekV3 | Family::Glm4MoeLite | Family::MiniMaxM2
+        )
     }
 
     /// Whether experts are routed as DeepSeek's: they may be in groups, and their weights have a factor.
@@ -47,6 +50,7 @@ impl Family {
             Family::Ernie4_5Moe => "moe_num_experts",
             Family::Mixtral
             | Family::GptOss
+            | Family::MiniMaxM2
             | Family::GraniteMoe
             | Family::GraniteMoeShared
             | Family::GraniteMoeHybrid => "num_local_experts",
@@ -86,7 +90,7 @@ impl Reader<'_> {
             Family::Qwen3Next => Some(512),
             Family::Qwen3_5Moe => Some(256),
             Family::GraniteMoeHybrid => Some(8),
-            Family::DeepseekV3 => Some(256),
+            Family::DeepseekV3 | Family::MiniMaxM2 => Some(256),
             Family::DeepseekV2 | Family::Glm4MoeLite => Some(64),
             _ => None,
         };
@@ -188,7 +192,7 @@ impl Reader<'_> {
                 Family::Qwen3Next => by_key(true)?,
                 // The class does not read the key; a value of true is refused.
                 Family::DeepseekV2 => false,
-                _ if has_sigmoids => by_key(true)?,
+                _ if family.routes_as_deepseek() => by_key(true)?,
                 _ => true,
             },
             scale: scale as f32,
@@ -204,7 +208,7 @@ impl Reader<'_> {
     ) -> Result<Option<ExpertGroups>, ModelError> {
         let is_limited = match family {
             Family::DeepseekV2 => self.text("topk_method")? == Some("group_limited_greedy"),
-            _ => family.has_sigmoid_scores(),
+            _ => family.routes_as_deepseek(),
         };
         if !is_limited {
             return Ok(None);
@@ -252,7 +256,7 @@ impl Reader<'_> {
             Family::Qwen3Next | Family::Qwen3_5Moe => size("shared_expert_intermediate_size", WIDTH_MAX, 512)?,
             Family::GraniteMoeShared | Family::GraniteMoeHybrid => size("shared_intermediate_size", WIDTH_MAX, 1024)?,
             Family::DeepseekV2 => expert * size("n_shared_experts", SHARED_MAX, 2)?,
-            _ if family.has_sigmoid_scores() => expert * size("n_shared_experts", SHARED_MAX, 1)?,
+            _ if family.routes_as_deepseek() => expert * size("n_shared_experts", SHARED_MAX, 1)?,
             Family::Ernie4_5Moe => expert * size("moe_num_shared_experts", SHARED_MAX, 2)?,
             _ => 0,
         };

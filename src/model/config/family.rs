@@ -45,10 +45,11 @@ pub enum Family {
     DeepseekV2,
     DeepseekV3,
     Glm4MoeLite,
+    MiniMaxM2,
 }
 
 /// Each family with its name, its `model_type` and its `architectures`.
-const FAMILIES: [(Family, &str, &str, &str); 38] = [
+const FAMILIES: [(Family, &str, &str, &str); 39] = [
     (Family::Llama, "Llama", "llama", "LlamaForCausalLM"),
     (Family::Mistral, "Mistral", "mistral", "MistralForCausalLM"),
     (Family::Ministral, "Ministral", "ministral", "MinistralForCausalLM"),
@@ -122,6 +123,7 @@ const FAMILIES: [(Family, &str, &str, &str); 38] = [
         "glm4_moe_lite",
         "Glm4MoeLiteForCausalLM",
     ),
+    (Family::MiniMaxM2, "MiniMax M2", "minimax_m2", "MiniMaxM2ForCausalLM"),
 ];
 
 /// Other names of families, each a `model_type` of checkpoints whose own code is the family's.
@@ -220,7 +222,8 @@ impl Family {
             | Family::Ministral
             | Family::Ministral3
             | Family::SeedOss
-            | Family::Glm4Moe => Some(8),
+            | Family::Glm4Moe
+            | Family::MiniMaxM2 => Some(8),
             Family::Gemma | Family::Qwen2Moe => Some(16),
             Family::Gemma2
             | Family::Gemma3
@@ -240,9 +243,13 @@ impl Family {
             Family::GptOss => Some(64),
             Family::Gemma | Family::Gemma2 | Family::Gemma3 | Family::Gemma4 => Some(256),
             _ if self.has_delta_layers() => Some(256),
-            Family::Qwen3 | Family::Ministral3 | Family::SeedOss | Family::Glm | Family::Glm4 | Family::Ernie4_5 => {
-                Some(128)
-            }
+            Family::Qwen3
+            | Family::Ministral3
+            | Family::SeedOss
+            | Family::Glm
+            | Family::Glm4
+            | Family::Ernie4_5
+            | Family::MiniMaxM2 => Some(128),
             _ => None,
         }
     }
@@ -279,6 +286,7 @@ impl Family {
             | Family::Glm4Moe
             | Family::Ernie4_5
             | Family::Ernie4_5Moe => 131_072,
+            Family::MiniMaxM2 => 196_608,
             Family::Glm4MoeLite => 202_752,
             Family::Ministral3 => 262_144,
             Family::SeedOss => 524_288,
@@ -296,6 +304,7 @@ impl Family {
 
     pub(super) fn rope_theta(self) -> f64 {
         match self {
+            Family::MiniMaxM2 => 5_000_000.0,
             Family::SmolLm3 => 2_000_000.0,
             Family::Mixtral => 1_000_000.0,
             Family::GptOss => 150_000.0,
@@ -307,7 +316,7 @@ impl Family {
     /// The share of a head's dimensions that rotate. `None`: the family has no such key.
     pub(super) fn rotary_share(self) -> Option<f64> {
         match self {
-            Family::Phi3 => Some(1.0),
+            Family::Phi3 | Family::MiniMaxM2 => Some(1.0),
             Family::Glm | Family::Glm4 | Family::Glm4Moe => Some(0.5),
             _ if self.has_delta_layers() => Some(0.25),
             _ => None,
@@ -362,15 +371,21 @@ impl Reader<'_> {
     pub(super) fn qk_norm(&self, family: Family) -> Result<bool, ModelError> {
         match family {
             Family::Glm4Moe => Ok(self.flag("use_qk_norm")?.unwrap_or(false)),
-            Family::Qwen3 | Family::Qwen3Moe | Family::Gemma3 | Family::Gemma4 | Family::Olmoe => Ok(true),
+            Family::Qwen3 | Family::Qwen3Moe | Family::Gemma3 | Family::Gemma4 | Family::Olmoe | Family::MiniMaxM2 => {
+                Ok(true)
+            }
             _ if family.has_delta_layers() => Ok(true),
             _ => Ok(family.has_norms_behind_alone()),
         }
     }
 
     /// Layers that predict further tokens, which transformers appends to the others.
-    pub(super) fn mtp_layers(&self) -> Result<usize, ModelError> {
-        Ok(self.size_or_zero("num_nextn_predict_layers", 1 << 4)?.unwrap_or(0))
+    pub(super) fn mtp_layers(&self, family: Family) -> Result<usize, ModelError> {
+        let key = match family {
+            Family::MiniMaxM2 => "num_mtp_modules",
+            _ => "num_nextn_predict_layers",
+        };
+        Ok(self.size_or_zero(key, 1 << 4)?.unwrap_or(0))
     }
 
     pub(super) fn max_position_embeddings(&self, family: Family) -> Result<u32, ModelError> {
@@ -471,6 +486,7 @@ impl Reader<'_> {
             | Family::Ministral
             | Family::Ministral3
             | Family::Phi3
+            | Family::MiniMaxM2
             | Family::Exaone4 => (false, false),
             Family::Qwen2 => (true, false),
             Family::Qwen2Moe => (flag("qkv_bias", true)?, false),

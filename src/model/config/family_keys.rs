@@ -140,6 +140,33 @@ impl Family {
                 "rope_interleave",
                 "scoring_func",
             ],
+            Family::MiniMaxM2 => &[
+                "attn_type_list",
+                "hidden_act",
+                // Factors of an earlier model, refused unless they are 1, and the width of its plain MLP.
+                "layernorm_full_attention_alpha",
+                "layernorm_full_attention_beta",
+                "layernorm_linear_attention_alpha",
+                "layernorm_linear_attention_beta",
+                "layernorm_mlp_alpha",
+                "layernorm_mlp_beta",
+                "mlp_intermediate_size",
+                // Layers that predict further tokens, and how each is made.
+                "mtp_transformer_layers",
+                "num_mtp_modules",
+                "use_mtp",
+                "num_experts",
+                "num_experts_per_tok",
+                "num_local_experts",
+                "qk_norm_type",
+                "rotary_dim",
+                "scoring_func",
+                "shared_intermediate_size",
+                // How a shared expert would be weighted. There is none.
+                "shared_moe_mode",
+                "use_qk_norm",
+                "use_routing_bias",
+            ],
             Family::Ernie4_5 | Family::Qwen3_5 => &["hidden_act"],
             Family::Ernie4_5Moe => &[
                 "hidden_act",

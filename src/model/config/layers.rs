@@ -34,6 +34,7 @@ impl Reader<'_> {
                 | Family::DeepseekV2
                 | Family::DeepseekV3
                 | Family::Glm4MoeLite
+                | Family::MiniMaxM2
         );
         // Programs disagree about which layers of Qwen's models with experts would have windows.
         if matches!(family, Family::Qwen2Moe | Family::Qwen3Moe) && self.flag("use_sliding_window")?.unwrap_or(false) {

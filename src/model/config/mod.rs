@@ -21,6 +21,7 @@ mod heads;
 mod keys;
 mod latent;
 mod layers;
+mod minimax;
 mod reader;
 mod recurrent;
 mod rope;
@@ -451,6 +452,7 @@ impl Reader<'_> {
     #[expect(clippy::too_many_lines, reason = "fields, one by one")]
     fn text_config(&self, family: Family) -> Result<Config, ModelError> {
         self.check_gemma4(family)?;
+        self.check_minimax(family)?;
         let layer_inputs = self.layer_inputs(family)?;
         let activation = self.activation(family)?;
         let hidden_size = self.required_size("hidden_size", 1 << 17)?;
@@ -489,7 +491,7 @@ impl Reader<'_> {
             layer_inputs,
             layers,
             recurrent: self.recurrent(family, num_layers, scales.stored_norm_eps)?,
-            mtp_layers: self.mtp_layers()?,
+            mtp_layers: self.mtp_layers(family)?,
             heads,
             latent,
             attention_scale: scales.attention,
@@ -519,7 +521,10 @@ impl Reader<'_> {
             o_bias: biases.o,
             mlp_bias: biases.mlp,
             qk_norm: self.qk_norm(family)?,
-            joint_qk_norm: matches!(family, Family::Olmo2 | Family::Olmo3 | Family::Olmoe),
+            joint_qk_norm: matches!(
+                family,
+                Family::Olmo2 | Family::Olmo3 | Family::Olmoe | Family::MiniMaxM2
+            ),
             value_norm: family == Family::Gemma4,
             layer_scalars: family == Family::Gemma4,
             fused_qkv: family == Family::Phi3,
