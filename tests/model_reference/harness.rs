@@ -14,7 +14,7 @@ use safetensors::SafeTensors;
 
 pub(crate) const KV_BLOCKS: u32 = 64;
 
-pub(crate) const MODELS: [&str; 70] = [
+pub(crate) const MODELS: [&str; 73] = [
     "llama-plain",
     "llama-llama3-tied",
     "llama-linear-biases",
@@ -85,6 +85,9 @@ pub(crate) const MODELS: [&str; 70] = [
     "glm4moelite-fused",
     "minimaxm2-corrected",
     "minimaxm2-fused",
+    "nemotronh-dense",
+    "nemotronh-experts",
+    "nemotronh-fused",
 ];
 
 #[test]

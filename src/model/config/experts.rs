@@ -2,6 +2,7 @@
 
 use serde_json::Value;
 
+use super::nemotron::Block;
 use super::reader::{Reader, short};
 use super::{ExpertForm, Experts, Family, SharedExpert};
 use crate::device::{ExpertGroups, Routing, Score};
@@ -19,7 +20,11 @@ impl Family {
     /// Experts of a token, if the configuration says nothing of it. `None`: the family has no experts.
     fn experts_per_token(self) -> Option<usize> {
         match self {
-            Family::Mixtral | Family::GraniteMoe | Family::GraniteMoeShared | Family::GraniteMoeHybrid => Some(2),
+            Family::Mixtral
+            | Family::GraniteMoe
+            | Family::GraniteMoeShared
+            | Family::GraniteMoeHybrid
+            | Family::NemotronH => Some(2),
             Family::GptOss | Family::Qwen2Moe => Some(4),
             Family::Glm4MoeLite => Some(4),
             Family::Ernie4_5Moe | Family::DeepseekV2 => Some(6),
@@ -34,13 +39,13 @@ impl Family {
     fn has_sigmoid_scores(self) -> bool {
         matches!(
             self,
-            Family::Glm4Moe | Family::DeepseekV3 | Family::Glm4MoeLite | Family::MiniMaxM2
+            Family::Glm4Moe | Family::DeepseekV3 | Family::Glm4MoeLite | Family::MiniMaxM2 | Family::NemotronH
         )
     }
 
     /// Whether experts are routed as DeepSeek's: they may be in groups, and their weights have a factor.
     pub(super) fn routes_as_deepseek(self) -> bool {
-        self == Family::Glm4Moe || self.has_latents()
+        self.has_latents() || matches!(self, Family::Glm4Moe | Family::NemotronH)
     }
 
     /// The key of the number of experts.
@@ -89,7 +94,7 @@ impl Reader<'_> {
         let default_count = match family {
             Family::Qwen3Next => Some(512),
             Family::Qwen3_5Moe => Some(256),
-            Family::GraniteMoeHybrid => Some(8),
+            Family::GraniteMoeHybrid | Family::NemotronH => Some(8),
             Family::DeepseekV3 | Family::MiniMaxM2 => Some(256),
             Family::DeepseekV2 | Family::Glm4MoeLite => Some(64),
             _ => None,
@@ -120,6 +125,7 @@ impl Reader<'_> {
             Family::DeepseekV2 => Some(1407),
             Family::DeepseekV3 => Some(2048),
             Family::Glm4MoeLite => Some(1536),
+            Family::NemotronH => Some(7688),
             _ => family.has_delta_layers().then_some(512),
         };
         let intermediate_size = self.size_or(width, WIDTH_MAX, default_width)?;
@@ -255,6 +261,7 @@ impl Reader<'_> {
             Family::Qwen2Moe => size("shared_expert_intermediate_size", WIDTH_MAX, 5632)?,
             Family::Qwen3Next | Family::Qwen3_5Moe => size("shared_expert_intermediate_size", WIDTH_MAX, 512)?,
             Family::GraniteMoeShared | Family::GraniteMoeHybrid => size("shared_intermediate_size", WIDTH_MAX, 1024)?,
+            Family::NemotronH => self.size_or("moe_shared_expert_intermediate_size", WIDTH_MAX, Some(7688))?,
             Family::DeepseekV2 => expert * size("n_shared_experts", SHARED_MAX, 2)?,
             _ if family.routes_as_deepseek() => expert * size("n_shared_experts", SHARED_MAX, 1)?,
             Family::Ernie4_5Moe => expert * size("moe_num_shared_experts", SHARED_MAX, 2)?,
@@ -277,6 +284,7 @@ impl Reader<'_> {
         };
         match family {
             Family::Qwen2Moe | Family::Qwen3Moe | Family::Qwen3Next => self.sparse_layers(count),
+            Family::NemotronH => Ok(self.blocks()?.iter().map(|block| *block == Block::Experts).collect()),
             Family::Glm4Moe | Family::DeepseekV2 | Family::DeepseekV3 => {
                 let default = match family {
                     Family::Glm4Moe => 1,

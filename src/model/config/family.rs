@@ -46,10 +46,11 @@ pub enum Family {
     DeepseekV3,
     Glm4MoeLite,
     MiniMaxM2,
+    NemotronH,
 }
 
 /// Each family with its name, its `model_type` and its `architectures`.
-const FAMILIES: [(Family, &str, &str, &str); 39] = [
+const FAMILIES: [(Family, &str, &str, &str); 40] = [
     (Family::Llama, "Llama", "llama", "LlamaForCausalLM"),
     (Family::Mistral, "Mistral", "mistral", "MistralForCausalLM"),
     (Family::Ministral, "Ministral", "ministral", "MinistralForCausalLM"),
@@ -124,6 +125,7 @@ const FAMILIES: [(Family, &str, &str, &str); 39] = [
         "Glm4MoeLiteForCausalLM",
     ),
     (Family::MiniMaxM2, "MiniMax M2", "minimax_m2", "MiniMaxM2ForCausalLM"),
+    (Family::NemotronH, "Nemotron-H", "nemotron_h", "NemotronHForCausalLM"),
 ];
 
 /// Other names of families, each a `model_type` of checkpoints whose own code is the family's.
@@ -166,7 +168,7 @@ impl Family {
 
     /// Whether layers without attention are recurrent.
     pub(super) fn has_recurrent_layers(self) -> bool {
-        self.has_delta_layers() || self == Family::GraniteMoeHybrid
+        self.has_delta_layers() || matches!(self, Family::GraniteMoeHybrid | Family::NemotronH)
     }
 
     /// Whether recurrent layers are delta networks, and attention has gates.
@@ -223,7 +225,8 @@ impl Family {
             | Family::Ministral3
             | Family::SeedOss
             | Family::Glm4Moe
-            | Family::MiniMaxM2 => Some(8),
+            | Family::MiniMaxM2
+            | Family::NemotronH => Some(8),
             Family::Gemma | Family::Qwen2Moe => Some(16),
             Family::Gemma2
             | Family::Gemma3
@@ -249,7 +252,8 @@ impl Family {
             | Family::Glm
             | Family::Glm4
             | Family::Ernie4_5
-            | Family::MiniMaxM2 => Some(128),
+            | Family::MiniMaxM2
+            | Family::NemotronH => Some(128),
             _ => None,
         }
     }
@@ -265,7 +269,7 @@ impl Family {
             | Family::Olmo2
             | Family::Olmo3
             | Family::DeepseekV2 => 2048,
-            Family::Phi3 | Family::Olmoe | Family::DeepseekV3 => 4096,
+            Family::Phi3 | Family::Olmoe | Family::DeepseekV3 | Family::NemotronH => 4096,
             Family::Gemma | Family::Gemma2 | Family::Cohere | Family::Cohere2 => 8192,
             Family::Qwen2
             | Family::Qwen2Moe
@@ -337,6 +341,7 @@ impl Family {
             | Family::Cohere2
             | Family::Glm4Moe
             | Family::Glm4MoeLite
+            | Family::NemotronH
             | Family::Ernie4_5
             | Family::Ernie4_5Moe => 1e-5,
             Family::Glm | Family::Glm4 => 1.5625e-7,
@@ -457,6 +462,7 @@ impl Reader<'_> {
         let known: &[(&str, [&str; 2])] = match family {
             Family::Gemma => &[("hidden_act", [tanh, "gelu"]), ("hidden_activation", [tanh; 2])],
             Family::Gemma2 | Family::Gemma3 | Family::Gemma4 => &[("hidden_activation", [tanh; 2])],
+            Family::NemotronH => &[("mlp_hidden_act", ["relu2"; 2])],
             _ => &[("hidden_act", ["silu", "swish"])],
         };
         for (field, known) in known {
@@ -471,6 +477,7 @@ impl Reader<'_> {
                 alpha: self.number_in("swiglu_alpha", 1e-3, 1e3)?.unwrap_or(1.702) as f32,
                 limit: self.number_in("swiglu_limit", 1e-3, 1e6)?.unwrap_or(7.0) as f32,
             },
+            Family::NemotronH => Activation::SquaredRelu,
             _ if family.is_gemma() => Activation::GeluTanh,
             _ => Activation::Silu,
         })
@@ -487,6 +494,7 @@ impl Reader<'_> {
             | Family::Ministral3
             | Family::Phi3
             | Family::MiniMaxM2
+            | Family::NemotronH
             | Family::Exaone4 => (false, false),
             Family::Qwen2 => (true, false),
             Family::Qwen2Moe => (flag("qkv_bias", true)?, false),
@@ -505,10 +513,10 @@ impl Reader<'_> {
     }
 
     pub(super) fn scales(&self, family: Family, hidden_size: usize, head_dim: usize) -> Result<Scales, ModelError> {
-        let norm_eps = if family.is_cohere() {
-            "layer_norm_eps"
-        } else {
-            "rms_norm_eps"
+        let norm_eps = match family {
+            Family::Cohere | Family::Cohere2 => "layer_norm_eps",
+            Family::NemotronH => "layer_norm_epsilon",
+            _ => "rms_norm_eps",
         };
         let norm_eps = self.number_in(norm_eps, 0.0, 1.0)?.unwrap_or(family.norm_eps());
         if family.is_granite() {

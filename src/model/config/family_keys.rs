@@ -167,6 +167,50 @@ impl Family {
                 "use_qk_norm",
                 "use_routing_bias",
             ],
+            Family::NemotronH => &[
+                "attention_head_dim",
+                // How the reference divides sequences into pieces, which changes only its rounding.
+                "chunk_size",
+                "conv_kernel",
+                // The number and size of heads say how wide a recurrent layer is.
+                "expand",
+                "hybrid_override_pattern",
+                "layer_norm_epsilon",
+                "layers_block_type",
+                "mamba_head_dim",
+                "mamba_hidden_act",
+                "mamba_num_groups",
+                "mamba_num_heads",
+                "mamba_proj_bias",
+                // The format of recurrent states, which is F32 here in any case.
+                "mamba_ssm_cache_dtype",
+                "mamba_state_dim",
+                "mlp_bias",
+                "mlp_hidden_act",
+                "moe_latent_size",
+                "moe_shared_expert_intermediate_size",
+                // Whether devices compute the shared expert beside the others.
+                "moe_shared_expert_overlap",
+                // The layers that predict further tokens.
+                "mtp_hybrid_override_pattern",
+                "mtp_layers_block_type",
+                "n_groups",
+                "norm_eps",
+                // How weights were made at first.
+                "rescale_prenorm_residual",
+                "time_step_floor",
+                "time_step_max",
+                "time_step_min",
+                "time_step_rank",
+                // The stream is in F32 between layers, or in BF16 as everything else is.
+                "residual_in_fp32",
+                "ssm_state_size",
+                "time_step_limit",
+                "use_bias",
+                "use_conv_bias",
+                // Which program computes a layer.
+                "use_mamba_kernels",
+            ],
             Family::Ernie4_5 | Family::Qwen3_5 => &["hidden_act"],
             Family::Ernie4_5Moe => &[
                 "hidden_act",

@@ -126,6 +126,7 @@ impl Reader<'_> {
                     cut(other)
                 ))),
             },
+            Family::NemotronH => Ok(vec![false; layers.len()]),
             // A model with windows rotates only there.
             Family::Cohere2 => Ok(layers.iter().map(|layer| *layer != KvSpec::Full).collect()),
             Family::Exaone4 if self.window(family)?.is_some() => {
