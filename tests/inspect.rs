@@ -395,7 +395,7 @@ fn every_family_is_described_by_its_configuration_alone() {
             );
         }
     }
-    assert_eq!(families.len(), 38, "{families:?}");
+    assert_eq!(families.len(), 40, "{families:?}");
 }
 
 /// A number of `/proc/self/status`, in bytes.

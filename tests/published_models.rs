@@ -93,13 +93,14 @@ fn write_files(folder: &Path, model: &Published) {
 
 /// The fewest layers, two at least, that have each kind of layer of the model.
 fn depth(config: &Config) -> usize {
-    let kind = |layer: usize| -> (KvSpec, [bool; 4]) {
+    let kind = |layer: usize| -> (KvSpec, [bool; 5]) {
         let has_experts = config.experts_of(layer).is_some();
         let flags = [
             config.rotates[layer],
             has_experts,
             config.is_recurrent(layer),
             config.kv_sources[layer].is_some(),
+            config.has_mlp(layer),
         ];
         (config.layers[layer], flags)
     };
@@ -116,6 +117,7 @@ fn reduced(full: &Config) -> Config {
     config.layers.truncate(depth);
     config.rotates.truncate(depth);
     config.kv_sources.truncate(depth);
+    config.parts.truncate(depth);
     if let Some(inputs) = &mut config.layer_inputs {
         inputs.vocab_size = VOCABULARY;
     }

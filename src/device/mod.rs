@@ -221,6 +221,15 @@ pub enum Activation {
     /// `g / (1 + e^-(alpha g)) * (u + 1)`, `g` the gate bounded above and `u` up bounded on both
     /// sides by `limit`.
     ClampedSwiglu { alpha: f32, limit: f32 },
+    /// The square of up where it is positive, otherwise 0. There is no gate.
+    SquaredRelu,
+}
+
+impl Activation {
+    /// Whether an MLP has a gate.
+    pub fn has_gate(self) -> bool {
+        self != Activation::SquaredRelu
+    }
 }
 
 /// Weights of a linear operation: `y = x W^T + b`.
@@ -277,6 +286,10 @@ pub struct LayerInputs<'a, B, N> {
 
 fn no_layer_inputs() -> DeviceError {
     DeviceError::Unsupported("this device computes no inputs of each layer".into())
+}
+
+fn no_mlps_without_gates() -> DeviceError {
+    DeviceError::Unsupported("this device computes no MLPs without gates".into())
 }
 
 fn no_latents() -> DeviceError {
@@ -489,7 +502,8 @@ pub trait Device: Send + Sync {
         out: &mut Self::Buffer,
         workspace: &mut Self::Workspace,
     ) -> Result<(), DeviceError>;
-    /// `out` combines gate and up by `activation`, where `[gate][up]` is the result of [`linear`](Self::linear).
+    /// `out` combines gate and up by `activation`, where `[gate][up]`, or `[up]` without a gate, is the result of
+    /// [`linear`](Self::linear).
     fn gated_linear(
         &self,
         linear: &Linear<Self::Matrix, Self::Vector>,

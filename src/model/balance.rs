@@ -146,6 +146,9 @@ impl BalancedLayer<'_> {
             scaled.push((name, ChannelFactors { rows, columns }));
         };
 
+        if !c.has_mixer(self.layer) {
+            return self.mlp_factors(Vec::new(), Vec::new());
+        }
         let norm = self.norm("input_layernorm.weight", hidden)?;
         let mut readers = self.mixer_inputs();
         let mixer = readers.len();
@@ -219,6 +222,9 @@ impl BalancedLayer<'_> {
     /// and factors of attention's norm, which an MLP beside attention reads, too.
     fn mlp_factors(&self, norm: Vec<f32>, of_norm: Vec<f32>) -> Result<Vec<(String, ChannelFactors)>, ModelError> {
         let c = self.config;
+        if !c.has_mlp(self.layer) {
+            return Ok(Vec::new());
+        }
         let plain = || vec![(c.mlp_name().to_owned(), c.mlp_width(self.layer))];
         let name = format!("{}.weight", NormNames::of(c).mlp);
         let Some(experts) = c.experts_of(self.layer) else {
@@ -249,9 +255,10 @@ impl BalancedLayer<'_> {
     ) -> Result<Vec<(String, ChannelFactors)>, ModelError> {
         let hidden = self.config.hidden_size;
         let norm = self.norm(name, hidden)?;
+        let parts = &["gate_proj", "up_proj"][usize::from(!self.config.activation.has_gate())..];
         let readers: Vec<(String, usize)> = mlps
             .iter()
-            .flat_map(|(mlp, width)| ["gate_proj", "up_proj"].map(|part| (format!("{mlp}.{part}"), *width)))
+            .flat_map(|(mlp, width)| parts.iter().map(move |part| (format!("{mlp}.{part}"), *width)))
             .collect();
         let readers: Vec<(&str, usize)> = readers.iter().map(|(name, width)| (&name[..], *width)).collect();
         let magnitudes = self.measured(Activations::MlpNorm).unwrap_or(&norm);
@@ -280,8 +287,10 @@ impl BalancedLayer<'_> {
         };
         for (mlp, width) in mlps {
             let name = |rest: &str| self.name(&format!("{mlp}.{rest}"));
-            add(name("gate_proj.weight"), None, Some(of_norm.clone()));
-            if let Activation::ClampedSwiglu { .. } = c.activation {
+            if c.activation.has_gate() {
+                add(name("gate_proj.weight"), None, Some(of_norm.clone()));
+            }
+            if let Activation::ClampedSwiglu { .. } | Activation::SquaredRelu = c.activation {
                 // What the down projection reads is not linear in `up`.
                 add(name("up_proj.weight"), None, Some(of_norm.clone()));
                 continue;

@@ -42,11 +42,13 @@ pub(super) struct InputWeights<D: Device> {
 pub(super) struct LayerWeights<D: Device> {
     /// `None`: attention reads the residual stream as it is.
     pub attention_norm: Option<D::Norm>,
-    pub mixer: Mixer<D>,
-    pub o: LinearOn<D>,
+    /// `None`: the layer is an MLP or experts alone.
+    pub mixer: Option<Mixer<D>>,
+    pub o: Option<LinearOn<D>>,
     pub post_attention_norm: Option<D::Norm>,
     pub mlp_norm: Option<D::Norm>,
-    pub mlp: MlpWeights<D>,
+    /// `None`: the layer is attention or a recurrence alone.
+    pub mlp: Option<MlpWeights<D>>,
     pub post_mlp_norm: Option<D::Norm>,
     pub input: Option<InputWeights<D>>,
     /// Factor of the layer's output.
@@ -177,17 +179,18 @@ impl<D: Device> Builder<'_, D> {
         Ok(LayerWeights {
             attention_norm: norm(&tensors.attention_norm)?,
             mixer: match &tensors.mixer {
-                MixerTensors::Attention(attention) => Mixer::Attention(self.attention(index, attention)?),
-                MixerTensors::Latent(latent) => Mixer::Latent(Box::new(self.latent(index, latent)?)),
-                MixerTensors::Recurrent(recurrent) => Mixer::Recurrent {
+                None => None,
+                Some(MixerTensors::Attention(attention)) => Some(Mixer::Attention(self.attention(index, attention)?)),
+                Some(MixerTensors::Latent(latent)) => Some(Mixer::Latent(Box::new(self.latent(index, latent)?))),
+                Some(MixerTensors::Recurrent(recurrent)) => Some(Mixer::Recurrent {
                     weights: self.recurrent(recurrent)?,
                     pool: (0..index).filter(|layer| self.config.is_recurrent(*layer)).count(),
-                },
+                }),
             },
-            o: self.linear(&tensors.o)?,
+            o: tensors.o.as_ref().map(|o| self.linear(o)).transpose()?,
             post_attention_norm: norm(&tensors.post_attention_norm)?,
             mlp_norm: norm(&tensors.mlp_norm)?,
-            mlp: self.mlp(&tensors.mlp)?,
+            mlp: tensors.mlp.as_ref().map(|mlp| self.mlp(mlp)).transpose()?,
             post_mlp_norm: norm(&tensors.post_mlp_norm)?,
             input: match &tensors.input {
                 Some(input) => Some(InputWeights {
@@ -379,8 +382,11 @@ impl<D: Device> Builder<'_, D> {
         self.linear_with(tensors, |views| self.device.matrix(views))
     }
 
-    /// The gate and up projections of an MLP.
+    /// The gate and up projections of an MLP, or the latter alone where there is no gate.
     fn gated_linear(&self, tensors: &LinearTensors) -> Result<LinearOn<D>, ModelError> {
+        if !self.config.activation.has_gate() {
+            return self.linear(tensors);
+        }
         self.linear_with(tensors, |views| self.device.gated_matrix(views))
     }
 

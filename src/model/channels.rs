@@ -78,6 +78,7 @@ impl ActivationMaxima {
         let other = match (&config.recurrent, config.latent) {
             (Some(_), _) => Some("has recurrent layers"),
             (_, Some(_)) => Some("keeps latents"),
+            _ if config.has_lone_parts() => Some("has layers of one part"),
             _ => None,
         };
         if let Some(other) = other {

@@ -12,6 +12,7 @@
 //! - ERNIE says `mlp.moe_statics` and MiniMax `block_sparse_moe` for what holds the router's correction.
 //! - transformers 5 may store all experts of a layer in two tensors: `mlp.experts.gate_up_proj`,
 //!   `[experts][gate rows, then up rows][hidden]`, and `mlp.experts.down_proj`.
+//! - Nemotron-H has them as `mixer.experts.up_proj` and `mixer.experts.down_proj`, without gates.
 //! - Gemma 4 has them as `experts.gate_up_proj` and `experts.down_proj` beside an MLP, and says
 //!   `router.proj` for the router.
 //! - gpt-oss says `router`, and stores experts in [other forms](super::expert_forms).
@@ -32,6 +33,11 @@ pub(super) fn general_name(name: &str) -> Option<String> {
         (".mlp.shared_expert.", ".mlp.shared_experts."),
         (".mlp.moe_statics.", ".mlp.gate."),
         (".mlp.gate.moe_statics.", ".mlp.gate."),
+        (".mlp.e_score_correction_bias", ".mlp.gate.e_score_correction_bias"),
+        (
+            ".block_sparse_moe.e_score_correction_bias",
+            ".mlp.gate.e_score_correction_bias",
+        ),
         (".router.proj.", ".mlp.gate."),
     ] {
         if let Some((layer, part)) = name.split_once(theirs) {
@@ -59,13 +65,14 @@ const GATE_UP: &[&str] = &["gate_proj", "up_proj"];
 const DOWN: &[&str] = &["down_proj"];
 
 /// Names of tensors that hold several matrices, one below the other, and the names of these.
-const STACKED: [(&str, &[&str]); 8] = [
+const STACKED: [(&str, &[&str]); 9] = [
     (".mlp.experts.gate_up_proj", GATE_UP),
     (".mlp.experts.down_proj", DOWN),
     (".block_sparse_moe.experts.gate_up_proj", GATE_UP),
     (".block_sparse_moe.experts.down_proj", DOWN),
     (".block_sparse_moe.input_linear.weight", GATE_UP),
     (".block_sparse_moe.output_linear.weight", DOWN),
+    (".experts.up_proj", &["up_proj"]),
     // Behind the others, whose names end so, too.
     (".experts.gate_up_proj", GATE_UP),
     (".experts.down_proj", DOWN),
@@ -90,6 +97,8 @@ pub(super) fn split(form: ExpertForm, name: &str, entry: &TensorEntry) -> Option
     let (layer, parts) = STACKED
         .iter()
         .find_map(|(stacked, parts)| Some((name.strip_suffix(stacked)?, *parts)))?;
+    // Nemotron-H's layers are `mixer`, whatever they are.
+    let layer = layer.strip_suffix(".mixer").unwrap_or(layer);
     let [experts, rows, columns] = entry.shape[..] else {
         return None;
     };
@@ -200,6 +209,15 @@ mod tests {
                 "model.layers.3.mlp.moe_statics.e_score_correction_bias",
                 Some("model.layers.3.mlp.gate.e_score_correction_bias"),
             ),
+            (
+                "model.layers.3.block_sparse_moe.e_score_correction_bias",
+                Some("model.layers.3.mlp.gate.e_score_correction_bias"),
+            ),
+            (
+                "model.layers.3.mlp.e_score_correction_bias",
+                Some("model.layers.3.mlp.gate.e_score_correction_bias"),
+            ),
+            ("model.layers.3.mlp.gate.e_score_correction_bias", None),
         ] {
             assert_eq!(general_name(name).as_deref(), want, "{name}");
         }

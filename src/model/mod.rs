@@ -4,6 +4,7 @@ use std::io::Read;
 use std::path::Path;
 
 mod balance;
+mod block_names;
 mod build;
 mod canonical;
 pub mod channels;

@@ -76,8 +76,9 @@ impl ModelSize {
             vectors: 0,
             unused_by_a_token: config.experts.as_ref().map_or(0, |experts| {
                 let layers = experts.layers.iter().filter(|has_experts| **has_experts).count();
+                let matrices = if config.activation.has_gate() { 3 } else { 2 };
                 let unused = layers * (experts.count - experts.routing.per_token);
-                (unused * 3 * config.hidden_size * experts.intermediate_size) as u64
+                (unused * matrices * config.hidden_size * experts.intermediate_size) as u64
             }),
         };
         for tensor in tensors.all() {
@@ -240,6 +241,17 @@ mod tests {
             assert_eq!(kv_bytes(&latents, Place::Cpu, format, 16), Some(16 * token * 2));
         }
         assert_eq!(kv_bytes(&latents, Place::Gpu, KvFormat::Bf16, 64), None);
+        // Nemotron 3 Nano, whose card gives 31.6 B parameters, of which a token uses 3.6 B: experts have no gates.
+        let nano = r#"{"architectures": ["NemotronHForCausalLM"], "hidden_size": 2688, "intermediate_size": 1856,
+            "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", "head_dim": 128,
+            "mamba_num_heads": 64, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "n_routed_experts": 128,
+            "num_attention_heads": 32, "num_key_value_heads": 2, "num_experts_per_tok": 6, "moe_intermediate_size": 1856,
+            "moe_shared_expert_intermediate_size": 3712, "vocab_size": 131072}"#;
+        let nano = ModelSize::of(&Config::parse(Path::new("config.json"), nano).unwrap());
+        assert_eq!(
+            (nano.parameters() / 100_000_000, nano.active_parameters() / 100_000_000),
+            (315, 35)
+        );
         // The number that its model card gives, with 671 B without the layer that predicts further tokens.
         assert_eq!(ModelSize::of(&latents).parameters() / 1_000_000_000, 671);
         assert_eq!(kv_bytes(&config, Place::Cpu, KvFormat::Fp8, 64), None);

@@ -162,11 +162,13 @@ pub(super) fn fused_parts(c: &Config) -> Vec<FusedPart> {
 #[derive(Debug)]
 pub(super) struct LayerTensors {
     pub attention_norm: Option<TensorSpec>,
-    pub mixer: MixerTensors,
-    pub o: LinearTensors,
+    /// `None`: the layer is an MLP or experts alone.
+    pub mixer: Option<MixerTensors>,
+    pub o: Option<LinearTensors>,
     pub post_attention_norm: Option<TensorSpec>,
     pub mlp_norm: Option<TensorSpec>,
-    pub mlp: MlpTensors,
+    /// `None`: the layer is attention or a recurrence alone.
+    pub mlp: Option<MlpTensors>,
     pub post_mlp_norm: Option<TensorSpec>,
     pub input: Option<InputTensors>,
     /// The factor of the layer's output.
@@ -253,6 +255,20 @@ impl MixerTensors {
         }
     }
 
+    /// The projection of the output.
+    fn output(&self, c: &Config, layer: usize) -> LinearTensors {
+        let of = |name: &str, width: usize, bias: bool| LinearTensors::of(layer, &[(name, c.hidden_size)], width, bias);
+        match self {
+            MixerTensors::Attention(_) => of("self_attn.o_proj", c.heads_of(layer).q_width(), c.o_bias),
+            MixerTensors::Latent(latent) => of("self_attn.o_proj", c.heads.heads * latent.shape.value_dim, c.o_bias),
+            MixerTensors::Recurrent(RecurrentTensors { shape, .. }) => of(
+                &format!("{}.out_proj", recurrent_name(shape.kind)),
+                shape.value_width(),
+                false,
+            ),
+        }
+    }
+
     fn stored(&self) -> impl Iterator<Item = &TensorSpec> {
         let (attention, latent, recurrent) = match self {
             MixerTensors::Attention(attention) => (Some(attention), None, None),
@@ -269,10 +285,10 @@ impl MixerTensors {
     }
 }
 
-/// Tensors of a gated MLP.
+/// Tensors of an MLP.
 #[derive(Debug)]
 pub(super) struct GatedTensors {
-    /// The gate projection, then the up projection.
+    /// The gate projection, if there is a gate, then the up projection.
     pub gate_up: LinearTensors,
     pub down: LinearTensors,
 }
@@ -342,7 +358,12 @@ impl GatedTensors {
         let name = |part: &str| format!("{mlp}.{part}");
         let both = [(&*name("gate_proj"), width), (&*name("up_proj"), width)];
         GatedTensors {
-            gate_up: LinearTensors::of(layer, &both, c.hidden_size, c.mlp_bias),
+            gate_up: LinearTensors::of(
+                layer,
+                &both[usize::from(!c.activation.has_gate())..],
+                c.hidden_size,
+                c.mlp_bias,
+            ),
             down: LinearTensors::of(layer, &[(&name("down_proj"), c.hidden_size)], width, c.mlp_bias),
         }
     }
@@ -407,6 +428,14 @@ pub(super) struct NormNames {
 
 impl NormNames {
     pub(super) fn of(config: &Config) -> NormNames {
+        if config.has_lone_parts() {
+            // Each layer has one norm, whatever it is.
+            return NormNames {
+                mlp: "input_layernorm",
+                post_attention: "",
+                post_mlp: "",
+            };
+        }
         match (config.family, config.post_norms) {
             (Family::Glm4, _) => NormNames {
                 mlp: "post_attention_layernorm",
@@ -461,28 +490,15 @@ impl LayerTensors {
         let hidden = c.hidden_size;
         let norm = |rest: &str| TensorSpec::vector(format!("model.layers.{layer}.{rest}.weight"), hidden);
         let norms = NormNames::of(c);
-        let mixer = MixerTensors::of(c, layer);
-        let (o, o_width, o_bias) = match &mixer {
-            MixerTensors::Attention(_) => {
-                let width = c.heads_of(layer).q_width();
-                ("self_attn.o_proj".to_owned(), width, c.o_bias)
-            }
-            MixerTensors::Latent(latent) => {
-                let width = c.heads.heads * latent.shape.value_dim;
-                ("self_attn.o_proj".to_owned(), width, c.o_bias)
-            }
-            MixerTensors::Recurrent(RecurrentTensors { shape, .. }) => {
-                let name = format!("{}.out_proj", recurrent_name(shape.kind));
-                (name, shape.value_width(), false)
-            }
-        };
+        let mixer = c.has_mixer(layer).then(|| MixerTensors::of(c, layer));
+        let has_mlp = c.has_mlp(layer);
         LayerTensors {
-            attention_norm: c.pre_norms.then(|| norm("input_layernorm")),
+            attention_norm: (c.pre_norms && mixer.is_some()).then(|| norm("input_layernorm")),
+            o: mixer.as_ref().map(|mixer| mixer.output(c, layer)),
             mixer,
-            o: LinearTensors::of(layer, &[(&o, hidden)], o_width, o_bias),
             post_attention_norm: c.post_norms.then(|| norm(norms.post_attention)),
-            mlp_norm: (c.pre_norms && !c.parallel_mlp).then(|| norm(norms.mlp)),
-            mlp: MlpTensors::of(c, layer),
+            mlp_norm: (c.pre_norms && !c.parallel_mlp && has_mlp).then(|| norm(norms.mlp)),
+            mlp: has_mlp.then(|| MlpTensors::of(c, layer)),
             post_mlp_norm: c.post_norms.then(|| norm(norms.post_mlp)),
             input: c.layer_inputs.map(|inputs| InputTensors::of(c, layer, inputs)),
             scale: c
@@ -499,9 +515,9 @@ impl LayerTensors {
             .chain(&self.post_mlp_norm)
             .chain(&self.scale)
             .chain(self.input.iter().flat_map(InputTensors::stored))
-            .chain(self.mixer.stored())
-            .chain(self.o.stored())
-            .chain(self.mlp.stored())
+            .chain(self.mixer.iter().flat_map(MixerTensors::stored))
+            .chain(self.o.iter().flat_map(LinearTensors::stored))
+            .chain(self.mlp.iter().flat_map(MlpTensors::stored))
     }
 }
 
@@ -554,6 +570,12 @@ mod tests {
                 json!({"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "mlp_only_layers": [1]}),
             ),
             ("OlmoeForCausalLM", json!({"num_experts": 3, "num_experts_per_tok": 2})),
+            (
+                "NemotronHForCausalLM",
+                json!({"hybrid_override_pattern": "M*-E", "num_hidden_layers": 4, "n_routed_experts": 3, "moe_intermediate_size": 20,
+                    "moe_shared_expert_intermediate_size": 24, "mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 2,
+                    "ssm_state_size": 6}),
+            ),
             (
                 "Qwen2MoeForCausalLM",
                 json!({"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 24}),

@@ -2,7 +2,8 @@
 //! [`Device`].
 //!
 //! Per layer: norm → fused q, k, v → RoPE and KV store → attention (or a recurrent layer's input →
-//! its states) → output projection → norm → gate, up and their product → down projection, or routed experts. Some families also normalise
+//! its states) → output projection → norm → gate, up and their product → down projection, or routed experts. A layer may be one half
+//! of this alone, with its norm. Some families also normalise
 //! the outputs of the output and down projections before the residual addition, some normalise only
 //! these. Steps share all buffers.
 
@@ -328,95 +329,98 @@ impl<D: Device> Transformer<D> {
             device.copy_states(step, pool)?;
         }
         for (index, layer) in weights.layers.iter().enumerate() {
-            // Without a norm of its own, the block reads the residual stream. Then only the addition
-            // counts, and any norm will do.
-            let own = layer.attention_norm.as_ref();
-            let weight = own.unwrap_or(&weights.norm);
-            device.add_norm(stream_norm::<D>(config, delta, weight), &mut b.residual, &mut b.normed)?;
-            delta = None;
-            lap(Operation::Norm)?;
-            let input = if own.is_some() { &b.normed } else { &b.residual };
-            observe(index, Activations::AttentionNorm, input);
-            match &layer.mixer {
-                Mixer::Recurrent { weights, pool } => {
-                    device.linear(&weights.input, input, &mut b.qkv, &mut b.workspace)?;
-                    lap(Operation::Linear)?;
-                    device.recurrent(weights, &b.qkv, step, &mut state_pools[*pool], &mut b.attended)?;
-                    lap(Operation::Recurrent)?;
-                }
-                Mixer::Latent(layer) => {
-                    let pool = &mut pools[layer.kv.pool];
-                    layer.store(device, (config, index), (step, pool), b, &mut lap)?;
-                }
-                Mixer::Attention(layer) => {
-                    device.linear(&layer.qkv, input, &mut b.qkv, &mut b.workspace)?;
-                    if let Some(gate) = &layer.gate {
-                        device.linear(gate, input, &mut b.gates, &mut b.workspace)?;
+            if let (Some(mixer), Some(o)) = (&layer.mixer, &layer.o) {
+                // Without a norm of its own, the block reads the residual stream. Then only the addition
+                // counts, and any norm will do.
+                let own = layer.attention_norm.as_ref();
+                let weight = own.unwrap_or(&weights.norm);
+                device.add_norm(stream_norm::<D>(config, delta, weight), &mut b.residual, &mut b.normed)?;
+                delta = None;
+                lap(Operation::Norm)?;
+                let input = if own.is_some() { &b.normed } else { &b.residual };
+                observe(index, Activations::AttentionNorm, input);
+                match mixer {
+                    Mixer::Recurrent { weights, pool } => {
+                        device.linear(&weights.input, input, &mut b.qkv, &mut b.workspace)?;
+                        lap(Operation::Linear)?;
+                        device.recurrent(weights, &b.qkv, step, &mut state_pools[*pool], &mut b.attended)?;
+                        lap(Operation::Recurrent)?;
                     }
-                    lap(Operation::Linear)?;
-                    let pool = &mut pools[layer.kv.pool];
-                    device.rope_store(layer.store(config, index), step, &mut b.qkv, pool)?;
-                    lap(Operation::RopeStore)?;
-                }
-            }
-            if drops_rows && index == last_rows.layer {
-                if batch.logits_at.is_empty() {
-                    break;
-                }
-                b.pick_logits_rows(device, step, layer, weights.inputs.is_some())?;
-                step = &last_rows.step;
-                if config.parallel_mlp {
-                    device.add_norm(stream_norm::<D>(config, None, weight), &mut b.residual, &mut b.normed)?;
-                }
-            }
-            match &layer.mixer {
-                Mixer::Recurrent { .. } => {}
-                Mixer::Latent(layer) => {
-                    layer.attend(device, config, (step, &pools[layer.kv.pool]), b)?;
-                    lap(Operation::Attention)?;
-                }
-                Mixer::Attention(layer) => {
-                    let input = AttentionInput {
-                        qkv: &b.qkv,
-                        sinks: layer.sinks.as_ref(),
-                    };
-                    let pool = &pools[layer.kv.pool];
-                    device.attention(
-                        layer.attention(config),
-                        input,
-                        step,
-                        pool,
-                        &mut b.attended,
-                        &mut b.workspace,
-                    )?;
-                    if layer.gate.is_some() {
-                        device.gate(&b.gates, &mut b.attended)?;
+                    Mixer::Latent(layer) => {
+                        let pool = &mut pools[layer.kv.pool];
+                        layer.store(device, (config, index), (step, pool), b, &mut lap)?;
                     }
-                    lap(Operation::Attention)?;
+                    Mixer::Attention(layer) => {
+                        device.linear(&layer.qkv, input, &mut b.qkv, &mut b.workspace)?;
+                        if let Some(gate) = &layer.gate {
+                            device.linear(gate, input, &mut b.gates, &mut b.workspace)?;
+                        }
+                        lap(Operation::Linear)?;
+                        let pool = &mut pools[layer.kv.pool];
+                        device.rope_store(layer.store(config, index), step, &mut b.qkv, pool)?;
+                        lap(Operation::RopeStore)?;
+                    }
                 }
+                if drops_rows && index == last_rows.layer {
+                    if batch.logits_at.is_empty() {
+                        break;
+                    }
+                    b.pick_logits_rows(device, step, layer, weights.inputs.is_some())?;
+                    step = &last_rows.step;
+                    if config.parallel_mlp {
+                        device.add_norm(stream_norm::<D>(config, None, weight), &mut b.residual, &mut b.normed)?;
+                    }
+                }
+                match mixer {
+                    Mixer::Recurrent { .. } => {}
+                    Mixer::Latent(layer) => {
+                        layer.attend(device, config, (step, &pools[layer.kv.pool]), b)?;
+                        lap(Operation::Attention)?;
+                    }
+                    Mixer::Attention(layer) => {
+                        let input = AttentionInput {
+                            qkv: &b.qkv,
+                            sinks: layer.sinks.as_ref(),
+                        };
+                        let pool = &pools[layer.kv.pool];
+                        device.attention(
+                            layer.attention(config),
+                            input,
+                            step,
+                            pool,
+                            &mut b.attended,
+                            &mut b.workspace,
+                        )?;
+                        if layer.gate.is_some() {
+                            device.gate(&b.gates, &mut b.attended)?;
+                        }
+                        lap(Operation::Attention)?;
+                    }
+                }
+                observe(index, Activations::Attended, &b.attended);
+                if let (true, Some(MlpWeights::Plain { gate_up, .. })) = (config.parallel_mlp, &layer.mlp) {
+                    observe(index, Activations::MlpNorm, &b.normed);
+                    device.gated_linear(gate_up, config.activation, &b.normed, &mut b.gated, &mut b.workspace)?;
+                    lap(Operation::GatedLinear)?;
+                }
+                device.linear(o, &b.attended, &mut b.delta, &mut b.workspace)?;
+                lap(Operation::Linear)?;
+                delta = Some(Delta {
+                    rows: &b.delta,
+                    norm: layer.post_attention_norm.as_ref(),
+                    scale: 1.0,
+                });
             }
-            observe(index, Activations::Attended, &b.attended);
-            if let (true, MlpWeights::Plain { gate_up, .. }) = (config.parallel_mlp, &layer.mlp) {
-                observe(index, Activations::MlpNorm, &b.normed);
-                device.gated_linear(gate_up, config.activation, &b.normed, &mut b.gated, &mut b.workspace)?;
-                lap(Operation::GatedLinear)?;
-            }
-            device.linear(&layer.o, &b.attended, &mut b.delta, &mut b.workspace)?;
-            lap(Operation::Linear)?;
+            let Some(mlp) = &layer.mlp else { continue };
             let own = layer.mlp_norm.as_ref();
-            let attended = Delta {
-                rows: &b.delta,
-                norm: layer.post_attention_norm.as_ref(),
-                scale: 1.0,
-            };
             let norm = AddNorm {
-                for_experts: matches!(layer.mlp, MlpWeights::Experts(_)),
-                ..stream_norm::<D>(config, Some(attended), own.unwrap_or(&weights.norm))
+                for_experts: matches!(mlp, MlpWeights::Experts(_)),
+                ..stream_norm::<D>(config, delta, own.unwrap_or(&weights.norm))
             };
             device.add_norm(norm, &mut b.residual, &mut b.normed)?;
             lap(Operation::Norm)?;
             let input = if own.is_some() { &b.normed } else { &b.residual };
-            match &layer.mlp {
+            match mlp {
                 MlpWeights::Plain { gate_up, down } => {
                     if !config.parallel_mlp {
                         observe(index, Activations::MlpNorm, input);

@@ -16,6 +16,7 @@ use safetensors::{SafeTensorError, SafeTensors};
 use sha2::{Digest, Sha256};
 
 use crate::device::{Dtype, Tensor};
+use crate::model::block_names;
 use crate::model::config::ExpertForm;
 use crate::model::error::ModelError;
 use crate::model::expert_names;
@@ -146,7 +147,9 @@ pub fn text_only_name(name: &str) -> Option<String> {
 /// The name by which the model reads a tensor. `None`: the name by which it is stored.
 pub fn canonical_name(name: &str) -> Option<String> {
     let text_only = text_only_name(name);
-    expert_names::general_name(text_only.as_deref().unwrap_or(name)).or(text_only)
+    let inner = text_only.as_deref().unwrap_or(name);
+    let general = expert_names::general_name(inner).or_else(|| block_names::general_name(inner));
+    general.or(text_only)
 }
 
 impl Headers {

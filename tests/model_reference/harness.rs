@@ -14,7 +14,7 @@ use safetensors::SafeTensors;
 
 pub(crate) const KV_BLOCKS: u32 = 64;
 
-pub(crate) const MODELS: [&str; 68] = [
+pub(crate) const MODELS: [&str; 73] = [
     "llama-plain",
     "llama-llama3-tied",
     "llama-linear-biases",
@@ -83,6 +83,11 @@ pub(crate) const MODELS: [&str; 68] = [
     "deepseek3-groups",
     "kimi-heads",
     "glm4moelite-fused",
+    "minimaxm2-corrected",
+    "minimaxm2-fused",
+    "nemotronh-dense",
+    "nemotronh-experts",
+    "nemotronh-fused",
 ];
 
 #[test]

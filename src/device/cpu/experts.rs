@@ -266,7 +266,7 @@ fn mlps(
 ) {
     let (ctx, activation, round) = (op.ctx, op.activation, op.round_to_bf16);
     let (first, down) = (mlps.gate_up[0].matrix, mlps.down[0].matrix);
-    if let Panels::Int8(_) = &first.panels {
+    if let (true, Panels::Int8(_)) = (activation.has_gate(), &first.panels) {
         gated_int8(ctx, &mlps.gate_up, (first.rows / 2, activation), rows, gated, packed);
     } else {
         grouped_linear(ctx, &mlps.gate_up, first.rows, round, rows, gate_up, packed);

@@ -22,7 +22,14 @@ fn gated_row(activation: Activation, gate: &[f32], up: &[f32], round_to_bf16: bo
             round_to_bf16,
             out,
         ),
+        Activation::SquaredRelu => gated_row_with(relu, |u| u, gate, up, round_to_bf16, out),
     }
+}
+
+/// Not a number if `x` is none.
+#[inline(always)]
+fn relu(x: f32) -> f32 {
+    if x < 0.0 { 0.0 } else { x }
 }
 
 /// `g / (1 + e^-(alpha g))`, where `g` is at most `limit`. Not a number if `gate` is none.
@@ -84,6 +91,7 @@ fn gated_tile(op: &GatedTile<'_>) {
         Activation::ClampedSwiglu { alpha, limit } => {
             gated_tile_with(|g| clamped_gate(g, alpha, limit), |u| clamped_up(u, limit), op);
         }
+        Activation::SquaredRelu => gated_tile_with(relu, |u| u, op),
     }
 }
 
@@ -113,7 +121,7 @@ multiversion! {
 }
 
 /// Writes `activation(gate) * up` to `out`. Rows of `gate_up` are `[gate][up]`; rows of `out` are
-/// half as wide.
+/// half as wide. Without a gate, rows of both are as wide, and up is its own gate.
 pub(super) fn gated(
     ctx: ExecContext<'_>,
     activation: Activation,
@@ -121,14 +129,15 @@ pub(super) fn gated(
     gate_up: &Buffer,
     out: &mut Buffer,
 ) {
-    let width = gate_up.width / 2;
+    let width = gate_up.width / if activation.has_gate() { 2 } else { 1 };
     out.reshape(gate_up.rows, width);
     let elements = out.data.len();
     let mut parts: Vec<_> = out.parts_mut(ctx.threads.parts(elements)).collect();
     ctx.threads.parallel_for_each(elements, &mut parts, |_, parts| {
         for (first, part) in parts {
             for (i, y) in part.chunks_exact_mut(width).enumerate() {
-                let (gate, up) = gate_up.row(*first + i).split_at(width);
+                let row = gate_up.row(*first + i);
+                let (gate, up) = (&row[..width], &row[row.len() - width..]);
                 gated_row_on(ctx.isa, activation, gate, up, round_to_bf16, y);
             }
         }
@@ -151,14 +160,16 @@ mod tests {
                 alpha: 1.702,
                 limit: 7.0,
             };
-            for activation in [Activation::Silu, Activation::GeluTanh, clamped] {
+            for activation in [Activation::Silu, Activation::GeluTanh, clamped, Activation::SquaredRelu] {
                 let mut first: Option<Vec<f32>> = None;
                 for isa in Isa::available() {
                     let mut out = Buffer::default();
                     gated(ctx(isa), activation, false, &x, &mut out);
+                    let columns = if activation.has_gate() { width } else { 2 * width };
+                    assert_eq!(out.width, columns);
                     for i in 0..rows {
-                        for j in 0..width {
-                            let (g, u) = (x.row(i)[j] as f64, x.row(i)[width + j] as f64);
+                        for j in 0..columns {
+                            let (g, u) = (x.row(i)[j] as f64, x.row(i)[(width + j) % (2 * width)] as f64);
                             let inner = (2.0 / std::f64::consts::PI).sqrt() * (g + 0.044715 * g.powi(3));
                             let want = match activation {
                                 Activation::Silu => u * g / (1.0 + (-g).exp()),
@@ -167,6 +178,7 @@ mod tests {
                                     let (g, u) = (g.min(7.0), u.clamp(-7.0, 7.0));
                                     (u + 1.0) * g / (1.0 + (-1.702f32 as f64 * g).exp())
                                 }
+                                Activation::SquaredRelu => g.max(0.0).powi(2),
                             };
                             let got = out.row(i)[j] as f64;
                             assert!(

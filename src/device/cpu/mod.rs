@@ -492,7 +492,7 @@ impl Device for Cpu {
         let Workspace {
             packed_rows, gate_up, ..
         } = workspace;
-        if let Panels::Int8(_) = &linear.weight.panels {
+        if let (true, Panels::Int8(_)) = (activation.has_gate(), &linear.weight.panels) {
             let segment = linear::Segment {
                 rows: 0..x.rows,
                 matrix: &linear.weight,

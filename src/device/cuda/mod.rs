@@ -217,6 +217,7 @@ impl Cuda {
         let (alpha, limit) = match activation {
             Activation::ClampedSwiglu { alpha, limit } => (alpha, limit),
             Activation::Silu | Activation::GeluTanh => (0.0, 0.0),
+            Activation::SquaredRelu => return Err(super::no_mlps_without_gates()),
         };
         let width = gate_up.width / 2;
         out.reshape(&self.context, gate_up.rows, width, self.format)?;

@@ -122,6 +122,8 @@ pub fn gated(width: usize, output: KernelFormat, activation: Activation, rows: u
         Activation::Silu => 0,
         Activation::GeluTanh => 1,
         Activation::ClampedSwiglu { .. } => 2,
+        // No kernel has it: it is refused before.
+        Activation::SquaredRelu => 3,
     };
     row_kernel("gated", width, output, &[("ACTIVATION", activation)], rows)
 }

@@ -3,6 +3,7 @@
 use serde_json::Value;
 
 use super::dtype::TAKE_UNQUANTIZED;
+use super::nemotron::Block;
 use super::reader::{Reader, short};
 use super::{ExpertForm, Experts, Family, SharedExpert};
 use crate::device::{ExpertGroups, Routing, Score};
@@ -20,11 +21,15 @@ impl Family {
     /// Experts of a token, if the configuration says nothing of it. `None`: the family has no experts.
     fn experts_per_token(self) -> Option<usize> {
         match self {
-            Family::Mixtral | Family::GraniteMoe | Family::GraniteMoeShared | Family::GraniteMoeHybrid => Some(2),
+            Family::Mixtral
+            | Family::GraniteMoe
+            | Family::GraniteMoeShared
+            | Family::GraniteMoeHybrid
+            | Family::NemotronH => Some(2),
             Family::GptOss | Family::Qwen2Moe => Some(4),
             Family::Glm4MoeLite => Some(4),
             Family::Ernie4_5Moe | Family::DeepseekV2 => Some(6),
-            Family::DeepseekV3 => Some(8),
+            Family::DeepseekV3 | Family::MiniMaxM2 => Some(8),
             Family::Qwen3Moe | Family::Qwen3_5Moe | Family::Olmoe | Family::Glm4Moe => Some(8),
             Family::Qwen3Next => Some(10),
             _ => None,
@@ -33,12 +38,15 @@ impl Family {
 
     /// Whether an expert's score is the sigmoid of its logit.
     fn has_sigmoid_scores(self) -> bool {
-        matches!(self, Family::Glm4Moe | Family::DeepseekV3 | Family::Glm4MoeLite)
+        matches!(
+            self,
+            Family::Glm4Moe | Family::DeepseekV3 | Family::Glm4MoeLite | Family::MiniMaxM2 | Family::NemotronH
+        )
     }
 
     /// Whether experts are routed as DeepSeek's: they may be in groups, and their weights have a factor.
     pub(super) fn routes_as_deepseek(self) -> bool {
-        self == Family::Glm4Moe || self.has_latents()
+        self.has_latents() || matches!(self, Family::Glm4Moe | Family::NemotronH)
     }
 
     /// The key of the number of experts.
@@ -48,6 +56,7 @@ impl Family {
             Family::Ernie4_5Moe => "moe_num_experts",
             Family::Mixtral
             | Family::GptOss
+            | Family::MiniMaxM2
             | Family::GraniteMoe
             | Family::GraniteMoeShared
             | Family::GraniteMoeHybrid => "num_local_experts",
@@ -86,8 +95,8 @@ impl Reader<'_> {
         let default_count = match family {
             Family::Qwen3Next => Some(512),
             Family::Qwen3_5Moe => Some(256),
-            Family::GraniteMoeHybrid => Some(8),
-            Family::DeepseekV3 => Some(256),
+            Family::GraniteMoeHybrid | Family::NemotronH => Some(8),
+            Family::DeepseekV3 | Family::MiniMaxM2 => Some(256),
             Family::DeepseekV2 | Family::Glm4MoeLite => Some(64),
             _ => None,
         };
@@ -117,6 +126,7 @@ impl Reader<'_> {
             Family::DeepseekV2 => Some(1407),
             Family::DeepseekV3 => Some(2048),
             Family::Glm4MoeLite => Some(1536),
+            Family::NemotronH => Some(7688),
             _ => family.has_delta_layers().then_some(512),
         };
         let intermediate_size = self.size_or(width, WIDTH_MAX, default_width)?;
@@ -189,7 +199,7 @@ impl Reader<'_> {
                 Family::Qwen3Next => by_key(true)?,
                 // The class does not read the key; a value of true is refused.
                 Family::DeepseekV2 => false,
-                _ if has_sigmoids => by_key(true)?,
+                _ if family.routes_as_deepseek() => by_key(true)?,
                 _ => true,
             },
             scale: scale as f32,
@@ -205,7 +215,7 @@ impl Reader<'_> {
     ) -> Result<Option<ExpertGroups>, ModelError> {
         let is_limited = match family {
             Family::DeepseekV2 => self.text("topk_method")? == Some("group_limited_greedy"),
-            _ => family.has_sigmoid_scores(),
+            _ => family.routes_as_deepseek(),
         };
         if !is_limited {
             return Ok(None);
@@ -252,8 +262,9 @@ impl Reader<'_> {
             Family::Qwen2Moe => size("shared_expert_intermediate_size", WIDTH_MAX, 5632)?,
             Family::Qwen3Next | Family::Qwen3_5Moe => size("shared_expert_intermediate_size", WIDTH_MAX, 512)?,
             Family::GraniteMoeShared | Family::GraniteMoeHybrid => size("shared_intermediate_size", WIDTH_MAX, 1024)?,
+            Family::NemotronH => self.size_or("moe_shared_expert_intermediate_size", WIDTH_MAX, Some(7688))?,
             Family::DeepseekV2 => expert * size("n_shared_experts", SHARED_MAX, 2)?,
-            _ if family.has_sigmoid_scores() => expert * size("n_shared_experts", SHARED_MAX, 1)?,
+            _ if family.routes_as_deepseek() => expert * size("n_shared_experts", SHARED_MAX, 1)?,
             Family::Ernie4_5Moe => expert * size("moe_num_shared_experts", SHARED_MAX, 2)?,
             _ => 0,
         };
@@ -274,6 +285,7 @@ impl Reader<'_> {
         };
         match family {
             Family::Qwen2Moe | Family::Qwen3Moe | Family::Qwen3Next => self.sparse_layers(count),
+            Family::NemotronH => Ok(self.blocks()?.iter().map(|block| *block == Block::Experts).collect()),
             Family::Glm4Moe | Family::DeepseekV2 | Family::DeepseekV3 => {
                 let default = match family {
                     Family::Glm4Moe => 1,

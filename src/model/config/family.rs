@@ -45,10 +45,12 @@ pub enum Family {
     DeepseekV2,
     DeepseekV3,
     Glm4MoeLite,
+    MiniMaxM2,
+    NemotronH,
 }
 
 /// Each family with its name, its `model_type` and its `architectures`.
-const FAMILIES: [(Family, &str, &str, &str); 38] = [
+const FAMILIES: [(Family, &str, &str, &str); 40] = [
     (Family::Llama, "Llama", "llama", "LlamaForCausalLM"),
     (Family::Mistral, "Mistral", "mistral", "MistralForCausalLM"),
     (Family::Ministral, "Ministral", "ministral", "MinistralForCausalLM"),
@@ -122,6 +124,8 @@ const FAMILIES: [(Family, &str, &str, &str); 38] = [
         "glm4_moe_lite",
         "Glm4MoeLiteForCausalLM",
     ),
+    (Family::MiniMaxM2, "MiniMax M2", "minimax_m2", "MiniMaxM2ForCausalLM"),
+    (Family::NemotronH, "Nemotron-H", "nemotron_h", "NemotronHForCausalLM"),
 ];
 
 /// Other names of families, each a `model_type` of checkpoints whose own code is the family's.
@@ -164,7 +168,7 @@ impl Family {
 
     /// Whether layers without attention are recurrent.
     pub(super) fn has_recurrent_layers(self) -> bool {
-        self.has_delta_layers() || self == Family::GraniteMoeHybrid
+        self.has_delta_layers() || matches!(self, Family::GraniteMoeHybrid | Family::NemotronH)
     }
 
     /// Whether recurrent layers are delta networks, and attention has gates.
@@ -220,7 +224,9 @@ impl Family {
             | Family::Ministral
             | Family::Ministral3
             | Family::SeedOss
-            | Family::Glm4Moe => Some(8),
+            | Family::Glm4Moe
+            | Family::MiniMaxM2
+            | Family::NemotronH => Some(8),
             Family::Gemma | Family::Qwen2Moe => Some(16),
             Family::Gemma2
             | Family::Gemma3
@@ -240,9 +246,14 @@ impl Family {
             Family::GptOss => Some(64),
             Family::Gemma | Family::Gemma2 | Family::Gemma3 | Family::Gemma4 => Some(256),
             _ if self.has_delta_layers() => Some(256),
-            Family::Qwen3 | Family::Ministral3 | Family::SeedOss | Family::Glm | Family::Glm4 | Family::Ernie4_5 => {
-                Some(128)
-            }
+            Family::Qwen3
+            | Family::Ministral3
+            | Family::SeedOss
+            | Family::Glm
+            | Family::Glm4
+            | Family::Ernie4_5
+            | Family::MiniMaxM2
+            | Family::NemotronH => Some(128),
             _ => None,
         }
     }
@@ -258,7 +269,7 @@ impl Family {
             | Family::Olmo2
             | Family::Olmo3
             | Family::DeepseekV2 => 2048,
-            Family::Phi3 | Family::Olmoe | Family::DeepseekV3 => 4096,
+            Family::Phi3 | Family::Olmoe | Family::DeepseekV3 | Family::NemotronH => 4096,
             Family::Gemma | Family::Gemma2 | Family::Cohere | Family::Cohere2 => 8192,
             Family::Qwen2
             | Family::Qwen2Moe
@@ -279,6 +290,7 @@ impl Family {
             | Family::Glm4Moe
             | Family::Ernie4_5
             | Family::Ernie4_5Moe => 131_072,
+            Family::MiniMaxM2 => 196_608,
             Family::Glm4MoeLite => 202_752,
             Family::Ministral3 => 262_144,
             Family::SeedOss => 524_288,
@@ -296,6 +308,7 @@ impl Family {
 
     pub(super) fn rope_theta(self) -> f64 {
         match self {
+            Family::MiniMaxM2 => 5_000_000.0,
             Family::SmolLm3 => 2_000_000.0,
             Family::Mixtral => 1_000_000.0,
             Family::GptOss => 150_000.0,
@@ -307,7 +320,7 @@ impl Family {
     /// The share of a head's dimensions that rotate. `None`: the family has no such key.
     pub(super) fn rotary_share(self) -> Option<f64> {
         match self {
-            Family::Phi3 => Some(1.0),
+            Family::Phi3 | Family::MiniMaxM2 => Some(1.0),
             Family::Glm | Family::Glm4 | Family::Glm4Moe => Some(0.5),
             _ if self.has_delta_layers() => Some(0.25),
             _ => None,
@@ -328,6 +341,7 @@ impl Family {
             | Family::Cohere2
             | Family::Glm4Moe
             | Family::Glm4MoeLite
+            | Family::NemotronH
             | Family::Ernie4_5
             | Family::Ernie4_5Moe => 1e-5,
             Family::Glm | Family::Glm4 => 1.5625e-7,
@@ -362,15 +376,21 @@ impl Reader<'_> {
     pub(super) fn qk_norm(&self, family: Family) -> Result<bool, ModelError> {
         match family {
             Family::Glm4Moe => Ok(self.flag("use_qk_norm")?.unwrap_or(false)),
-            Family::Qwen3 | Family::Qwen3Moe | Family::Gemma3 | Family::Gemma4 | Family::Olmoe => Ok(true),
+            Family::Qwen3 | Family::Qwen3Moe | Family::Gemma3 | Family::Gemma4 | Family::Olmoe | Family::MiniMaxM2 => {
+                Ok(true)
+            }
             _ if family.has_delta_layers() => Ok(true),
             _ => Ok(family.has_norms_behind_alone()),
         }
     }
 
     /// Layers that predict further tokens, which transformers appends to the others.
-    pub(super) fn mtp_layers(&self) -> Result<usize, ModelError> {
-        Ok(self.size_or_zero("num_nextn_predict_layers", 1 << 4)?.unwrap_or(0))
+    pub(super) fn mtp_layers(&self, family: Family) -> Result<usize, ModelError> {
+        let key = match family {
+            Family::MiniMaxM2 => "num_mtp_modules",
+            _ => "num_nextn_predict_layers",
+        };
+        Ok(self.size_or_zero(key, 1 << 4)?.unwrap_or(0))
     }
 
     pub(super) fn max_position_embeddings(&self, family: Family) -> Result<u32, ModelError> {
@@ -442,6 +462,7 @@ impl Reader<'_> {
         let known: &[(&str, [&str; 2])] = match family {
             Family::Gemma => &[("hidden_act", [tanh, "gelu"]), ("hidden_activation", [tanh; 2])],
             Family::Gemma2 | Family::Gemma3 | Family::Gemma4 => &[("hidden_activation", [tanh; 2])],
+            Family::NemotronH => &[("mlp_hidden_act", ["relu2"; 2])],
             _ => &[("hidden_act", ["silu", "swish"])],
         };
         for (field, known) in known {
@@ -456,6 +477,7 @@ impl Reader<'_> {
                 alpha: self.number_in("swiglu_alpha", 1e-3, 1e3)?.unwrap_or(1.702) as f32,
                 limit: self.number_in("swiglu_limit", 1e-3, 1e6)?.unwrap_or(7.0) as f32,
             },
+            Family::NemotronH => Activation::SquaredRelu,
             _ if family.is_gemma() => Activation::GeluTanh,
             _ => Activation::Silu,
         })
@@ -471,6 +493,8 @@ impl Reader<'_> {
             | Family::Ministral
             | Family::Ministral3
             | Family::Phi3
+            | Family::MiniMaxM2
+            | Family::NemotronH
             | Family::Exaone4 => (false, false),
             Family::Qwen2 => (true, false),
             Family::Qwen2Moe => (flag("qkv_bias", true)?, false),
@@ -489,10 +513,10 @@ impl Reader<'_> {
     }
 
     pub(super) fn scales(&self, family: Family, hidden_size: usize, head_dim: usize) -> Result<Scales, ModelError> {
-        let norm_eps = if family.is_cohere() {
-            "layer_norm_eps"
-        } else {
-            "rms_norm_eps"
+        let norm_eps = match family {
+            Family::Cohere | Family::Cohere2 => "layer_norm_eps",
+            Family::NemotronH => "layer_norm_epsilon",
+            _ => "rms_norm_eps",
         };
         let norm_eps = self.number_in(norm_eps, 0.0, 1.0)?.unwrap_or(family.norm_eps());
         if family.is_granite() {

@@ -140,6 +140,77 @@ impl Family {
                 "rope_interleave",
                 "scoring_func",
             ],
+            Family::MiniMaxM2 => &[
+                "attn_type_list",
+                "hidden_act",
+                // Factors of an earlier model, refused unless they are 1, and the width of its plain MLP.
+                "layernorm_full_attention_alpha",
+                "layernorm_full_attention_beta",
+                "layernorm_linear_attention_alpha",
+                "layernorm_linear_attention_beta",
+                "layernorm_mlp_alpha",
+                "layernorm_mlp_beta",
+                "mlp_intermediate_size",
+                // Layers that predict further tokens, and how each is made.
+                "mtp_transformer_layers",
+                "num_mtp_modules",
+                "use_mtp",
+                "num_experts",
+                "num_experts_per_tok",
+                "num_local_experts",
+                "qk_norm_type",
+                "rotary_dim",
+                "scoring_func",
+                "shared_intermediate_size",
+                // How a shared expert would be weighted. There is none.
+                "shared_moe_mode",
+                "use_qk_norm",
+                "use_routing_bias",
+            ],
+            Family::NemotronH => &[
+                "attention_head_dim",
+                // How the reference divides sequences into pieces, which changes only its rounding.
+                "chunk_size",
+                "conv_kernel",
+                // The number and size of heads say how wide a recurrent layer is.
+                "expand",
+                "hybrid_override_pattern",
+                "layer_norm_epsilon",
+                "layers_block_type",
+                "mamba_head_dim",
+                "mamba_hidden_act",
+                "mamba_num_groups",
+                "mamba_num_heads",
+                "mamba_proj_bias",
+                // The format of recurrent states, which is F32 here in any case.
+                "mamba_ssm_cache_dtype",
+                "mamba_state_dim",
+                "mlp_bias",
+                "mlp_hidden_act",
+                "moe_latent_size",
+                "moe_shared_expert_intermediate_size",
+                // Whether devices compute the shared expert beside the others.
+                "moe_shared_expert_overlap",
+                // The layers that predict further tokens.
+                "mtp_hybrid_override_pattern",
+                "mtp_layers_block_type",
+                "n_groups",
+                "norm_eps",
+                // How weights were made at first.
+                "rescale_prenorm_residual",
+                "time_step_floor",
+                "time_step_max",
+                "time_step_min",
+                "time_step_rank",
+                // The stream is in F32 between layers, or in BF16 as everything else is.
+                "residual_in_fp32",
+                "ssm_state_size",
+                "time_step_limit",
+                "use_bias",
+                "use_conv_bias",
+                // Which program computes a layer.
+                "use_mamba_kernels",
+            ],
             Family::Ernie4_5 | Family::Qwen3_5 => &["hidden_act"],
             Family::Ernie4_5Moe => &[
                 "hidden_act",

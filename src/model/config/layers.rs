@@ -34,6 +34,7 @@ impl Reader<'_> {
                 | Family::DeepseekV2
                 | Family::DeepseekV3
                 | Family::Glm4MoeLite
+                | Family::MiniMaxM2
         );
         // Programs disagree about which layers of Qwen's models with experts would have windows.
         if matches!(family, Family::Qwen2Moe | Family::Qwen3Moe) && self.flag("use_sliding_window")?.unwrap_or(false) {
@@ -125,6 +126,7 @@ impl Reader<'_> {
                     cut(other)
                 ))),
             },
+            Family::NemotronH => Ok(vec![false; layers.len()]),
             // A model with windows rotates only there.
             Family::Cohere2 => Ok(layers.iter().map(|layer| *layer != KvSpec::Full).collect()),
             Family::Exaone4 if self.window(family)?.is_some() => {

@@ -21,6 +21,8 @@ mod heads;
 mod keys;
 mod latent;
 mod layers;
+mod minimax;
+mod nemotron;
 mod reader;
 mod recurrent;
 mod rope;
@@ -30,6 +32,7 @@ use dtype::refuse_quantized;
 pub use family::Family;
 pub use gemma4::Placeholders;
 use keys::UnknownKeys;
+pub use nemotron::LayerParts;
 use reader::{Reader, read_json, short};
 
 /// Routed experts: MLPs of which a router chooses some for each token.
@@ -133,6 +136,8 @@ pub struct Config {
     /// no effect.
     pub layers: Vec<KvSpec>,
     pub recurrent: Option<Recurrent>,
+    /// What each layer consists of.
+    pub parts: Vec<LayerParts>,
     /// For each layer that has no keys and values of its own, the earlier layer whose it reads.
     pub kv_sources: Vec<Option<usize>>,
     /// Whether the MLPs of such layers are twice as wide.
@@ -298,6 +303,8 @@ impl Config {
     pub fn refuse_on_gpu(&self) -> Result<(), ModelError> {
         let why = if self.recurrent.is_some() || self.attention_gates {
             "recurrent layers"
+        } else if self.has_lone_parts() {
+            "layers of one part"
         } else if self.latent.is_some() {
             "latents in place of keys and values"
         } else if self
@@ -372,7 +379,7 @@ impl Config {
 
     /// Whether a layer has keys and values of its own.
     pub fn has_kv(&self, layer: usize) -> bool {
-        !self.is_recurrent(layer) && self.kv_sources[layer].is_none()
+        self.has_mixer(layer) && !self.is_recurrent(layer) && self.kv_sources[layer].is_none()
     }
 
     /// Width of a layer's plain MLP.
@@ -451,10 +458,12 @@ impl Reader<'_> {
     #[expect(clippy::too_many_lines, reason = "fields, one by one")]
     fn text_config(&self, family: Family) -> Result<Config, ModelError> {
         self.check_gemma4(family)?;
+        self.check_minimax(family)?;
+        self.check_nemotron(family)?;
         let layer_inputs = self.layer_inputs(family)?;
         let activation = self.activation(family)?;
         let hidden_size = self.required_size("hidden_size", 1 << 17)?;
-        let num_layers = self.required_size("num_hidden_layers", 1 << 10)?;
+        let num_layers = self.layer_count(family)?;
         let latent = self.latent(family)?;
         let heads = self.heads(family, latent.as_ref(), hidden_size)?;
         let max_position_embeddings = self.max_position_embeddings(family)?;
@@ -489,7 +498,8 @@ impl Reader<'_> {
             layer_inputs,
             layers,
             recurrent: self.recurrent(family, num_layers, scales.stored_norm_eps)?,
-            mtp_layers: self.mtp_layers()?,
+            parts: self.parts(family, num_layers)?,
+            mtp_layers: self.mtp_layers(family)?,
             heads,
             latent,
             attention_scale: scales.attention,
@@ -519,7 +529,10 @@ impl Reader<'_> {
             o_bias: biases.o,
             mlp_bias: biases.mlp,
             qk_norm: self.qk_norm(family)?,
-            joint_qk_norm: matches!(family, Family::Olmo2 | Family::Olmo3 | Family::Olmoe),
+            joint_qk_norm: matches!(
+                family,
+                Family::Olmo2 | Family::Olmo3 | Family::Olmoe | Family::MiniMaxM2
+            ),
             value_norm: family == Family::Gemma4,
             layer_scalars: family == Family::Gemma4,
             fused_qkv: family == Family::Phi3,
@@ -545,6 +558,7 @@ impl Reader<'_> {
             }
             // There is no plain MLP, and no such key.
             Family::Qwen3_5Moe => self.size_or("intermediate_size", 1 << 20, Some(1)),
+            Family::NemotronH => self.size_or("intermediate_size", 1 << 20, Some(21_504)),
             _ => self.size_or("intermediate_size", 1 << 20, None),
         }
     }

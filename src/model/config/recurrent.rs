@@ -2,15 +2,16 @@
 
 use serde_json::Value;
 
+use super::nemotron::Block;
 use super::reader::{Reader, short};
 use super::{Family, Recurrent};
 use crate::device::{RecurrentKind, RecurrentShape};
 use crate::model::error::ModelError;
 
 /// Maximum number of heads, and of a head's dimensions.
-const HEADS_MAX: usize = 1 << 10;
+pub(super) const HEADS_MAX: usize = 1 << 10;
 /// Maximum tokens that a convolution sees.
-const CONV_MAX: usize = 1 << 6;
+pub(super) const CONV_MAX: usize = 1 << 6;
 
 impl Reader<'_> {
     /// The recurrent layers of a model with `count` layers. `None`: all layers have attention.
@@ -42,21 +43,29 @@ impl Reader<'_> {
         let shape = if family.has_delta_layers() {
             self.delta_shape()?
         } else {
-            self.mamba_shape()?
+            self.check_time_steps()?;
+            match family {
+                Family::NemotronH => self.nemotron_shape()?,
+                _ => self.mamba_shape()?,
+            }
         };
         Ok(Some(Recurrent {
             shape,
             layers,
             by_key_head: family == Family::Qwen3Next,
-            conv_bias: shape.kind == RecurrentKind::Mamba2 && self.conv_bias()?,
+            conv_bias: shape.kind == RecurrentKind::Mamba2 && self.conv_bias(family)?,
             norm_eps,
         }))
     }
 
-    /// Whether Granite's convolutions have biases. Null means none.
-    fn conv_bias(&self) -> Result<bool, ModelError> {
-        let is_absent = !self.map.contains_key("mamba_conv_bias");
-        Ok(self.flag("mamba_conv_bias")?.unwrap_or(is_absent))
+    /// Whether convolutions of Mamba-2 have biases. Null means none.
+    fn conv_bias(&self, family: Family) -> Result<bool, ModelError> {
+        let key = match family {
+            Family::NemotronH => "use_conv_bias",
+            _ => "mamba_conv_bias",
+        };
+        let is_absent = !self.map.contains_key(key);
+        Ok(self.flag(key)?.unwrap_or(is_absent))
     }
 
     /// The shape of Qwen's recurrent layers.
@@ -79,12 +88,8 @@ impl Reader<'_> {
         Ok(shape)
     }
 
-    /// The shape of Granite's recurrent layers.
-    fn mamba_shape(&self) -> Result<RecurrentShape, ModelError> {
-        if self.flag("mamba_proj_bias")? == Some(true) {
-            return Err(self.unsupported("`mamba_proj_bias` is not supported".to_owned()));
-        }
-        // The reference bounds the steps of prompts by it, and not those of answers.
+    /// Refuses bounds of the time step: programs bound those of prompts, and not those of answers.
+    fn check_time_steps(&self) -> Result<(), ModelError> {
         if let Some(limit) = self.get("time_step_limit") {
             let is_infinite = |end: &Value| end == "Infinity" || end["__float__"] == "Infinity";
             let is_none = match limit.as_array().map(Vec::as_slice) {
@@ -94,6 +99,14 @@ impl Reader<'_> {
             if !is_none {
                 return Err(self.unsupported(format!("`time_step_limit` {} is not supported", short(limit))));
             }
+        }
+        Ok(())
+    }
+
+    /// The shape of Granite's recurrent layers.
+    fn mamba_shape(&self) -> Result<RecurrentShape, ModelError> {
+        if self.flag("mamba_proj_bias")? == Some(true) {
+            return Err(self.unsupported("`mamba_proj_bias` is not supported".to_owned()));
         }
         let size = |name: &str, max: usize, default: usize| self.size_or(name, max, Some(default));
         let hidden = self.required_size("hidden_size", 1 << 17)?;
@@ -129,6 +142,9 @@ impl Reader<'_> {
 
     /// Whether each layer is recurrent.
     fn recurrent_layers(&self, family: Family, count: usize) -> Result<Vec<bool>, ModelError> {
+        if family == Family::NemotronH {
+            return Ok(self.blocks()?.iter().map(|block| *block == Block::Mamba).collect());
+        }
         let Some(value) = self.get("layer_types") else {
             if !family.has_delta_layers() {
                 return Ok(vec![true; count]);

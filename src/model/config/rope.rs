@@ -180,6 +180,9 @@ impl Reader<'_> {
             }
         }
         shares.extend(self.number("partial_rotary_factor")?);
+        if family == Family::MiniMaxM2 {
+            shares.extend(self.share_of_rotary_dim(head_dim, &shares)?);
+        }
         let Some(default) = family.rotary_share() else {
             return match shares.iter().find(|share| **share != 1.0) {
                 Some(x) => Err(self.unsupported(format!("`partial_rotary_factor` {x} is not supported; 1 is"))),

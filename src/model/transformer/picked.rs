@@ -84,8 +84,8 @@ fn mixed<'a, D: Device>(
     qkv: &'a mut D::Buffer,
 ) -> &'a mut D::Buffer {
     match &layer.mixer {
-        Mixer::Recurrent { .. } => attended,
-        Mixer::Attention(_) | Mixer::Latent(_) => qkv,
+        Some(Mixer::Recurrent { .. }) => attended,
+        _ => qkv,
     }
 }
 
@@ -103,7 +103,7 @@ impl<D: Device> Buffers<D> {
         let all = &self.picked;
         device.pick_logits_rows(step, &all.residual, &mut self.residual)?;
         device.pick_logits_rows(step, &all.mixed, mixed(layer, &mut self.attended, &mut self.qkv))?;
-        if matches!(&layer.mixer, Mixer::Attention(attention) if attention.gate.is_some()) {
+        if matches!(&layer.mixer, Some(Mixer::Attention(attention)) if attention.gate.is_some()) {
             device.pick_logits_rows(step, &all.gates, &mut self.gates)?;
         }
         if has_inputs {
