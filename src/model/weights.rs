@@ -19,7 +19,9 @@ use crate::device::{Dtype, Tensor};
 use crate::model::config::ExpertForm;
 use crate::model::error::ModelError;
 use crate::model::expert_names;
+use crate::model::fp8_blocks::{Fp8Blocks, scales_name};
 use crate::model::random_weights::RandomWeights;
+use crate::model::stored_form::StoredForm;
 
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
@@ -87,6 +89,8 @@ pub struct Weights {
     headers: Headers,
     /// One mapping per file.
     maps: Vec<Mmap>,
+    /// The blocks of matrices in FP8; see [`StoredForm`].
+    fp8_blocks: Option<Fp8Blocks>,
     /// Bytes of tensors that were handed out so far.
     handed_out: AtomicUsize,
     /// Key: the tensor's canonical name.
@@ -178,6 +182,28 @@ impl Header {
         }
     }
 
+    /// Whether the tensor `name` is stored in FP8.
+    pub(super) fn is_fp8(&self, name: &str) -> bool {
+        let entry = self.tensors.get(name);
+        entry.is_some_and(|entry| entry.dtype == safetensors::Dtype::F8_E4M3)
+    }
+
+    /// As [`check_tensor`](Self::check_tensor), for a matrix in FP8.
+    pub(super) fn check_fp8(&self, name: &str, rows: usize, columns: usize) -> Result<(), ModelError> {
+        match self.check_shape(name, Some(rows), columns)? {
+            safetensors::Dtype::F8_E4M3 => Ok(()),
+            other => Err(self.wrong_dtype(name, other, "F8_E4M3 is read")),
+        }
+    }
+
+    /// As [`check_tensor`](Self::check_tensor), for the factors of a matrix in FP8.
+    pub(super) fn check_scales(&self, name: &str, (rows, columns): (usize, usize)) -> Result<(), ModelError> {
+        match self.check_shape(name, Some(rows), columns)? {
+            safetensors::Dtype::F32 => Ok(()),
+            other => Err(self.wrong_dtype(name, other, "factors of blocks are read in F32")),
+        }
+    }
+
     fn wrong_dtype(&self, name: &str, dtype: safetensors::Dtype, read: &str) -> ModelError {
         let name = printable_name(name);
         ModelError::unsupported(&self.path, format!("tensor `{name}` is stored as {dtype:?}; {read}"))
@@ -240,12 +266,13 @@ impl Weights {
     /// # Errors
     /// There are no weights, a header does not fit its file, or the index names something other
     /// than files of `dir`.
-    pub fn open(dir: &Path, experts: ExpertForm) -> Result<Weights, ModelError> {
+    pub fn open(dir: &Path, form: impl Into<StoredForm>) -> Result<Weights, ModelError> {
+        let form = form.into();
         let (names, index) = weight_files(dir)?;
         let mut files = Vec::new();
         let mut maps = Vec::new();
         for name in &names {
-            let (file, map) = Header::open(dir.join(name), experts)?;
+            let (file, map) = Header::open(dir.join(name), form.experts)?;
             files.push(file);
             maps.push(map);
         }
@@ -275,6 +302,7 @@ impl Weights {
         Ok(Weights {
             headers: Headers { dir, files, index },
             maps,
+            fp8_blocks: form.fp8_blocks,
             handed_out: AtomicUsize::new(0),
             tensors,
         })
@@ -316,6 +344,28 @@ impl Weights {
         Cow::Borrowed(data)
     }
 
+    /// A matrix that is stored in FP8.
+    fn fp8_tensor(
+        &self,
+        blocks: Fp8Blocks,
+        name: &str,
+        rows: usize,
+        columns: usize,
+    ) -> Result<StoredTensor<'_>, ModelError> {
+        let (header, location) = self.locate(name)?;
+        let (scales_header, scales_location) = self.locate(&scales_name(name))?;
+        header.check_fp8(&location.name, rows, columns)?;
+        scales_header.check_scales(&scales_location.name, blocks.scales_shape(rows, columns))?;
+        let numbers = self.data(header, location);
+        let scales = self.data(scales_header, scales_location);
+        Ok(StoredTensor {
+            dtype: Dtype::F32,
+            rows,
+            columns,
+            data: Cow::Owned(blocks.decode(&numbers, &scales, columns)),
+        })
+    }
+
     /// Unmaps the pages that were read, which the process would hold beside the loaded model until the
     /// files are closed.
     fn release_pages(&self) {
@@ -338,6 +388,9 @@ impl WeightSource for Weights {
 
     fn tensor(&self, name: &str, rows: Option<usize>, columns: usize) -> Result<StoredTensor<'_>, ModelError> {
         let (header, location) = self.locate(name)?;
+        if let (Some(blocks), Some(rows), true) = (self.fp8_blocks, rows, header.is_fp8(&location.name)) {
+            return self.fp8_tensor(blocks, name, rows, columns);
+        }
         let dtype = header.check_tensor(&location.name, rows, columns)?;
         Ok(StoredTensor {
             dtype,
