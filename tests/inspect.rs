@@ -370,7 +370,7 @@ fn numbers_stored(model: &Path, layers: u64) -> u64 {
             let stored = info.shape.iter().product::<usize>() as u64;
             match name.rsplit('_').next() {
                 Some("blocks") => 2 * stored,
-                Some("scales") => 0,
+                Some("scales" | "inv") => 0,
                 _ => stored,
             }
         });

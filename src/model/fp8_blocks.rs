@@ -6,7 +6,13 @@
 //! its block. Blocks at the right and lower edges may be cut. Other matrices of the checkpoint are
 //! stored plainly.
 
+use std::borrow::Cow;
+
 use rayon::prelude::*;
+
+use crate::device::Dtype;
+use crate::model::error::ModelError;
+use crate::model::weights::{Header, StoredTensor, Weights};
 
 /// Rows and columns of a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -32,6 +38,9 @@ impl Fp8Blocks {
         let scales: Vec<f32> = scales.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect();
         let table: [f32; 256] = std::array::from_fn(|byte| e4m3(byte as u8));
         let mut out = vec![0; numbers.len() * 4];
+        if columns == 0 {
+            return out;
+        }
         let rows = out.par_chunks_mut(columns * 4).zip(numbers.par_chunks(columns));
         rows.enumerate().for_each(|(row, (out, numbers))| {
             let scales = &scales[row / self.rows * columns.div_ceil(self.columns)..];
@@ -56,6 +65,54 @@ fn e4m3(byte: u8) -> f32 {
         _ => (1.0 + fraction / 8.0) * 2f32.powi(exponent - 7),
     };
     if byte & 0x80 == 0 { magnitude } else { -magnitude }
+}
+
+impl Header {
+    /// Whether the tensor `name` is stored in FP8.
+    pub(super) fn is_fp8(&self, name: &str) -> bool {
+        let entry = self.tensors.get(name);
+        entry.is_some_and(|entry| entry.dtype == safetensors::Dtype::F8_E4M3)
+    }
+
+    /// As [`check_tensor`](Self::check_tensor), for a matrix in FP8.
+    pub(super) fn check_fp8(&self, name: &str, rows: usize, columns: usize) -> Result<(), ModelError> {
+        match self.check_shape(name, Some(rows), columns)? {
+            safetensors::Dtype::F8_E4M3 => Ok(()),
+            other => Err(self.wrong_dtype(name, other, "F8_E4M3 is read")),
+        }
+    }
+
+    /// As [`check_tensor`](Self::check_tensor), for the factors of a matrix in FP8.
+    pub(super) fn check_scales(&self, name: &str, (rows, columns): (usize, usize)) -> Result<(), ModelError> {
+        match self.check_shape(name, Some(rows), columns)? {
+            safetensors::Dtype::F32 => Ok(()),
+            other => Err(self.wrong_dtype(name, other, "factors of blocks are read in F32")),
+        }
+    }
+}
+
+impl Weights {
+    /// A matrix that is stored in FP8.
+    pub(super) fn fp8_tensor(
+        &self,
+        blocks: Fp8Blocks,
+        name: &str,
+        rows: usize,
+        columns: usize,
+    ) -> Result<StoredTensor<'_>, ModelError> {
+        let (header, location) = self.locate(name)?;
+        let (scales_header, scales_location) = self.locate(&scales_name(name))?;
+        header.check_fp8(&location.name, rows, columns)?;
+        scales_header.check_scales(&scales_location.name, blocks.scales_shape(rows, columns))?;
+        let numbers = self.data(header, location);
+        let scales = self.data(scales_header, scales_location);
+        Ok(StoredTensor {
+            dtype: Dtype::F32,
+            rows,
+            columns,
+            data: Cow::Owned(blocks.decode(&numbers, &scales, columns)),
+        })
+    }
 }
 
 #[cfg(test)]

@@ -19,7 +19,7 @@ use crate::device::{Dtype, Tensor};
 use crate::model::config::ExpertForm;
 use crate::model::error::ModelError;
 use crate::model::expert_names;
-use crate::model::fp8_blocks::{Fp8Blocks, scales_name};
+use crate::model::fp8_blocks::Fp8Blocks;
 use crate::model::random_weights::RandomWeights;
 use crate::model::stored_form::StoredForm;
 
@@ -98,10 +98,10 @@ pub struct Weights {
 }
 
 /// The location of a tensor.
-struct TensorLocation {
+pub(super) struct TensorLocation {
     file: usize,
     /// The name of the tensor in its file.
-    name: String,
+    pub(super) name: String,
 }
 
 /// The headers of a checkpoint's files, without the bytes of any tensor.
@@ -182,34 +182,17 @@ impl Header {
         }
     }
 
-    /// Whether the tensor `name` is stored in FP8.
-    pub(super) fn is_fp8(&self, name: &str) -> bool {
-        let entry = self.tensors.get(name);
-        entry.is_some_and(|entry| entry.dtype == safetensors::Dtype::F8_E4M3)
-    }
-
-    /// As [`check_tensor`](Self::check_tensor), for a matrix in FP8.
-    pub(super) fn check_fp8(&self, name: &str, rows: usize, columns: usize) -> Result<(), ModelError> {
-        match self.check_shape(name, Some(rows), columns)? {
-            safetensors::Dtype::F8_E4M3 => Ok(()),
-            other => Err(self.wrong_dtype(name, other, "F8_E4M3 is read")),
-        }
-    }
-
-    /// As [`check_tensor`](Self::check_tensor), for the factors of a matrix in FP8.
-    pub(super) fn check_scales(&self, name: &str, (rows, columns): (usize, usize)) -> Result<(), ModelError> {
-        match self.check_shape(name, Some(rows), columns)? {
-            safetensors::Dtype::F32 => Ok(()),
-            other => Err(self.wrong_dtype(name, other, "factors of blocks are read in F32")),
-        }
-    }
-
-    fn wrong_dtype(&self, name: &str, dtype: safetensors::Dtype, read: &str) -> ModelError {
+    pub(super) fn wrong_dtype(&self, name: &str, dtype: safetensors::Dtype, read: &str) -> ModelError {
         let name = printable_name(name);
         ModelError::unsupported(&self.path, format!("tensor `{name}` is stored as {dtype:?}; {read}"))
     }
 
-    fn check_shape(&self, name: &str, rows: Option<usize>, columns: usize) -> Result<safetensors::Dtype, ModelError> {
+    pub(super) fn check_shape(
+        &self,
+        name: &str,
+        rows: Option<usize>,
+        columns: usize,
+    ) -> Result<safetensors::Dtype, ModelError> {
         let Some(entry) = self.tensors.get(name) else {
             return Err(missing(&self.path, name));
         };
@@ -329,41 +312,19 @@ impl Weights {
 
 impl Weights {
     /// The header of the file that holds a tensor, and the tensor's location.
-    fn locate(&self, name: &str) -> Result<(&Header, &TensorLocation), ModelError> {
+    pub(super) fn locate(&self, name: &str) -> Result<(&Header, &TensorLocation), ModelError> {
         let location = self.tensors.get(name);
         let location = location.ok_or_else(|| missing(self.path_of(name), name))?;
         Ok((&self.headers.files[location.file], location))
     }
 
-    fn data(&self, header: &Header, location: &TensorLocation) -> Cow<'_, [u8]> {
+    pub(super) fn data(&self, header: &Header, location: &TensorLocation) -> Cow<'_, [u8]> {
         let data = &self.maps[location.file][header.tensors[&location.name].bytes.clone()];
         let before = self.handed_out.fetch_add(data.len(), Ordering::Relaxed);
         if before / RELEASE_BYTES < (before + data.len()) / RELEASE_BYTES {
             self.release_pages();
         }
         Cow::Borrowed(data)
-    }
-
-    /// A matrix that is stored in FP8.
-    fn fp8_tensor(
-        &self,
-        blocks: Fp8Blocks,
-        name: &str,
-        rows: usize,
-        columns: usize,
-    ) -> Result<StoredTensor<'_>, ModelError> {
-        let (header, location) = self.locate(name)?;
-        let (scales_header, scales_location) = self.locate(&scales_name(name))?;
-        header.check_fp8(&location.name, rows, columns)?;
-        scales_header.check_scales(&scales_location.name, blocks.scales_shape(rows, columns))?;
-        let numbers = self.data(header, location);
-        let scales = self.data(scales_header, scales_location);
-        Ok(StoredTensor {
-            dtype: Dtype::F32,
-            rows,
-            columns,
-            data: Cow::Owned(blocks.decode(&numbers, &scales, columns)),
-        })
     }
 
     /// Unmaps the pages that were read, which the process would hold beside the loaded model until the
