@@ -120,6 +120,20 @@ fn the_demo_model_is_described() {
     assert!(text.contains("refused     in int8: "), "{text}");
 }
 
+/// They are read as F32, so a job in F32 takes four bytes a weight.
+#[test]
+fn weights_in_fp8_are_described_as_they_are_read() {
+    let model = root().join("tests/fixtures/models/qwen3-fp8");
+    let found = run(&["inspect", arg(&model), "--json"]).expect(0).json();
+    let architecture = &found["architecture"];
+    assert_eq!(
+        (&architecture["format"], &architecture["refused_on_gpu"]),
+        (&"fp8".into(), &Value::Null)
+    );
+    let parameters = architecture["parameters"].as_u64().unwrap();
+    assert_eq!(found["memory"][0]["weight_bytes"], 4 * parameters);
+}
+
 /// Experts in MXFP4 are read as BF16, whatever format the other weights have.
 #[test]
 fn a_gpt_oss_is_described_without_a_format() {
@@ -356,7 +370,7 @@ fn numbers_stored(model: &Path, layers: u64) -> u64 {
             let stored = info.shape.iter().product::<usize>() as u64;
             match name.rsplit('_').next() {
                 Some("blocks") => 2 * stored,
-                Some("scales") => 0,
+                Some("scales" | "inv") => 0,
                 _ => stored,
             }
         });

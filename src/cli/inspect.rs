@@ -296,6 +296,7 @@ impl Architecture {
             active_parameters: size.active_parameters(),
             format: match config.expert_form() {
                 ExpertForm::Mxfp4 => Some("mxfp4"),
+                _ if config.fp8_blocks.is_some() => Some("fp8"),
                 ExpertForm::Matrices | ExpertForm::Transposed => stored.map(Dtype::name),
             },
             layers: config.layers.len(),

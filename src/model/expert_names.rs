@@ -52,13 +52,15 @@ pub(super) fn general_name(name: &str) -> Option<String> {
         return Some(format!("{layer}.mlp.gate.weight"));
     }
     let (expert, part) = rest.strip_prefix("experts.")?.split_once('.')?;
+    let (part, kind) = part.split_once('.')?;
     let part = match part {
-        "w1.weight" => "gate_proj",
-        "w2.weight" => "down_proj",
-        "w3.weight" => "up_proj",
+        "w1" => "gate_proj",
+        "w2" => "down_proj",
+        "w3" => "up_proj",
         _ => return None,
     };
-    Some(format!("{layer}.mlp.experts.{expert}.{part}.weight"))
+    // With the factors of weights in FP8.
+    matches!(kind, "weight" | "weight_scale_inv").then(|| format!("{layer}.mlp.experts.{expert}.{part}.{kind}"))
 }
 
 const GATE_UP: &[&str] = &["gate_proj", "up_proj"];

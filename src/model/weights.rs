@@ -20,7 +20,9 @@ use crate::model::block_names;
 use crate::model::config::ExpertForm;
 use crate::model::error::ModelError;
 use crate::model::expert_names;
+use crate::model::fp8_blocks::Fp8Blocks;
 use crate::model::random_weights::RandomWeights;
+use crate::model::stored_form::StoredForm;
 
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
@@ -88,6 +90,8 @@ pub struct Weights {
     headers: Headers,
     /// One mapping per file.
     maps: Vec<Mmap>,
+    /// The blocks of matrices in FP8; see [`StoredForm`].
+    fp8_blocks: Option<Fp8Blocks>,
     /// Bytes of tensors that were handed out so far.
     handed_out: AtomicUsize,
     /// Key: the tensor's canonical name.
@@ -95,10 +99,10 @@ pub struct Weights {
 }
 
 /// The location of a tensor.
-struct TensorLocation {
+pub(super) struct TensorLocation {
     file: usize,
     /// The name of the tensor in its file.
-    name: String,
+    pub(super) name: String,
 }
 
 /// The headers of a checkpoint's files, without the bytes of any tensor.
@@ -181,12 +185,17 @@ impl Header {
         }
     }
 
-    fn wrong_dtype(&self, name: &str, dtype: safetensors::Dtype, read: &str) -> ModelError {
+    pub(super) fn wrong_dtype(&self, name: &str, dtype: safetensors::Dtype, read: &str) -> ModelError {
         let name = printable_name(name);
         ModelError::unsupported(&self.path, format!("tensor `{name}` is stored as {dtype:?}; {read}"))
     }
 
-    fn check_shape(&self, name: &str, rows: Option<usize>, columns: usize) -> Result<safetensors::Dtype, ModelError> {
+    pub(super) fn check_shape(
+        &self,
+        name: &str,
+        rows: Option<usize>,
+        columns: usize,
+    ) -> Result<safetensors::Dtype, ModelError> {
         let Some(entry) = self.tensors.get(name) else {
             return Err(missing(&self.path, name));
         };
@@ -243,12 +252,13 @@ impl Weights {
     /// # Errors
     /// There are no weights, a header does not fit its file, or the index names something other
     /// than files of `dir`.
-    pub fn open(dir: &Path, experts: ExpertForm) -> Result<Weights, ModelError> {
+    pub fn open(dir: &Path, form: impl Into<StoredForm>) -> Result<Weights, ModelError> {
+        let form = form.into();
         let (names, index) = weight_files(dir)?;
         let mut files = Vec::new();
         let mut maps = Vec::new();
         for name in &names {
-            let (file, map) = Header::open(dir.join(name), experts)?;
+            let (file, map) = Header::open(dir.join(name), form.experts)?;
             files.push(file);
             maps.push(map);
         }
@@ -278,6 +288,7 @@ impl Weights {
         Ok(Weights {
             headers: Headers { dir, files, index },
             maps,
+            fp8_blocks: form.fp8_blocks,
             handed_out: AtomicUsize::new(0),
             tensors,
         })
@@ -304,13 +315,13 @@ impl Weights {
 
 impl Weights {
     /// The header of the file that holds a tensor, and the tensor's location.
-    fn locate(&self, name: &str) -> Result<(&Header, &TensorLocation), ModelError> {
+    pub(super) fn locate(&self, name: &str) -> Result<(&Header, &TensorLocation), ModelError> {
         let location = self.tensors.get(name);
         let location = location.ok_or_else(|| missing(self.path_of(name), name))?;
         Ok((&self.headers.files[location.file], location))
     }
 
-    fn data(&self, header: &Header, location: &TensorLocation) -> Cow<'_, [u8]> {
+    pub(super) fn data(&self, header: &Header, location: &TensorLocation) -> Cow<'_, [u8]> {
         let data = &self.maps[location.file][header.tensors[&location.name].bytes.clone()];
         let before = self.handed_out.fetch_add(data.len(), Ordering::Relaxed);
         if before / RELEASE_BYTES < (before + data.len()) / RELEASE_BYTES {
@@ -341,6 +352,9 @@ impl WeightSource for Weights {
 
     fn tensor(&self, name: &str, rows: Option<usize>, columns: usize) -> Result<StoredTensor<'_>, ModelError> {
         let (header, location) = self.locate(name)?;
+        if let (Some(blocks), Some(rows), true) = (self.fp8_blocks, rows, header.is_fp8(&location.name)) {
+            return self.fp8_tensor(blocks, name, rows, columns);
+        }
         let dtype = header.check_tensor(&location.name, rows, columns)?;
         Ok(StoredTensor {
             dtype,

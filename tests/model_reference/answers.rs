@@ -9,6 +9,7 @@ use gristmill::device::{Activation, ExpertGroups, KvSpec, Precision};
 use gristmill::model::Transformer;
 use gristmill::model::config::Config;
 use gristmill::model::rope::Scaling;
+use gristmill::model::stored_form::StoredForm;
 use gristmill::model::weights::Weights;
 
 use super::harness::{MODELS, Reference, Runner, Sequence, chooses_experts, folder, load, options};
@@ -122,7 +123,7 @@ fn assert_mutant_fails(name: &str, what: &str, change: impl FnOnce(&mut Config))
     let before = config.clone();
     change(&mut config);
     assert_ne!(config, before, "{name}: {what} changes nothing");
-    let weights = Weights::open(&folder(name), config.expert_form()).unwrap();
+    let weights = Weights::open(&folder(name), StoredForm::of(&config)).unwrap();
     let mut mutant = Transformer::from_weights(config, &weights, &options(&reference, Precision::F32)).unwrap();
     let (worst, _) = compare(&mut mutant, &reference);
     println!("{name}: {what}: {worst:.1e}");

@@ -7,6 +7,7 @@ use gristmill::device::batch::{BlockCopy, StepBatch};
 use gristmill::device::{Dtype, KvFormat, Precision, cpu};
 use gristmill::engine::Forward;
 use gristmill::model::config::{Config, Placeholders};
+use gristmill::model::stored_form::StoredForm;
 use gristmill::model::weights::Weights;
 use gristmill::model::{KvBudget, LoadOptions, Transformer};
 
@@ -222,7 +223,7 @@ fn bits_do_not_depend_on_instructions_or_threads() {
                 };
                 let device = cpu::Cpu::new(Precision::F32, KvFormat::F32, Arc::clone(&options.threads)).with_isa(isa);
                 let config = Config::load(&folder(name)).unwrap();
-                let weights = Weights::open(&folder(name), config.expert_form()).unwrap();
+                let weights = Weights::open(&folder(name), StoredForm::of(&config)).unwrap();
                 let mut model = Transformer::on_device(device, config, &weights, &options).unwrap();
                 let tokens = &reference.prompts[3].tokens;
                 let rows = in_chunks(&mut Runner::new(&mut model), tokens, &[37, 2]);
@@ -254,7 +255,7 @@ fn a_row_that_overflows_harms_no_other() {
     let reference = Reference::load(name);
     let config = Config::load(&folder(name)).unwrap();
     let source = Altered {
-        inner: Weights::open(&folder(name), config.expert_form()).unwrap(),
+        inner: Weights::open(&folder(name), StoredForm::of(&config)).unwrap(),
         change: poisoned,
     };
     let mut model = Transformer::from_weights(config, &source, &options(&reference, Precision::F32)).unwrap();
@@ -358,7 +359,7 @@ fn tokens_of_images_are_read_as_another_one() {
             ids: vec![image],
             read_as: padding,
         });
-        let weights = Weights::open(&folder(name), config.expert_form()).unwrap();
+        let weights = Weights::open(&folder(name), StoredForm::of(&config)).unwrap();
         let mut model = Transformer::from_weights(config, &weights, &options(&reference, Precision::F32)).unwrap();
         let read: Vec<u32> = tokens.iter().map(|t| if *t == image { padding } else { *t }).collect();
         assert_ne!(&read, tokens);

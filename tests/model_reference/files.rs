@@ -167,6 +167,64 @@ fn broken_safetensors_are_refused_in_one_line() {
     });
 }
 
+/// Matrices in FP8 come with factors of their blocks, and are read only where `config.json` describes them.
+#[test]
+fn matrices_in_fp8_without_their_factors_are_refused_by_name() {
+    let file = "model.safetensors";
+    let matrix = "model.layers.1.mlp.up_proj.weight";
+    let scales = format!("{matrix}_scale_inv");
+    let header = |change: &'static dyn Fn(&mut serde_json::Value, &str)| {
+        let scales = scales.clone();
+        move |dir: &Path| change_header(&dir.join(file), |header| change(header, &scales))
+    };
+    assert_broken(
+        "qwen3-fp8",
+        file,
+        &["`model.layers.1.mlp.up_proj.weight_scale_inv` is missing"],
+        header(&|header, scales| {
+            let entry = header.as_object_mut().unwrap().remove(scales).unwrap();
+            header["model.layers.1.mlp.up_proj.factors"] = entry;
+        }),
+    );
+    assert_broken(
+        "qwen3-fp8",
+        file,
+        &[&scales, "has shape [2, 6]; `config.json` makes it [6, 2]"],
+        header(&|header, scales| header[scales]["shape"] = serde_json::json!([2, 6])),
+    );
+    assert_broken(
+        "qwen3-fp8",
+        file,
+        &[&scales, "stored as I32; factors of blocks are read in F32"],
+        header(&|header, scales| header[scales]["dtype"] = "I32".into()),
+    );
+    assert_broken("qwen3-fp8", file, &[matrix, "shape [32, 48]"], |dir| {
+        change_header(&dir.join(file), |header| {
+            header[matrix]["shape"] = serde_json::json!([32, 48]);
+        });
+    });
+    // Another FP8, and the same in a file whose configuration does not mention it.
+    assert_broken("qwen3-fp8", file, &[], |dir| {
+        change_header(&dir.join(file), |header| header[matrix]["dtype"] = "F8_E5M2".into());
+    });
+    assert_broken("qwen3-fp8", file, &["quantized"], |dir| {
+        let path = dir.join("config.json");
+        let mut config: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+        config.as_object_mut().unwrap().remove("quantization_config").unwrap();
+        std::fs::write(path, config.to_string()).unwrap();
+    });
+    // No number.
+    assert_broken("qwen3-fp8", file, &[matrix, "not finite"], |dir| {
+        let path = dir.join(file);
+        let mut bytes = std::fs::read(&path).unwrap();
+        let length = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+        let header: serde_json::Value = serde_json::from_slice(&bytes[8..8 + length]).unwrap();
+        let first = header[matrix]["data_offsets"][0].as_u64().unwrap() as usize;
+        bytes[8 + length + first] = 0x7f;
+        std::fs::write(path, bytes).unwrap();
+    });
+}
+
 #[test]
 fn tensors_that_do_not_fit_are_refused_by_name() {
     let file = "model.safetensors";

@@ -14,7 +14,7 @@ use safetensors::SafeTensors;
 
 pub(crate) const KV_BLOCKS: u32 = 64;
 
-pub(crate) const MODELS: [&str; 73] = [
+pub(crate) const MODELS: [&str; 75] = [
     "llama-plain",
     "llama-llama3-tied",
     "llama-linear-biases",
@@ -28,6 +28,7 @@ pub(crate) const MODELS: [&str; 73] = [
     "qwen2-tied",
     "qwen2-window",
     "qwen3-tied",
+    "qwen3-fp8",
     "qwen3-layers-sharded",
     "mixtral-twins",
     "mixtral-all-window",
@@ -81,6 +82,7 @@ pub(crate) const MODELS: [&str; 73] = [
     "deepseek2-lite",
     "deepseek2-groups",
     "deepseek3-groups",
+    "deepseek3-fp8",
     "kimi-heads",
     "glm4moelite-fused",
     "minimaxm2-corrected",

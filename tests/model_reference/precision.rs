@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use gristmill::device::{KvFormat, Precision, cpu};
 use gristmill::model::config::Config;
+use gristmill::model::stored_form::StoredForm;
 use gristmill::model::weights::Weights;
 use gristmill::model::{ActivationMaxima, LoadOptions, Transformer};
 
@@ -99,7 +100,7 @@ fn cheap_precisions_stay_near_f32() {
     let mut failed = Vec::new();
     let mut compare = |name: &str, label: &str, config: &Config, (factor, share): (f64, f64)| {
         let reference = Reference::load(name);
-        let weights = Weights::open(&folder(name), config.expert_form()).unwrap();
+        let weights = Weights::open(&folder(name), StoredForm::of(&config)).unwrap();
         let load = |precision, kv| {
             let options = in_format(&reference, precision, kv);
             Transformer::from_weights(config.clone(), &weights, &options).unwrap()
@@ -150,7 +151,7 @@ fn bounded_up_rows_keep_their_scale() {
             }
         };
         let source = Altered {
-            inner: Weights::open(&folder(name), config.expert_form()).unwrap(),
+            inner: Weights::open(&folder(name), StoredForm::of(&config)).unwrap(),
             change,
         };
         let options = in_format(&reference, precision, kv);
@@ -175,7 +176,7 @@ fn outliers_cost_precision_and_nothing_else() {
             }
         };
         let source = Altered {
-            inner: Weights::open(&folder(name), config.expert_form()).unwrap(),
+            inner: Weights::open(&folder(name), StoredForm::of(&config)).unwrap(),
             change,
         };
         Transformer::from_weights(config.clone(), &source, &options).unwrap()

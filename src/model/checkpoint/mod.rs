@@ -12,6 +12,8 @@ use rayon::prelude::*;
 
 use crate::model::config::Config;
 use crate::model::error::ModelError;
+use crate::model::fp8_blocks::scales_name;
+use crate::model::stored_form::StoredForm;
 use crate::model::tensors::{ModelTensors, OUTPUT_HEAD, TensorSpec};
 use crate::model::weights::{
     Headers, StoredTensor, WeightSource, Weights, canonical_name, ignored_index_warning, printable_name, text_only_name,
@@ -32,7 +34,7 @@ impl Checkpoint {
     /// A file cannot be read or is broken; or a tensor is missing, has another shape or format, or
     /// is not read by any part of the model.
     pub fn open(dir: &Path, config: Config) -> Result<Checkpoint, ModelError> {
-        let weights = Weights::open(dir, config.expert_form())?;
+        let weights = Weights::open(dir, StoredForm::of(&config))?;
         let has_head = check_headers(&config, weights.headers())?;
         let mut config = config;
         config.warnings.extend(ignored_index_warning(dir)?);
@@ -180,11 +182,24 @@ pub fn check_headers(config: &Config, headers: &Headers) -> Result<bool, ModelEr
         tied_embeddings: false,
         ..config.clone()
     });
+    // The blocks of a matrix that is stored in FP8, with its rows and the name of its factors.
+    let fp8 = |spec: &TensorSpec| {
+        let (blocks, rows) = config.fp8_blocks.zip(spec.rows)?;
+        let (file, name) = stored.get(&spec.name)?;
+        headers.files[*file]
+            .is_fp8(name)
+            .then(|| (blocks, rows, scales_name(&spec.name)))
+    };
     let mut unread = stored.clone();
     let mut missing = Vec::new();
     for spec in tensors.all() {
         if unread.remove(spec.name.as_str()).is_none() && spec.name != OUTPUT_HEAD {
-            missing.push(spec.name.as_str());
+            missing.push(spec.name.clone());
+        }
+        if let Some((_, _, scales)) = fp8(spec)
+            && unread.remove(&scales).is_none()
+        {
+            missing.push(scales);
         }
     }
     let known: HashSet<&str> = tensors.all().map(|spec| spec.name.as_str()).collect();
@@ -216,6 +231,12 @@ pub fn check_headers(config: &Config, headers: &Headers) -> Result<bool, ModelEr
     for spec in tensors.all() {
         if let Some((file, name)) = stored.get(&spec.name) {
             let header = &headers.files[*file];
+            if let Some((blocks, rows, scales)) = fp8(spec) {
+                let (file, scales) = &stored[&scales];
+                header.check_fp8(name, rows, spec.columns)?;
+                headers.files[*file].check_scales(scales, blocks.scales_shape(rows, spec.columns))?;
+                continue;
+            }
             match spec.rows {
                 Some(rows) if spec.is_bytes => header.check_bytes(name, rows, spec.columns)?,
                 rows => _ = header.check_tensor(name, rows, spec.columns)?,

@@ -334,7 +334,7 @@ mod tests {
             ),
             (
                 V3,
-                json!({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}),
+                json!({"quantization_config": {"quant_method": "fp8"}}),
                 "`quantization_config`",
             ),
             (

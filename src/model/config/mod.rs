@@ -9,12 +9,14 @@ use serde_json::Value;
 
 use crate::device::{Activation, HeadShape, KvSpec, LatentShape, RecurrentShape, Routing, cuda};
 use crate::model::error::ModelError;
+use crate::model::fp8_blocks::Fp8Blocks;
 use crate::model::rope::{Rope, Scaling};
 
 mod dtype;
 mod experts;
 mod family;
 mod family_keys;
+mod fp8;
 mod gemma4;
 pub mod generation;
 mod heads;
@@ -194,6 +196,8 @@ pub struct Config {
     pub fused_qkv: bool,
     /// Whether the checkpoint stores the gate and up projections as one tensor.
     pub fused_gate_up: bool,
+    /// The blocks of weights that the checkpoint stores in FP8. `None`: it stores none so.
+    pub fp8_blocks: Option<Fp8Blocks>,
     /// Number of a head's first dimensions that rotate; even.
     pub rotary_dims: usize,
     /// Whether dimensions 2d and 2d + 1 rotate as a pair, not d and d + `rotary_dims / 2`.
@@ -437,6 +441,7 @@ impl Reader<'_> {
         let config = Config {
             warnings: self.warnings(&config, unknown),
             placeholders: self.placeholders(family, &text, config.vocab_size)?,
+            fp8_blocks: self.fp8_blocks()?.or(config.fp8_blocks),
             ..config
         };
         Ok(config.with_eos_token_ids(self.eos_token_ids()?))
@@ -537,6 +542,7 @@ impl Reader<'_> {
             layer_scalars: family == Family::Gemma4,
             fused_qkv: family == Family::Phi3,
             fused_gate_up: matches!(family, Family::Phi3 | Family::Glm | Family::Glm4),
+            fp8_blocks: self.fp8_blocks()?,
             rotary_dims,
             rotates_neighbours: self.rotates_neighbours(family)?,
             rope,

@@ -3,6 +3,8 @@
 
 use gristmill::model::Checkpoint;
 use gristmill::model::config::{Config, ExpertForm};
+use gristmill::model::fp8_blocks::Fp8Blocks;
+use gristmill::model::stored_form::StoredForm;
 use gristmill::tokenizer::Tokenizer;
 use gristmill::model::weights::{WeightSource, Weights};
 use libfuzzer_sys::fuzz_target;
@@ -30,7 +32,13 @@ fuzz_target!(|data: &[u8]| {
     let _ = Checkpoint::check(folder.path(), config);
     let _ = Weights::open(folder.path(), ExpertForm::Transposed);
     let _ = Weights::open(folder.path(), ExpertForm::Mxfp4);
-    if let Ok(weights) = Weights::open(folder.path(), ExpertForm::Matrices) {
+    let plain = StoredForm::from(ExpertForm::Matrices);
+    let in_fp8 = StoredForm {
+        fp8_blocks: Some(Fp8Blocks { rows: 1, columns: 2 }),
+        ..plain
+    };
+    for form in [plain, in_fp8] {
+        let Ok(weights) = Weights::open(folder.path(), form) else { continue };
         // `a`: of seeds, and soon found.
         for name in ["a", "model.norm.weight"] {
             let _ = weights.tensor(name, Some(2), 3);
