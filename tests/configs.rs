@@ -52,7 +52,7 @@ fn what_transformers_saves_is_known() {
             seen += 1;
         }
     }
-    assert_eq!(seen, 68);
+    assert_eq!(seen, 70);
 }
 
 #[test]

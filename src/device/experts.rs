@@ -35,6 +35,8 @@ pub struct Routing {
     pub renormalized: bool,
     /// Factor of the weights, after the division.
     pub scale: f32,
+    /// Whether weights are factors of what experts read, and not of what they write.
+    pub scales_input: bool,
 }
 
 /// Weights of a layer's routed experts, MLPs of which each token uses some.

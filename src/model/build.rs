@@ -220,6 +220,10 @@ impl<D: Device> Builder<'_, D> {
             },
             qk_norm: match &tensors.qk_norm {
                 Some((q, k)) => Some((self.norm(q)?, k.as_ref().map(|k| self.norm(k)).transpose()?)),
+                None if self.config.unit_qk_norm && self.config.rotates[index] => {
+                    let dim = self.config.heads.head_dim;
+                    Some((self.unit_norm(dim)?, Some(self.unit_norm(dim)?)))
+                }
                 None => None,
             },
             sinks: match &tensors.sinks {
@@ -473,6 +477,19 @@ impl<D: Device> Builder<'_, D> {
         let stored = self.source.tensor(&tensor.name, tensor.rows, tensor.columns)?;
         let norm = self.device.norm(stored.view());
         norm.map_err(|e| self.tensor_error(part, e))
+    }
+
+    /// A norm without weights, of `width` numbers. Turning pairs does not change a head's length, so it may be
+    /// normalised before that.
+    fn unit_norm(&self, width: usize) -> Result<D::Norm, ModelError> {
+        let ones: Vec<u8> = std::iter::repeat_n(1.0f32.to_le_bytes(), width).flatten().collect();
+        let norm = self.device.norm(Tensor {
+            dtype: Dtype::F32,
+            rows: 1,
+            columns: width,
+            data: &ones,
+        });
+        norm.map_err(|e| self.tensor_error(&[], e))
     }
 
     fn stored(&self, parts: &[TensorSpec]) -> Result<Vec<StoredTensor<'_>>, ModelError> {

@@ -1,8 +1,8 @@
-//! The forms in which gpt-oss stores its experts, undone where weights are read.
+//! The forms in which gpt-oss and Llama 4 store their experts, undone where weights are read.
 //!
 //! A layer's experts lie in a few tensors, of which expert 3's parts get names like
 //! `mlp.experts.3.gate_up_proj`. Rows (or columns) of gate and up alternate. Matrices are stored
-//! transposed, `[in features][out features]`, or in MXFP4 (Open Compute Project, Microscaling
+//! transposed, `[in features][out features]` (Llama 4 has the columns of gate before those of up), or in MXFP4 (Open Compute Project, Microscaling
 //! formats 1.0): 32 numbers of a row are 16 bytes of two 4-bit numbers each, the first in the lower
 //! bits, and a byte with the exponent of their common factor.
 //!
@@ -41,7 +41,7 @@ pub(super) fn stored(config: &Config, layer: usize) -> Option<Vec<TensorSpec>> {
         let biases = biases.map(|(part, width)| TensorSpec::vector(name(part), width));
         let matrices = match experts.form {
             ExpertForm::Matrices => return None,
-            ExpertForm::Transposed => vec![
+            ExpertForm::Transposed | ExpertForm::TransposedHalves => vec![
                 TensorSpec::matrix(name("gate_up_proj"), hidden, both),
                 TensorSpec::matrix(name("down_proj"), width, hidden),
             ],
@@ -52,6 +52,9 @@ pub(super) fn stored(config: &Config, layer: usize) -> Option<Vec<TensorSpec>> {
                 bytes("down_proj_scales", hidden, width / MXFP4_GROUP),
             ],
         };
+        let biases = biases
+            .into_iter()
+            .filter(|_| experts.form != ExpertForm::TransposedHalves);
         Some(matrices.into_iter().chain(biases))
     };
     let all: Option<Vec<_>> = (0..experts.count).map(of_expert).collect();
@@ -107,6 +110,15 @@ pub(super) fn read<'a>(
     let Some(part) = Part::of(name).filter(|_| form != ExpertForm::Matrices) else {
         return Ok(None);
     };
+    if let (ExpertForm::TransposedHalves, Some(rows)) = (form, rows) {
+        let whole = source.tensor(&part.stored, Some(columns), rows * part.step)?;
+        let half = Part {
+            first: part.first * rows,
+            step: 1,
+            ..part
+        };
+        return Ok(Some(transposed(&whole, &half, rows, columns)));
+    }
     let Some(rows) = rows else {
         let whole = source.tensor(&part.stored, None, columns * part.step)?;
         return Ok(Some(transposed(&whole, &part, columns, 1)));

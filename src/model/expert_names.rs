@@ -15,6 +15,7 @@
 //! - Nemotron-H has them as `mixer.experts.up_proj` and `mixer.experts.down_proj`, without gates.
 //! - Gemma 4 has them as `experts.gate_up_proj` and `experts.down_proj` beside an MLP, and says
 //!   `router.proj` for the router.
+//! - Llama 4 says `feed_forward` for `mlp`, `router` and `shared_expert`.
 //! - gpt-oss says `router`, and stores experts in [other forms](super::expert_forms).
 //!
 //! See docs/decisions/088-family-differences-end-where-weights-are-read.md.
@@ -43,6 +44,14 @@ pub(super) fn general_name(name: &str) -> Option<String> {
         if let Some((layer, part)) = name.split_once(theirs) {
             return Some(format!("{layer}{ours}{part}"));
         }
+    }
+    if let Some((layer, part)) = name.split_once(".feed_forward.") {
+        let part = match part.split_once('.') {
+            Some(("router", part)) => format!("gate.{part}"),
+            Some(("shared_expert", part)) => format!("shared_experts.{part}"),
+            _ => part.to_owned(),
+        };
+        return Some(format!("{layer}.mlp.{part}"));
     }
     if let Some(layer) = name.strip_suffix(SHARED_DOWN) {
         return Some(format!("{layer}.mlp.shared_experts.down_proj.weight"));
@@ -86,7 +95,8 @@ const SHARED_DOWN: &str = ".shared_mlp.output_linear.weight";
 /// such a tensor.
 pub(super) fn split(form: ExpertForm, name: &str, entry: &TensorEntry) -> Option<Vec<(String, TensorEntry)>> {
     if form != ExpertForm::Matrices {
-        let (layer, part) = name.rsplit_once(".mlp.experts.")?;
+        let both = [".mlp.experts.", ".feed_forward.experts."];
+        let (layer, part) = both.iter().find_map(|experts| name.rsplit_once(experts))?;
         return split_by_expert(layer, part, entry);
     }
     if let Some(layer) = name.strip_suffix(SHARED_GATE_UP) {
@@ -220,6 +230,18 @@ mod tests {
                 Some("model.layers.3.mlp.gate.e_score_correction_bias"),
             ),
             ("model.layers.3.mlp.gate.e_score_correction_bias", None),
+            (
+                "model.layers.3.feed_forward.router.weight",
+                Some("model.layers.3.mlp.gate.weight"),
+            ),
+            (
+                "model.layers.3.feed_forward.shared_expert.up_proj.weight",
+                Some("model.layers.3.mlp.shared_experts.up_proj.weight"),
+            ),
+            (
+                "model.layers.3.feed_forward.up_proj.weight",
+                Some("model.layers.3.mlp.up_proj.weight"),
+            ),
         ] {
             assert_eq!(general_name(name).as_deref(), want, "{name}");
         }

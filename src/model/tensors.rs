@@ -571,6 +571,10 @@ mod tests {
             ),
             ("OlmoeForCausalLM", json!({"num_experts": 3, "num_experts_per_tok": 2})),
             (
+                "Llama4ForCausalLM",
+                json!({"num_local_experts": 3, "intermediate_size_mlp": 40, "interleave_moe_layer_step": 2}),
+            ),
+            (
                 "NemotronHForCausalLM",
                 json!({"hybrid_override_pattern": "M*-E", "num_hidden_layers": 4, "n_routed_experts": 3, "moe_intermediate_size": 20,
                     "moe_shared_expert_intermediate_size": 24, "mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 2,

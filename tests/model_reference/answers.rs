@@ -203,6 +203,18 @@ fn mutants_fail_the_comparison() {
         if config.qk_norm {
             assert_mutant_fails(name, "no q, k norm", |c| c.qk_norm = false);
         }
+        if config.unit_qk_norm {
+            assert_mutant_fails(name, "no norm of queries and keys", |c| c.unit_qk_norm = false);
+        }
+        if config
+            .experts
+            .as_ref()
+            .is_some_and(|experts| experts.routing.scales_input)
+        {
+            assert_mutant_fails(name, "weights of what experts write", |c| {
+                c.experts.iter_mut().for_each(|e| e.routing.scales_input = false);
+            });
+        }
         if config.value_norm {
             assert_mutant_fails(name, "no norm of values", |c| c.value_norm = false);
         }
@@ -275,9 +287,11 @@ fn mutants_fail_the_comparison() {
         }
         if let Some(experts) = &config.experts {
             routers += 1;
-            assert_mutant_fails(name, "an expert less per token", |c| {
-                c.experts.iter_mut().for_each(|e| e.routing.per_token -= 1);
-            });
+            if experts.routing.per_token > 1 {
+                assert_mutant_fails(name, "an expert less per token", |c| {
+                    c.experts.iter_mut().for_each(|e| e.routing.per_token -= 1);
+                });
+            }
             if experts.router_bias {
                 assert_mutant_fails(name, "no bias of the router", |c| {
                     c.experts.iter_mut().for_each(|e| e.router_bias = false);

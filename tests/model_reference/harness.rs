@@ -14,7 +14,7 @@ use safetensors::SafeTensors;
 
 pub(crate) const KV_BLOCKS: u32 = 64;
 
-pub(crate) const MODELS: [&str; 75] = [
+pub(crate) const MODELS: [&str; 77] = [
     "llama-plain",
     "llama-llama3-tied",
     "llama-linear-biases",
@@ -90,6 +90,8 @@ pub(crate) const MODELS: [&str; 75] = [
     "nemotronh-dense",
     "nemotronh-experts",
     "nemotronh-fused",
+    "llama4-images",
+    "llama4-biases",
 ];
 
 #[test]

@@ -27,6 +27,8 @@ pub(super) struct Scratch {
     down: Buffer,
     /// Outputs of the shared expert.
     shared: Buffer,
+    /// The sorted rows times their weights, where these are factors of what experts read.
+    scaled: Buffer,
 }
 
 /// A layer's experts and how they compute.
@@ -108,6 +110,23 @@ impl Routes {
             self.rows.push(*row as u32);
             *row += 1;
         }
+    }
+
+    /// Writes the sorted rows of `x`, each times its weight, to `out`. What experts write has a weight of
+    /// 1 then.
+    fn scale(&mut self, op: &ExpertsOp<'_>, x: &Buffer, out: &mut Buffer) {
+        let per_token = op.weights.routing.per_token;
+        out.reshape(self.rows.len(), x.width);
+        for (i, row) in self.rows.iter().enumerate() {
+            let out = out.row_mut(*row as usize);
+            for (y, x) in out.iter_mut().zip(x.row(i / per_token)) {
+                *y = x * self.weights[i];
+                if op.round_to_bf16 {
+                    *y = round_bf16(*y);
+                }
+            }
+        }
+        self.weights.fill(1.0);
     }
 
     /// Segments of a product with one matrix per expert.
@@ -276,36 +295,10 @@ fn mlps(
     grouped_linear(ctx, &mlps.down, down.rows, round, rows, out, packed);
 }
 
-/// Writes each token's weighted sum of its experts' outputs to `out`.
-pub(super) fn experts(
-    op: &ExpertsOp<'_>,
-    input: &ExpertInput<'_, Buffer>,
-    out: &mut Buffer,
-    scratch: &mut Scratch,
-    packed: &mut PackedRows,
-) {
-    let (ctx, weights, x) = (op.ctx, op.weights, input.rows);
-    let Scratch {
-        router_logits,
-        routes,
-        gate_up,
-        gated,
-        down,
-        shared,
-    } = scratch;
-    let matrix = &weights.router.weight;
-    let unrounded = Epilogue {
-        bias: weights.router.bias.as_ref().map(|bias| &bias.0[..]),
-        round_to_bf16: false,
-    };
-    let router = Router {
-        routing: weights.routing,
-        experts: weights.gate_up.len(),
-        correction: weights.correction.as_ref().map(|correction| &correction.0[..]),
-        scales: weights.scales.as_ref().map(|scales| &scales.0[..]),
-    };
-    let per_token = router.routing.per_token;
-    let is_weighted = weights.shared.as_ref().is_some_and(|shared| shared.is_weighted);
+/// Checks that weights and input fit each other.
+fn check(op: &ExpertsOp<'_>, router: Router<'_>, input: &ExpertInput<'_, Buffer>) {
+    let (matrix, x, per_token) = (&op.weights.router.weight, input.rows, router.routing.per_token);
+    let is_weighted = op.weights.shared.as_ref().is_some_and(|shared| shared.is_weighted);
     let usable = match router.routing.groups {
         None => router.experts,
         Some(groups) => {
@@ -322,6 +315,39 @@ pub(super) fn experts(
     );
     assert!(router.scales.is_none_or(|scales| scales.len() == router.experts));
     assert!(input.router_rows.rows == x.rows && input.router_rows.quantized.is_none());
+}
+
+/// Writes each token's weighted sum of its experts' outputs to `out`.
+pub(super) fn experts(
+    op: &ExpertsOp<'_>,
+    input: &ExpertInput<'_, Buffer>,
+    out: &mut Buffer,
+    scratch: &mut Scratch,
+    packed: &mut PackedRows,
+) {
+    let (ctx, weights, x) = (op.ctx, op.weights, input.rows);
+    let Scratch {
+        router_logits,
+        routes,
+        gate_up,
+        gated,
+        down,
+        shared,
+        scaled,
+    } = scratch;
+    let matrix = &weights.router.weight;
+    let unrounded = Epilogue {
+        bias: weights.router.bias.as_ref().map(|bias| &bias.0[..]),
+        round_to_bf16: false,
+    };
+    let router = Router {
+        routing: weights.routing,
+        experts: weights.gate_up.len(),
+        correction: weights.correction.as_ref().map(|correction| &correction.0[..]),
+        scales: weights.scales.as_ref().map(|scales| &scales.0[..]),
+    };
+    let per_token = router.routing.per_token;
+    check(op, router, input);
     linear(
         ctx,
         matrix,
@@ -334,9 +360,17 @@ pub(super) fn experts(
     if x.rows > 0 {
         routes.choose(ctx, router, router_logits);
         routes.sort(router.experts, per_token);
-        let rows = Rows {
-            x,
-            picked: Some(&routes.tokens),
+        let rows = if router.routing.scales_input {
+            routes.scale(op, x, scaled);
+            Rows {
+                x: scaled,
+                picked: None,
+            }
+        } else {
+            Rows {
+                x,
+                picked: Some(&routes.tokens),
+            }
         };
         let routed = Mlps {
             gate_up: routes.segments(&weights.gate_up),
@@ -395,6 +429,7 @@ mod tests {
         groups: None,
         renormalized: false,
         scale: 1.0,
+        scales_input: false,
     };
 
     fn choice(routing: Routing, logits: &[f32]) -> (Vec<u32>, Vec<f32>) {

@@ -113,7 +113,8 @@ const HARMLESS: [&str; 3] = [
 
 /// Name prefixes of the image and audio parts of multimodal models, in older and newer checkpoints.
 /// Prompts contain no images and no sounds, so these parts are unused.
-const IMAGE_PARTS: [&str; 8] = [
+const IMAGE_PARTS: [&str; 9] = [
+    "vision_model.",
     "model.visual.",
     "vision_tower.",
     "multi_modal_projector.",

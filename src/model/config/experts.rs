@@ -26,6 +26,7 @@ impl Family {
             | Family::GraniteMoeShared
             | Family::GraniteMoeHybrid
             | Family::NemotronH => Some(2),
+            Family::Llama4 => Some(1),
             Family::GptOss | Family::Qwen2Moe => Some(4),
             Family::Glm4MoeLite => Some(4),
             Family::Ernie4_5Moe | Family::DeepseekV2 => Some(6),
@@ -40,7 +41,12 @@ impl Family {
     fn has_sigmoid_scores(self) -> bool {
         matches!(
             self,
-            Family::Glm4Moe | Family::DeepseekV3 | Family::Glm4MoeLite | Family::MiniMaxM2 | Family::NemotronH
+            Family::Glm4Moe
+                | Family::DeepseekV3
+                | Family::Glm4MoeLite
+                | Family::MiniMaxM2
+                | Family::NemotronH
+                | Family::Llama4
         )
     }
 
@@ -56,6 +62,7 @@ impl Family {
             Family::Ernie4_5Moe => "moe_num_experts",
             Family::Mixtral
             | Family::GptOss
+            | Family::Llama4
             | Family::MiniMaxM2
             | Family::GraniteMoe
             | Family::GraniteMoeShared
@@ -83,7 +90,7 @@ impl Reader<'_> {
             return Ok(None);
         }
         // The class has these norms, whatever the key says.
-        if !family.routes_as_deepseek() && self.flag("use_qk_norm")? == Some(false) {
+        if !family.routes_as_deepseek() && family != Family::Llama4 && self.flag("use_qk_norm")? == Some(false) {
             return Err(self.unsupported(format!("`use_qk_norm` false is not supported for {}", family.name())));
         }
         let names = [
@@ -96,6 +103,7 @@ impl Reader<'_> {
             Family::Qwen3Next => Some(512),
             Family::Qwen3_5Moe => Some(256),
             Family::GraniteMoeHybrid | Family::NemotronH => Some(8),
+            Family::Llama4 => Some(16),
             Family::DeepseekV3 | Family::MiniMaxM2 => Some(256),
             Family::DeepseekV2 | Family::Glm4MoeLite => Some(64),
             _ => None,
@@ -127,6 +135,7 @@ impl Reader<'_> {
             Family::DeepseekV3 => Some(2048),
             Family::Glm4MoeLite => Some(1536),
             Family::NemotronH => Some(7688),
+            Family::Llama4 => Some(8192),
             _ => family.has_delta_layers().then_some(512),
         };
         let intermediate_size = self.size_or(width, WIDTH_MAX, default_width)?;
@@ -135,7 +144,7 @@ impl Reader<'_> {
             count,
             routing: self.routing(family, per_token, count)?,
             router_bias: family == Family::GptOss,
-            has_correction: family.has_sigmoid_scores() || family == Family::Ernie4_5Moe,
+            has_correction: (family.has_sigmoid_scores() && family != Family::Llama4) || family == Family::Ernie4_5Moe,
             form: self.expert_form(family, [hidden_size, intermediate_size])?,
             intermediate_size,
             shared: self.shared_expert(family, intermediate_size)?,
@@ -162,6 +171,7 @@ impl Reader<'_> {
                 groups: None,
                 renormalized: true,
                 scale: 1.0,
+                scales_input: false,
             },
             router_bias: false,
             has_correction: false,
@@ -198,11 +208,12 @@ impl Reader<'_> {
                 Family::Qwen2Moe | Family::Qwen3Moe | Family::Olmoe => by_key(false)?,
                 Family::Qwen3Next => by_key(true)?,
                 // The class does not read the key; a value of true is refused.
-                Family::DeepseekV2 => false,
+                Family::DeepseekV2 | Family::Llama4 => false,
                 _ if family.routes_as_deepseek() => by_key(true)?,
                 _ => true,
             },
             scale: scale as f32,
+            scales_input: family == Family::Llama4,
         })
     }
 
@@ -262,6 +273,7 @@ impl Reader<'_> {
             Family::Qwen2Moe => size("shared_expert_intermediate_size", WIDTH_MAX, 5632)?,
             Family::Qwen3Next | Family::Qwen3_5Moe => size("shared_expert_intermediate_size", WIDTH_MAX, 512)?,
             Family::GraniteMoeShared | Family::GraniteMoeHybrid => size("shared_intermediate_size", WIDTH_MAX, 1024)?,
+            Family::Llama4 => expert,
             Family::NemotronH => self.size_or("moe_shared_expert_intermediate_size", WIDTH_MAX, Some(7688))?,
             Family::DeepseekV2 => expert * size("n_shared_experts", SHARED_MAX, 2)?,
             _ if family.routes_as_deepseek() => expert * size("n_shared_experts", SHARED_MAX, 1)?,
@@ -285,6 +297,7 @@ impl Reader<'_> {
         };
         match family {
             Family::Qwen2Moe | Family::Qwen3Moe | Family::Qwen3Next => self.sparse_layers(count),
+            Family::Llama4 => self.llama4_expert_layers(count),
             Family::NemotronH => Ok(self.blocks()?.iter().map(|block| *block == Block::Experts).collect()),
             Family::Glm4Moe | Family::DeepseekV2 | Family::DeepseekV3 => {
                 let default = match family {
@@ -345,8 +358,10 @@ impl Reader<'_> {
     /// How experts are stored, which gpt-oss' `quantization_config` says. `widths` are those of the
     /// matrices' rows.
     fn expert_form(&self, family: Family, widths: [usize; 2]) -> Result<ExpertForm, ModelError> {
-        if family != Family::GptOss {
-            return Ok(ExpertForm::Matrices);
+        match family {
+            Family::GptOss => {}
+            Family::Llama4 => return Ok(ExpertForm::TransposedHalves),
+            _ => return Ok(ExpertForm::Matrices),
         }
         let Some(quantization) = self.get("quantization_config") else {
             return Ok(ExpertForm::Transposed);
@@ -441,6 +456,7 @@ mod tests {
             groups: None,
             renormalized: false,
             scale: 1.0,
+            scales_input: false,
         };
         assert_eq!(
             (experts.count, experts.routing, experts.intermediate_size),
@@ -475,6 +491,7 @@ mod tests {
             groups: None,
             renormalized: true,
             scale: 1.0,
+            scales_input: false,
         };
         assert_eq!(
             (experts.count, experts.routing, experts.intermediate_size),
@@ -563,6 +580,7 @@ mod tests {
             groups: None,
             renormalized: true,
             scale: 1.0,
+            scales_input: false,
         };
         assert_eq!((experts.routing, experts.has_correction), (routing, true));
         let shared = SharedExpert {

@@ -47,10 +47,11 @@ pub enum Family {
     Glm4MoeLite,
     MiniMaxM2,
     NemotronH,
+    Llama4,
 }
 
 /// Each family with its name, its `model_type` and its `architectures`.
-const FAMILIES: [(Family, &str, &str, &str); 40] = [
+const FAMILIES: [(Family, &str, &str, &str); 41] = [
     (Family::Llama, "Llama", "llama", "LlamaForCausalLM"),
     (Family::Mistral, "Mistral", "mistral", "MistralForCausalLM"),
     (Family::Ministral, "Ministral", "ministral", "MinistralForCausalLM"),
@@ -126,6 +127,7 @@ const FAMILIES: [(Family, &str, &str, &str); 40] = [
     ),
     (Family::MiniMaxM2, "MiniMax M2", "minimax_m2", "MiniMaxM2ForCausalLM"),
     (Family::NemotronH, "Nemotron-H", "nemotron_h", "NemotronHForCausalLM"),
+    (Family::Llama4, "Llama 4", "llama4_text", "Llama4ForCausalLM"),
 ];
 
 /// Other names of families, each a `model_type` of checkpoints whose own code is the family's.
@@ -133,7 +135,8 @@ const OTHER_TYPES: [(&str, Family); 1] = [("kimi_k2", Family::DeepseekV3)];
 
 /// Models that see images, each with the families that its text part may have. A text part that
 /// names none has the first.
-const MULTIMODAL: [(&str, &str, &[Family]); 5] = [
+const MULTIMODAL: [(&str, &str, &[Family]); 6] = [
+    ("llama4", "Llama4ForConditionalGeneration", &[Family::Llama4]),
     ("gemma3", "Gemma3ForConditionalGeneration", &[Family::Gemma3]),
     ("gemma4", "Gemma4ForConditionalGeneration", &[Family::Gemma4]),
     ("qwen3_5", "Qwen3_5ForConditionalGeneration", &[Family::Qwen3_5]),
@@ -193,7 +196,7 @@ impl Family {
 
     /// Whether dimensions 2d and 2d + 1 of a head rotate as a pair.
     pub(super) fn rotates_neighbours(self) -> bool {
-        self.is_cohere() || self.is_ernie() || matches!(self, Family::Glm | Family::Glm4)
+        self.is_cohere() || self.is_ernie() || matches!(self, Family::Glm | Family::Glm4 | Family::Llama4)
     }
 
     pub fn name(self) -> &'static str {
@@ -226,7 +229,8 @@ impl Family {
             | Family::SeedOss
             | Family::Glm4Moe
             | Family::MiniMaxM2
-            | Family::NemotronH => Some(8),
+            | Family::NemotronH
+            | Family::Llama4 => Some(8),
             Family::Gemma | Family::Qwen2Moe => Some(16),
             Family::Gemma2
             | Family::Gemma3
@@ -253,7 +257,8 @@ impl Family {
             | Family::Glm4
             | Family::Ernie4_5
             | Family::MiniMaxM2
-            | Family::NemotronH => Some(128),
+            | Family::NemotronH
+            | Family::Llama4 => Some(128),
             _ => None,
         }
     }
@@ -288,6 +293,7 @@ impl Family {
             | Family::Glm
             | Family::Glm4
             | Family::Glm4Moe
+            | Family::Llama4
             | Family::Ernie4_5
             | Family::Ernie4_5Moe => 131_072,
             Family::MiniMaxM2 => 196_608,
@@ -312,7 +318,7 @@ impl Family {
             Family::SmolLm3 => 2_000_000.0,
             Family::Mixtral => 1_000_000.0,
             Family::GptOss => 150_000.0,
-            Family::Olmo3 | Family::Cohere | Family::Ernie4_5 | Family::Ernie4_5Moe => 500_000.0,
+            Family::Olmo3 | Family::Llama4 | Family::Cohere | Family::Ernie4_5 | Family::Ernie4_5Moe => 500_000.0,
             _ => 10_000.0,
         }
     }
@@ -342,6 +348,7 @@ impl Family {
             | Family::Glm4Moe
             | Family::Glm4MoeLite
             | Family::NemotronH
+            | Family::Llama4
             | Family::Ernie4_5
             | Family::Ernie4_5Moe => 1e-5,
             Family::Glm | Family::Glm4 => 1.5625e-7,

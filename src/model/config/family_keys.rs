@@ -211,6 +211,26 @@ impl Family {
                 // Which program computes a layer.
                 "use_mamba_kernels",
             ],
+            Family::Llama4 => &[
+                "attention_bias",
+                "attention_chunk_size",
+                "attn_scale",
+                "attn_temperature_tuning",
+                "cache_implementation",
+                "floor_scale",
+                // Whether experts were unfolded to be quantized.
+                "for_llm_compressor",
+                "hidden_act",
+                "interleave_moe_layer_step",
+                "intermediate_size_mlp",
+                "moe_layers",
+                "no_rope_layer_interval",
+                "no_rope_layers",
+                "num_experts",
+                "num_experts_per_tok",
+                "num_local_experts",
+                "use_qk_norm",
+            ],
             Family::Ernie4_5 | Family::Qwen3_5 => &["hidden_act"],
             Family::Ernie4_5Moe => &[
                 "hidden_act",

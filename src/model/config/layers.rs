@@ -13,6 +13,9 @@ impl Reader<'_> {
         if family.has_recurrent_layers() {
             return Ok(vec![KvSpec::Full; count]);
         }
+        if family == Family::Llama4 {
+            return self.llama4_layers(count);
+        }
         let never_slides = matches!(
             family,
             Family::Llama
@@ -118,6 +121,7 @@ impl Reader<'_> {
     pub(super) fn rotates(&self, family: Family, layers: &[KvSpec]) -> Result<Vec<bool>, ModelError> {
         match family {
             Family::SmolLm3 => self.rope_layers(layers.len()),
+            Family::Llama4 => self.llama4_rotates(layers.len()),
             Family::GraniteMoeHybrid => match self.text("position_embedding_type")? {
                 None | Some("nope") => Ok(vec![false; layers.len()]),
                 Some("rope") => Ok(vec![true; layers.len()]),
@@ -138,10 +142,10 @@ impl Reader<'_> {
 
     /// `no_rope_layers`, in which a layer that rotates has a 1. Without it, every
     /// `no_rope_layer_interval`-th layer does not rotate.
-    fn rope_layers(&self, count: usize) -> Result<Vec<bool>, ModelError> {
-        let interval = self.size_or("no_rope_layer_interval", 1 << 10, Some(4))?;
+    pub(super) fn rope_layers(&self, count: usize) -> Result<Vec<bool>, ModelError> {
+        let by_interval = self.rope_layers_by_interval(count)?;
         let Some(value) = self.get("no_rope_layers") else {
-            return Ok((1..=count).map(|layer| !layer.is_multiple_of(interval)).collect());
+            return Ok(by_interval);
         };
         let rotates = |v: &Value| match v.as_u64() {
             Some(0) => Some(false),
@@ -156,6 +160,11 @@ impl Reader<'_> {
                 short(value)
             ))
         })
+    }
+
+    pub(super) fn rope_layers_by_interval(&self, count: usize) -> Result<Vec<bool>, ModelError> {
+        let interval = self.size_or("no_rope_layer_interval", 1 << 10, Some(4))?;
+        Ok((1..=count).map(|layer| !layer.is_multiple_of(interval)).collect())
     }
 
     fn specs(&self, sliding: impl Iterator<Item = bool>, window: Option<u32>) -> Result<Vec<KvSpec>, ModelError> {

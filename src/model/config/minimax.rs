@@ -113,6 +113,7 @@ mod tests {
             groups: None,
             renormalized: true,
             scale: 1.0,
+            scales_input: false,
         };
         assert_eq!((experts.routing, experts.has_correction), (routing, true));
         assert_eq!(

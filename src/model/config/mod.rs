@@ -23,6 +23,7 @@ mod heads;
 mod keys;
 mod latent;
 mod layers;
+mod llama4;
 mod minimax;
 mod nemotron;
 mod reader;
@@ -72,6 +73,8 @@ pub enum ExpertForm {
     Matrices,
     /// Transposed matrices, in which columns of gate and up alternate.
     Transposed,
+    /// Transposed matrices, the columns of gate before those of up.
+    TransposedHalves,
     /// MXFP4, in which rows of gate and up alternate.
     Mxfp4,
 }
@@ -188,6 +191,8 @@ pub struct Config {
     pub qk_norm: bool,
     /// Whether such a norm is one of all heads together.
     pub joint_qk_norm: bool,
+    /// Whether queries and keys of layers that rotate have norms of each head without weights.
+    pub unit_qk_norm: bool,
     /// Whether value heads have RMS norms, which have no weights.
     pub value_norm: bool,
     /// Whether each layer's output is multiplied by a number that the checkpoint stores.
@@ -317,6 +322,12 @@ impl Config {
             .is_some_and(|experts| experts.routing.groups.is_some())
         {
             "groups of experts"
+        } else if self
+            .experts
+            .as_ref()
+            .is_some_and(|experts| experts.routing.scales_input)
+        {
+            "experts whose inputs are scaled"
         } else if self.global.is_some() {
             "layers with heads of other sizes"
         } else if self.experts.as_ref().is_some_and(|experts| experts.beside_mlp) {
@@ -449,13 +460,7 @@ impl Reader<'_> {
 
     fn warnings(&self, config: &Config, unknown: UnknownKeys) -> Vec<String> {
         let mut warnings = self.key_warnings(config.family, unknown);
-        warnings.extend(config.context_max.map(|max| {
-            format!(
-                "{}: the model scales its queries from token {max} on (`llama_4_scaling_beta`), which is not supported: its \
-                 context ends there",
-                self.path.display()
-            )
-        }));
+        warnings.extend(self.context_warning(config));
         warnings
     }
 
@@ -465,6 +470,7 @@ impl Reader<'_> {
         self.check_gemma4(family)?;
         self.check_minimax(family)?;
         self.check_nemotron(family)?;
+        self.check_llama4(family)?;
         let layer_inputs = self.layer_inputs(family)?;
         let activation = self.activation(family)?;
         let hidden_size = self.required_size("hidden_size", 1 << 17)?;
@@ -538,6 +544,7 @@ impl Reader<'_> {
                 family,
                 Family::Olmo2 | Family::Olmo3 | Family::Olmoe | Family::MiniMaxM2
             ),
+            unit_qk_norm: self.unit_qk_norm(family)?,
             value_norm: family == Family::Gemma4,
             layer_scalars: family == Family::Gemma4,
             fused_qkv: family == Family::Phi3,
@@ -565,6 +572,7 @@ impl Reader<'_> {
             // There is no plain MLP, and no such key.
             Family::Qwen3_5Moe => self.size_or("intermediate_size", 1 << 20, Some(1)),
             Family::NemotronH => self.size_or("intermediate_size", 1 << 20, Some(21_504)),
+            Family::Llama4 => self.size_or("intermediate_size_mlp", 1 << 20, Some(16_384)),
             _ => self.size_or("intermediate_size", 1 << 20, None),
         }
     }

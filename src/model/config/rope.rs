@@ -200,9 +200,12 @@ impl Reader<'_> {
         Ok(dims)
     }
 
-    /// The position from which on a model scales its queries, which is not implemented. `None`: it
+    /// The position from which on a model scales its queries, or attends otherwise, which is not implemented. `None`: it
     /// never does.
     pub(super) fn query_scaling_from(&self, family: Family) -> Result<Option<u32>, ModelError> {
+        if family == Family::Llama4 {
+            return self.llama4_context();
+        }
         if family != Family::Ministral3 {
             return Ok(None);
         }
@@ -300,10 +303,9 @@ impl Reader<'_> {
                 .ok_or_else(|| self.broken(format!("llama3 RoPE scaling has no `{name}`")))
         };
         let (low, high) = (required("low_freq_factor")?, required("high_freq_factor")?);
-        if low >= high {
-            return Err(self.broken(format!(
-                "`low_freq_factor` {low} is not below `high_freq_factor` {high}"
-            )));
+        // Llama 4's are equal: no frequency lies between.
+        if low > high {
+            return Err(self.broken(format!("`low_freq_factor` {low} is above `high_freq_factor` {high}")));
         }
         Ok(Scaling::Llama3 {
             factor,
