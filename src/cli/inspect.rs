@@ -297,7 +297,7 @@ impl Architecture {
             format: match config.expert_form() {
                 ExpertForm::Mxfp4 => Some("mxfp4"),
                 _ if config.fp8_blocks.is_some() => Some("fp8"),
-                ExpertForm::Matrices | ExpertForm::Transposed => stored.map(Dtype::name),
+                ExpertForm::Matrices | ExpertForm::Transposed | ExpertForm::TransposedHalves => stored.map(Dtype::name),
             },
             layers: config.layers.len(),
             window_layers: windows.count(),
