@@ -70,7 +70,7 @@ mod tests {
     use crate::model::fp8_blocks::Fp8Blocks;
 
     fn blocks(quantization: &Value) -> Result<Option<Fp8Blocks>, String> {
-        let text = json!({"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+        let text = json!({"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
             "vocab_size": 100});
         let mut plain = text.clone();
         plain["architectures"] = json!(["Qwen3ForCausalLM"]);
