@@ -153,24 +153,27 @@ pub(super) struct Builder<'a, D: Device> {
 impl<D: Device> Builder<'_, D> {
     pub(super) fn weights(&self) -> Result<ModelWeights<D>, ModelError> {
         let tensors = ModelTensors::of(self.config);
+        // First the tables, the largest tensors: while one is read, its file's pages are in memory, too.
         let embedding = self.table(&tensors.embedding)?;
+        let head = tensors.head.as_ref().map(|head| self.table(head)).transpose()?;
+        let inputs = match &tensors.inputs {
+            Some(inputs) => Some(AllInputsWeights {
+                table: self.table(&inputs.table)?,
+                projection: self.linear(&inputs.projection)?,
+                norm: self.norm(&inputs.norm)?,
+            }),
+            None => None,
+        };
         let layers = tensors.layers.iter().enumerate();
         let layers = layers
             .map(|(index, layer)| self.layer(index, layer))
             .collect::<Result<_, _>>()?;
         Ok(ModelWeights {
             embedding,
-            inputs: match &tensors.inputs {
-                Some(inputs) => Some(AllInputsWeights {
-                    table: self.table(&inputs.table)?,
-                    projection: self.linear(&inputs.projection)?,
-                    norm: self.norm(&inputs.norm)?,
-                }),
-                None => None,
-            },
+            inputs,
             layers,
             norm: self.scaled_norm(&tensors.norm, self.config.logit_scale)?,
-            head: tensors.head.as_ref().map(|head| self.table(head)).transpose()?,
+            head,
         })
     }
 
