@@ -116,8 +116,8 @@ fn the_demo_model_is_described() {
     assert!(lines().contains("there; jobs need a tokenizer, too\n"), "{}", lines());
     // What jobs in 8 bits would refuse.
     fs::write(folder.path().join("channels.safetensors"), "x").unwrap();
-    let text = run(&["inspect", arg(folder.path())]).expect(2).stdout;
-    assert!(text.contains("refused     in int8: "), "{text}");
+    let warned = run(&["inspect", arg(folder.path()), "--json"]).expect(0).json()["warnings"].to_string();
+    assert!(warned.contains("jobs in int8 are refused: "), "{warned}");
 }
 
 /// They are read as F32, so a job in F32 takes four bytes a weight.

@@ -139,7 +139,9 @@ impl Inspection {
                 let checkpoint = Checkpoint::open(dir, config)?;
                 Ok((checkpoint.weights.main_dtype(), checkpoint.config))
             } else {
-                Ok((declared_dtype(dir)?, config))
+                // Of weights in FP8, the configuration names what they were rounded from.
+                let declared = declared_dtype(dir)?.filter(|_| config.fp8_blocks.is_none());
+                Ok((declared, config))
             }
         });
         match config {
@@ -150,7 +152,8 @@ impl Inspection {
                 self.memory = memory(&config, places, read_as(&config, stored));
                 self.architecture = Some(architecture);
                 if let Err(why) = ActivationMaxima::of_model(dir, &config, Precision::Int8) {
-                    self.refused.push(format!("in int8: {}", one_line(&why.into())));
+                    let why = one_line(&why.into());
+                    self.warnings.push(format!("jobs in int8 are refused: {why}"));
                 }
                 self.warnings.extend(config.warnings);
             }
@@ -296,7 +299,7 @@ impl Architecture {
             active_parameters: size.active_parameters(),
             format: match config.expert_form() {
                 ExpertForm::Mxfp4 => Some("mxfp4"),
-                _ if config.fp8_blocks.is_some() => Some("fp8"),
+                _ if config.fp8_blocks.is_some() && stored.is_none_or(|stored| stored == Dtype::F32) => Some("fp8"),
                 ExpertForm::Matrices | ExpertForm::Transposed | ExpertForm::TransposedHalves => stored.map(Dtype::name),
             },
             layers: config.layers.len(),

@@ -53,7 +53,8 @@ pub(super) fn kv_bytes(kv_memory: Option<u64>) -> u64 {
 }
 
 /// Refuses a model that the memory here does not hold. `stored`: the number format of its weights;
-/// `kv_memory`: the value of `--kv-memory`.
+/// `kv_memory`: the value of `--kv-memory`. Without one, keys and values are not counted: memory for
+/// them is taken as they come.
 pub(super) fn check(
     config: &Config,
     stored: Dtype,
@@ -62,7 +63,7 @@ pub(super) fn check(
 ) -> anyhow::Result<()> {
     let weights = ModelSize::of(config).weight_bytes(Place::Cpu, precision, stored);
     match Available::here() {
-        Some(here) => here.check(weights, kv_bytes(kv_memory), precision),
+        Some(here) => here.check(weights, kv_memory.map_or(0, |mib| mib << 20), precision),
         None => Ok(()),
     }
 }

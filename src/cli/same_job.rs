@@ -5,6 +5,7 @@ use crate::cli::inputs::check_inputs_unchanged;
 use crate::cli::prepare::PreparedJob;
 use crate::dataset::store::location::Location;
 use crate::job::difference::{Difference, differences};
+use crate::job::precision::RequestedPrecision;
 use crate::ledger::{JobIdentity, Ledger, LedgerError, Store};
 
 impl PreparedJob {
@@ -59,10 +60,18 @@ impl PreparedJob {
         let checked = match begun {
             None => check_empty(&self.output).await,
             Some(ledger) => {
-                let identity = self.identity_with(ledger.job().identity.model_hash.clone())?;
+                let recorded = &ledger.job().identity;
+                let mut identity = self.identity_with(recorded.model_hash.clone())?;
+                if self.job.precision == RequestedPrecision::Auto {
+                    // It follows from the device that runs the job, which may be another than that here.
+                    identity.precision.clone_from(&recorded.precision);
+                    identity.kv_cache.clone_from(&recorded.kv_cache);
+                }
                 match self.check_same_job(ledger, &identity) {
                     Err(conflict) => Err(Failure::bad_job(conflict)),
-                    Ok(()) if ledger.success().await?.is_some() => check_inputs_unchanged(self, ledger).await,
+                    Ok(()) if ledger.success().await?.is_some() && ledger.has_all_parts().await? => {
+                        check_inputs_unchanged(self, ledger).await
+                    }
                     Ok(()) => Ok(()),
                 }
             }

@@ -30,7 +30,7 @@ impl Ledger {
 
     /// Whether every shard has its part. Call this when all shards are committed. While a part is
     /// missing, the job is unfinished, even if `_SUCCESS` was written.
-    pub(super) async fn has_all_parts(&self) -> Result<bool> {
+    pub async fn has_all_parts(&self) -> Result<bool> {
         let missing = self.shards_without_part().await?;
         // A retry only publishes parts of its own shards.
         if let Some(&shard) = missing.iter().find(|&&shard| self.rows_to_do(shard).is_empty()) {

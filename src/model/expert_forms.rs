@@ -1,9 +1,9 @@
 //! The forms in which gpt-oss and Llama 4 store their experts, undone where weights are read.
 //!
 //! A layer's experts lie in a few tensors, of which expert 3's parts get names like
-//! `mlp.experts.3.gate_up_proj`. Rows (or columns) of gate and up alternate. Matrices are stored
-//! transposed, `[in features][out features]` (Llama 4 has the columns of gate before those of up), or in MXFP4 (Open Compute Project, Microscaling
-//! formats 1.0): 32 numbers of a row are 16 bytes of two 4-bit numbers each, the first in the lower
+//! `mlp.experts.3.gate_up_proj`. Rows (or columns) of gate and up alternate; Llama 4 has the columns of
+//! gate before those of up. Matrices are stored transposed, `[in features][out features]`, or in MXFP4
+//! (Open Compute Project, Microscaling formats 1.0): 32 numbers of a row are 16 bytes of two 4-bit numbers each, the first in the lower
 //! bits, and a byte with the exponent of their common factor.
 //!
 //! See docs/decisions/088-family-differences-end-where-weights-are-read.md.

@@ -2,9 +2,9 @@
 //! them, undone where weights are read.
 //!
 //! A matrix `NAME.weight` of E4M3 numbers (Open Compute Project, 8-bit floating point specification
-//! 1.0) has a matrix `NAME.weight_scale_inv` of F32 factors. A weight is its number times the factor of
-//! its block. Blocks at the right and lower edges may be cut. Other matrices of the checkpoint are
-//! stored plainly.
+//! 1.0) has a matrix `NAME.weight_scale_inv` of factors, in F32 or, as Qwen has them, in BF16. A weight
+//! is its number times the factor of its block. Blocks at the right and lower edges may be cut. Other
+//! matrices of the checkpoint are stored plainly.
 
 use std::borrow::Cow;
 
@@ -12,7 +12,7 @@ use rayon::prelude::*;
 
 use crate::device::Dtype;
 use crate::model::error::ModelError;
-use crate::model::weights::{Header, StoredTensor, Weights};
+use crate::model::weights::{Header, StoredTensor, WeightSource, Weights};
 
 /// Rows and columns of a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -32,10 +32,8 @@ impl Fp8Blocks {
         (rows.div_ceil(self.rows), columns.div_ceil(self.columns))
     }
 
-    /// The weights of a matrix of `columns` columns, as F32 in little-endian bytes. `scales` holds the
-    /// factors in the same form.
-    pub(super) fn decode(self, numbers: &[u8], scales: &[u8], columns: usize) -> Vec<u8> {
-        let scales: Vec<f32> = scales.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect();
+    /// The weights of a matrix of `columns` columns, as F32 in little-endian bytes.
+    pub(super) fn decode(self, numbers: &[u8], scales: &[f32], columns: usize) -> Vec<u8> {
         let table: [f32; 256] = std::array::from_fn(|byte| e4m3(byte as u8));
         let mut out = vec![0; numbers.len() * 4];
         if columns == 0 {
@@ -81,14 +79,6 @@ impl Header {
             other => Err(self.wrong_dtype(name, other, "F8_E4M3 is read")),
         }
     }
-
-    /// As [`check_tensor`](Self::check_tensor), for the factors of a matrix in FP8.
-    pub(super) fn check_scales(&self, name: &str, (rows, columns): (usize, usize)) -> Result<(), ModelError> {
-        match self.check_shape(name, Some(rows), columns)? {
-            safetensors::Dtype::F32 => Ok(()),
-            other => Err(self.wrong_dtype(name, other, "factors of blocks are read in F32")),
-        }
-    }
 }
 
 impl Weights {
@@ -101,11 +91,14 @@ impl Weights {
         columns: usize,
     ) -> Result<StoredTensor<'_>, ModelError> {
         let (header, location) = self.locate(name)?;
-        let (scales_header, scales_location) = self.locate(&scales_name(name))?;
         header.check_fp8(&location.name, rows, columns)?;
-        scales_header.check_scales(&scales_location.name, blocks.scales_shape(rows, columns))?;
         let numbers = self.data(header, location);
-        let scales = self.data(scales_header, scales_location);
+        let (scale_rows, scale_columns) = blocks.scales_shape(rows, columns);
+        let stored = self.tensor(&scales_name(name), Some(scale_rows), scale_columns)?;
+        let mut scales = vec![0.0; scale_rows * scale_columns];
+        for (row, scales) in scales.chunks_exact_mut(scale_columns).enumerate() {
+            stored.view().read_row(row, scales);
+        }
         Ok(StoredTensor {
             dtype: Dtype::F32,
             rows,
@@ -142,10 +135,7 @@ mod tests {
         let blocks = Fp8Blocks { rows: 2, columns: 3 };
         assert_eq!(blocks.scales_shape(3, 4), (2, 2));
         assert_eq!(blocks.scales_shape(2, 3), (1, 1));
-        let scales: Vec<u8> = [1.0f32, 10.0, 100.0, 1000.0]
-            .iter()
-            .flat_map(|x| x.to_le_bytes())
-            .collect();
+        let scales = [1.0, 10.0, 100.0, 1000.0];
         // Ones, of which the last is a two.
         let mut numbers = [0x38u8; 12];
         numbers[11] = 0x40;

@@ -127,10 +127,6 @@ impl ModelSize {
 
 /// The number format in which most weights are read. `stored`: that of most bytes of the files, if it is known.
 pub fn read_as(config: &Config, stored: Option<Dtype>) -> Dtype {
-    if config.fp8_blocks.is_some() {
-        // Numbers times factors in F32.
-        return Dtype::F32;
-    }
     match config.expert_form() {
         // MXFP4 is read as BF16, which holds its numbers exactly.
         ExpertForm::Mxfp4 => Dtype::Bf16,

@@ -2,10 +2,10 @@
 //! [`Device`].
 //!
 //! Per layer: norm → fused q, k, v → RoPE and KV store → attention (or a recurrent layer's input →
-//! its states) → output projection → norm → gate, up and their product → down projection, or routed experts. A layer may be one half
-//! of this alone, with its norm. Some families also normalise
-//! the outputs of the output and down projections before the residual addition, some normalise only
-//! these. Steps share all buffers.
+//! its states) → output projection → norm → gate, up and their product → down projection, or routed
+//! experts. A layer may be one half of this alone, with its norm. Some families also normalise the
+//! outputs of the output and down projections before the residual addition, some normalise only these.
+//! Steps share all buffers.
 
 use std::path::Path;
 use std::sync::Arc;

@@ -298,11 +298,16 @@ impl Weights {
         &self.headers
     }
 
-    /// The number format of most bytes of the weights. `None`: it is none that is supported.
+    /// The number format of most bytes of the weights, for FP8 the one in which it is read. `None`: it is
+    /// none that is supported.
     pub fn main_dtype(&self) -> Option<Dtype> {
         let entries = || self.headers.files.iter().flat_map(|file| file.tensors.values());
         let bytes = |dtype| -> usize {
-            let of_dtype = entries().filter(|entry| supported(entry.dtype) == Some(dtype));
+            let read_as = |stored| match stored {
+                safetensors::Dtype::F8_E4M3 => Some(Dtype::F32),
+                other => supported(other),
+            };
+            let of_dtype = entries().filter(|entry| read_as(entry.dtype) == Some(dtype));
             of_dtype.map(|entry| entry.bytes.len()).sum()
         };
         let (most, dtype) = [Dtype::F32, Dtype::F16, Dtype::Bf16]

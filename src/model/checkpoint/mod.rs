@@ -235,7 +235,8 @@ pub fn check_headers(config: &Config, headers: &Headers) -> Result<bool, ModelEr
             if let Some((blocks, rows, scales)) = fp8(spec) {
                 let (file, scales) = &stored[&scales];
                 header.check_fp8(name, rows, spec.columns)?;
-                headers.files[*file].check_scales(scales, blocks.scales_shape(rows, spec.columns))?;
+                let (rows, columns) = blocks.scales_shape(rows, spec.columns);
+                headers.files[*file].check_tensor(scales, Some(rows), columns)?;
                 continue;
             }
             match spec.rows {

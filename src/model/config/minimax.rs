@@ -1,5 +1,5 @@
-//! Reads what MiniMax M2's configuration has besides: most of it says that this model has not what
-//! earlier ones of the same makers have.
+//! Reads what MiniMax M2's configuration has besides. Most of it says that the model lacks what the
+//! makers' earlier ones have.
 
 use serde_json::Value;
 
