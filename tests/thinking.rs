@@ -300,7 +300,10 @@ fn the_number_of_tokens_is_said_with_whose_it_is() {
         line.split("up to ").nth(1).unwrap().to_string()
     };
     let unset = said("{temperature: 0}");
-    assert!(unset.ends_with("answer, unless `generate.max_tokens` says otherwise"), "{unset}");
+    assert!(
+        unset.ends_with("answer, unless `generate.max_tokens` says otherwise"),
+        "{unset}"
+    );
     assert_eq!(said("{max_tokens: 30}"), "30 tokens for thought and answer, by the job");
     let config = "{\"eos_token_id\": 2, \"max_new_tokens\": 40}";
     fs::write(folder.path().join("model/generation_config.json"), config).unwrap();
