@@ -116,12 +116,12 @@ mod tests {
     fn numbers_are_those_of_the_format() {
         // The largest and smallest numbers that the specification names.
         for (byte, number) in [
-            (0b0_1111_110, 448.0),
-            (0b0_0001_000, 0.015_625),
-            (0b0_0000_111, 0.875 * 0.015_625),
-            (0b0_0000_001, 0.001_953_125),
-            (0b0_0111_000, 1.0),
-            (0b1_1000_100, -3.0),
+            (0x7e, 448.0),
+            (0x08, 0.015_625),
+            (0x07, 0.875 * 0.015_625),
+            (0x01, 0.001_953_125),
+            (0x38, 1.0),
+            (0xc4, -3.0),
             (0, 0.0),
         ] {
             assert_eq!(e4m3(byte), number, "{byte:08b}");

@@ -100,7 +100,7 @@ fn cheap_precisions_stay_near_f32() {
     let mut failed = Vec::new();
     let mut compare = |name: &str, label: &str, config: &Config, (factor, share): (f64, f64)| {
         let reference = Reference::load(name);
-        let weights = Weights::open(&folder(name), StoredForm::of(&config)).unwrap();
+        let weights = Weights::open(&folder(name), StoredForm::of(config)).unwrap();
         let load = |precision, kv| {
             let options = in_format(&reference, precision, kv);
             Transformer::from_weights(config.clone(), &weights, &options).unwrap()

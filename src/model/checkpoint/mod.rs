@@ -12,7 +12,7 @@ use rayon::prelude::*;
 
 use crate::model::config::Config;
 use crate::model::error::ModelError;
-use crate::model::fp8_blocks::scales_name;
+use crate::model::fp8_blocks::{Fp8Blocks, scales_name};
 use crate::model::stored_form::StoredForm;
 use crate::model::tensors::{ModelTensors, OUTPUT_HEAD, TensorSpec};
 use crate::model::weights::{
@@ -183,21 +183,13 @@ pub fn check_headers(config: &Config, headers: &Headers) -> Result<bool, ModelEr
         tied_embeddings: false,
         ..config.clone()
     });
-    // The blocks of a matrix that is stored in FP8, with its rows and the name of its factors.
-    let fp8 = |spec: &TensorSpec| {
-        let (blocks, rows) = config.fp8_blocks.zip(spec.rows)?;
-        let (file, name) = stored.get(&spec.name)?;
-        headers.files[*file]
-            .is_fp8(name)
-            .then(|| (blocks, rows, scales_name(&spec.name)))
-    };
     let mut unread = stored.clone();
     let mut missing = Vec::new();
     for spec in tensors.all() {
         if unread.remove(spec.name.as_str()).is_none() && spec.name != OUTPUT_HEAD {
             missing.push(spec.name.clone());
         }
-        if let Some((_, _, scales)) = fp8(spec)
+        if let Some((_, _, scales)) = fp8_matrix(config, headers, &stored, spec)
             && unread.remove(&scales).is_none()
         {
             missing.push(scales);
@@ -230,20 +222,7 @@ pub fn check_headers(config: &Config, headers: &Headers) -> Result<bool, ModelEr
         ));
     }
     for spec in tensors.all() {
-        if let Some((file, name)) = stored.get(&spec.name) {
-            let header = &headers.files[*file];
-            if let Some((blocks, rows, scales)) = fp8(spec) {
-                let (file, scales) = &stored[&scales];
-                header.check_fp8(name, rows, spec.columns)?;
-                let (rows, columns) = blocks.scales_shape(rows, spec.columns);
-                headers.files[*file].check_tensor(scales, Some(rows), columns)?;
-                continue;
-            }
-            match spec.rows {
-                Some(rows) if spec.is_bytes => header.check_bytes(name, rows, spec.columns)?,
-                rows => _ = header.check_tensor(name, rows, spec.columns)?,
-            }
-        }
+        check_stored(config, headers, &stored, spec)?;
     }
     match unexpected.first() {
         Some((reason, location)) => Err(reason.error(headers, *location, unexpected.len())),
@@ -253,6 +232,44 @@ pub fn check_headers(config: &Config, headers: &Headers) -> Result<bool, ModelEr
 
 /// The location of a tensor: the index of its file, and its name in that file.
 type FileAndName<'a> = (usize, &'a str);
+
+/// The blocks of a matrix that is stored in FP8, with its rows and the name of its factors. `None`: it is
+/// not stored so.
+fn fp8_matrix(
+    config: &Config,
+    headers: &Headers,
+    stored: &BTreeMap<String, FileAndName<'_>>,
+    spec: &TensorSpec,
+) -> Option<(Fp8Blocks, usize, String)> {
+    let (blocks, rows) = config.fp8_blocks.zip(spec.rows)?;
+    let (file, name) = stored.get(&spec.name)?;
+    let is_fp8 = headers.files[*file].is_fp8(name);
+    is_fp8.then(|| (blocks, rows, scales_name(&spec.name)))
+}
+
+/// Checks the shape and the number format of a tensor, if it is stored.
+fn check_stored(
+    config: &Config,
+    headers: &Headers,
+    stored: &BTreeMap<String, FileAndName<'_>>,
+    spec: &TensorSpec,
+) -> Result<(), ModelError> {
+    let Some((file, name)) = stored.get(&spec.name) else {
+        return Ok(());
+    };
+    let header = &headers.files[*file];
+    if let Some((blocks, rows, scales)) = fp8_matrix(config, headers, stored, spec) {
+        let (file, scales) = &stored[&scales];
+        header.check_fp8(name, rows, spec.columns)?;
+        let (rows, columns) = blocks.scales_shape(rows, spec.columns);
+        headers.files[*file].check_tensor(scales, Some(rows), columns)?;
+        return Ok(());
+    }
+    match spec.rows {
+        Some(rows) if spec.is_bytes => header.check_bytes(name, rows, spec.columns),
+        rows => header.check_tensor(name, rows, spec.columns).map(drop),
+    }
+}
 
 /// All tensors except harmless ones, by their canonical names.
 fn stored<'a>(
