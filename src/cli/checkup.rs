@@ -37,10 +37,11 @@ pub(super) async fn checkup(args: &DoctorArgs, path: &Path) -> Result<Exit, Fail
     let parameters = Parameters::new(&job_args.set).map_err(|why| Failure::bad_job(anyhow::anyhow!(why)))?;
     let job = Job::load(path, &parameters).map_err(Failure::bad_job)?;
     let mut checks = Vec::new();
-    let (model, prepared) = check_model(&job_args).await;
+    let begun = begun_ledger(&job).await;
+    let (model, prepared) = check_model(&job_args, begun.as_ref().ok().and_then(Option::as_ref)).await;
     for check in [
         model,
-        check_store(&job, prepared.as_ref()).await,
+        check_store(&job, begun, prepared.as_ref()).await,
         check_queue(args, &job).await,
     ] {
         if !args.json {
@@ -68,15 +69,18 @@ impl Check {
     }
 }
 
+/// The ledger in the job's output, if any.
+async fn begun_ledger(job: &Job) -> Result<Option<Ledger>, Failure> {
+    Ok(Ledger::open(&output_of(job)?).await?)
+}
+
 /// Checks config, tokenizer, templates, weight headers, and whether the answers' output constraint
 /// is possible. Returns the job, too, if they are right.
-async fn check_model(args: &JobArgs) -> (Check, Option<PreparedJob>) {
+async fn check_model(args: &JobArgs, begun: Option<&Ledger>) -> (Check, Option<PreparedJob>) {
     let checked = async {
         // Any device will do, since it does not affect the check of the model's files.
         let mut prepared = PreparedJob::prepare(args, None, || Ok(ResolvedDevice::Cpu)).await?;
-        // The check of the store reports a ledger that cannot be read.
-        let begun = Ledger::open(&prepared.output).await.ok().flatten();
-        prepared.resolve_settings(begun.as_ref())?;
+        prepared.resolve_settings(begun)?;
         prepared.check_constraint()?;
         prepared.warn();
         let context = prepared.model.context_tokens(&prepared.job).map_err(Failure::bad_job)?;
@@ -97,11 +101,11 @@ async fn check_model(args: &JobArgs) -> (Check, Option<PreparedJob>) {
 
 /// Checks that the store supports a job's writes, by the same trial writes as `run` and `submit` do
 /// before they write a record, and that the output holds no other job.
-async fn check_store(job: &Job, prepared: Option<&PreparedJob>) -> Check {
+async fn check_store(job: &Job, begun: Result<Option<Ledger>, Failure>, prepared: Option<&PreparedJob>) -> Check {
     let checked = async {
         let output = output_of(job)?;
         let url = redacted(&output.url);
-        let begun = Ledger::open(&output).await?;
+        let begun = begun?;
         let missing = missing_folders(&output);
         let trial = Store::new(&output)?.check().await;
         for folder in missing {
