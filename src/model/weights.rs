@@ -185,7 +185,7 @@ impl Header {
         }
     }
 
-    pub(super) fn wrong_dtype(&self, name: &str, dtype: safetensors::Dtype, read: &str) -> ModelError {
+    fn wrong_dtype(&self, name: &str, dtype: safetensors::Dtype, read: &str) -> ModelError {
         let name = printable_name(name);
         ModelError::unsupported(&self.path, format!("tensor `{name}` is stored as {dtype:?}; {read}"))
     }

@@ -260,7 +260,7 @@ fn check_stored(
     let header = &headers.files[*file];
     if let Some((blocks, rows, scales)) = fp8_matrix(config, headers, stored, spec) {
         let (file, scales) = &stored[&scales];
-        header.check_fp8(name, rows, spec.columns)?;
+        header.check_shape(name, Some(rows), spec.columns)?;
         let (rows, columns) = blocks.scales_shape(rows, spec.columns);
         headers.files[*file].check_tensor(scales, Some(rows), columns)?;
         return Ok(());
