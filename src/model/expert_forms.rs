@@ -3,8 +3,8 @@
 //! A layer's experts lie in a few tensors, of which expert 3's parts get names like
 //! `mlp.experts.3.gate_up_proj`. Rows (or columns) of gate and up alternate; Llama 4 has the columns of
 //! gate before those of up. Matrices are stored transposed, `[in features][out features]`, or in MXFP4
-//! (Open Compute Project, Microscaling formats 1.0): 32 numbers of a row are 16 bytes of two 4-bit numbers each, the first in the lower
-//! bits, and a byte with the exponent of their common factor.
+//! (Open Compute Project, Microscaling formats 1.0): 32 numbers of a row are 16 bytes of two 4-bit
+//! numbers each, the first in the lower bits, and a byte with the exponent of their common factor.
 //!
 //! See docs/decisions/088-family-differences-end-where-weights-are-read.md.
 
@@ -110,21 +110,20 @@ pub(super) fn read<'a>(
     let Some(part) = Part::of(name).filter(|_| form != ExpertForm::Matrices) else {
         return Ok(None);
     };
-    if let (ExpertForm::TransposedHalves, Some(rows)) = (form, rows) {
-        let whole = source.tensor(&part.stored, Some(columns), rows * part.step)?;
-        let half = Part {
-            first: part.first * rows,
-            step: 1,
-            ..part
-        };
-        return Ok(Some(transposed(&whole, &half, rows, columns)));
-    }
     let Some(rows) = rows else {
         let whole = source.tensor(&part.stored, None, columns * part.step)?;
         return Ok(Some(transposed(&whole, &part, columns, 1)));
     };
-    Ok(Some(if form == ExpertForm::Transposed {
+    Ok(Some(if form != ExpertForm::Mxfp4 {
         let whole = source.tensor(&part.stored, Some(columns), rows * part.step)?;
+        let part = match form {
+            ExpertForm::TransposedHalves => Part {
+                first: part.first * rows,
+                step: 1,
+                ..part
+            },
+            _ => part,
+        };
         transposed(&whole, &part, rows, columns)
     } else {
         let (all, name) = (rows * part.step, |end: &str| format!("{}{end}", part.stored));

@@ -417,22 +417,18 @@ impl Reader<'_> {
 
 #[cfg(test)]
 mod tests {
-    use std::path::Path;
-
     use serde_json::{Value, json};
 
     use super::*;
     use crate::device::{Activation, KvSpec};
-    use crate::model::config::Config;
+    use crate::model::config::{Config, testing};
 
     fn parse(architecture: &str, changes: &Value) -> Result<Config, String> {
-        let mut text = json!({
+        let keys = json!({
             "architectures": [architecture], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5,
             "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 200
         });
-        let map = text.as_object_mut().unwrap();
-        map.extend(changes.as_object().unwrap().clone());
-        Config::parse(Path::new("config.json"), &text.to_string()).map_err(|e| e.to_string())
+        testing::parse(keys, changes)
     }
 
     const QWEN3: &str = "Qwen3MoeForCausalLM";
@@ -441,11 +437,8 @@ mod tests {
     #[test]
     fn qwen3_has_experts_in_some_layers() {
         let of = |changes: Value| {
-            let mut all = json!({"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40});
-            all.as_object_mut()
-                .unwrap()
-                .extend(changes.as_object().unwrap().clone());
-            parse(QWEN3, &all).unwrap()
+            let all = json!({"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40});
+            parse(QWEN3, &testing::with(all, &changes)).unwrap()
         };
         let plain = of(json!({"use_qk_norm": true}));
         assert!(plain.qk_norm && !plain.qkv_bias && plain.intermediate_size == 96);
@@ -520,11 +513,8 @@ mod tests {
 
     fn gpt_oss(changes: &Value) -> Result<Config, String> {
         let yarn: Value = serde_json::from_str(YARN).unwrap();
-        let mut all =
-            json!({"num_local_experts": 32, "rope_scaling": yarn, "head_dim": null, "num_key_value_heads": 4});
-        let map = all.as_object_mut().unwrap();
-        map.extend(changes.as_object().unwrap().clone());
-        parse("GptOssForCausalLM", &all)
+        let all = json!({"num_local_experts": 32, "rope_scaling": yarn, "head_dim": null, "num_key_value_heads": 4});
+        parse("GptOssForCausalLM", &testing::with(all, changes))
     }
 
     #[test]
@@ -563,13 +553,7 @@ mod tests {
     #[test]
     fn glm_has_sigmoids_corrections_and_a_shared_expert_behind_dense_layers() {
         let base = json!({"n_routed_experts": 9, "moe_intermediate_size": 40, "attention_bias": true});
-        let of = |changes: Value| {
-            let mut all = base.clone();
-            all.as_object_mut()
-                .unwrap()
-                .extend(changes.as_object().unwrap().clone());
-            parse(GLM, &all)
-        };
+        let of = |changes: Value| parse(GLM, &testing::with(base.clone(), &changes));
         let config = of(json!({})).unwrap();
         assert!(config.qkv_bias && !config.o_bias && !config.qk_norm && !config.rotates_neighbours);
         assert_eq!((config.rotary_dims, config.norm_eps, config.mtp_layers), (8, 1e-5, 0));
@@ -645,11 +629,8 @@ mod tests {
         assert_eq!(granite("GraniteMoeForCausalLM", 72).experts.unwrap().shared, None);
 
         let of = |changes: Value| {
-            let mut all = json!({"moe_num_experts": 8, "moe_intermediate_size": 40});
-            all.as_object_mut()
-                .unwrap()
-                .extend(changes.as_object().unwrap().clone());
-            parse(ERNIE, &all)
+            let all = json!({"moe_num_experts": 8, "moe_intermediate_size": 40});
+            parse(ERNIE, &testing::with(all, &changes))
         };
         let ernie = of(json!({"num_experts": 8, "use_bias": false})).unwrap();
         assert!(ernie.rotates_neighbours && ernie.tied_embeddings && ernie.rope.theta == 5e5);

@@ -579,18 +579,15 @@ mod tests {
     use serde_json::{Value, json};
 
     use crate::device::KvSpec;
-    use crate::model::config::{Config, Family};
+    use crate::model::config::{Config, Family, testing};
     use crate::model::rope::{LongRope, Scaling};
 
     fn parse(architecture: &str, changes: Value) -> Result<Config, String> {
-        let mut map = json!({
+        let keys = json!({
             "architectures": [architecture], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
             "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 100
         });
-        map.as_object_mut()
-            .unwrap()
-            .extend(changes.as_object().unwrap().clone());
-        Config::parse(Path::new("config.json"), &map.to_string()).map_err(|e| e.to_string())
+        testing::parse(keys, &changes)
     }
 
     #[track_caller]

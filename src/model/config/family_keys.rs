@@ -1,6 +1,6 @@
 //! The keys of `config.json` that only some families read.
 
-use super::Family;
+use super::{Family, minimax};
 
 /// Keys that all families read whose experts are routed as DeepSeek's.
 const ROUTING_KEYS: [&str; 11] = [
@@ -49,6 +49,7 @@ impl Family {
             || self.has_delta_layers() && DELTA_KEYS.contains(&key)
             || self.routes_as_deepseek() && ROUTING_KEYS.contains(&key)
             || self.has_latents() && LATENT_KEYS.contains(&key)
+            || self == Family::MiniMaxM2 && minimax::FACTORS.contains(&key)
     }
 
     /// Keys that this family reads besides those that every family reads.
@@ -143,13 +144,7 @@ impl Family {
             Family::MiniMaxM2 => &[
                 "attn_type_list",
                 "hidden_act",
-                // Factors of an earlier model, refused unless they are 1, and the width of its plain MLP.
-                "layernorm_full_attention_alpha",
-                "layernorm_full_attention_beta",
-                "layernorm_linear_attention_alpha",
-                "layernorm_linear_attention_beta",
-                "layernorm_mlp_alpha",
-                "layernorm_mlp_beta",
+                // The width of an earlier model's plain MLP.
                 "mlp_intermediate_size",
                 // Layers that predict further tokens, and how each is made.
                 "mtp_transformer_layers",

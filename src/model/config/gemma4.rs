@@ -278,18 +278,15 @@ mod tests {
 
     use crate::device::batch::StepBatch;
     use crate::device::{HeadShape, KvSpec};
-    use crate::model::config::{Config, GlobalLayers, LayerInputs};
+    use crate::model::config::{Config, GlobalLayers, LayerInputs, testing};
     use crate::model::rope::{Rope, Scaling};
 
     fn parse(changes: Value) -> Result<Config, String> {
-        let mut map = json!({
+        let keys = json!({
             "architectures": ["Gemma4ForCausalLM"], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 7,
             "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 100, "hidden_size_per_layer_input": 0
         });
-        map.as_object_mut()
-            .unwrap()
-            .extend(changes.as_object().unwrap().clone());
-        Config::parse(Path::new("config.json"), &map.to_string()).map_err(|e| e.to_string())
+        testing::parse(keys, &changes)
     }
 
     fn heads(kv_heads: usize, head_dim: usize) -> HeadShape {

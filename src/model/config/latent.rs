@@ -133,26 +133,21 @@ impl Reader<'_> {
 
 #[cfg(test)]
 mod tests {
-    use std::path::Path;
-
     use serde_json::{Value, json};
 
     use crate::device::{ExpertGroups, HeadShape, KvSpec, LatentShape, Score};
-    use crate::model::config::{Config, Family, LatentAttention, SharedExpert};
+    use crate::model::config::{Config, Family, LatentAttention, SharedExpert, testing};
 
     const V2: &str = "DeepseekV2ForCausalLM";
     const V3: &str = "DeepseekV3ForCausalLM";
     const GLM: &str = "Glm4MoeLiteForCausalLM";
 
     fn parse(architecture: &str, changes: Value) -> Result<Config, String> {
-        let mut map = json!({
+        let keys = json!({
             "architectures": [architecture], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5,
             "num_attention_heads": 4, "num_experts_per_tok": 2, "vocab_size": 100
         });
-        map.as_object_mut()
-            .unwrap()
-            .extend(changes.as_object().unwrap().clone());
-        Config::parse(Path::new("config.json"), &map.to_string()).map_err(|e| e.to_string())
+        testing::parse(keys, &changes)
     }
 
     fn of(architecture: &str, changes: Value) -> Config {

@@ -124,23 +124,18 @@ impl Reader<'_> {
 
 #[cfg(test)]
 mod tests {
-    use std::path::Path;
-
     use serde_json::{Value, json};
 
     use crate::device::{KvSpec, Routing, Score};
-    use crate::model::config::{Config, ExpertForm, SharedExpert};
+    use crate::model::config::{Config, ExpertForm, SharedExpert, testing};
 
     fn parse(changes: Value) -> Result<Config, String> {
-        let mut map = json!({
+        let keys = json!({
             "architectures": ["Llama4ForCausalLM"], "model_type": "llama4_text", "hidden_size": 64,
             "intermediate_size": 40, "intermediate_size_mlp": 96, "num_hidden_layers": 5, "num_attention_heads": 8,
             "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 6, "vocab_size": 100
         });
-        map.as_object_mut()
-            .unwrap()
-            .extend(changes.as_object().unwrap().clone());
-        Config::parse(Path::new("config.json"), &map.to_string()).map_err(|e| e.to_string())
+        testing::parse(keys, &changes)
     }
 
     #[test]

@@ -7,8 +7,8 @@ use super::Family;
 use super::reader::{Reader, short};
 use crate::model::error::ModelError;
 
-/// Factors of the residual stream of an earlier model.
-const FACTORS: [&str; 6] = [
+/// Factors of the residual stream of an earlier model, refused unless they are 1.
+pub(super) const FACTORS: [&str; 6] = [
     "layernorm_full_attention_alpha",
     "layernorm_full_attention_beta",
     "layernorm_linear_attention_alpha",
@@ -73,23 +73,18 @@ impl Reader<'_> {
 
 #[cfg(test)]
 mod tests {
-    use std::path::Path;
-
     use serde_json::{Value, json};
 
     use crate::device::{Routing, Score};
-    use crate::model::config::Config;
+    use crate::model::config::{Config, testing};
 
     fn parse(changes: Value) -> Result<Config, String> {
-        let mut map = json!({
+        let keys = json!({
             "architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "hidden_size": 64,
             "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 8, "head_dim": 16,
             "num_local_experts": 9, "vocab_size": 100
         });
-        map.as_object_mut()
-            .unwrap()
-            .extend(changes.as_object().unwrap().clone());
-        Config::parse(Path::new("config.json"), &map.to_string()).map_err(|e| e.to_string())
+        testing::parse(keys, &changes)
     }
 
     #[test]

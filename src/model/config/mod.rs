@@ -29,6 +29,8 @@ mod nemotron;
 mod reader;
 mod recurrent;
 mod rope;
+#[cfg(test)]
+mod testing;
 
 pub use dtype::declared_dtype;
 use dtype::refuse_quantized;

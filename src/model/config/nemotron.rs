@@ -3,7 +3,6 @@
 use serde_json::Value;
 
 use super::reader::{Reader, short};
-use super::recurrent::{CONV_MAX, HEADS_MAX};
 use super::{Config, Family};
 use crate::device::{RecurrentKind, RecurrentShape};
 use crate::model::error::ModelError;
@@ -172,47 +171,34 @@ impl Reader<'_> {
 
     /// The shape of Nemotron-H's recurrent layers.
     pub(super) fn nemotron_shape(&self) -> Result<RecurrentShape, ModelError> {
-        let size = |name: &str, max: usize, default: usize| self.size_or(name, max, Some(default));
-        let shape = RecurrentShape {
-            kind: RecurrentKind::Mamba2,
-            key_heads: size("n_groups", HEADS_MAX, 8)?,
-            value_heads: size("mamba_num_heads", HEADS_MAX, 128)?,
-            key_dim: size("ssm_state_size", HEADS_MAX, 128)?,
-            value_dim: size("mamba_head_dim", HEADS_MAX, 64)?,
-            conv_width: size("conv_kernel", CONV_MAX, 4)?,
-        };
-        if !shape.value_heads.is_multiple_of(shape.key_heads) {
-            return Err(self.broken(format!(
-                "`mamba_num_heads` {} is not a multiple of `n_groups` {}",
-                shape.value_heads, shape.key_heads
-            )));
-        }
-        Ok(shape)
+        let keys = [
+            ("n_groups", 8),
+            ("mamba_num_heads", 128),
+            ("ssm_state_size", 128),
+            ("mamba_head_dim", 64),
+            ("conv_kernel", 4),
+        ];
+        self.recurrent_shape(RecurrentKind::Mamba2, keys)
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::path::Path;
-
     use serde_json::{Value, json};
 
     use super::LayerParts;
     use crate::device::{Activation, RecurrentKind, RecurrentShape, Score};
-    use crate::model::config::{Config, SharedExpert};
+    use crate::model::config::{Config, SharedExpert, testing};
 
     fn parse(changes: Value) -> Result<Config, String> {
-        let mut map = json!({
+        let keys = json!({
             "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "hidden_size": 64,
             "intermediate_size": 96, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16,
             "hybrid_override_pattern": "M-*EM", "mamba_num_heads": 6, "mamba_head_dim": 10, "n_groups": 3,
             "ssm_state_size": 12, "moe_intermediate_size": 40, "moe_shared_expert_intermediate_size": 56,
             "vocab_size": 100
         });
-        map.as_object_mut()
-            .unwrap()
-            .extend(changes.as_object().unwrap().clone());
-        Config::parse(Path::new("config.json"), &map.to_string()).map_err(|e| e.to_string())
+        testing::parse(keys, &changes)
     }
 
     #[test]

@@ -9,9 +9,9 @@ use crate::device::{RecurrentKind, RecurrentShape};
 use crate::model::error::ModelError;
 
 /// Maximum number of heads, and of a head's dimensions.
-pub(super) const HEADS_MAX: usize = 1 << 10;
+const HEADS_MAX: usize = 1 << 10;
 /// Maximum tokens that a convolution sees.
-pub(super) const CONV_MAX: usize = 1 << 6;
+const CONV_MAX: usize = 1 << 6;
 
 impl Reader<'_> {
     /// The recurrent layers of a model with `count` layers. `None`: all layers have attention.
@@ -70,18 +70,39 @@ impl Reader<'_> {
 
     /// The shape of Qwen's recurrent layers.
     fn delta_shape(&self) -> Result<RecurrentShape, ModelError> {
-        let size = |name: &str, max: usize, default: usize| self.size_or(name, max, Some(default));
+        let keys = [
+            ("linear_num_key_heads", 16),
+            ("linear_num_value_heads", 32),
+            ("linear_key_head_dim", 128),
+            ("linear_value_head_dim", 128),
+            ("linear_conv_kernel_dim", 4),
+        ];
+        self.recurrent_shape(RecurrentKind::DeltaNet, keys)
+    }
+
+    /// The shape of recurrent layers. `keys` are those of the heads of keys and of values, their
+    /// dimensions and the width of the convolution, each with its default.
+    pub(super) fn recurrent_shape(
+        &self,
+        kind: RecurrentKind,
+        keys: [(&str, usize); 5],
+    ) -> Result<RecurrentShape, ModelError> {
+        let size = |index: usize, max: usize| {
+            let (name, default): (&str, usize) = keys[index];
+            self.size_or(name, max, Some(default))
+        };
         let shape = RecurrentShape {
-            kind: RecurrentKind::DeltaNet,
-            key_heads: size("linear_num_key_heads", HEADS_MAX, 16)?,
-            value_heads: size("linear_num_value_heads", HEADS_MAX, 32)?,
-            key_dim: size("linear_key_head_dim", HEADS_MAX, 128)?,
-            value_dim: size("linear_value_head_dim", HEADS_MAX, 128)?,
-            conv_width: size("linear_conv_kernel_dim", CONV_MAX, 4)?,
+            kind,
+            key_heads: size(0, HEADS_MAX)?,
+            value_heads: size(1, HEADS_MAX)?,
+            key_dim: size(2, HEADS_MAX)?,
+            value_dim: size(3, HEADS_MAX)?,
+            conv_width: size(4, CONV_MAX)?,
         };
         if !shape.value_heads.is_multiple_of(shape.key_heads) {
+            let [(key_heads, _), (value_heads, _), ..] = keys;
             return Err(self.broken(format!(
-                "`linear_num_value_heads` {} is not a multiple of `linear_num_key_heads` {}",
+                "`{value_heads}` {} is not a multiple of `{key_heads}` {}",
                 shape.value_heads, shape.key_heads
             )));
         }
@@ -167,22 +188,17 @@ impl Reader<'_> {
 
 #[cfg(test)]
 mod tests {
-    use std::path::Path;
-
     use serde_json::{Value, json};
 
     use crate::device::{RecurrentKind, RecurrentShape};
-    use crate::model::config::Config;
+    use crate::model::config::{Config, testing};
 
     fn parse(changes: Value) -> Result<Config, String> {
-        let mut map = json!({
+        let keys = json!({
             "architectures": ["Qwen3_5ForCausalLM"], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5,
             "vocab_size": 100, "num_attention_heads": 8
         });
-        map.as_object_mut()
-            .unwrap()
-            .extend(changes.as_object().unwrap().clone());
-        Config::parse(Path::new("config.json"), &map.to_string()).map_err(|e| e.to_string())
+        testing::parse(keys, &changes)
     }
 
     #[test]
@@ -249,15 +265,12 @@ mod tests {
     }
 
     fn granite(changes: Value) -> Result<Config, String> {
-        let mut map = json!({
+        let map = json!({
             "architectures": ["GraniteMoeHybridForCausalLM"], "intermediate_size": 8, "shared_intermediate_size": 24,
             "layer_types": ["mamba", "attention", "mamba", "mamba", "mamba"], "mamba_n_heads": 8, "num_local_experts": 0,
             "residual_multiplier": 0.5, "rms_norm_eps": 0.01
         });
-        map.as_object_mut()
-            .unwrap()
-            .extend(changes.as_object().unwrap().clone());
-        parse(map)
+        parse(testing::with(map, &changes))
     }
 
     #[test]

@@ -200,8 +200,8 @@ impl Reader<'_> {
         Ok(dims)
     }
 
-    /// The position from which on a model scales its queries, or attends otherwise, which is not implemented. `None`: it
-    /// never does.
+    /// The position from which on a model scales its queries, or attends otherwise, which is not
+    /// implemented. `None`: it never does.
     pub(super) fn query_scaling_from(&self, family: Family) -> Result<Option<u32>, ModelError> {
         if family == Family::Llama4 {
             return self.llama4_context();
