@@ -122,16 +122,22 @@ fn the_demo_model_is_described() {
 
 /// They are read as F32, so a job in F32 takes four bytes a weight.
 #[test]
-fn weights_in_fp8_are_described_as_they_are_read() {
-    let model = root().join("tests/fixtures/models/qwen3-fp8");
-    let found = run(&["inspect", arg(&model), "--json"]).expect(0).json();
-    let architecture = &found["architecture"];
-    assert_eq!(
-        (&architecture["format"], &architecture["refused_on_gpu"]),
-        (&"fp8".into(), &Value::Null)
-    );
-    let parameters = architecture["parameters"].as_u64().unwrap();
-    assert_eq!(found["memory"][0]["weight_bytes"], 4 * parameters);
+fn quantized_weights_are_described_as_they_are_read() {
+    for (name, format) in [
+        ("models/qwen3-fp8", "fp8"),
+        ("quantized/llama-ct-fp8", "compressed-tensors"),
+        ("quantized/qwen3-modelopt-nvfp4", "modelopt"),
+        ("quantized/mixtral-awq", "awq"),
+        ("quantized/llama-gptq-2bit", "gptq"),
+        ("quantized/phi3-bnb-nf4", "bitsandbytes"),
+    ] {
+        let model = root().join("tests/fixtures").join(name);
+        let found = run(&["inspect", arg(&model), "--json"]).expect(0).json();
+        let architecture = &found["architecture"];
+        assert_eq!(architecture["format"], format);
+        let parameters = architecture["parameters"].as_u64().unwrap();
+        assert_eq!(found["memory"][0]["weight_bytes"], 4 * parameters, "{name}");
+    }
 }
 
 /// Experts in MXFP4 are read as BF16, whatever format the other weights have.

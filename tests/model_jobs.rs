@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use crate::bad_input::rows_of;
 use crate::commands::run;
-use crate::model_reference::harness::{MODELS, Reference, folder as files_of};
+use crate::model_reference::harness::{Reference, all_models, folder as files_of};
 use crate::support::arg;
 
 /// A tokenizer of so many tokens: prompts are token ids, so it need only exist.
@@ -56,7 +56,7 @@ fn job(folder: &Path, name: &str, reference: &Reference) -> std::path::PathBuf {
 
 #[test]
 fn each_small_model_answers_a_job_as_transformers_does() {
-    for name in MODELS {
+    for name in all_models() {
         let reference = Reference::load(name);
         let folder = tempfile::tempdir().unwrap();
         let job = job(folder.path(), name, &reference);

@@ -139,8 +139,8 @@ impl Inspection {
                 let checkpoint = Checkpoint::open(dir, config)?;
                 Ok((checkpoint.weights.main_dtype(), checkpoint.config))
             } else {
-                // Of weights in FP8, the configuration names what they were rounded from.
-                let declared = declared_dtype(dir)?.filter(|_| config.fp8_blocks.is_none());
+                // Of quantized weights, the configuration names what they were rounded from.
+                let declared = declared_dtype(dir)?.filter(|_| config.quantization.is_none());
                 Ok((declared, config))
             }
         });
@@ -297,10 +297,12 @@ impl Architecture {
             family: config.family.name(),
             parameters: size.parameters(),
             active_parameters: size.active_parameters(),
-            format: match config.expert_form() {
-                ExpertForm::Mxfp4 => Some("mxfp4"),
-                _ if config.fp8_blocks.is_some() && stored.is_none_or(|stored| stored == Dtype::F32) => Some("fp8"),
-                ExpertForm::Matrices | ExpertForm::Transposed | ExpertForm::TransposedHalves => stored.map(Dtype::name),
+            format: match (config.expert_form(), config.quantization) {
+                (ExpertForm::Mxfp4, _) => Some("mxfp4"),
+                (_, Some(quantization)) if stored.is_none_or(|stored| stored == Dtype::F32) => {
+                    Some(quantization.method.name())
+                }
+                _ => stored.map(Dtype::name),
             },
             layers: config.layers.len(),
             window_layers: windows.count(),

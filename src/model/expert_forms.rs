@@ -15,16 +15,12 @@ use half::bf16;
 use crate::device::Dtype;
 use crate::model::config::{Config, ExpertForm};
 use crate::model::error::ModelError;
+use crate::model::quantized::FP4;
 use crate::model::tensors::TensorSpec;
 use crate::model::weights::{StoredTensor, WeightSource};
 
 /// Numbers of a row that have a common factor in MXFP4.
 pub(super) const MXFP4_GROUP: usize = 32;
-
-/// The numbers of four bits: a sign, two bits of exponent, and one of fraction.
-const FP4: [f32; 16] = [
-    0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0,
-];
 
 /// The tensors that a layer's experts are stored as. `None`: each expert's matrices by themselves.
 pub(super) fn stored(config: &Config, layer: usize) -> Option<Vec<TensorSpec>> {

@@ -21,6 +21,7 @@
 //! See docs/decisions/088-family-differences-end-where-weights-are-read.md.
 
 use super::config::ExpertForm;
+use super::quantized;
 use super::weights::TensorEntry;
 
 /// Maximum number of experts in one tensor.
@@ -68,8 +69,7 @@ pub(super) fn general_name(name: &str) -> Option<String> {
         "w3" => "up_proj",
         _ => return None,
     };
-    // With the factors of weights in FP8.
-    matches!(kind, "weight" | "weight_scale_inv").then(|| format!("{layer}.mlp.experts.{expert}.{part}.{kind}"))
+    quantized::is_part_of_matrix(kind).then(|| format!("{layer}.mlp.experts.{expert}.{part}.{kind}"))
 }
 
 const GATE_UP: &[&str] = &["gate_proj", "up_proj"];

@@ -17,10 +17,10 @@ use sha2::{Digest, Sha256};
 
 use crate::device::{Dtype, Tensor};
 use crate::model::block_names;
-use crate::model::config::ExpertForm;
+use crate::model::config::{ExpertForm, quantization_file};
 use crate::model::error::ModelError;
 use crate::model::expert_names;
-use crate::model::fp8_blocks::Fp8Blocks;
+use crate::model::quantized::{self, Problem, Quantization, StoredMatrix};
 use crate::model::random_weights::RandomWeights;
 use crate::model::stored_form::StoredForm;
 
@@ -90,8 +90,8 @@ pub struct Weights {
     headers: Headers,
     /// One mapping per file.
     maps: Vec<Mmap>,
-    /// The blocks of matrices in FP8; see [`StoredForm`].
-    fp8_blocks: Option<Fp8Blocks>,
+    /// How matrices are quantized; see [`StoredForm`].
+    quantization: Option<Quantization>,
     /// Bytes of tensors that were handed out so far.
     handed_out: AtomicUsize,
     /// Key: the tensor's canonical name.
@@ -153,7 +153,8 @@ pub fn canonical_name(name: &str) -> Option<String> {
     let text_only = text_only_name(name);
     let inner = text_only.as_deref().unwrap_or(name);
     let general = expert_names::general_name(inner).or_else(|| block_names::general_name(inner));
-    general.or(text_only)
+    let general = general.or(text_only);
+    quantized::matrix_name(general.as_deref().unwrap_or(name)).or(general)
 }
 
 impl Headers {
@@ -288,7 +289,7 @@ impl Weights {
         Ok(Weights {
             headers: Headers { dir, files, index },
             maps,
-            fp8_blocks: form.fp8_blocks,
+            quantization: form.quantization,
             handed_out: AtomicUsize::new(0),
             tensors,
         })
@@ -298,17 +299,19 @@ impl Weights {
         &self.headers
     }
 
-    /// The number format of most bytes of the weights, for FP8 the one in which it is read. `None`: it is
-    /// none that is supported.
+    /// The number format in which most bytes of the weights are read. `None`: it is none that is
+    /// supported.
     pub fn main_dtype(&self) -> Option<Dtype> {
         let entries = || self.headers.files.iter().flat_map(|file| file.tensors.values());
         let bytes = |dtype| -> usize {
-            let read_as = |stored| match stored {
-                safetensors::Dtype::F8_E4M3 => Some(Dtype::F32),
-                other => supported(other),
-            };
-            let of_dtype = entries().filter(|entry| read_as(entry.dtype) == Some(dtype));
-            of_dtype.map(|entry| entry.bytes.len()).sum()
+            // Numbers of quantized matrices are read as F32, of 4 bytes each.
+            let is_quantized = |entry: &TensorEntry| self.quantization.is_some() && supported(entry.dtype).is_none();
+            let read = entries().map(|entry| match is_quantized(entry) {
+                true => (Some(Dtype::F32), entry.bytes.len().saturating_mul(4)),
+                false => (supported(entry.dtype), entry.bytes.len()),
+            });
+            let of_dtype = read.filter(|(read_as, _)| *read_as == Some(dtype));
+            of_dtype.map(|(_, bytes)| bytes).fold(0, usize::saturating_add)
         };
         let (most, dtype) = [Dtype::F32, Dtype::F16, Dtype::Bf16]
             .map(|dtype| (bytes(dtype), dtype))
@@ -335,6 +338,27 @@ impl Weights {
         Cow::Borrowed(data)
     }
 
+    /// How the matrix `name` is quantized. `None`: it is stored plainly, or not at all.
+    fn quantized_matrix(
+        &self,
+        name: &str,
+        rows: Option<usize>,
+        columns: usize,
+    ) -> Result<Option<StoredMatrix>, ModelError> {
+        let (Some(quantization), Some(rows)) = (self.quantization, rows) else {
+            return Ok(None);
+        };
+        let lookup = |name: &str| {
+            let (header, location) = self.locate(name).ok()?;
+            Some((location.name.as_str(), &header.tensors[&location.name]))
+        };
+        let found = StoredMatrix::find(quantization, name, (rows, columns), &lookup);
+        found.map_err(|problem| match problem {
+            Problem::Missing(name) => missing(self.path_of(&name), &name),
+            Problem::Wrong(why) => ModelError::broken(self.path_of(name), why),
+        })
+    }
+
     /// Unmaps the pages that were read, which the process would hold beside the loaded model until the
     /// files are closed.
     fn release_pages(&self) {
@@ -356,10 +380,10 @@ impl WeightSource for Weights {
     }
 
     fn tensor(&self, name: &str, rows: Option<usize>, columns: usize) -> Result<StoredTensor<'_>, ModelError> {
-        let (header, location) = self.locate(name)?;
-        if let (Some(blocks), Some(rows), true) = (self.fp8_blocks, rows, header.is_fp8(&location.name)) {
-            return self.fp8_tensor(blocks, name, rows, columns);
+        if let Some(matrix) = self.quantized_matrix(name, rows, columns)? {
+            return self.quantized(&matrix);
         }
+        let (header, location) = self.locate(name)?;
         let dtype = header.check_tensor(&location.name, rows, columns)?;
         Ok(StoredTensor {
             dtype,
@@ -534,8 +558,8 @@ fn no_weights_error(dir: &Path) -> Result<ModelError, ModelError> {
     })
 }
 
-/// SHA-256 over the files that determine a model's logits: `config.json`, then the index if it is
-/// used, then the weight files in the order of their names. For each file the hash covers the
+/// SHA-256 over the files that determine a model's logits: `config.json`, then the file that describes
+/// quantized weights in its place, if there is one, then the index if it is used, then the weight files in the order of their names. For each file the hash covers the
 /// name's length and the name, the file's size and its bytes (lengths in 8 bytes, little-endian).
 /// Lower-case hex.
 ///
@@ -544,6 +568,9 @@ fn no_weights_error(dir: &Path) -> Result<ModelError, ModelError> {
 pub fn checkpoint_hash(dir: &Path) -> Result<String, ModelError> {
     let (files, index) = weight_files(dir)?;
     let mut names = vec!["config.json".to_owned()];
+    let described = quantization_file(dir)?;
+    let described = described.as_deref().and_then(Path::file_name);
+    names.extend(described.map(|name| name.to_string_lossy().into_owned()));
     names.extend(index.is_some().then(|| INDEX.to_owned()));
     names.extend(files);
     let mut hash = Sha256::new();

@@ -94,22 +94,56 @@ pub(crate) const MODELS: [&str; 77] = [
     "llama4-biases",
 ];
 
+/// Quantized by the libraries whose formats they have (`fixtures/make_quantized.py`).
+pub(crate) const QUANTIZED: [&str; 16] = [
+    "llama-bnb-fp4",
+    "llama-bnb-int8",
+    "llama-ct-fp8",
+    "llama-ct-mxfp4",
+    "llama-ct-nvfp4",
+    "llama-gptq-2bit",
+    "llama-gptq-8bit-v2",
+    "llama-modelopt-fp8",
+    "mistral-ct-w4a16-zeros",
+    "mixtral-awq",
+    "phi3-bnb-nf4",
+    "qwen2-ct-int8",
+    "qwen2-gptq",
+    "qwen3-ct-fp8-blocks",
+    "qwen3-modelopt-nvfp4",
+    "qwen3moe-ct-w4a16",
+];
+
+/// Models of all families, and of all formats.
+pub(crate) fn all_models() -> impl Iterator<Item = &'static str> {
+    MODELS.into_iter().chain(QUANTIZED)
+}
+
 #[test]
 fn every_model_of_the_fixtures_is_tried() {
-    let entries = std::fs::read_dir(folder("")).unwrap();
-    let mut names: Vec<String> = entries
-        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
-        .collect();
-    let mut tried = MODELS.to_vec();
-    names.sort();
-    tried.sort_unstable();
-    assert_eq!(names, tried);
+    for (kind, tried) in [("models", &MODELS[..]), ("quantized", &QUANTIZED[..])] {
+        let entries = std::fs::read_dir(fixtures().join(kind)).unwrap();
+        let mut names: Vec<String> = entries
+            .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+            .collect();
+        let mut tried = tried.to_vec();
+        names.sort();
+        tried.sort_unstable();
+        assert_eq!(names, tried);
+    }
+}
+
+fn fixtures() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures")
 }
 
 pub(crate) fn folder(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR"))
-        .join("tests/fixtures/models")
-        .join(name)
+    let kind = if QUANTIZED.contains(&name) {
+        "quantized"
+    } else {
+        "models"
+    };
+    fixtures().join(kind).join(name)
 }
 
 /// Whether a token uses some of the experts, so that a rounding may choose another one.

@@ -7,4 +7,5 @@ mod files;
 pub(crate) mod harness;
 mod perplexity;
 mod precision;
+mod quantized;
 mod windows;

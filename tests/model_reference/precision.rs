@@ -8,7 +8,7 @@ use gristmill::model::stored_form::StoredForm;
 use gristmill::model::weights::Weights;
 use gristmill::model::{ActivationMaxima, LoadOptions, Transformer};
 
-use super::harness::{Altered, MODELS, Reference, Runner, chooses_experts, folder, in_chunks, options};
+use super::harness::{Altered, Reference, Runner, all_models, chooses_experts, folder, in_chunks, options};
 
 /// Precision, format of keys and values, most nats of mean KL divergence from F32 and least share of the same largest logit
 /// that are accepted over all models. The models are tiny and untrained: their distributions are flat, and ties near.
@@ -119,7 +119,7 @@ fn cheap_precisions_stay_near_f32() {
             }
         }
     };
-    for name in MODELS {
+    for name in all_models() {
         let mut config = Config::load(&folder(name)).unwrap();
         let chooses = chooses_experts(&config);
         let limits = if chooses { OTHER_EXPERTS } else { ANY };

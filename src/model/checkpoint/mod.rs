@@ -12,7 +12,7 @@ use rayon::prelude::*;
 
 use crate::model::config::Config;
 use crate::model::error::ModelError;
-use crate::model::fp8_blocks::{Fp8Blocks, scales_name};
+use crate::model::quantized::{self, Problem, StoredMatrix};
 use crate::model::stored_form::StoredForm;
 use crate::model::tensors::{ModelTensors, OUTPUT_HEAD, TensorSpec};
 use crate::model::weights::{
@@ -175,6 +175,7 @@ pub fn check_headers(config: &Config, headers: &Headers) -> Result<bool, ModelEr
             || (is_multimodal && IMAGE_PARTS.iter().any(|part| name.starts_with(part)))
             || is_of_mtp_layer(config, name)
             || is_of_unread_kv(config, name)
+            || (config.quantization.is_some() && quantized::is_unread(name))
     };
     check_index(headers, &is_harmless)?;
 
@@ -189,10 +190,15 @@ pub fn check_headers(config: &Config, headers: &Headers) -> Result<bool, ModelEr
         if unread.remove(spec.name.as_str()).is_none() && spec.name != OUTPUT_HEAD {
             missing.push(spec.name.clone());
         }
-        if let Some((_, _, scales)) = fp8_matrix(config, headers, &stored, spec)
-            && unread.remove(&scales).is_none()
-        {
-            missing.push(scales);
+        match quantized_matrix(config, headers, &stored, spec) {
+            Ok(Some(matrix)) => {
+                for name in matrix.beside() {
+                    unread.remove(name);
+                }
+            }
+            Err(Problem::Missing(name)) => missing.push(name),
+            Err(Problem::Wrong(why)) => return Err(ModelError::broken(path_of(headers, &stored, &spec.name), why)),
+            Ok(None) => {}
         }
     }
     let known: HashSet<&str> = tensors.all().map(|spec| spec.name.as_str()).collect();
@@ -200,9 +206,14 @@ pub fn check_headers(config: &Config, headers: &Headers) -> Result<bool, ModelEr
         .into_iter()
         .map(|(name, location)| (UnexpectedTensor::of(&name, config.layers.len(), &known), location))
         .collect();
-    // Checkpoints with quantized weights or adapters lack tensors, too. Their form is reported
-    // first, because it is the cause.
-    if let Some((reason, location)) = unexpected.iter().find(|(reason, _)| reason.is_other_form()) {
+    // Checkpoints with quantized weights of a form that is not read, or with adapters, lack tensors, too.
+    // Their form is reported first, because it is the cause.
+    let is_other_form = |reason: &UnexpectedTensor| match reason {
+        UnexpectedTensor::Quantized => config.quantization.is_none() || missing.is_empty(),
+        UnexpectedTensor::Adapter => true,
+        _ => false,
+    };
+    if let Some((reason, location)) = unexpected.iter().find(|(reason, _)| is_other_form(reason)) {
         return Err(reason.error(headers, *location, unexpected.len()));
     }
     if let [name, others @ ..] = &missing[..] {
@@ -233,18 +244,28 @@ pub fn check_headers(config: &Config, headers: &Headers) -> Result<bool, ModelEr
 /// The location of a tensor: the index of its file, and its name in that file.
 type FileAndName<'a> = (usize, &'a str);
 
-/// The blocks of a matrix that is stored in FP8, with its rows and the name of its factors. `None`: it is
-/// not stored so.
-fn fp8_matrix(
+/// The file of a stored tensor.
+fn path_of<'a>(headers: &'a Headers, stored: &BTreeMap<String, FileAndName<'_>>, name: &str) -> &'a Path {
+    stored
+        .get(name)
+        .map_or(headers.path(), |(file, _)| &headers.files[*file].path)
+}
+
+/// How a matrix is quantized. `None`: it is stored plainly, or not at all.
+fn quantized_matrix(
     config: &Config,
     headers: &Headers,
     stored: &BTreeMap<String, FileAndName<'_>>,
     spec: &TensorSpec,
-) -> Option<(Fp8Blocks, usize, String)> {
-    let (blocks, rows) = config.fp8_blocks.zip(spec.rows)?;
-    let (file, name) = stored.get(&spec.name)?;
-    let is_fp8 = headers.files[*file].is_fp8(name);
-    is_fp8.then(|| (blocks, rows, scales_name(&spec.name)))
+) -> Result<Option<StoredMatrix>, Problem> {
+    let (Some(quantization), Some(rows)) = (config.quantization, spec.rows) else {
+        return Ok(None);
+    };
+    let lookup = |name: &str| {
+        let (file, name) = stored.get(name)?;
+        Some((*name, &headers.files[*file].tensors[*name]))
+    };
+    StoredMatrix::find(quantization, &spec.name, (rows, spec.columns), &lookup)
 }
 
 /// Checks the shape and the number format of a tensor, if it is stored.
@@ -258,11 +279,8 @@ fn check_stored(
         return Ok(());
     };
     let header = &headers.files[*file];
-    if let Some((blocks, rows, scales)) = fp8_matrix(config, headers, stored, spec) {
-        let (file, scales) = &stored[&scales];
-        header.check_shape(name, Some(rows), spec.columns)?;
-        let (rows, columns) = blocks.scales_shape(rows, spec.columns);
-        headers.files[*file].check_tensor(scales, Some(rows), columns)?;
+    // What is quantized was checked when its parts were found.
+    if let Ok(Some(_)) = quantized_matrix(config, headers, stored, spec) {
         return Ok(());
     }
     match spec.rows {
@@ -420,17 +438,12 @@ impl UnexpectedTensor {
         }
     }
 
-    /// Whether the tensor shows that all weights are stored in an unsupported form.
-    fn is_other_form(&self) -> bool {
-        matches!(self, UnexpectedTensor::Quantized | UnexpectedTensor::Adapter)
-    }
-
     /// The error that names this tensor; `unread_count` includes it.
     fn error(&self, headers: &Headers, (file, name): FileAndName<'_>, unread_count: usize) -> ModelError {
         let unread = "answers without it would be wrong: fetch weights and `config.json` of one model";
         let why = match self {
             UnexpectedTensor::Quantized => {
-                "belongs to quantized weights, which are not supported: take the model in F32, F16 or BF16".to_owned()
+                "belongs to weights in a quantized form that is not read: take the model in F32, F16 or BF16".to_owned()
             }
             UnexpectedTensor::Adapter => {
                 "belongs to a LoRA adapter, which is not supported: merge the adapter into the weights first".to_owned()

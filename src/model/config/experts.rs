@@ -2,8 +2,8 @@
 
 use serde_json::Value;
 
-use super::dtype::TAKE_UNQUANTIZED;
 use super::nemotron::Block;
+use super::quantization::TAKE_UNQUANTIZED;
 use super::reader::{Reader, short};
 use super::{ExpertForm, Experts, Family, SharedExpert};
 use crate::device::{ExpertGroups, Routing, Score};

@@ -9,9 +9,9 @@
 
 use serde_json::{Map, Value};
 
-use super::dtype::TAKE_UNQUANTIZED;
+use super::quantization::{self, TAKE_UNQUANTIZED};
 use super::reader::{Reader, short};
-use super::{Family, fp8, generation};
+use super::{Family, generation};
 use crate::model::error::ModelError;
 
 /// The values with which a key has no effect. Null and empty values always are neutral.
@@ -303,13 +303,13 @@ impl Reader<'_> {
     /// # Errors
     /// An option changes results and is not implemented.
     pub(super) fn check_keys(&self, family: Family, prefix: &str, unknown: &mut UnknownKeys) -> Result<(), ModelError> {
-        let has_fp8 = self.fp8_blocks()?.is_some();
+        let is_quantized = self.quantization()?.is_some();
         let known = |key: &str| {
             USED.contains(&key)
                 || family.has_key(key)
                 || HARMLESS.contains(&key)
                 || generation::is_key(key)
-                || (has_fp8 && key == fp8::KEY)
+                || (is_quantized && key == quantization::KEY)
         };
         for (key, value) in self.map {
             if known(key) {
@@ -333,7 +333,7 @@ impl Reader<'_> {
     /// # Errors
     /// As [`check_keys`](Self::check_keys).
     pub(super) fn check_multimodal_keys(&self, unknown: &mut UnknownKeys) -> Result<(), ModelError> {
-        let has_fp8 = self.fp8_blocks()?.is_some();
+        let is_quantized = self.quantization()?.is_some();
         let known = |key: &str| {
             let own = ["architectures", "model_type", "eos_token_id", "tie_word_embeddings"];
             own.contains(&key)
@@ -341,7 +341,7 @@ impl Reader<'_> {
                 || IMAGE_KEYS.contains(&key)
                 || HARMLESS.contains(&key)
                 || generation::is_key(key)
-                || (has_fp8 && key == fp8::KEY)
+                || (is_quantized && key == quantization::KEY)
         };
         let rest = self.map.iter().filter(|(key, _)| !known(key));
         rest.into_iter()
@@ -388,7 +388,7 @@ impl Reader<'_> {
     }
 
     pub(super) fn option(&self, prefix: &str, key: &str, value: &Value) -> ModelError {
-        let remedy = if QUANTIZATION_KEYS.contains(&key) {
+        let remedy = if QUANTIZATION_KEYS.contains(&key) || prefix.starts_with(quantization::KEY) {
             format!("; {TAKE_UNQUANTIZED}")
         } else {
             String::new()

@@ -9,14 +9,13 @@ use serde_json::Value;
 
 use crate::device::{Activation, HeadShape, KvSpec, LatentShape, RecurrentShape, Routing, cuda};
 use crate::model::error::ModelError;
-use crate::model::fp8_blocks::Fp8Blocks;
+use crate::model::quantized::Quantization;
 use crate::model::rope::{Rope, Scaling};
 
 mod dtype;
 mod experts;
 mod family;
 mod family_keys;
-mod fp8;
 mod gemma4;
 pub mod generation;
 mod heads;
@@ -26,6 +25,7 @@ mod layers;
 mod llama4;
 mod minimax;
 mod nemotron;
+pub(super) mod quantization;
 mod reader;
 mod recurrent;
 mod rope;
@@ -33,11 +33,11 @@ mod rope;
 mod testing;
 
 pub use dtype::declared_dtype;
-use dtype::refuse_quantized;
 pub use family::Family;
 pub use gemma4::Placeholders;
 use keys::UnknownKeys;
 pub use nemotron::LayerParts;
+pub use quantization::quantization_file;
 use reader::{Reader, read_json, short};
 
 /// Routed experts: MLPs of which a router chooses some for each token.
@@ -203,8 +203,8 @@ pub struct Config {
     pub fused_qkv: bool,
     /// Whether the checkpoint stores the gate and up projections as one tensor.
     pub fused_gate_up: bool,
-    /// The blocks of weights that the checkpoint stores in FP8. `None`: it stores none so.
-    pub fp8_blocks: Option<Fp8Blocks>,
+    /// How the checkpoint says that matrices are quantized. `None`: they are not.
+    pub quantization: Option<Quantization>,
     /// Number of a head's first dimensions that rotate; even.
     pub rotary_dims: usize,
     /// Whether dimensions 2d and 2d + 1 rotate as a pair, not d and d + `rotary_dims / 2`.
@@ -235,12 +235,11 @@ impl Config {
     /// not supported.
     pub fn load(dir: &Path) -> Result<Config, ModelError> {
         let path = dir.join("config.json");
-        let config = Reader {
-            path: &path,
-            map: &read_json(&path)?,
+        let mut map = read_json(&path)?;
+        if let Some(file) = quantization_file(dir)? {
+            map.insert(quantization::KEY.to_owned(), quantization::described_by(&file)?);
         }
-        .config()?;
-        refuse_quantized(dir)?;
+        let config = Reader { path: &path, map: &map }.config()?;
         let path = dir.join("generation_config.json");
         if !path.try_exists().map_err(|e| ModelError::read(&path, e))? {
             return Ok(config);
@@ -454,7 +453,7 @@ impl Reader<'_> {
         let config = Config {
             warnings: self.warnings(&config, unknown),
             placeholders: self.placeholders(family, &text, config.vocab_size)?,
-            fp8_blocks: self.fp8_blocks()?.or(config.fp8_blocks),
+            quantization: self.quantization()?.or(config.quantization),
             ..config
         };
         Ok(config.with_eos_token_ids(self.eos_token_ids()?))
@@ -551,7 +550,7 @@ impl Reader<'_> {
             layer_scalars: family == Family::Gemma4,
             fused_qkv: family == Family::Phi3,
             fused_gate_up: matches!(family, Family::Phi3 | Family::Glm | Family::Glm4),
-            fp8_blocks: self.fp8_blocks()?,
+            quantization: self.quantization()?,
             rotary_dims,
             rotates_neighbours: self.rotates_neighbours(family)?,
             rope,

@@ -3,7 +3,7 @@
 
 use gristmill::model::Checkpoint;
 use gristmill::model::config::{Config, ExpertForm};
-use gristmill::model::fp8_blocks::Fp8Blocks;
+use gristmill::model::quantized::{Blocks, Method, Quantization};
 use gristmill::model::stored_form::StoredForm;
 use gristmill::tokenizer::Tokenizer;
 use gristmill::model::weights::{WeightSource, Weights};
@@ -32,16 +32,31 @@ fuzz_target!(|data: &[u8]| {
     let _ = Checkpoint::check(folder.path(), config);
     let _ = Weights::open(folder.path(), ExpertForm::Transposed);
     let _ = Weights::open(folder.path(), ExpertForm::Mxfp4);
-    let plain = StoredForm::from(ExpertForm::Matrices);
-    let in_fp8 = StoredForm {
-        fp8_blocks: Some(Fp8Blocks { rows: 1, columns: 2 }),
-        ..plain
-    };
-    for form in [plain, in_fp8] {
+    let methods = [
+        Method::Fp8,
+        Method::CompressedTensors,
+        Method::ModelOpt,
+        Method::Awq,
+        Method::Gptq { zeros_less_one: true },
+        Method::BitsAndBytes,
+    ];
+    let blocks = Some(Blocks { rows: 1, columns: 2 });
+    let quantized = methods.map(|method| {
+        Some(Quantization {
+            blocks,
+            ..method.into()
+        })
+    });
+    for quantization in [None].into_iter().chain(quantized) {
+        let form = StoredForm {
+            quantization,
+            ..StoredForm::from(ExpertForm::Matrices)
+        };
         let Ok(weights) = Weights::open(folder.path(), form) else { continue };
         // `a`: of seeds, and soon found.
-        for name in ["a", "model.norm.weight"] {
+        for name in ["a", "a.weight", "model.norm.weight"] {
             let _ = weights.tensor(name, Some(2), 3);
+            let _ = weights.tensor(name, Some(8), 8);
             let _ = weights.tensor(name, None, 2);
         }
     }
