@@ -17,6 +17,7 @@ import pathlib
 import re
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -623,7 +624,52 @@ def bucket(program):
         place.refused("plan", place.job, "--limit", "3", code=1, says=["s3://models/tickets", "cannot be listed"])
 
 
-CASES = [fetched, resumed, corrupted, gated, missing, offline, shared, together, full, moved, inspected, bucket]
+def adapter_files(value):
+    """A LoRA adapter of the demo model in PEFT's layout: rank 1, of the queries of the first layer."""
+    numbers = [struct.pack("<192f", *[value] * 192), struct.pack("<192f", *range(192))]
+    ends = [("lora_A", [1, 192]), ("lora_B", [192, 1])]
+    header = {
+        f"base_model.model.model.layers.0.self_attn.q_proj.{end}.weight":
+            {"dtype": "F32", "shape": shape, "data_offsets": [768 * i, 768 * (i + 1)]}
+        for i, (end, shape) in enumerate(ends)
+    }
+    header = json.dumps(header).encode()
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 1, "lora_alpha": 1, "target_modules": ["q_proj"]}
+    weights = struct.pack("<Q", len(header)) + header + b"".join(numbers)
+    return {"adapter_config.json": json.dumps(config).encode(), "adapter_model.safetensors": weights, "README.md": b"# Adapter",
+            "training_args.bin": b"\x80\x02."}
+
+
+def adapter(program):
+    """A job with an adapter of the hub: the adapter alone is fetched, its commit recorded, and another one refused."""
+    with hub_place(program) as (hub, place):
+        first = hub.push(adapter_files(0.01))
+        job = place.write_job("adapted.yaml", "adapted", str(DEMO))
+        job.write_text(job.read_text().replace("input:", f"adapter: hf://{REPOSITORY}\ninput:", 1))
+        assert "adapter: hf" in job.read_text()
+        place.run("run", job, "--quiet")
+        assert place.record("adapted")["resolved"]["adapter"] == f"hf://{REPOSITORY}@{first}"
+        snapshot = place.repository / "snapshots" / first
+        assert {path.name for path in snapshot.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+        # It is no model by itself.
+        place.refused("plan", place.job, "--limit", "3", says=["it is an adapter", "`adapter`"])
+        # What was fetched is enough, also without our mark; the job goes on with the commit that it began with.
+        second = hub.push(adapter_files(0.02))
+        place.run("run", job, "--quiet")
+        assert place.record("adapted")["resolved"]["adapter"] == f"hf://{REPOSITORY}@{first}"
+        hub.forget()
+        shutil.rmtree(place.repository / ".gristmill")
+        stderr = place.run("run", job, "--quiet", HF_HUB_OFFLINE="1")[1]
+        assert "another program has fetched these files" in stderr and not hub.requests, stderr
+        # Another adapter makes another model, and no adapter, too.
+        text = job.read_text()
+        job.write_text(text.replace(f"hf://{REPOSITORY}", f"hf://{REPOSITORY}@{second}"))
+        place.refused("run", job, "--quiet", code=3, says=["model"])
+        job.write_text(text.replace(f"adapter: hf://{REPOSITORY}\n", ""))
+        place.refused("run", job, "--quiet", code=3, says=["model"])
+
+
+CASES = [fetched, resumed, corrupted, gated, missing, offline, shared, together, full, moved, inspected, bucket, adapter]
 
 
 if __name__ == "__main__":

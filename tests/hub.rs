@@ -13,6 +13,11 @@ fn a_model_is_fetched_once_and_pinned() {
 }
 
 #[test]
+fn an_adapter_is_fetched_once_and_pinned() {
+    cases(&["adapter"]);
+}
+
+#[test]
 fn downloads_are_resumed_and_verified() {
     cases(&["resumed", "corrupted"]);
 }

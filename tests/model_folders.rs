@@ -178,15 +178,19 @@ fn files_in_place_of_a_folder() {
 fn adapters() {
     let config = "{\"base_model_name_or_path\": \"Qwen/Qwen3-8B\"}";
     let files = [("adapter_config.json", config), ("adapter_model.safetensors", "")];
-    folder_refused(&files, &["adapter", "`Qwen/Qwen3-8B`", "merge_and_unload"]);
-    folder_refused(&[("adapter_config.json", "{")], &["adapter", "merge_and_unload"]);
+    folder_refused(&files, &["adapter", "`Qwen/Qwen3-8B`", "the job's `model`"]);
+    folder_refused(&[("adapter_config.json", "{")], &["adapter", "as its `adapter`"]);
     // Without weights of its own it is no model, whatever a trainer put beside it.
     demo_refused(
         &["model.safetensors"],
         &files,
         &["no model without its base `Qwen/Qwen3-8B`"],
     );
-    demo_refused(&[], &files, &["beside a model", "Qwen/Qwen3-8B", "merge_and_unload"]);
+    demo_refused(
+        &[],
+        &files,
+        &["beside a model", "Qwen/Qwen3-8B", "as the job's `adapter`"],
+    );
 }
 
 #[test]
@@ -283,5 +287,5 @@ fn other_commands_say_the_same() {
     let folder = tempfile::tempdir().unwrap();
     put(folder.path(), &[("adapter_config.json", "{}")]);
     let run = Run::of(&mut gristmill(&["bench", "--model", arg(folder.path())])).expect(2);
-    run.one_line(&["adapter", "merge_and_unload"]);
+    run.one_line(&["adapter", "as its `adapter`"]);
 }

@@ -7,8 +7,8 @@ use std::path::Path;
 use serde_json::{Value, json};
 
 use crate::bad_input::rows_of;
-use crate::commands::run;
-use crate::model_reference::harness::{Reference, all_models, folder as files_of};
+use crate::commands::{queues, run};
+use crate::model_reference::harness::{ADAPTERS, Reference, all_models, folder as files_of};
 use crate::support::arg;
 
 /// A tokenizer of so many tokens: prompts are token ids, so it need only exist.
@@ -25,8 +25,8 @@ fn tokenizer(vocabulary: usize) -> Value {
     })
 }
 
-/// The job of a model's reference prompts, in `folder`.
-fn job(folder: &Path, name: &str, reference: &Reference) -> std::path::PathBuf {
+/// The job of reference prompts of a model, with an adapter if there is one, in `folder`.
+fn job(folder: &Path, name: &str, adapter: Option<&str>, reference: &Reference) -> std::path::PathBuf {
     let model = folder.join("model");
     fs::create_dir(&model).unwrap();
     for file in fs::read_dir(files_of(name)).unwrap() {
@@ -49,9 +49,18 @@ fn job(folder: &Path, name: &str, reference: &Reference) -> std::path::PathBuf {
          generate: {{max_tokens: 64, temperature: 0, ignore_eos: true}}\noutput: {{uri: out, token_ids: true}}\n",
         reference.context
     );
+    let adapter = adapter.map(|adapter| format!("adapter: {}\n", files_of(adapter).display()));
     let path = folder.join("job.yaml");
-    fs::write(&path, text).unwrap();
+    fs::write(&path, text + &adapter.unwrap_or_default()).unwrap();
     path
+}
+
+fn assert_answers(output: &Path, reference: &Reference, name: &str) {
+    let rows = rows_of(output);
+    assert_eq!(rows.len(), reference.prompts.len());
+    for (row, prompt) in rows.iter().zip(&reference.prompts) {
+        assert_eq!(row["token_ids"], json!(prompt.tokens[prompt.length..]), "{name}");
+    }
 }
 
 #[test]
@@ -59,12 +68,53 @@ fn each_small_model_answers_a_job_as_transformers_does() {
     for name in all_models() {
         let reference = Reference::load(name);
         let folder = tempfile::tempdir().unwrap();
-        let job = job(folder.path(), name, &reference);
+        let job = job(folder.path(), name, None, &reference);
         run(&["run", arg(&job), "--quiet"]).expect(0);
-        let rows = rows_of(&folder.path().join("out"));
-        assert_eq!(rows.len(), reference.prompts.len());
-        for (row, prompt) in rows.iter().zip(&reference.prompts) {
-            assert_eq!(row["token_ids"], json!(prompt.tokens[prompt.length..]), "{name}");
+        assert_answers(&folder.path().join("out"), &reference, name);
+    }
+}
+
+#[test]
+fn a_job_with_an_adapter_answers_as_peft_does() {
+    for (adapter, name) in ADAPTERS {
+        let reference = Reference::load(adapter);
+        let folder = tempfile::tempdir().unwrap();
+        let job = job(folder.path(), name, Some(adapter), &reference);
+        run(&["run", arg(&job), "--quiet"]).expect(0);
+        assert_answers(&folder.path().join("out"), &reference, adapter);
+        // Without it, it is another model.
+        let text = fs::read_to_string(&job).unwrap();
+        let (plain, _) = text.split_once("adapter: ").unwrap();
+        fs::write(&job, plain).unwrap();
+        run(&["run", arg(&job), "--quiet"]).expect(3).one_line(&["model"]);
+    }
+}
+
+/// A worker loads the adapter of its first job, or that which its operator names.
+#[test]
+fn a_worker_has_the_adapter_of_its_job() {
+    let (adapter, name) = ADAPTERS[0];
+    let reference = Reference::load(adapter);
+    for url in queues("a_worker_has_the_adapter_of_its_job") {
+        for is_named in [false, true] {
+            let folder = tempfile::tempdir().unwrap();
+            let job = job(folder.path(), name, Some(adapter), &reference);
+            let (output, model) = (folder.path().join("out"), folder.path().join("model"));
+            run(&["submit", arg(&job), "--queue", &url]).expect(0);
+            let files = files_of(adapter);
+            let named = ["--model", arg(&model), "--adapter", arg(&files), "--precision", "f32"];
+            let worker = [
+                "worker",
+                "--queue",
+                &url,
+                "--until-idle",
+                "--context",
+                "128",
+                "--job",
+                arg(&output),
+            ];
+            run(&[&worker[..], if is_named { &named } else { &[] }].concat()).expect(0);
+            assert_answers(&output, &reference, adapter);
         }
     }
 }
@@ -78,7 +128,7 @@ fn a_job_in_fp8_of_a_model_without_gpu_is_refused_everywhere() {
     ] {
         let reference = Reference::load(name);
         let folder = tempfile::tempdir().unwrap();
-        let job = job(folder.path(), name, &reference);
+        let job = job(folder.path(), name, None, &reference);
         let text = fs::read_to_string(&job).unwrap();
         for formats in ["precision: fp8", "precision: int8\nkv_cache: fp8"] {
             fs::write(&job, text.replace("precision: f32", formats)).unwrap();

@@ -155,7 +155,7 @@ fn engine(
         options.channels = channels.map_err(Failure::bad_job)?.map(Arc::new);
     }
     let mut model: Box<dyn Forward + Send> = if let Some(dir) = &bench_model.weights {
-        load_model(dir, bench_model.config.clone(), device, &options, &args.engine)?
+        load_model((dir, None), bench_model.config.clone(), device, &options, &args.engine)?
     } else {
         let weights = RandomWeights {
             seed: args.seed,

@@ -316,10 +316,15 @@ pub(super) fn watched_job(ledger: &Ledger, access: &Access) -> Result<Job, Failu
     }
 }
 
-/// Why the operator's settings forbid to load the job's model; `None` if they allow it. An address
-/// that leads nowhere is reported later, when it is opened.
+/// Why the operator's settings forbid to load the job's model or its adapter; `None` if they allow it.
 fn model_refusal(job: &Job, access: &Access) -> Option<String> {
-    match ModelAddress::parse(&job.model, &job.base_dir).ok()? {
+    let mut addresses = std::iter::once(&job.model).chain(&job.adapter);
+    addresses.find_map(|address| address_refusal(job, address, access))
+}
+
+/// An address that leads nowhere is reported later, when it is opened.
+fn address_refusal(job: &Job, address: &str, access: &Access) -> Option<String> {
+    match ModelAddress::parse(address, &job.base_dir).ok()? {
         ModelAddress::Folder(dir) if dir.exists() => access.model_refusal(&dir),
         ModelAddress::Folder(_) => None,
         ModelAddress::Hub(model) => access.fetched_model_refusal(&model.repository_address()),
@@ -332,7 +337,9 @@ mod tests {
     use async_trait::async_trait;
 
     use super::*;
+    use crate::job::Parameters;
     use crate::queue::{LocalQueue, Message, QueueError, Recall};
+    use crate::worker::access::AccessOptions;
 
     /// A queue that refuses connections, or an in-memory queue.
     struct MaybeRefusing(Option<LocalQueue>);
@@ -423,5 +430,37 @@ mod tests {
         assert!(failing.since.is_some() && !failing.is_empty());
         failing.forget_older_than(Duration::ZERO);
         assert!(failing.since.is_none() && failing.into_errors().is_empty());
+    }
+
+    /// An adapter is read, and may be fetched, as a model is.
+    #[test]
+    fn an_adapter_needs_the_permission_of_a_model() {
+        let folder = tempfile::tempdir().unwrap();
+        let refusal = |adapter: &str, models: &[&str]| {
+            let path = folder.path().join("job.yaml");
+            let text = format!(
+                "name: a\nmodel: hf://org/base\nadapter: {adapter}\ninput: {{uri: rows.jsonl}}\nprompt: {{text: x}}\n\
+                 output: {{uri: out}}\n"
+            );
+            std::fs::write(&path, text).unwrap();
+            let job = Job::load(&path, &Parameters::new(&[]).unwrap()).unwrap();
+            let models: Vec<String> = models.iter().map(|model| (*model).to_string()).collect();
+            let options = AccessOptions {
+                accept_models: &models,
+                ..AccessOptions::default()
+            };
+            model_refusal(&job, &Access::new(&options, Path::new("/")).unwrap())
+        };
+        let why = refusal("hf://org/adapter", &["hf://org/base"]).unwrap();
+        assert!(why.contains("`hf://org/adapter`"), "{why}");
+        assert_eq!(
+            refusal("hf://org/adapter", &["hf://org/base", "hf://org/adapter"]),
+            None
+        );
+        let dir = folder.path().join("adapter");
+        std::fs::create_dir(&dir).unwrap();
+        let why = refusal("adapter", &["hf://org/base"]).unwrap();
+        assert!(why.contains("adapter"), "{why}");
+        assert_eq!(refusal("adapter", &["hf://org/base", &dir.to_string_lossy()]), None);
     }
 }

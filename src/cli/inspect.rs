@@ -136,7 +136,7 @@ impl Inspection {
         });
         let config = Config::load(dir).and_then(|config| {
             if self.weights {
-                let checkpoint = Checkpoint::open(dir, config)?;
+                let checkpoint = Checkpoint::open(dir, None, config)?;
                 Ok((checkpoint.weights.main_dtype(), checkpoint.config))
             } else {
                 // Of quantized weights, the configuration names what they were rounded from.

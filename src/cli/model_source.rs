@@ -27,34 +27,83 @@ pub(super) struct LocalModel {
 /// The model of a job, whose address becomes that of exactly these files. A job that has begun goes
 /// on with the commit that it began with, whatever its branch leads to by now.
 pub(super) async fn open_job_model(job: &mut Job, limit: Option<u64>) -> Result<ModelFiles, Failure> {
-    let place = format!("{}: `model`", job.file);
-    let at = |failure: Failure| failure.context(place.clone());
-    let mut address = ModelAddress::parse(&job.model, &job.base_dir).map_err(|error| at(failure(error)))?;
-    if let ModelAddress::Hub(model) = &mut address
-        && !model.is_pinned()
-        && let Some(begun) = begun_model(job, limit, model).await?
-    {
-        *model = begun;
-    }
-    let local = bring(&job.model, &address).await.map_err(at)?;
-    let files = ModelFiles::open(local.dir).map_err(Failure::bad_job)?;
+    let local = bring_of_job(job, limit, "model", &job.model).await?;
+    let adapter = match &job.adapter {
+        Some(adapter) => Some(bring_of_job(job, limit, "adapter", adapter).await?),
+        None => None,
+    };
+    let folder = adapter.as_ref().map(|adapter| adapter.dir.clone());
+    let files = ModelFiles::open_with(local.dir, folder).map_err(Failure::bad_job)?;
     if let Some(pinned) = local.pinned {
         job.model = pinned;
     }
+    if let Some(pinned) = adapter.and_then(|adapter| adapter.pinned) {
+        job.adapter = Some(pinned);
+    }
     Ok(files)
+}
+
+/// Brings the model or the adapter of a job: `text` is its address in the job's field `field`.
+async fn bring_of_job(job: &Job, limit: Option<u64>, field: &str, text: &str) -> Result<LocalModel, Failure> {
+    let place = format!("{}: `{field}`", job.file);
+    let at = |failure: Failure| failure.context(place.clone());
+    let mut address = ModelAddress::parse(text, &job.base_dir).map_err(|error| at(failure(error)))?;
+    if let ModelAddress::Hub(model) = &mut address
+        && !model.is_pinned()
+        && let Some(begun) = begun_model(job, limit, field, model).await?
+    {
+        *model = begun;
+    }
+    let local = match field {
+        "adapter" => bring_adapter(text, &address).await,
+        _ => bring(text, &address).await,
+    };
+    local.map_err(at)
 }
 
 /// The model of a job that is read from its record, which names exactly these files.
 pub(super) async fn open_recorded_model(job: &Job) -> Result<ModelFiles, Failure> {
     let local = bring_model(&job.model, &job.base_dir).await;
     let local = local.map_err(|failure| failure.context(format!("{}: `model`", job.file)))?;
-    ModelFiles::open(local.dir).map_err(Failure::bad_job)
+    let adapter = match &job.adapter {
+        Some(adapter) => {
+            let brought = open_adapter(adapter, &job.base_dir).await;
+            Some(brought.map_err(|failure| failure.context(format!("{}: `adapter`", job.file)))?)
+        }
+        None => None,
+    };
+    ModelFiles::open_with(local.dir, adapter).map_err(Failure::bad_job)
 }
 
-/// Opens the model that a command line names.
-pub(super) async fn open_model(text: &str) -> Result<ModelFiles, Failure> {
+/// Opens the model that a command line names, with its adapter if it names one.
+pub(super) async fn open_model(text: &str, adapter: Option<&str>) -> Result<ModelFiles, Failure> {
     let local = bring_model(text, Path::new("")).await?;
-    ModelFiles::open(local.dir).map_err(Failure::bad_job)
+    let adapter = match adapter {
+        Some(adapter) => Some(open_adapter(adapter, Path::new("")).await?),
+        None => None,
+    };
+    ModelFiles::open_with(local.dir, adapter).map_err(Failure::bad_job)
+}
+
+/// The folder of the adapter at an address; a path is relative to `base_dir`.
+async fn open_adapter(text: &str, base_dir: &Path) -> Result<PathBuf, Failure> {
+    let address = ModelAddress::parse(text, base_dir).map_err(failure)?;
+    Ok(bring_adapter(text, &address).await?.dir)
+}
+
+/// Brings an adapter. `text`: the address as it was given.
+async fn bring_adapter(text: &str, address: &ModelAddress) -> Result<LocalModel, Failure> {
+    match snapshot(text, address).await? {
+        Source::Folder(dir) => Ok(LocalModel { dir, pinned: None }),
+        Source::Snapshot(snapshot) => {
+            snapshot.fetch_description(&say).await.map_err(failure)?;
+            snapshot.fetch_weights(&say).await.map_err(failure)?;
+            Ok(LocalModel {
+                dir: snapshot.dir,
+                pinned: snapshot.pinned,
+            })
+        }
+    }
 }
 
 /// Brings the model at an address; a path is relative to `base_dir`.
@@ -124,12 +173,17 @@ fn existing(text: &str, dir: &Path) -> Result<PathBuf, Failure> {
     Err(Failure::bad_job(anyhow::anyhow!("`{}`: {why}", dir.display())))
 }
 
-/// The model with which a job began, if its output holds a job of a model of this repository.
-async fn begun_model(job: &Job, limit: Option<u64>, model: &HubModel) -> Result<Option<HubModel>, Failure> {
+/// The model or the adapter with which a job began, if its output holds a job with one of this repository.
+async fn begun_model(
+    job: &Job,
+    limit: Option<u64>,
+    field: &str,
+    model: &HubModel,
+) -> Result<Option<HubModel>, Failure> {
     let Some(ledger) = open_ledger(&output_location(job, limit).await?).await? else {
         return Ok(None);
     };
-    let recorded = ledger.job().resolved["model"].as_str().unwrap_or_default();
+    let recorded = ledger.job().resolved[field].as_str().unwrap_or_default();
     Ok(match ModelAddress::parse(recorded, Path::new("/")) {
         Ok(ModelAddress::Hub(begun)) if begun.is_pinned() && begun.repository == model.repository => Some(begun),
         _ => None,

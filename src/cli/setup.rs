@@ -76,20 +76,22 @@ fn engine(
         .activation_maxima(formats.precision)
         .map_err(Failure::bad_job)?
         .map(Arc::new);
-    let model = load_model(&files.dir, files.config.clone(), device, &options, args)?;
+    let folders = (files.dir.as_path(), files.adapter.as_deref());
+    let model = load_model(folders, files.config.clone(), device, &options, args)?;
     let options = engine_options(formats, &options, args.step_limits(device));
     Ok(Box::new(Engine::new(model, files.tokenizer.clone(), options)))
 }
 
-/// Loads the checkpoint folder `dir` with the configuration `config` onto the device.
+/// Loads the checkpoint in a folder, changed by the adapter in another one, with the configuration `config` onto
+/// the device.
 pub(super) fn load_model(
-    dir: &Path,
+    (dir, adapter): (&Path, Option<&Path>),
     config: Config,
     device: ResolvedDevice,
     options: &LoadOptions,
     args: &EngineArgs,
 ) -> Result<Box<dyn Forward + Send>, Failure> {
-    let checkpoint = Checkpoint::open(dir, config).map_err(Failure::bad_job)?;
+    let checkpoint = Checkpoint::open(dir, adapter, config).map_err(Failure::bad_job)?;
     let stored = read_as(&checkpoint.config, checkpoint.weights.main_dtype());
     load_on_device(checkpoint.config, (&checkpoint.weights, stored), device, options, args)
 }

@@ -223,7 +223,7 @@ async fn find_model(
 ) -> Result<ModelSearch, Failure> {
     if let Some(model) = &args.model {
         return Ok(ModelSearch::Model(Box::new(WantedModel {
-            files: open_model(model).await?,
+            files: open_model(model, args.adapter.as_deref()).await?,
             formats: Formats::of(args.precision, args.kv_cache, device.precision()),
             context: args.context,
             failing_outputs: Vec::new(),

@@ -68,7 +68,7 @@ impl TestModel {
     pub fn open(dir: &Path) -> Result<TestModel, ModelError> {
         folder::check(dir)?;
         folder::check_weights(dir)?;
-        let checkpoint = Checkpoint::open(dir, Config::load(dir)?)?;
+        let checkpoint = Checkpoint::open(dir, None, Config::load(dir)?)?;
         Ok(TestModel {
             name: dir.display().to_string(),
             config: checkpoint.config,

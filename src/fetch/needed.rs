@@ -7,6 +7,8 @@ use serde_json::Value;
 
 pub(super) const CONFIG: &str = "config.json";
 const WEIGHTS: &str = "model.safetensors";
+pub(super) const ADAPTER_CONFIG: &str = "adapter_config.json";
+const ADAPTER_WEIGHTS: &str = "adapter_model.safetensors";
 pub(super) const INDEX: &str = "model.safetensors.index.json";
 /// The folder of further chat templates.
 pub(super) const TEMPLATES: &str = "additional_chat_templates";
@@ -26,7 +28,7 @@ const DESCRIPTION: [&str; 15] = [
     "quantize_config.json",
     "quant_config.json",
     "quantization_config.json",
-    "adapter_config.json",
+    ADAPTER_CONFIG,
     "model_index.json",
     "modules.json",
 ];
@@ -44,7 +46,8 @@ pub(super) fn description(names: &BTreeSet<String>) -> Vec<String> {
     names.iter().filter(is_needed).cloned().collect()
 }
 
-/// The names of the weight files, given the text of the index if there is one.
+/// The names of the weight files of a checkpoint, given the text of the index if there is one, or of an
+/// adapter.
 ///
 /// # Errors
 /// There are no weights in a supported format, or the index is broken. The error is one line
@@ -54,6 +57,9 @@ pub(super) fn weights(names: &BTreeSet<String>, index: Option<&[u8]>) -> Result<
         return Ok(vec![WEIGHTS.to_string()]);
     }
     let Some(index) = index else {
+        if names.contains(ADAPTER_CONFIG) && names.contains(ADAPTER_WEIGHTS) {
+            return Ok(vec![ADAPTER_WEIGHTS.to_string()]);
+        }
         return Err(no_weights(names));
     };
     let broken = |why: &str| Err(format!("`{INDEX}` {why}"));

@@ -10,7 +10,7 @@ use super::cache::{self, RepositoryCache, StoreCache};
 use super::download::{Check, Progress, Source, WantedFile, download};
 use super::error::FetchError;
 use super::hub::{Repository, is_offline};
-use super::needed::{self, CONFIG, INDEX};
+use super::needed::{self, ADAPTER_CONFIG, CONFIG, INDEX};
 use super::store::Folder;
 use crate::dataset::store::location::Location;
 use crate::report::summary::{counted, show_size};
@@ -139,7 +139,7 @@ impl Snapshot {
             let index = read_index(&dir).ok().flatten();
             needed::weights(&names, index.as_deref()).is_ok()
         };
-        if !names.contains(CONFIG) || !has_weights() {
+        if !is_described(&names) || !has_weights() {
             return Err(refused("the cache does not have all files of this revision"));
         }
         let warning = format!(
@@ -164,7 +164,7 @@ impl Snapshot {
             return Ok(());
         }
         let names = needed::description(&self.names());
-        if !names.iter().any(|name| name == CONFIG) {
+        if !is_described(&names) {
             return Err(FetchError::refused(
                 &self.address(),
                 format!("there is no `{CONFIG}`, so it is no checkpoint in the Hugging Face layout"),
@@ -333,6 +333,11 @@ fn has_all(dir: &Path, names: &BTreeSet<String>) -> bool {
     };
     let mut all = needed::description(names).into_iter().chain(weights);
     all.all(|name| dir.join(name).is_file())
+}
+
+/// Whether the files are a checkpoint's or an adapter's.
+fn is_described<'a>(names: impl IntoIterator<Item = &'a String>) -> bool {
+    names.into_iter().any(|name| name == CONFIG || name == ADAPTER_CONFIG)
 }
 
 /// The index of the weights in a folder, if it is there.

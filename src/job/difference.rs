@@ -23,7 +23,15 @@ pub struct Difference {
 impl Difference {
     /// Whether jobs that differ in this field are different jobs.
     pub fn makes_another_job(&self) -> bool {
-        let harmless = ["name", "model", "precision", "kv_cache", "shards.rows", "output.uri"];
+        let harmless = [
+            "name",
+            "model",
+            "adapter",
+            "precision",
+            "kv_cache",
+            "shards.rows",
+            "output.uri",
+        ];
         !harmless.contains(&self.field.as_str())
     }
 

@@ -40,6 +40,9 @@ pub struct JobFile {
     pub name: String,
     /// The checkpoint in the Hugging Face layout: a folder (relative to this file), `hf://organisation/name@revision`, or a folder in a bucket.
     pub model: String,
+    /// A LoRA adapter of this model in PEFT's layout (`adapter_config.json`, `adapter_model.safetensors`), with addresses as the model's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub adapter: Option<String>,
     /// Number format to compute in. `auto` is what suits the device: `f32` on a CPU.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(extend("enum" = precision_names()))]

@@ -320,12 +320,12 @@ pub(super) fn hashes_of_older_versions(content: &Value, usd_per_hour: Option<f64
 }
 
 /// The hash that identifies a job: SHA-256, hexadecimal, of all fields that can change an answer.
-/// The name, the rows per shard and the output's location are left out. The model and the number
-/// formats are left out too: they are compared separately, so that the model may move.
+/// The name, the rows per shard and the output's location are left out. The model, its adapter and the
+/// number formats are left out too: they are compared separately, so that the model may move.
 fn content_hash(content: &Value) -> String {
     let mut content = without_changeable_fields(content);
     if let Value::Object(fields) = &mut content {
-        for field in ["name", "model", "precision", "kv_cache", "shards"] {
+        for field in ["name", "model", "adapter", "precision", "kv_cache", "shards"] {
             fields.shift_remove(field);
         }
         if let Some(Value::Object(output)) = fields.get_mut("output") {

@@ -105,6 +105,9 @@ impl Job {
         check_text("name", &self.name)?;
         check_name(&self.name)?;
         check_text("model", &self.model)?;
+        self.adapter
+            .iter()
+            .try_for_each(|adapter| check_text("adapter", adapter))?;
         if let Some(tokens) = self.context {
             integer_in("context", Some(tokens.into()), 2, 2, CONTEXT_MAX)?;
         }

@@ -63,6 +63,9 @@ pub struct Job {
     pub name: String,
     /// As in the job file: a path relative to `base_dir`, `hf://…` or a URL.
     pub model: String,
+    /// The adapter that changes the model; an address as the model's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub adapter: Option<String>,
     pub precision: RequestedPrecision,
     /// Format of keys and values; `Auto`: the same format as the precision.
     #[serde(default)]
@@ -257,6 +260,10 @@ fn check_file(parsed: Parsed, file: &str, base_dir: &Path) -> Result<Job, FieldE
     let name = checked_text("name", raw.name)?;
     check_name(&name)?;
     let model = checked_text("model", raw.model)?;
+    let adapter = raw
+        .adapter
+        .map(|adapter| checked_text("adapter", adapter))
+        .transpose()?;
     let input = Input::check(raw.input)?;
     let generate = Generate::check(&raw.generate.unwrap_or_default()).map_err(|e| FieldError {
         field: format!("generate.{}", e.field),
@@ -279,6 +286,7 @@ fn check_file(parsed: Parsed, file: &str, base_dir: &Path) -> Result<Job, FieldE
     Ok(Job {
         name,
         model,
+        adapter,
         precision: RequestedPrecision::check("precision", raw.precision.as_deref())?,
         kv_cache: RequestedPrecision::check("kv_cache", raw.kv_cache.as_deref())?,
         deterministic: raw.deterministic.unwrap_or(false),

@@ -248,13 +248,13 @@ impl ModelFolder<'_> {
             .unwrap_or_default();
         if self.has(CONFIG) && self.has_weights() {
             format!(
-                "it holds an adapter (`adapter_config.json`, of{base}) beside a model, and transformers would run the two together: merge them \
-             with PEFT (`merge_and_unload()`, then `save_pretrained`), or take the adapter's files out"
+                "it holds an adapter (`adapter_config.json`, of{base}) beside a model, and transformers would run the two together: put the \
+             adapter's files into a folder of their own, and name it as the job's `adapter`"
             )
         } else {
             format!(
-                "it is an adapter (`adapter_config.json`), which is no model without its base{base}: merge the two with PEFT \
-             (`merge_and_unload()`, then `save_pretrained`) and give the merged folder"
+                "it is an adapter (`adapter_config.json`), which is no model without its base{base}: name that as the job's `model`, and \
+             this as its `adapter`"
             )
         }
     }

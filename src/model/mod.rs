@@ -3,6 +3,7 @@
 use std::io::Read;
 use std::path::Path;
 
+pub mod adapter;
 mod balance;
 mod block_names;
 mod build;
@@ -15,6 +16,7 @@ mod expert_forms;
 mod expert_names;
 pub mod folder;
 mod kv_layout;
+mod names;
 mod pool;
 pub mod quantized;
 pub mod random_weights;
@@ -27,6 +29,7 @@ mod times;
 pub mod transformer;
 pub mod weights;
 
+pub use adapter::Adapter;
 pub use channels::ActivationMaxima;
 pub use checkpoint::Checkpoint;
 pub use error::ModelError;

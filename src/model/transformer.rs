@@ -133,7 +133,7 @@ impl Transformer<Cpu> {
     /// # Errors
     /// A file is missing, broken or not supported; or the options do not fit the model.
     pub fn load(dir: &Path, options: &LoadOptions) -> Result<Transformer, ModelError> {
-        let checkpoint = Checkpoint::open(dir, Config::load(dir)?)?;
+        let checkpoint = Checkpoint::open(dir, None, Config::load(dir)?)?;
         Transformer::from_weights(checkpoint.config, &checkpoint.weights, options)
     }
 

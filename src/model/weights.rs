@@ -16,11 +16,12 @@ use safetensors::{SafeTensorError, SafeTensors};
 use sha2::{Digest, Sha256};
 
 use crate::device::{Dtype, Tensor};
-use crate::model::block_names;
+use crate::model::adapter::Adapter;
 use crate::model::config::{ExpertForm, quantization_file};
 use crate::model::error::ModelError;
 use crate::model::expert_names;
-use crate::model::quantized::{self, Problem, Quantization, StoredMatrix};
+use crate::model::names::{canonical_name, printable_name};
+use crate::model::quantized::{Problem, Quantization, StoredMatrix};
 use crate::model::random_weights::RandomWeights;
 use crate::model::stored_form::StoredForm;
 
@@ -92,6 +93,8 @@ pub struct Weights {
     maps: Vec<Mmap>,
     /// How matrices are quantized; see [`StoredForm`].
     quantization: Option<Quantization>,
+    /// Changes of matrices.
+    adapter: Option<Adapter>,
     /// Bytes of tensors that were handed out so far.
     handed_out: AtomicUsize,
     /// Key: the tensor's canonical name.
@@ -131,30 +134,6 @@ pub struct TensorEntry {
     pub dtype: safetensors::Dtype,
     pub shape: Vec<usize>,
     pub bytes: Range<usize>,
-}
-
-/// Name prefixes of a multimodal model's text part, each with the prefix in a text-only model.
-const TEXT_PARTS: [(&str, &str); 3] = [
-    ("language_model.model.", "model."),
-    ("language_model.lm_head.", "lm_head."),
-    ("model.language_model.", "model."),
-];
-
-/// The name that a tensor of a multimodal model's text part would have in a text-only model.
-/// `None`: the tensor has that name already, or belongs to another part.
-pub fn text_only_name(name: &str) -> Option<String> {
-    TEXT_PARTS
-        .iter()
-        .find_map(|(prefix, text_only)| Some(format!("{text_only}{}", name.strip_prefix(prefix)?)))
-}
-
-/// The name by which the model reads a tensor. `None`: the name by which it is stored.
-pub fn canonical_name(name: &str) -> Option<String> {
-    let text_only = text_only_name(name);
-    let inner = text_only.as_deref().unwrap_or(name);
-    let general = expert_names::general_name(inner).or_else(|| block_names::general_name(inner));
-    let general = general.or(text_only);
-    quantized::matrix_name(general.as_deref().unwrap_or(name)).or(general)
 }
 
 impl Headers {
@@ -230,22 +209,6 @@ fn missing(path: &Path, name: &str) -> ModelError {
     ModelError::broken(path, format!("tensor `{}` is missing", printable_name(name)))
 }
 
-/// Maximum length of a tensor's name in an error message, in characters.
-const NAME_CHARS_MAX: usize = 120;
-
-/// A tensor's name or other text from a file, escaped and cut so that it fits on one line.
-pub fn printable_name(text: &str) -> String {
-    let text: String = text
-        .chars()
-        .take(NAME_CHARS_MAX + 1)
-        .flat_map(char::escape_debug)
-        .collect();
-    match text.char_indices().nth(NAME_CHARS_MAX) {
-        None => text,
-        Some((end, _)) => format!("{}…", &text[..end]),
-    }
-}
-
 impl Weights {
     /// Opens the weights in `dir`: `model.safetensors`, or else the files that
     /// `model.safetensors.index.json` lists.
@@ -290,6 +253,7 @@ impl Weights {
             headers: Headers { dir, files, index },
             maps,
             quantization: form.quantization,
+            adapter: None,
             handed_out: AtomicUsize::new(0),
             tensors,
         })
@@ -299,9 +263,22 @@ impl Weights {
         &self.headers
     }
 
+    /// The weights with the changes of an adapter that was opened for this model.
+    #[must_use]
+    pub fn adapted(self, adapter: Adapter) -> Weights {
+        Weights {
+            adapter: Some(adapter),
+            ..self
+        }
+    }
+
     /// The number format in which most bytes of the weights are read. `None`: it is none that is
     /// supported.
     pub fn main_dtype(&self) -> Option<Dtype> {
+        // What an adapter changes is read as F32, and it changes most matrices.
+        if self.adapter.is_some() {
+            return Some(Dtype::F32);
+        }
         let entries = || self.headers.files.iter().flat_map(|file| file.tensors.values());
         let bytes = |dtype| -> usize {
             // Numbers of quantized matrices are read as F32, of 4 bytes each.
@@ -380,6 +357,24 @@ impl WeightSource for Weights {
     }
 
     fn tensor(&self, name: &str, rows: Option<usize>, columns: usize) -> Result<StoredTensor<'_>, ModelError> {
+        let tensor = self.plain_tensor(name, rows, columns)?;
+        match &self.adapter {
+            Some(adapter) => adapter.applied(name, tensor),
+            None => Ok(tensor),
+        }
+    }
+
+    fn path_of(&self, name: &str) -> &Path {
+        match self.tensors.get(name) {
+            Some(location) => &self.headers.files[location.file].path,
+            None => self.headers.path(),
+        }
+    }
+}
+
+impl Weights {
+    /// A tensor as the checkpoint has it.
+    fn plain_tensor(&self, name: &str, rows: Option<usize>, columns: usize) -> Result<StoredTensor<'_>, ModelError> {
         if let Some(matrix) = self.quantized_matrix(name, rows, columns)? {
             return self.quantized(&matrix);
         }
@@ -392,17 +387,10 @@ impl WeightSource for Weights {
             data: self.data(header, location),
         })
     }
-
-    fn path_of(&self, name: &str) -> &Path {
-        match self.tensors.get(name) {
-            Some(location) => &self.headers.files[location.file].path,
-            None => self.headers.path(),
-        }
-    }
 }
 
 impl Header {
-    fn open(path: PathBuf, experts: ExpertForm) -> Result<(Header, Mmap), ModelError> {
+    pub(super) fn open(path: PathBuf, experts: ExpertForm) -> Result<(Header, Mmap), ModelError> {
         let (file, _) = crate::regular::open(&path).map_err(|e| ModelError::read(&path, e))?;
         // SAFETY: the mapping is read-only. It lives only while the weights are checked against
         // their configuration or copied to the device. Truncating the file in that time ends this

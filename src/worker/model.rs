@@ -13,6 +13,7 @@ use crate::job::spec::Job;
 use crate::job::{JobError, RenderSetup, Renderer};
 use crate::ledger::keys::sha256;
 use crate::ledger::{JobIdentity, Ledger};
+use crate::model::adapter::adapter_hash;
 use crate::model::config::Config;
 use crate::model::error::ModelError;
 use crate::model::folder;
@@ -62,6 +63,8 @@ impl PromptSettings {
 #[derive(Clone)]
 pub struct ModelFiles {
     pub dir: PathBuf,
+    /// The folder of the adapter that changes the model.
+    pub adapter: Option<PathBuf>,
     pub config: Config,
     /// The number format in which most weights are read.
     pub stored: Dtype,
@@ -69,17 +72,23 @@ pub struct ModelFiles {
 }
 
 impl ModelFiles {
-    /// Reads config and tokenizer of the checkpoint in `dir`, and checks the headers of its weights
-    /// against its config.
+    /// As [`open_with`](Self::open_with), without an adapter.
     pub fn open(dir: PathBuf) -> anyhow::Result<ModelFiles> {
+        ModelFiles::open_with(dir, None)
+    }
+
+    /// Reads config and tokenizer of the checkpoint in `dir`, and checks the headers of its weights
+    /// against its config. `adapter`: the folder of the adapter that changes the model.
+    pub fn open_with(dir: PathBuf, adapter: Option<PathBuf>) -> anyhow::Result<ModelFiles> {
         folder::check(&dir)?;
         // A model that is refused is not worth a search for its weights.
         let config = Config::load(&dir)?;
         folder::check_weights(&dir)?;
         let tokenizer = Arc::new(Tokenizer::load(&dir)?);
-        let Checkpoint { config, weights } = Checkpoint::open(&dir, config)?;
+        let Checkpoint { config, weights } = Checkpoint::open(&dir, adapter.as_deref(), config)?;
         Ok(ModelFiles {
             dir,
+            adapter,
             stored: read_as(&config, weights.main_dtype()),
             config,
             tokenizer,
@@ -91,8 +100,8 @@ impl ModelFiles {
         ActivationMaxima::of_model(&self.dir, &self.config, precision)
     }
 
-    /// SHA-256 in hex of the whole checkpoint, and of the measured activation maxima if the
-    /// precision uses them. Reads every byte of the checkpoint.
+    /// SHA-256 in hex of the whole checkpoint and its adapter, and of the measured activation maxima if
+    /// the precision uses them. Reads every byte of the checkpoint.
     pub fn hash(&self, precision: Precision) -> Result<String, ModelError> {
         let mut checkpoint = checkpoint_hash(&self.dir)?;
         // For a checkpoint with its own output head and `tied_embeddings` in its config, older
@@ -100,6 +109,9 @@ impl ModelFiles {
         // mixing both.
         if Config::load(&self.dir)?.tied_embeddings && !self.config.tied_embeddings {
             checkpoint = sha256(format!("{checkpoint} with its own head").as_bytes());
+        }
+        if let Some(adapter) = &self.adapter {
+            checkpoint = sha256(format!("{checkpoint} adapted by {}", adapter_hash(adapter)?).as_bytes());
         }
         Ok(match self.activation_maxima(precision)? {
             None => checkpoint,
@@ -252,9 +264,13 @@ impl Model {
         (its != ours).then(|| format!("it runs in {its}, this worker in {ours}"))
     }
 
-    /// The checkpoint's folder, for messages.
+    /// The checkpoint's folder and that of its adapter, for messages.
     pub fn name(&self) -> String {
-        self.dir().display().to_string()
+        let dir = self.dir().display();
+        match &self.files.adapter {
+            Some(adapter) => format!("{dir} with {}", adapter.display()),
+            None => dir.to_string(),
+        }
     }
 
     fn dir(&self) -> &Path {

@@ -15,7 +15,7 @@ use gristmill::model::weights::Weights;
 use super::harness::{MODELS, Reference, Runner, Sequence, all_models, chooses_experts, folder, load, options};
 
 /// Largest relative difference of logits in F32.
-const RELATIVE_MAX: f64 = 1e-4;
+pub(super) const RELATIVE_MAX: f64 = 1e-4;
 /// Largest relative difference in BF16, whose numbers have 8 significant bits: roundings of about 0.2 % add up over
 /// the layers, and these models' attention is made to react sharply.
 const BF16_RELATIVE_MAX: f64 = 0.08;
@@ -42,7 +42,7 @@ fn relative(got: &[Vec<f32>], want: &[Vec<f32>]) -> f64 {
 
 /// Runs all prompts as one batch, then greedy steps as one batch: (worst relative difference of logits, prompts whose
 /// greedy tokens differ).
-fn compare(model: &mut Transformer, reference: &Reference) -> (f64, usize) {
+pub(super) fn compare(model: &mut Transformer, reference: &Reference) -> (f64, usize) {
     let mut runner = Runner::new(model);
     let mut sequences = vec![Sequence::default(); reference.prompts.len()];
     let mut work: Vec<(&mut Sequence, &[u32])> = sequences

@@ -114,6 +114,16 @@ pub(crate) const QUANTIZED: [&str; 16] = [
     "qwen3moe-ct-w4a16",
 ];
 
+/// Adapters of small models (`fixtures/make_adapters.py`), each with its model.
+pub(crate) const ADAPTERS: [(&str, &str); 6] = [
+    ("llama-plain-all", "llama-plain"),
+    ("llama-plain-stabilized", "llama-plain"),
+    ("llama-plain-head", "llama-plain"),
+    ("phi3-window-fused", "phi3-window"),
+    ("glm-plain-attention", "glm-plain"),
+    ("qwen3moe-tied-attention", "qwen3moe-tied"),
+];
+
 /// Models of all families, and of all formats.
 pub(crate) fn all_models() -> impl Iterator<Item = &'static str> {
     MODELS.into_iter().chain(QUANTIZED)
@@ -121,7 +131,12 @@ pub(crate) fn all_models() -> impl Iterator<Item = &'static str> {
 
 #[test]
 fn every_model_of_the_fixtures_is_tried() {
-    for (kind, tried) in [("models", &MODELS[..]), ("quantized", &QUANTIZED[..])] {
+    let adapters = ADAPTERS.map(|(adapter, _)| adapter);
+    for (kind, tried) in [
+        ("models", &MODELS[..]),
+        ("quantized", &QUANTIZED[..]),
+        ("adapters", &adapters[..]),
+    ] {
         let entries = std::fs::read_dir(fixtures().join(kind)).unwrap();
         let mut names: Vec<String> = entries
             .map(|entry| entry.unwrap().file_name().into_string().unwrap())
@@ -140,6 +155,8 @@ fn fixtures() -> PathBuf {
 pub(crate) fn folder(name: &str) -> PathBuf {
     let kind = if QUANTIZED.contains(&name) {
         "quantized"
+    } else if ADAPTERS.iter().any(|(adapter, _)| *adapter == name) {
+        "adapters"
     } else {
         "models"
     };

@@ -181,6 +181,9 @@ pub(super) struct WorkerArgs {
     /// that comes)
     #[arg(long, value_name = "MODEL")]
     pub model: Option<String>,
+    /// A LoRA adapter of --model, in PEFT's layout: an address as that of --model
+    #[arg(long, value_name = "ADAPTER", requires = "model")]
+    pub adapter: Option<String>,
     /// Number format to compute in, where --model names the checkpoint
     #[arg(long, value_name = "FORMAT", default_value = "auto", value_parser = requested_precision())]
     pub precision: RequestedPrecision,

@@ -10,14 +10,14 @@ use std::path::Path;
 
 use rayon::prelude::*;
 
+use crate::model::adapter::Adapter;
 use crate::model::config::Config;
 use crate::model::error::ModelError;
+use crate::model::names::{canonical_name, printable_name, text_only_name};
 use crate::model::quantized::{self, Problem, StoredMatrix};
 use crate::model::stored_form::StoredForm;
 use crate::model::tensors::{ModelTensors, OUTPUT_HEAD, TensorSpec};
-use crate::model::weights::{
-    Headers, StoredTensor, WeightSource, Weights, canonical_name, ignored_index_warning, printable_name, text_only_name,
-};
+use crate::model::weights::{Headers, StoredTensor, WeightSource, Weights, ignored_index_warning};
 
 /// A checked checkpoint.
 pub struct Checkpoint {
@@ -28,12 +28,13 @@ pub struct Checkpoint {
 }
 
 impl Checkpoint {
-    /// Opens the checkpoint in `dir` and checks it against `config`.
+    /// Opens the checkpoint in `dir` and checks it against `config`. `adapter`: the folder of an adapter
+    /// that changes it.
     ///
     /// # Errors
     /// A file cannot be read or is broken; or a tensor is missing, has another shape or format, or
-    /// is not read by any part of the model.
-    pub fn open(dir: &Path, config: Config) -> Result<Checkpoint, ModelError> {
+    /// is not read by any part of the model; or the adapter is of another model.
+    pub fn open(dir: &Path, adapter: Option<&Path>, config: Config) -> Result<Checkpoint, ModelError> {
         let weights = Weights::open(dir, StoredForm::of(&config))?;
         let has_head = check_headers(&config, weights.headers())?;
         let mut config = config;
@@ -57,6 +58,10 @@ impl Checkpoint {
             }
             _ => {}
         }
+        let weights = match adapter {
+            Some(dir) => weights.adapted(Adapter::open(dir, &config)?),
+            None => weights,
+        };
         Ok(Checkpoint { config, weights })
     }
 
@@ -66,7 +71,7 @@ impl Checkpoint {
     /// # Errors
     /// As [`open`](Self::open).
     pub fn check(dir: &Path, config: Config) -> Result<Config, ModelError> {
-        Ok(Checkpoint::open(dir, config)?.config)
+        Ok(Checkpoint::open(dir, None, config)?.config)
     }
 }
 
@@ -209,7 +214,7 @@ pub fn check_headers(config: &Config, headers: &Headers) -> Result<bool, ModelEr
     // Checkpoints with quantized weights of a form that is not read, or with adapters, lack tensors, too.
     // Their form is reported first, because it is the cause.
     let is_other_form = |reason: &UnexpectedTensor| match reason {
-        UnexpectedTensor::Quantized => config.quantization.is_none() || missing.is_empty(),
+        UnexpectedTensor::Quantized => config.quantization.is_none(),
         UnexpectedTensor::Adapter => true,
         _ => false,
     };
@@ -446,7 +451,7 @@ impl UnexpectedTensor {
                 "belongs to weights in a quantized form that is not read: take the model in F32, F16 or BF16".to_owned()
             }
             UnexpectedTensor::Adapter => {
-                "belongs to a LoRA adapter, which is not supported: merge the adapter into the weights first".to_owned()
+                "belongs to a LoRA adapter, which is no part of a checkpoint: name the adapter's folder as the job's `adapter`".to_owned()
             }
             UnexpectedTensor::Layer(count) => format!("belongs to a layer above the {count} that `config.json` describes; {unread}"),
             UnexpectedTensor::Bias(part) => format!("is a bias of `{part}`, and `config.json` describes none; {unread}"),

@@ -12,6 +12,7 @@ use crate::model::error::ModelError;
 use crate::model::quantized::Quantization;
 use crate::model::rope::{Rope, Scaling};
 
+mod adapter;
 mod dtype;
 mod experts;
 mod family;
@@ -32,6 +33,7 @@ mod rope;
 #[cfg(test)]
 mod testing;
 
+pub use adapter::{ADAPTER_CONFIG, AdapterConfig};
 pub use dtype::declared_dtype;
 pub use family::Family;
 pub use gemma4::Placeholders;
