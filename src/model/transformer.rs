@@ -90,12 +90,13 @@ pub struct Transformer<D: Device = Cpu> {
 
 struct Buffers<D: Device> {
     residual: D::Buffer,
+    /// Normalised rows, and, when projections have read these, what attention or a recurrence writes.
     normed: D::Buffer,
-    qkv: D::Buffer,
+    /// What a layer's projections write: queries, keys and values, and, when these have been read, what is
+    /// added to the stream.
+    projected: D::Buffer,
     gates: D::Buffer,
-    attended: D::Buffer,
     gated: D::Buffer,
-    delta: D::Buffer,
     /// What a router reads, and outputs, of experts beside an MLP.
     router_rows: D::Buffer,
     experts: D::Buffer,
@@ -112,11 +113,9 @@ impl<D: Device> Buffers<D> {
         Buffers {
             residual: device.buffer(),
             normed: device.buffer(),
-            qkv: device.buffer(),
+            projected: device.buffer(),
             gates: device.buffer(),
-            attended: device.buffer(),
             gated: device.buffer(),
-            delta: device.buffer(),
             router_rows: device.buffer(),
             experts: device.buffer(),
             inputs: device.buffer(),
@@ -341,9 +340,9 @@ impl<D: Device> Transformer<D> {
                 observe(index, Activations::AttentionNorm, input);
                 match mixer {
                     Mixer::Recurrent { weights, pool } => {
-                        device.linear(&weights.input, input, &mut b.qkv, &mut b.workspace)?;
+                        device.linear(&weights.input, input, &mut b.projected, &mut b.workspace)?;
                         lap(Operation::Linear)?;
-                        device.recurrent(weights, &b.qkv, step, &mut state_pools[*pool], &mut b.attended)?;
+                        device.recurrent(weights, &b.projected, step, &mut state_pools[*pool], &mut b.normed)?;
                         lap(Operation::Recurrent)?;
                     }
                     Mixer::Latent(layer) => {
@@ -351,13 +350,13 @@ impl<D: Device> Transformer<D> {
                         layer.store(device, (config, index), (step, pool), b, &mut lap)?;
                     }
                     Mixer::Attention(layer) => {
-                        device.linear(&layer.qkv, input, &mut b.qkv, &mut b.workspace)?;
+                        device.linear(&layer.qkv, input, &mut b.projected, &mut b.workspace)?;
                         if let Some(gate) = &layer.gate {
                             device.linear(gate, input, &mut b.gates, &mut b.workspace)?;
                         }
                         lap(Operation::Linear)?;
                         let pool = &mut pools[layer.kv.pool];
-                        device.rope_store(layer.store(config, index), step, &mut b.qkv, pool)?;
+                        device.rope_store(layer.store(config, index), step, &mut b.projected, pool)?;
                         lap(Operation::RopeStore)?;
                     }
                 }
@@ -371,6 +370,11 @@ impl<D: Device> Transformer<D> {
                         device.add_norm(stream_norm::<D>(config, None, weight), &mut b.residual, &mut b.normed)?;
                     }
                 }
+                if let (true, Some(MlpWeights::Plain { gate_up, .. })) = (config.parallel_mlp, &layer.mlp) {
+                    observe(index, Activations::MlpNorm, &b.normed);
+                    device.gated_linear(gate_up, config.activation, &b.normed, &mut b.gated, &mut b.workspace)?;
+                    lap(Operation::GatedLinear)?;
+                }
                 match mixer {
                     Mixer::Recurrent { .. } => {}
                     Mixer::Latent(layer) => {
@@ -379,7 +383,7 @@ impl<D: Device> Transformer<D> {
                     }
                     Mixer::Attention(layer) => {
                         let input = AttentionInput {
-                            qkv: &b.qkv,
+                            qkv: &b.projected,
                             sinks: layer.sinks.as_ref(),
                         };
                         let pool = &pools[layer.kv.pool];
@@ -388,25 +392,20 @@ impl<D: Device> Transformer<D> {
                             input,
                             step,
                             pool,
-                            &mut b.attended,
+                            &mut b.normed,
                             &mut b.workspace,
                         )?;
                         if layer.gate.is_some() {
-                            device.gate(&b.gates, &mut b.attended)?;
+                            device.gate(&b.gates, &mut b.normed)?;
                         }
                         lap(Operation::Attention)?;
                     }
                 }
-                observe(index, Activations::Attended, &b.attended);
-                if let (true, Some(MlpWeights::Plain { gate_up, .. })) = (config.parallel_mlp, &layer.mlp) {
-                    observe(index, Activations::MlpNorm, &b.normed);
-                    device.gated_linear(gate_up, config.activation, &b.normed, &mut b.gated, &mut b.workspace)?;
-                    lap(Operation::GatedLinear)?;
-                }
-                device.linear(o, &b.attended, &mut b.delta, &mut b.workspace)?;
+                observe(index, Activations::Attended, &b.normed);
+                device.linear(o, &b.normed, &mut b.projected, &mut b.workspace)?;
                 lap(Operation::Linear)?;
                 delta = Some(Delta {
-                    rows: &b.delta,
+                    rows: &b.projected,
                     norm: layer.post_attention_norm.as_ref(),
                     scale: 1.0,
                 });
@@ -428,13 +427,13 @@ impl<D: Device> Transformer<D> {
                         lap(Operation::GatedLinear)?;
                     }
                     observe(index, Activations::Gated, &b.gated);
-                    device.linear(down, &b.gated, &mut b.delta, &mut b.workspace)?;
+                    device.linear(down, &b.gated, &mut b.projected, &mut b.workspace)?;
                     lap(Operation::Linear)?;
                 }
                 MlpWeights::Experts(weights) => {
                     observe(index, Activations::MlpNorm, input);
                     let input = ExpertInput::same(input);
-                    device.experts(weights, config.activation, input, &mut b.delta, &mut b.workspace)?;
+                    device.experts(weights, config.activation, input, &mut b.projected, &mut b.workspace)?;
                     lap(Operation::Experts)?;
                 }
                 MlpWeights::Both(both) => {
@@ -442,7 +441,7 @@ impl<D: Device> Transformer<D> {
                 }
             }
             delta = Some(Delta {
-                rows: &b.delta,
+                rows: &b.projected,
                 norm: layer.post_mlp_norm.as_ref(),
                 scale: layer.scale,
             });
@@ -458,7 +457,7 @@ impl<D: Device> Transformer<D> {
                 input.run(device, config, index, b)?;
                 lap(Operation::Linear)?;
                 delta = Some(Delta {
-                    rows: &b.delta,
+                    rows: &b.projected,
                     norm: Some(&input.post_norm),
                     scale: layer.scale,
                 });
@@ -466,9 +465,6 @@ impl<D: Device> Transformer<D> {
         }
         let norm = stream_norm::<D>(config, delta, &weights.norm);
         device.add_norm_logits_rows(norm, step, &mut b.residual, &mut b.normed)?;
-        if drops_rows && !batch.logits_at.is_empty() {
-            b.swap_picked(&weights.layers[last_rows.layer]);
-        }
         lap(Operation::Norm)?;
         let head = OutputHead {
             weight: weights.head.as_ref().unwrap_or(&weights.embedding),
@@ -476,6 +472,9 @@ impl<D: Device> Transformer<D> {
             soft_cap: config.logit_soft_cap,
         };
         device.logits(head, &b.normed, &mut b.workspace)?;
+        if drops_rows && !batch.logits_at.is_empty() {
+            b.swap_picked(&weights.layers[last_rows.layer]);
+        }
         lap(Operation::Logits)
     }
 }

@@ -4,9 +4,10 @@
 //! them. Byte-level vocabularies write each byte as one printable character (GPT-2's table).
 //! SentencePiece vocabularies write a space as `▁`, and a single byte as `<0x0A>`.
 
-use tokenizers::{DecoderWrapper, Tokenizer as HfTokenizer};
+use tokenizers::DecoderWrapper;
 
 use super::AddedToken;
+use super::shared::HfTokenizer;
 
 /// Bytes by token id.
 pub(super) struct TokenBytes {

@@ -2,10 +2,11 @@
 
 use std::sync::{Mutex, OnceLock, PoisonError};
 
-use tokenizers::{NormalizedString, Normalizer, Tokenizer as HfTokenizer};
+use tokenizers::{NormalizedString, Normalizer};
 
 use super::Tokenizer;
 use super::guarded::{THIS_TEXT, guarded};
+use super::shared::HfTokenizer;
 use super::stream::{STRETCH_BYTES_MAX, StreamEncoder};
 use super::trie::{ROOT, Trie};
 

@@ -18,6 +18,7 @@ mod foreign;
 mod guarded;
 mod other_forms;
 mod prefix;
+mod shared;
 mod stream;
 pub(crate) mod trie;
 
@@ -27,13 +28,14 @@ use std::path::{Path, PathBuf};
 use data_encoding::HEXLOWER;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
-use tokenizers::{AddedToken as HfAddedToken, AddedVocabulary, PostProcessorWrapper, Tokenizer as HfTokenizer};
+use tokenizers::{AddedToken as HfAddedToken, AddedVocabulary, PostProcessorWrapper};
 
 use declared::{RawTokenizerFile, check_post_processor, check_prefix_chains};
 use encode::{EncodeBounds, StreamEncoders, encode_with};
 use guarded::guarded;
 use other_forms::describe_other_format;
 use prefix::{StripPrefix, puts_space_in_front, without_prefix};
+use shared::HfTokenizer;
 
 pub use config::{ChatTemplateSource, TokenizerConfig};
 pub use encode::Encoded;

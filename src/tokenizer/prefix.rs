@@ -1,7 +1,9 @@
 //! Prefixes that pre-tokenizers and normalizers put before a text, and tokenizers without them.
 
 use serde_json::{Value, json};
-use tokenizers::{NormalizerWrapper, PreTokenizerWrapper, Tokenizer as HfTokenizer};
+use tokenizers::{NormalizerWrapper, PreTokenizerWrapper};
+
+use super::shared::HfTokenizer;
 
 /// The prefixes to remove from a tokenizer.
 #[derive(Clone, Copy, PartialEq)]

@@ -9,9 +9,10 @@
 
 #![expect(unsafe_code, reason = "memory of its own allocation, zeroed and aligned")]
 
-use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
+use std::alloc::{Layout, handle_alloc_error};
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
+use std::ptr::null_mut;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::gemm::tile::{Bf16, F16};
@@ -93,10 +94,12 @@ impl<E: ZeroBits> AlignedArray<E> {
     }
 }
 
-/// Zeroed memory that arrays are allocated from. Each byte is allocated at most once.
+/// Zeroed memory that arrays are allocated from. Each byte is allocated at most once. It comes from the
+/// system, since an allocator may clear memory that it had before, and so take all of it.
 struct MemoryChunk {
     memory: *mut u8,
-    layout: Layout,
+    /// Bytes from `memory` on.
+    size: usize,
     /// Aligned to a huge page.
     start: *mut u8,
 }
@@ -108,8 +111,8 @@ unsafe impl Sync for MemoryChunk {}
 
 impl Drop for MemoryChunk {
     fn drop(&mut self) {
-        // SAFETY: `memory` was allocated with this layout, and all arrays in it have been dropped.
-        unsafe { dealloc(self.memory, self.layout) };
+        // SAFETY: this memory was mapped with this size, and all arrays in it have been dropped.
+        unsafe { libc::munmap(self.memory.cast(), self.size) };
     }
 }
 
@@ -121,15 +124,16 @@ impl MemoryChunk {
         let Some(Ok(layout)) = layout else {
             panic!("{bytes} bytes cannot be allocated");
         };
-        // The layout has no alignment, so `start` is aligned here: for an aligned layout, the
-        // allocator would write zeros to all of the memory.
-        // SAFETY: the layout's size is not zero.
-        let memory = unsafe { alloc_zeroed(layout) };
-        if memory.is_null() {
+        let size = layout.size();
+        let (access, kind) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANON);
+        // SAFETY: memory of no file, at an address that the system chooses.
+        let memory = unsafe { libc::mmap(null_mut(), size, access, kind, -1, 0) };
+        if memory == libc::MAP_FAILED {
             handle_alloc_error(layout);
         }
+        let memory: *mut u8 = memory.cast();
         let start = memory.wrapping_add(memory.align_offset(HUGE_PAGE));
-        MemoryChunk { memory, layout, start }
+        MemoryChunk { memory, size, start }
     }
 
     fn on_huge_pages(bytes: usize) -> MemoryChunk {
@@ -185,19 +189,33 @@ impl<E> DerefMut for AlignedArray<E> {
 mod tests {
     use super::*;
 
+    #[cfg(target_os = "linux")]
+    fn resident_bytes() -> usize {
+        let text = std::fs::read_to_string("/proc/self/statm").unwrap();
+        let pages: usize = text.split(' ').nth(1).unwrap().parse().unwrap();
+        pages << 12
+    }
+
     /// The system commits memory only when it is written to.
     #[cfg(target_os = "linux")]
     #[test]
     fn unwritten_arrays_use_no_memory() {
-        let resident_pages = || -> usize {
-            let text = std::fs::read_to_string("/proc/self/statm").unwrap();
-            text.split(' ').nth(1).unwrap().parse().unwrap()
-        };
-        let before = resident_pages();
+        let before = resident_bytes();
         let pool = AlignedArray::<Bf16>::new(1 << 30);
         // Other tests run meanwhile and use far less memory than these 2 GiB.
-        assert!(resident_pages() < before + (1 << 18), "the pool was written to");
+        assert!(resident_bytes() < before + (1 << 30), "the pool was written to");
         assert_eq!(pool[1 << 29].0, 0);
+    }
+
+    /// Once so much was freed, glibc's allocator keeps arrays of this size in memory that it clears itself.
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn unwritten_arrays_of_some_megabytes_use_no_memory() {
+        drop(std::hint::black_box(vec![1u8; 31 << 20]));
+        let before = resident_bytes();
+        let arrays: Vec<_> = (0..64).map(|_| AlignedArray::<u8>::on_small_pages(28 << 20)).collect();
+        assert!(resident_bytes() < before + (1 << 30), "the arrays were written to");
+        assert!(arrays.iter().all(|array| array[14 << 20] == 0));
     }
 
     #[test]

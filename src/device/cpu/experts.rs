@@ -1,33 +1,39 @@
 //! Routed experts: each token's row goes through the MLPs that a router chooses for it.
 //!
-//! Rows are sorted by expert, so that the MLPs of all experts are two grouped products, and an
+//! Rows are sorted by expert, so that the MLPs of many experts are two grouped products, and an
 //! expert's weights are read once per step. The router computes in F32 at every precision, because
 //! a rounded logit may choose another expert. A token's results are added in the order of its
 //! experts' numbers, whatever else is in the batch.
 //!
-//! See docs/decisions/097-experts-are-segments-of-grouped-products.md.
+//! A large step has several times as many sorted rows as tokens. So experts run in pieces, in the order
+//! of their numbers, and what a piece's experts write is added up before the next piece overwrites it.
+//!
+//! See docs/decisions/097-experts-are-segments-of-grouped-products.md and 109-experts-run-in-pieces.md.
 
 use std::ops::Range;
 
-use super::gemm::linear::{Epilogue, PackedRows, Rows, Segment, gated_int8, grouped_linear, linear};
+use super::gemm::linear::{PackedRows, Rows, Segment, gated_int8, grouped_linear};
 use super::gemm::matrix::{Matrix, Panels, Vector};
 use super::isa::multiversion;
 use super::math::{exp, round_bf16};
 use super::{Buffer, ExecContext, gated};
 use crate::device::{Activation, ExpertGroups, ExpertInput, ExpertWeights, Linear, Routing, Score};
 
+/// Maximum sorted rows of a piece, unless one expert has more. Threads are busy for long with so many,
+/// and what is written of them stays in a processor's cache until it is added up.
+const PIECE_ROWS: usize = 1024;
+
 /// Scratch memory of [`experts`], reused from step to step.
 #[derive(Default)]
 pub(super) struct Scratch {
     router_logits: Buffer,
     routes: Routes,
-    /// `[rows][gate][up]`, for all formats except INT8.
+    /// `[rows][gate][up]` of a piece, for all formats except INT8.
     gate_up: Buffer,
     gated: Buffer,
+    /// Outputs of a piece's experts, or of the shared expert.
     down: Buffer,
-    /// Outputs of the shared expert.
-    shared: Buffer,
-    /// The sorted rows times their weights, where these are factors of what experts read.
+    /// A piece's rows times their weights, where these are factors of what experts read.
     scaled: Buffer,
 }
 
@@ -56,23 +62,38 @@ struct Routes {
     segments: Vec<(usize, Range<usize>)>,
 }
 
+/// Consecutive experts, and their sorted rows.
+#[derive(Debug, PartialEq)]
+struct Piece {
+    /// Their place in [`Routes::segments`].
+    segments: Range<usize>,
+    rows: Range<usize>,
+}
+
 impl Routes {
-    /// Chooses experts by the router's logits, `[tokens][experts]`. If shared experts are weighted, a
-    /// row has the logit of their weight, too.
+    /// Drops all experts of all tokens.
+    fn clear(&mut self) {
+        self.experts.clear();
+        self.weights.clear();
+        self.shared_weights.clear();
+    }
+
+    /// Chooses the experts of the next tokens by the router's logits, `[tokens][experts]`. If shared
+    /// experts are weighted, a row has the logit of their weight, too.
     fn choose(&mut self, ctx: ExecContext<'_>, router: Router<'_>, logits: &Buffer) {
         let per_token = router.routing.per_token;
-        self.shared_weights.clear();
         self.shared_weights
             .extend(logits.rows().map(|row| match row.get(router.experts) {
                 Some(logit) => sigmoid(*logit),
                 None => 1.0,
             }));
-        self.experts.resize(logits.rows * per_token, 0);
-        self.weights.resize(logits.rows * per_token, 0.0);
+        let first = self.experts.len();
+        self.experts.resize(first + logits.rows * per_token, 0);
+        self.weights.resize(first + logits.rows * per_token, 0.0);
         let elements = logits.data.len();
         let tokens = logits.rows.div_ceil(ctx.threads.parts(elements)).max(1);
-        let experts = self.experts.chunks_mut(tokens * per_token);
-        let weights = self.weights.chunks_mut(tokens * per_token);
+        let experts = self.experts[first..].chunks_mut(tokens * per_token);
+        let weights = self.weights[first..].chunks_mut(tokens * per_token);
         let mut parts: Vec<_> = experts.zip(weights).enumerate().collect();
         ctx.threads.parallel_for_each(elements, &mut parts, |_, parts| {
             let mut ranked = Vec::new();
@@ -112,34 +133,59 @@ impl Routes {
         }
     }
 
-    /// Writes the sorted rows of `x`, each times its weight, to `out`. What experts write has a weight of
-    /// 1 then.
-    fn scale(&mut self, op: &ExpertsOp<'_>, x: &Buffer, out: &mut Buffer) {
-        let per_token = op.weights.routing.per_token;
-        out.reshape(self.rows.len(), x.width);
-        for (i, row) in self.rows.iter().enumerate() {
-            let out = out.row_mut(*row as usize);
-            for (y, x) in out.iter_mut().zip(x.row(i / per_token)) {
-                *y = x * self.weights[i];
-                if op.round_to_bf16 {
-                    *y = round_bf16(*y);
+    /// Divides the experts into pieces of at most `rows_max` rows, or of one expert.
+    fn pieces(&self, rows_max: usize) -> Vec<Piece> {
+        let mut pieces: Vec<Piece> = Vec::new();
+        for (i, (_, rows)) in self.segments.iter().enumerate() {
+            match pieces.last_mut() {
+                Some(piece) if rows.end - piece.rows.start <= rows_max => {
+                    (piece.segments.end, piece.rows.end) = (i + 1, rows.end);
+                }
+                _ => pieces.push(Piece {
+                    segments: i..i + 1,
+                    rows: rows.clone(),
+                }),
+            }
+        }
+        pieces
+    }
+
+    /// A token's rows of a piece, in the order of its experts' numbers: the index of each in
+    /// [`rows`](Self::rows) and [`weights`](Self::weights), and its place in the piece.
+    fn rows_of(&self, piece: &Piece, token: usize, per_token: usize) -> impl Iterator<Item = (usize, usize)> {
+        let Range { start, end } = piece.rows;
+        let entries = token * per_token..(token + 1) * per_token;
+        let rows = entries.map(|entry| (entry, self.rows[entry] as usize));
+        rows.filter(move |(_, row)| (start..end).contains(row))
+            .map(move |(entry, row)| (entry, row - start))
+    }
+
+    /// Writes a piece's rows of `x`, each times its weight, to `out`.
+    fn scale(&self, op: &ExpertsOp<'_>, piece: &Piece, x: &Buffer, out: &mut Buffer) {
+        out.reshape(piece.rows.len(), x.width);
+        for (token, x) in x.rows().enumerate() {
+            for (entry, row) in self.rows_of(piece, token, op.weights.routing.per_token) {
+                for (y, x) in out.row_mut(row).iter_mut().zip(x) {
+                    *y = x * self.weights[entry];
+                    if op.round_to_bf16 {
+                        *y = round_bf16(*y);
+                    }
                 }
             }
         }
-        self.weights.fill(1.0);
     }
 
-    /// Segments of a product with one matrix per expert.
-    fn segments<'a>(&self, linears: &'a [Linear<Matrix, Vector>]) -> Vec<Segment<'a>> {
+    /// A piece's segments of a product with one matrix per expert.
+    fn segments<'a>(&self, piece: &Piece, linears: &'a [Linear<Matrix, Vector>]) -> Vec<Segment<'a>> {
         let segment = |(expert, rows): &(usize, Range<usize>)| {
             let linear = &linears[*expert];
             Segment {
-                rows: rows.clone(),
+                rows: rows.start - piece.rows.start..rows.end - piece.rows.start,
                 matrix: &linear.weight,
                 bias: linear.bias.as_ref().map(|bias| &bias.0[..]),
             }
         };
-        self.segments.iter().map(segment).collect()
+        self.segments[piece.segments.clone()].iter().map(segment).collect()
     }
 }
 
@@ -332,14 +378,8 @@ pub(super) fn experts(
         gate_up,
         gated,
         down,
-        shared,
         scaled,
     } = scratch;
-    let matrix = &weights.router.weight;
-    let unrounded = Epilogue {
-        bias: weights.router.bias.as_ref().map(|bias| &bias.0[..]),
-        round_to_bf16: false,
-    };
     let router = Router {
         routing: weights.routing,
         experts: weights.gate_up.len(),
@@ -348,20 +388,21 @@ pub(super) fn experts(
     };
     let per_token = router.routing.per_token;
     check(op, router, input);
-    linear(
-        ctx,
-        matrix,
-        matrix.rows,
-        unrounded,
-        input.router_rows,
-        router_logits,
-        packed,
-    );
-    if x.rows > 0 {
+    out.reshape(x.rows, weights.down[0].weight.rows);
+    out.data.fill(0.0);
+    if x.rows == 0 {
+        return;
+    }
+    routes.clear();
+    let tokens: Vec<u32> = (0..x.rows as u32).collect();
+    for tokens in tokens.chunks(PIECE_ROWS) {
+        route(op, input.router_rows, tokens, router_logits, packed);
         routes.choose(ctx, router, router_logits);
-        routes.sort(router.experts, per_token);
+    }
+    routes.sort(router.experts, per_token);
+    for piece in routes.pieces(PIECE_ROWS) {
         let rows = if router.routing.scales_input {
-            routes.scale(op, x, scaled);
+            routes.scale(op, &piece, x, scaled);
             Rows {
                 x: scaled,
                 picked: None,
@@ -369,46 +410,71 @@ pub(super) fn experts(
         } else {
             Rows {
                 x,
-                picked: Some(&routes.tokens),
+                picked: Some(&routes.tokens[piece.rows.clone()]),
             }
         };
         let routed = Mlps {
-            gate_up: routes.segments(&weights.gate_up),
-            down: routes.segments(&weights.down),
+            gate_up: routes.segments(&piece, &weights.gate_up),
+            down: routes.segments(&piece, &weights.down),
         };
         mlps(op, &routed, rows, (gate_up, gated), down, packed);
-        if let Some(weights) = &weights.shared {
-            let one = Mlps::one(&weights.gate_up, &weights.down, x.rows);
-            let rows = Rows { x, picked: None };
-            mlps(op, &one, rows, (gate_up, gated), shared, packed);
-        }
+        add_piece(op, (routes, &piece), down, out);
     }
-    combine(op, routes, (down, shared), x.rows, out);
+    if let Some(weights) = &weights.shared {
+        let one = Mlps::one(&weights.gate_up, &weights.down, x.rows);
+        let rows = Rows { x, picked: None };
+        mlps(op, &one, rows, (gate_up, gated), down, packed);
+        for_tokens(ctx, x.rows, out, |token, sum| {
+            add_scaled_on(ctx.isa, down.row(token), routes.shared_weights[token], sum);
+        });
+    }
+    if op.round_to_bf16 {
+        for_tokens(ctx, x.rows, out, |_, sum| {
+            sum.iter_mut().for_each(|y| *y = round_bf16(*y))
+        });
+    }
 }
 
-/// Adds up each token's rows of `down`, multiplied by their weights, and the row of `shared`, if
-/// there is a shared expert.
-fn combine(op: &ExpertsOp<'_>, routes: &Routes, (down, shared): (&Buffer, &Buffer), tokens: usize, out: &mut Buffer) {
-    let per_token = op.weights.routing.per_token;
-    let width = op.weights.down[0].weight.rows;
-    let elements = tokens * per_token * width;
-    out.reshape(tokens, width);
-    let mut parts: Vec<_> = out.parts_mut(op.ctx.threads.parts(elements)).collect();
-    op.ctx.threads.parallel_for_each(elements, &mut parts, |_, parts| {
+/// Writes the router's logits of these rows of `x`. They are not rounded.
+fn route(op: &ExpertsOp<'_>, x: &Buffer, picked: &[u32], logits: &mut Buffer, packed: &mut PackedRows) {
+    let Linear { weight, bias } = &op.weights.router;
+    let segment = Segment {
+        rows: 0..picked.len(),
+        matrix: weight,
+        bias: bias.as_ref().map(|bias| &bias.0[..]),
+    };
+    let rows = Rows {
+        x,
+        picked: Some(picked),
+    };
+    grouped_linear(op.ctx, &[segment], weight.rows, false, rows, logits, packed);
+}
+
+/// Adds each token's rows of `down`, which a piece's experts wrote, to the token's sum, multiplied by their
+/// weights. Those of rows that were read times their weights are 1.
+fn add_piece(op: &ExpertsOp<'_>, (routes, piece): (&Routes, &Piece), down: &Buffer, out: &mut Buffer) {
+    let Routing {
+        per_token,
+        scales_input,
+        ..
+    } = op.weights.routing;
+    for_tokens(op.ctx, piece.rows.len(), out, |token, sum| {
+        for (entry, row) in routes.rows_of(piece, token, per_token) {
+            let weight = if scales_input { 1.0 } else { routes.weights[entry] };
+            add_scaled_on(op.ctx.isa, down.row(row), weight, sum);
+        }
+    });
+}
+
+/// Calls `change` for each token's row of `out`. `rows`: how many rows it changes or adds.
+fn for_tokens(ctx: ExecContext<'_>, rows: usize, out: &mut Buffer, change: impl Fn(usize, &mut [f32]) + Sync) {
+    let width = out.width;
+    let elements = rows * width;
+    let mut parts: Vec<_> = out.parts_mut(ctx.threads.parts(elements)).collect();
+    ctx.threads.parallel_for_each(elements, &mut parts, |_, parts| {
         for (first, part) in parts {
-            for (i, sum) in part.chunks_exact_mut(width).enumerate() {
-                let token = *first + i;
-                let entries = token * per_token..(token + 1) * per_token;
-                sum.fill(0.0);
-                for (row, weight) in routes.rows[entries.clone()].iter().zip(&routes.weights[entries]) {
-                    add_scaled_on(op.ctx.isa, down.row(*row as usize), *weight, sum);
-                }
-                if op.weights.shared.is_some() {
-                    add_scaled_on(op.ctx.isa, shared.row(token), routes.shared_weights[token], sum);
-                }
-                if op.round_to_bf16 {
-                    sum.iter_mut().for_each(|y| *y = round_bf16(*y));
-                }
+            for (i, row) in part.chunks_exact_mut(width).enumerate() {
+                change(*first + i, row);
             }
         }
     });
@@ -643,6 +709,27 @@ mod tests {
         assert_eq!(routes.rows, [1, 3, 0, 4, 2, 5]);
     }
 
+    #[test]
+    fn pieces_are_whole_experts_in_order() {
+        let mut routes = Routes {
+            experts: vec![1, 3, 0, 3, 1, 3],
+            ..Routes::default()
+        };
+        routes.sort(5, 2);
+        let pieces = |rows_max| -> Vec<_> {
+            let pieces = routes.pieces(rows_max).into_iter();
+            pieces.map(|piece| (piece.segments, piece.rows)).collect()
+        };
+        assert_eq!(pieces(6), [(0..3, 0..6)]);
+        assert_eq!(pieces(5), [(0..2, 0..3), (2..3, 3..6)]);
+        assert_eq!(pieces(3), [(0..2, 0..3), (2..3, 3..6)]);
+        // The last expert has more rows than that.
+        assert_eq!(pieces(1), [(0..1, 0..1), (1..2, 1..3), (2..3, 3..6)]);
+        let second = &routes.pieces(3)[1];
+        let rows: Vec<Vec<_>> = (0..3).map(|token| routes.rows_of(second, token, 2).collect()).collect();
+        assert_eq!(rows, [[(1, 0)], [(3, 1)], [(5, 2)]]);
+    }
+
     struct Sizes {
         experts: usize,
         hidden: usize,
@@ -786,6 +873,8 @@ mod tests {
             (1, 2, 5, 3, 0),
             (40, 5, 24, 20, 7),
             (130, 9, 40, 33, 0),
+            // Of several pieces.
+            (PIECE_ROWS + 3, 5, 16, 3, 4),
             (3, 64, 32, 16, 40),
         ];
         let mut outputs = Vec::new();

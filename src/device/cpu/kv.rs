@@ -1,9 +1,13 @@
 //! Paged keys and values, in blocks of 16 positions, laid out as panels for the matrix
 //! kernel.
 //!
-//! Keys: `[kv_head][block][head_dim][16 positions]`. Values:
-//! `[kv_head][block][head_dim / 16][16 positions][16 dims]`, with head_dim rounded up to a multiple
-//! of 16. Numbers are F32 or BF16. For INT8 see [`Int8Pages`].
+//! Keys: `[stretch][kv_head][block][head_dim][16 positions]`. Values:
+//! `[stretch][kv_head][block][head_dim / 16][16 positions][16 dims]`, with head_dim rounded up to a
+//! multiple of 16. Numbers are F32 or BF16. For INT8 see [`Int8Pages`].
+//!
+//! In a stretch of [`STRETCH_BLOCKS`] a head's blocks lie one behind the other, which prefetching likes.
+//! Since blocks come into use in order (`engine/blocks.rs`), the heads' blocks in use still lie
+//! together, on few huge pages of a pool that is much larger.
 //!
 //! Where layers with heads of several shapes share a pool, or a block holds several layers, a block's
 //! numbers lie together, so that blocks do not overlap whichever shape they are of:
@@ -20,6 +24,8 @@
 //!
 //! See docs/decisions/072-values-lie-token-by-token.md.
 
+#![expect(unsafe_code, reason = "threads write heads of one array")]
+
 use std::ops::Range;
 
 use super::aligned::AlignedArray;
@@ -28,13 +34,15 @@ use super::gemm::tile::{Bf16, Element, PANEL};
 use super::quantize::quantize_row_on;
 use super::step::Step;
 use super::{BLOCK_TOKENS, SPAN_TOKENS};
-use super::{Buffer, ExecContext, Threads};
+use super::{Buffer, ExecContext, SharedMut};
 use crate::device::batch::BlockCopy;
 use crate::device::{HeadShape, KvFormat, KvPlace, KvShape};
 
+/// Blocks of a stretch.
+const STRETCH_BLOCKS: usize = 32;
+
 /// Keys and values, of one layer per block or of several.
 pub struct KvPool {
-    blocks: usize,
     shapes: Vec<KvShape>,
     block_lens: Lens,
     pub(super) store: KvStore,
@@ -57,16 +65,16 @@ pub(super) struct KvPages<E> {
 /// Unused positions may have any content: attention masks their scores and multiplies their values
 /// by exact zeros.
 pub(super) struct Int8Pages {
-    /// `[kv_head][block][quads of dims][16 positions][4]`, with 128 added to each byte. head_dim is
+    /// `[stretch][kv_head][block][quads of dims][16 positions][4]`, with 128 added to each byte. head_dim is
     /// rounded up as for values and padded with zeros (stored as 128).
     pub keys: AlignedArray<u8>,
-    /// `[kv_head][block][quads of positions][dims][4]`.
+    /// `[stretch][kv_head][block][quads of positions][dims][4]`.
     pub values: AlignedArray<i8>,
-    /// `[kv_head][block][16 positions]`.
+    /// `[stretch][kv_head][block][16 positions]`.
     pub key_scales: AlignedArray<f32>,
     /// As `key_scales`.
     pub value_scales: AlignedArray<f32>,
-    /// `[kv_head][block][16 positions]`: the maximum of the value scales from the span's first
+    /// `[stretch][kv_head][block][16 positions]`: the maximum of the value scales from the span's first
     /// position to this position.
     pub value_scale_max: AlignedArray<f32>,
 }
@@ -132,6 +140,7 @@ fn stored_format(shapes: &[KvShape], format: KvFormat) -> KvFormat {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Region {
     first: usize,
+    stretch_stride: usize,
     head_stride: usize,
     block_stride: usize,
     /// Numbers of one head's block.
@@ -141,13 +150,9 @@ pub(super) struct Region {
 impl Region {
     /// A head's block.
     pub(super) fn of(&self, head: usize, block: usize) -> Range<usize> {
-        let start = self.first + head * self.head_stride + block * self.block_stride;
+        let (stretch, block) = (block / STRETCH_BLOCKS, block % STRETCH_BLOCKS);
+        let start = self.first + stretch * self.stretch_stride + head * self.head_stride + block * self.block_stride;
         start..start + self.len
-    }
-
-    /// The same in a part of the array that begins with head 0.
-    fn of_one_head(self) -> Region {
-        Region { head_stride: 0, ..self }
     }
 }
 
@@ -159,18 +164,11 @@ pub(super) struct Regions {
     pub scales: Region,
 }
 
-/// Heads that one task stores, and the arrays that hold them.
-struct HeadPages<'a, K, V> {
-    heads: Range<usize>,
-    regions: Regions,
-    keys: &'a mut [K],
-    values: &'a mut [V],
-}
-
 impl KvPool {
     pub(super) fn new(shapes: &[KvShape], blocks: usize, format: KvFormat) -> KvPool {
         let format = stored_format(shapes, format);
         let block_lens = Lens::of_block(shapes, format);
+        let blocks = blocks.next_multiple_of(STRETCH_BLOCKS);
         let [keys, values, scales] = [block_lens.keys, block_lens.values, block_lens.scales].map(|len| len * blocks);
         let store = match format {
             KvFormat::F32 => KvStore::F32(KvPages {
@@ -190,7 +188,6 @@ impl KvPool {
             }),
         };
         KvPool {
-            blocks,
             shapes: shapes.to_vec(),
             block_lens,
             store,
@@ -216,8 +213,8 @@ impl KvPool {
         }
     }
 
-    /// The heads of the pool's only layer per block, whose blocks lie head by head. `None`: numbers
-    /// lie block by block.
+    /// The heads of the pool's only layer per block, whose blocks lie head by head in a stretch. `None`:
+    /// numbers lie block by block.
     fn only_heads(&self) -> Option<HeadShape> {
         match self.shapes[..] {
             [
@@ -250,7 +247,8 @@ impl KvPool {
         );
         let region = |len: usize, block_len: usize| Region {
             first: part * heads.kv_heads * len,
-            head_stride: if is_alone { self.blocks * len } else { len },
+            stretch_stride: STRETCH_BLOCKS * block_len,
+            head_stride: if is_alone { STRETCH_BLOCKS * len } else { len },
             block_stride: if is_alone { len } else { block_len },
             len,
         };
@@ -263,69 +261,48 @@ impl KvPool {
 
     /// Copies blocks `(from, to)`, in order.
     pub(super) fn copy_blocks(&mut self, copies: &[BlockCopy]) {
-        // An array has as many runs of blocks as there are heads, or a single one.
-        let runs = self.only_heads().map_or(1, |heads| heads.kv_heads);
-        let blocks = (runs, self.blocks);
+        let heads = self.only_heads().map_or(1, |heads| heads.kv_heads);
+        let len = self.block_lens;
+        // Numbers that lie block by block are those of a single head.
+        let region = |block_len: usize| Region {
+            first: 0,
+            stretch_stride: STRETCH_BLOCKS * block_len,
+            head_stride: STRETCH_BLOCKS * block_len / heads,
+            block_stride: block_len / heads,
+            len: block_len / heads,
+        };
+        let (keys, values, scales) = (region(len.keys), region(len.values), region(len.scales));
         match &mut self.store {
-            KvStore::F32(pages) => pages.copy_blocks(blocks, copies),
-            KvStore::Bf16(pages) => pages.copy_blocks(blocks, copies),
-            KvStore::Int8(pages) => pages.copy_blocks(blocks, copies),
+            KvStore::F32(pages) => pages.copy_blocks(heads, (keys, values), copies),
+            KvStore::Bf16(pages) => pages.copy_blocks(heads, (keys, values), copies),
+            KvStore::Int8(pages) => {
+                copy_within(&mut pages.keys, (heads, keys), copies);
+                copy_within(&mut pages.values, (heads, values), copies);
+                copy_within(&mut pages.key_scales, (heads, scales), copies);
+                copy_within(&mut pages.value_scales, (heads, scales), copies);
+                copy_within(&mut pages.value_scale_max, (heads, scales), copies);
+            }
         }
     }
 
     /// Stores the keys and values of all tokens of the step from their `[q][k][v]` rows, or `[q][k]`
     /// rows where keys have their values in them, at a layer's place.
     pub(super) fn store(&mut self, ctx: ExecContext<'_>, step: &Step, place: KvPlace, qkv: &Buffer) {
-        let (regions, is_alone) = (self.regions(place), self.only_heads().is_some());
+        let regions = self.regions(place);
         match &mut self.store {
-            KvStore::F32(pages) => pages.store(ctx.threads, (regions, is_alone), (step, place), qkv),
-            KvStore::Bf16(pages) => pages.store(ctx.threads, (regions, is_alone), (step, place), qkv),
-            KvStore::Int8(pages) => pages.store(ctx, (regions, is_alone), (step, place), qkv),
+            KvStore::F32(pages) => pages.store(ctx, regions, (step, place), qkv),
+            KvStore::Bf16(pages) => pages.store(ctx, regions, (step, place), qkv),
+            KvStore::Int8(pages) => pages.store(ctx, regions, (step, place), qkv),
         }
     }
 }
 
-/// Divides the arrays of keys and values among tasks: one per head, or, if numbers lie block by
-/// block, a single one.
-fn head_pages<'a, K, V>(
-    (regions, is_alone): (Regions, bool),
-    heads: HeadShape,
-    keys: &'a mut [K],
-    values: &'a mut [V],
-) -> Vec<HeadPages<'a, K, V>> {
-    if !is_alone {
-        return vec![HeadPages {
-            heads: 0..heads.kv_heads,
-            regions,
-            keys,
-            values,
-        }];
-    }
-    let of_head = Regions {
-        keys: regions.keys.of_one_head(),
-        values: regions.values.of_one_head(),
-        scales: regions.scales.of_one_head(),
-    };
-    let parts = keys
-        .chunks_exact_mut(regions.keys.head_stride)
-        .zip(values.chunks_exact_mut(regions.values.head_stride));
-    let pages = parts.enumerate().map(|(head, (keys, values))| HeadPages {
-        heads: head..head + 1,
-        regions: of_head,
-        keys,
-        values,
-    });
-    pages.collect()
-}
-
-/// Copies blocks within each of the `runs` parts of `data`, each of `blocks` blocks, in the order of
-/// `copies`.
-fn copy_within<E: Copy>(data: &mut [E], (runs, blocks): (usize, usize), copies: &[BlockCopy]) {
-    let block_len = data.len() / (runs * blocks).max(1);
-    for run in 0..runs {
+/// Copies blocks of each of so many heads, in the order of `copies`.
+fn copy_within<E: Copy>(data: &mut [E], (heads, region): (usize, Region), copies: &[BlockCopy]) {
+    for head in 0..heads {
         for &BlockCopy { from, to } in copies {
-            let from = (run * blocks + from as usize) * block_len;
-            data.copy_within(from..from + block_len, (run * blocks + to as usize) * block_len);
+            let to = region.of(head, to as usize).start;
+            data.copy_within(region.of(head, from as usize), to);
         }
     }
 }
@@ -365,109 +342,102 @@ fn key_and_value(row: &[f32], place: KvPlace, head: usize) -> (&[f32], &[f32]) {
     (head_part(heads.heads + head), value)
 }
 
-impl Int8Pages {
-    fn copy_blocks(&mut self, blocks: (usize, usize), copies: &[BlockCopy]) {
-        copy_within(&mut self.keys, blocks, copies);
-        copy_within(&mut self.values, blocks, copies);
-        copy_within(&mut self.key_scales, blocks, copies);
-        copy_within(&mut self.value_scales, blocks, copies);
-        copy_within(&mut self.value_scale_max, blocks, copies);
-    }
+/// The numbers of a head's block.
+///
+/// # Safety
+/// As of [`SharedMut::slice`].
+#[allow(clippy::mut_from_ref)]
+unsafe fn head_block<'a, E>(all: &'a SharedMut<'_, E>, block: Range<usize>) -> &'a mut [E] {
+    // SAFETY: the caller upholds the same contract.
+    unsafe { all.slice(block.start, block.len()) }
+}
 
-    fn store(
-        &mut self,
-        ctx: ExecContext<'_>,
-        (regions, is_alone): (Regions, bool),
-        (step, place): (&Step, KvPlace),
-        qkv: &Buffer,
-    ) {
-        let heads = place.heads;
-        let padded_dim = padded(heads.head_dim);
-        let pages = head_pages((regions, is_alone), heads, &mut self.keys, &mut self.values);
-        let scales_len = if is_alone {
-            regions.scales.head_stride
-        } else {
-            self.key_scales.len()
-        };
-        let key_scales = self.key_scales.chunks_exact_mut(scales_len);
-        let value_scales = self.value_scales.chunks_exact_mut(scales_len);
-        let value_scale_max = self.value_scale_max.chunks_exact_mut(scales_len);
-        let scales = key_scales.zip(value_scales).zip(value_scale_max);
-        let mut pages: Vec<_> = pages.into_iter().zip(scales).collect();
-        ctx.threads.parallel_for_each(qkv.data.len(), &mut pages, |_, pages| {
+/// Calls `store` for each head of `place`, on all threads if there are many numbers to store.
+fn for_each_head(ctx: ExecContext<'_>, place: KvPlace, numbers: usize, store: impl Fn(usize) + Sync) {
+    let mut heads: Vec<usize> = (0..place.heads.kv_heads).collect();
+    ctx.threads.parallel_for_each(numbers, &mut heads, |_, heads| {
+        heads.for_each(|head| store(*head));
+    });
+}
+
+impl Int8Pages {
+    fn store(&mut self, ctx: ExecContext<'_>, regions: Regions, (step, place): (&Step, KvPlace), qkv: &Buffer) {
+        let padded_dim = padded(place.heads.head_dim);
+        let (keys, values) = (SharedMut::new(&mut self.keys), SharedMut::new(&mut self.values));
+        let key_scales = SharedMut::new(&mut self.key_scales);
+        let value_scales = SharedMut::new(&mut self.value_scales);
+        let value_scale_max = SharedMut::new(&mut self.value_scale_max);
+        for_each_head(ctx, place, qkv.data.len(), |head| {
             let mut bytes = vec![0u8; padded_dim];
-            for (pages, ((key_scales, value_scales), value_scale_max)) in pages {
-                let Regions { keys, values, scales } = pages.regions;
-                for head in pages.heads.clone() {
-                    for_each_token((step, place.table), qkv, |row, KvSlot { block, slot, previous }| {
-                        let (key, value) = key_and_value(row, place, head);
-                        let scale = scales.of(head, block).start + slot;
-                        quantize_row_on(ctx.isa, key, &mut bytes, &mut key_scales[scale]);
-                        let out = &mut pages.keys[keys.of(head, block)][slot * QUAD..];
-                        let quads = bytes.as_chunks::<QUAD>().0.iter();
-                        for (quad, out) in quads.zip(out.chunks_mut(BLOCK_TOKENS * QUAD)) {
-                            out[..QUAD].copy_from_slice(quad);
-                        }
-                        quantize_row_on(ctx.isa, value, &mut bytes, &mut value_scales[scale]);
-                        let previous_max = previous.map_or(0.0, |(block, slot)| {
-                            value_scale_max[scales.of(head, block).start + slot]
-                        });
-                        value_scale_max[scale] = value_scales[scale].max(previous_max);
-                        let offset = slot / QUAD * padded_dim * QUAD + slot % QUAD;
-                        let out = &mut pages.values[values.of(head, block)][offset..];
-                        for (byte, out) in bytes.iter().zip(out.iter_mut().step_by(QUAD)) {
-                            *out = byte.wrapping_sub(OFFSET as u8) as i8;
-                        }
-                    });
+            for_each_token((step, place.table), qkv, |row, KvSlot { block, slot, previous }| {
+                let (key, value) = key_and_value(row, place, head);
+                // SAFETY: this task alone reads and writes this head's blocks, which overlap no other head's.
+                let (keys, values, [key_scales, value_scales]) = unsafe {
+                    (
+                        head_block(&keys, regions.keys.of(head, block)),
+                        head_block(&values, regions.values.of(head, block)),
+                        [&key_scales, &value_scales].map(|scales| head_block(scales, regions.scales.of(head, block))),
+                    )
+                };
+                quantize_row_on(ctx.isa, key, &mut bytes, &mut key_scales[slot]);
+                let quads = bytes.as_chunks::<QUAD>().0.iter();
+                for (quad, out) in quads.zip(keys[slot * QUAD..].chunks_mut(BLOCK_TOKENS * QUAD)) {
+                    out[..QUAD].copy_from_slice(quad);
                 }
-            }
+                quantize_row_on(ctx.isa, value, &mut bytes, &mut value_scales[slot]);
+                let previous_max = previous.map_or(0.0, |(block, slot)| {
+                    // SAFETY: as above.
+                    unsafe { head_block(&value_scale_max, regions.scales.of(head, block))[slot] }
+                });
+                // SAFETY: as above.
+                let value_scale_max = unsafe { head_block(&value_scale_max, regions.scales.of(head, block)) };
+                value_scale_max[slot] = value_scales[slot].max(previous_max);
+                let offset = slot / QUAD * padded_dim * QUAD + slot % QUAD;
+                for (byte, out) in bytes.iter().zip(values[offset..].iter_mut().step_by(QUAD)) {
+                    *out = byte.wrapping_sub(OFFSET as u8) as i8;
+                }
+            });
         });
     }
 }
 
 impl<E: Element> KvPages<E> {
-    fn copy_blocks(&mut self, blocks: (usize, usize), copies: &[BlockCopy]) {
-        copy_within(&mut self.keys, blocks, copies);
-        copy_within(&mut self.values, blocks, copies);
+    fn copy_blocks(&mut self, heads: usize, (keys, values): (Region, Region), copies: &[BlockCopy]) {
+        copy_within(&mut self.keys, (heads, keys), copies);
+        copy_within(&mut self.values, (heads, values), copies);
     }
 
-    fn store(&mut self, threads: &Threads, regions: (Regions, bool), (step, place): (&Step, KvPlace), qkv: &Buffer) {
-        let (heads, table) = (place.heads, place.table);
-        let mut pages = head_pages(regions, heads, &mut self.keys, &mut self.values);
-        threads.parallel_for_each(qkv.data.len(), &mut pages, |_, pages| {
-            for pages in pages {
-                let Regions { keys, values, .. } = pages.regions;
-                for head in pages.heads.clone() {
-                    for &(block, used) in &step.new_tail_blocks[table] {
-                        let block = &mut pages.values[values.of(head, block as usize)];
-                        for panel in block.chunks_exact_mut(BLOCK_TOKENS * PANEL) {
-                            panel[used as usize * PANEL..].fill(E::default());
-                        }
+    fn store(&mut self, ctx: ExecContext<'_>, regions: Regions, (step, place): (&Step, KvPlace), qkv: &Buffer) {
+        let (keys, values) = (SharedMut::new(&mut self.keys), SharedMut::new(&mut self.values));
+        for_each_head(ctx, place, qkv.data.len(), |head| {
+            // SAFETY: this task alone reads and writes this head's blocks, which overlap no other head's.
+            let key_block = |block: usize| unsafe { head_block(&keys, regions.keys.of(head, block)) };
+            // SAFETY: as above.
+            let value_block = |block: usize| unsafe { head_block(&values, regions.values.of(head, block)) };
+            for &(block, used) in &step.new_tail_blocks[place.table] {
+                for panel in value_block(block as usize).chunks_exact_mut(BLOCK_TOKENS * PANEL) {
+                    panel[used as usize * PANEL..].fill(E::default());
+                }
+                if place.value_in_key.is_some() {
+                    for number in key_block(block as usize).chunks_exact_mut(BLOCK_TOKENS) {
+                        number[used as usize..].fill(E::default());
                     }
-                    if place.value_in_key.is_some() {
-                        for &(block, used) in &step.new_tail_blocks[table] {
-                            let block = &mut pages.keys[keys.of(head, block as usize)];
-                            for number in block.chunks_exact_mut(BLOCK_TOKENS) {
-                                number[used as usize..].fill(E::default());
-                            }
-                        }
-                    }
-                    for_each_token((step, table), qkv, |row, KvSlot { block, slot, .. }| {
-                        let (key, value) = key_and_value(row, place, head);
-                        let out = &mut pages.keys[keys.of(head, block)][slot..];
-                        for (d, x) in key.iter().enumerate() {
-                            out[d * BLOCK_TOKENS] = E::narrow(*x);
-                        }
-                        let out = &mut pages.values[values.of(head, block)];
-                        for (panel, x) in value.chunks(PANEL).enumerate() {
-                            let offset = (panel * BLOCK_TOKENS + slot) * PANEL;
-                            for (y, x) in out[offset..].iter_mut().zip(x) {
-                                *y = E::narrow(*x);
-                            }
-                        }
-                    });
                 }
             }
+            for_each_token((step, place.table), qkv, |row, KvSlot { block, slot, .. }| {
+                let (key, value) = key_and_value(row, place, head);
+                let out = &mut key_block(block)[slot..];
+                for (d, x) in key.iter().enumerate() {
+                    out[d * BLOCK_TOKENS] = E::narrow(*x);
+                }
+                let out = value_block(block);
+                for (panel, x) in value.chunks(PANEL).enumerate() {
+                    let offset = (panel * BLOCK_TOKENS + slot) * PANEL;
+                    for (y, x) in out[offset..].iter_mut().zip(x) {
+                        *y = E::narrow(*x);
+                    }
+                }
+            });
         });
     }
 }
@@ -487,7 +457,7 @@ mod tests {
             kv_heads: 2,
             head_dim: 18,
         };
-        let mut pool = KvPool::new(&heads.alone(), 4, KvFormat::F32);
+        let mut pool = KvPool::new(&heads.alone(), 35, KvFormat::F32);
         let KvStore::F32(pages) = &mut pool.store else {
             panic!("F32 pool")
         };
@@ -510,30 +480,32 @@ mod tests {
                 kv_len: 20,
                 first_block: 0,
             }],
-            block_tables: vec![vec![2, 0]],
+            block_tables: vec![vec![2, 33]],
             logits_at: vec![],
             ..StepBatch::default()
         });
         let rows = numbers(1, 20 * heads.qkv_width());
         let qkv = buffer(&rows, 20, heads.qkv_width());
         pool.store(ctx(Isa::Portable), &step, KvPlace::alone(heads), &qkv);
-        pool.copy_blocks(&[BlockCopy { from: 0, to: 3 }]);
+        pool.copy_blocks(&[BlockCopy { from: 33, to: 34 }]);
         let KvStore::F32(pages) = &pool.store else {
             panic!("F32 pool")
         };
-        for block_of_tail in [0, 3] {
+        // The first stretch has both heads' blocks 0 to 31, the second the others.
+        let place = |head: usize, block: usize| block / 32 * 64 + head * 32 + block % 32;
+        for block_of_tail in [33, 34] {
             for head in 0..2 {
                 for position in 0..20 {
                     let block = [2, block_of_tail][position / 16];
                     let slot = position % 16;
                     for d in 0..18 {
-                        let key = pages.keys[((head * 4 + block) * 18 + d) * 16 + slot];
+                        let key = pages.keys[(place(head, block) * 18 + d) * 16 + slot];
                         assert_eq!(key, qkv.row(position)[(2 + head) * 18 + d]);
-                        let value = pages.values[(((head * 4 + block) * 2 + d / 16) * 16 + slot) * 16 + d % 16];
+                        let value = pages.values[((place(head, block) * 2 + d / 16) * 16 + slot) * 16 + d % 16];
                         assert_eq!(value, qkv.row(position)[(4 + head) * 18 + d]);
                     }
                 }
-                let tail = &pages.values[(head * 4 + block_of_tail) * 32 * 16..][..32 * 16];
+                let tail = &pages.values[place(head, block_of_tail) * 32 * 16..][..32 * 16];
                 assert!(
                     tail[4 * 16..16 * 16].iter().all(|x| *x == 0.0),
                     "rest of the block is cleared"
@@ -541,7 +513,10 @@ mod tests {
             }
         }
         assert!(
-            pages.values[16 * 32..2 * 16 * 32].iter().all(|x| x.is_nan()),
+            (0..35)
+                .filter(|block| ![2, 33, 34].contains(block))
+                .flat_map(|block| [place(0, block), place(1, block)])
+                .all(|at| pages.values[at * 32 * 16..][..32 * 16].iter().all(|x| x.is_nan())),
             "other blocks are left alone"
         );
     }

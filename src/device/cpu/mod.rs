@@ -209,19 +209,19 @@ pub struct Workspace {
 }
 
 /// A buffer whose disjoint parts are written by concurrent tasks.
-struct SharedMut<'a> {
-    start: *mut f32,
+struct SharedMut<'a, E = f32> {
+    start: *mut E,
     len: usize,
-    owner: std::marker::PhantomData<&'a mut [f32]>,
+    owner: std::marker::PhantomData<&'a mut [E]>,
 }
 
 // SAFETY: parts are only reached through unsafe methods, whose callers keep them disjoint.
 #[expect(unsafe_code, reason = "threads write parts of one buffer")]
-unsafe impl Sync for SharedMut<'_> {}
+unsafe impl<E: Send> Sync for SharedMut<'_, E> {}
 
 #[expect(unsafe_code, reason = "threads write parts of one buffer")]
-impl<'a> SharedMut<'a> {
-    fn new(data: &'a mut [f32]) -> SharedMut<'a> {
+impl<'a, E> SharedMut<'a, E> {
+    fn new(data: &'a mut [E]) -> SharedMut<'a, E> {
         SharedMut {
             start: data.as_mut_ptr(),
             len: data.len(),
@@ -230,7 +230,7 @@ impl<'a> SharedMut<'a> {
     }
 
     /// Address of element `index`, at most one past the last.
-    fn ptr_at(&self, index: usize) -> *mut f32 {
+    fn ptr_at(&self, index: usize) -> *mut E {
         assert!(index <= self.len);
         // SAFETY: within the buffer, as asserted.
         unsafe { self.start.add(index) }
@@ -241,7 +241,7 @@ impl<'a> SharedMut<'a> {
     /// # Safety
     /// No other code reads or writes these elements while the slice lives.
     #[allow(clippy::mut_from_ref)]
-    unsafe fn slice(&self, first: usize, len: usize) -> &mut [f32] {
+    unsafe fn slice(&self, first: usize, len: usize) -> &mut [E] {
         assert!(first + len <= self.len);
         // SAFETY: within the buffer, as asserted, and not shared, as the caller guarantees.
         unsafe { std::slice::from_raw_parts_mut(self.start.add(first), len) }

@@ -8,7 +8,7 @@ use crate::model::config::Config;
 use crate::model::times::Operation;
 
 impl<D: Device> BothWeights<D> {
-    /// Computes `delta` from the stream and from `normed`, the MLP's input.
+    /// Computes what is added to the stream, in `projected`, from the stream and from `normed`, the MLP's input.
     pub(super) fn run(
         &self,
         device: &D,
@@ -28,7 +28,7 @@ impl<D: Device> BothWeights<D> {
             &mut b.workspace,
         )?;
         lap(Operation::GatedLinear)?;
-        device.linear(&self.down, &b.gated, &mut b.delta, &mut b.workspace)?;
+        device.linear(&self.down, &b.gated, &mut b.projected, &mut b.workspace)?;
         lap(Operation::Linear)?;
         device.add_norm(norm(None, &self.router_norm), &mut b.residual, &mut b.router_rows)?;
         device.add_norm(norm(None, &self.expert_norm), &mut b.residual, &mut b.normed)?;
@@ -47,14 +47,14 @@ impl<D: Device> BothWeights<D> {
         lap(Operation::Experts)?;
         let [of_mlp, of_experts] = &self.post_norms;
         // What is added up begins with the MLP's output. The norm of the sum has no use.
-        device.add_norm(norm(None, of_mlp), &mut b.delta, &mut b.router_rows)?;
-        std::mem::swap(&mut b.delta, &mut b.router_rows);
+        device.add_norm(norm(None, of_mlp), &mut b.projected, &mut b.router_rows)?;
+        std::mem::swap(&mut b.projected, &mut b.router_rows);
         let delta = Delta {
             rows: &b.experts,
             norm: Some(of_experts),
             scale: 1.0,
         };
-        device.add_norm(norm(Some(delta), of_mlp), &mut b.delta, &mut b.router_rows)?;
+        device.add_norm(norm(Some(delta), of_mlp), &mut b.projected, &mut b.router_rows)?;
         lap(Operation::Norm)
     }
 }

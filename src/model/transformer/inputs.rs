@@ -35,6 +35,6 @@ impl<D: Device> InputWeights<D> {
     pub(super) fn run(&self, device: &D, config: &Config, index: usize, b: &mut Buffers<D>) -> Result<(), DeviceError> {
         device.linear(&self.gate, &b.residual, &mut b.gates, &mut b.workspace)?;
         device.gate_layer_input(config.activation, &b.gates, (&b.inputs, index), &mut b.gated)?;
-        device.linear(&self.projection, &b.gated, &mut b.delta, &mut b.workspace)
+        device.linear(&self.projection, &b.gated, &mut b.projected, &mut b.workspace)
     }
 }

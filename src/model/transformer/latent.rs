@@ -10,7 +10,7 @@ use crate::model::times::Operation;
 const NORM_EPS: f32 = 1e-6;
 
 impl<D: Device> LatentWeights<D> {
-    /// Stores the latents of layer `index`, computed from the stream's norm, and leaves its queries in `qkv`.
+    /// Stores the latents of layer `index`, computed from the stream's norm, and leaves its queries in `projected`.
     pub(super) fn store(
         &self,
         device: &D,
@@ -28,8 +28,8 @@ impl<D: Device> LatentWeights<D> {
                     eps: NORM_EPS,
                     ..stream_norm::<D>(config, None, norm)
                 };
-                device.add_norm(norm, &mut b.gates, &mut b.delta)?;
-                &b.delta
+                device.add_norm(norm, &mut b.gates, &mut b.projected)?;
+                &b.projected
             }
         };
         device.linear(&self.queries, queries, &mut b.gated, workspace)?;
@@ -47,11 +47,11 @@ impl<D: Device> LatentWeights<D> {
             queries: &b.gated,
             latents: &b.gates,
         };
-        device.latent_store(store, input, (step, pool), &mut b.qkv, workspace)?;
+        device.latent_store(store, input, (step, pool), &mut b.projected, workspace)?;
         lap(Operation::RopeStore)
     }
 
-    /// Computes `attended` from the queries in `qkv`.
+    /// Writes what attention makes of a row to `normed`, from the queries in `projected`.
     pub(super) fn attend(
         &self,
         device: &D,
@@ -66,10 +66,10 @@ impl<D: Device> LatentWeights<D> {
             soft_cap: None,
         };
         let input = AttentionInput {
-            qkv: &b.qkv,
+            qkv: &b.projected,
             sinks: None,
         };
         device.attention(attention, input, step, pool, &mut b.latents, &mut b.workspace)?;
-        device.latent_values(&self.values, &mut b.latents, &mut b.attended, &mut b.workspace)
+        device.latent_values(&self.values, &mut b.latents, &mut b.normed, &mut b.workspace)
     }
 }

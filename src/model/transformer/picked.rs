@@ -80,12 +80,12 @@ impl<D: Device> PickedBuffers<D> {
 /// What the layer still reads when it has stored its part: a recurrent layer its output, attention its queries.
 fn mixed<'a, D: Device>(
     layer: &LayerWeights<D>,
-    attended: &'a mut D::Buffer,
-    qkv: &'a mut D::Buffer,
+    normed: &'a mut D::Buffer,
+    projected: &'a mut D::Buffer,
 ) -> &'a mut D::Buffer {
     match &layer.mixer {
-        Some(Mixer::Recurrent { .. }) => attended,
-        _ => qkv,
+        Some(Mixer::Recurrent { .. }) => normed,
+        _ => projected,
     }
 }
 
@@ -102,7 +102,7 @@ impl<D: Device> Buffers<D> {
         self.swap_picked(layer);
         let all = &self.picked;
         device.pick_logits_rows(step, &all.residual, &mut self.residual)?;
-        device.pick_logits_rows(step, &all.mixed, mixed(layer, &mut self.attended, &mut self.qkv))?;
+        device.pick_logits_rows(step, &all.mixed, mixed(layer, &mut self.normed, &mut self.projected))?;
         if matches!(&layer.mixer, Some(Mixer::Attention(attention)) if attention.gate.is_some()) {
             device.pick_logits_rows(step, &all.gates, &mut self.gates)?;
         }
@@ -116,7 +116,7 @@ impl<D: Device> Buffers<D> {
     /// places, so that no buffer grows for the sake of the other.
     pub(super) fn swap_picked(&mut self, layer: &LayerWeights<D>) {
         let picked = &mut self.picked;
-        std::mem::swap(mixed(layer, &mut self.attended, &mut self.qkv), &mut picked.mixed);
+        std::mem::swap(mixed(layer, &mut self.normed, &mut self.projected), &mut picked.mixed);
         std::mem::swap(&mut self.residual, &mut picked.residual);
         std::mem::swap(&mut self.gates, &mut picked.gates);
         std::mem::swap(&mut self.inputs, &mut picked.inputs);

@@ -7,10 +7,11 @@ mod sizes;
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use serde_json::Value;
-use tokenizers::{ModelWrapper, Tokenizer as HfTokenizer};
+use tokenizers::ModelWrapper;
 
 use super::encode::{EncodeBounds, MODEL_INPUT_BYTES_MAX};
 use super::one_line;
+use super::shared::HfTokenizer;
 use super::stream::{STRETCH_BYTES_MAX, flatten};
 use expressions::check_expressions;
 use sizes::Sizes;
@@ -202,7 +203,7 @@ fn check_max(what: &str, count: usize, limit: usize) -> Result<(), String> {
 /// Refuses a Unigram vocabulary with a long chain of tokens, each of which is a prefix of the next.
 /// At each position of a text the model visits, and copies, every token that begins there.
 pub(super) fn check_prefix_chains(full: &HfTokenizer) -> Result<(), String> {
-    if !matches!(full.get_model(), ModelWrapper::Unigram(_)) {
+    if !matches!(&**full.get_model(), ModelWrapper::Unigram(_)) {
         return Ok(());
     }
     let mut texts: Vec<String> = full.get_vocab(false).into_keys().collect();

@@ -16,10 +16,11 @@
 //! See docs/decisions/084-a-tokenizer-is-checked-when-it-is-loaded.md.
 
 use tokenizers::{Decoder, Model, Normalizer, PreTokenizer};
-use tokenizers::{NormalizedString, OffsetReferential, OffsetType, PreTokenizedString, Tokenizer as HfTokenizer};
+use tokenizers::{NormalizedString, OffsetReferential, OffsetType, PreTokenizedString};
 
 use super::bytes::byte_of_char_table;
 use super::guarded::{THIS_TEXT, guarded};
+use super::shared::HfTokenizer;
 use super::{Tokenizer, encode_with};
 
 /// The characters that stand for a space in byte-level and in SentencePiece vocabularies.

@@ -25,9 +25,10 @@ use std::collections::HashSet;
 use std::time::{Duration, Instant};
 
 use onig::{MatchParam, Regex, Region, SearchOptions};
-use tokenizers::{Model, ModelWrapper, NormalizedString, Normalizer, NormalizerWrapper, Tokenizer as HfTokenizer};
+use tokenizers::{Model, ModelWrapper, NormalizedString, Normalizer, NormalizerWrapper};
 
 use super::guarded::{THIS_TEXT, guarded};
+use super::shared::HfTokenizer;
 use super::trie::{ROOT, Trie};
 
 /// Maximum length in bytes of a part of a text that is normalized or encoded at once, because it

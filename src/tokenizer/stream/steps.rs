@@ -4,10 +4,11 @@ use std::collections::HashSet;
 
 use onig::Regex;
 use serde_json::Value;
-use tokenizers::{ModelWrapper, NormalizedString, Normalizer, Tokenizer as HfTokenizer};
+use tokenizers::{ModelWrapper, NormalizedString, Normalizer};
 
 use super::super::bytes::byte_char;
 use super::super::prefix::{StripPrefix, without_prefix};
+use super::super::shared::HfTokenizer;
 use super::super::trie::Trie;
 use super::{AddedTokenMatch, MarkPrefix, MergeablePairs, Metaspace, SplitStep, StreamEncoder};
 
@@ -40,7 +41,7 @@ impl StreamEncoder {
             stream.add_pre_tokenizer(&serde_json::to_value(pre).ok()?)?;
         }
         stream.add_tokens(tokenizer)?;
-        stream.mergeable = match tokenizer.get_model() {
+        stream.mergeable = match &**tokenizer.get_model() {
             ModelWrapper::BPE(bpe) if bpe.dropout.is_none_or(|dropout| dropout == 0.0) => {
                 let affixes = [&bpe.continuing_subword_prefix, &bpe.end_of_word_suffix];
                 let plain = affixes.iter().all(|affix| affix.as_ref().is_none_or(String::is_empty));

@@ -126,6 +126,21 @@ fn added_tokens_of_the_vocabulary_are_decoded_like_others() {
     assert_eq!(inner.decode(&ids, true).unwrap(), "a  b");
 }
 
+/// All forms have one model in memory.
+#[test]
+fn forms_without_added_tokens_and_prefixes_share_the_vocabulary() {
+    let tokenizer = sentencepiece(Some("first"));
+    let forms = [
+        Some(&tokenizer.first_piece),
+        tokenizer.later_piece.as_ref(),
+        tokenizer.plain.as_ref(),
+    ];
+    assert!(forms.iter().flatten().count() > 1);
+    for form in forms.into_iter().flatten() {
+        assert!(std::ptr::eq(&**form.get_model(), &**tokenizer.full.get_model()));
+    }
+}
+
 /// Tokens added after the vocabulary was made are literal text, even if their characters stand for
 /// bytes in the vocabulary.
 #[test]
