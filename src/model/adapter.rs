@@ -19,7 +19,7 @@ use crate::model::config::{ADAPTER_CONFIG, AdapterConfig, Config, ExpertForm};
 use crate::model::error::ModelError;
 use crate::model::names::{canonical_name, printable_name};
 use crate::model::tensors::{ModelTensors, OUTPUT_HEAD};
-use crate::model::weights::{Header, StoredTensor};
+use crate::model::weights::{Header, StoredTensor, WeightSource, Weights};
 
 const WEIGHTS: &str = "adapter_model.safetensors";
 /// What stands before the names of a model's modules.
@@ -46,16 +46,22 @@ struct Change {
 }
 
 impl Adapter {
-    /// Opens the adapter in `dir` and checks it against the model that `config` describes.
+    /// Opens the adapter in `dir` and checks it against the model that `config` describes, with the weights
+    /// `base`.
     ///
     /// # Errors
     /// A file cannot be read or is broken; the adapter is of another kind or of another model.
-    pub fn open(dir: &Path, config: &Config) -> Result<Adapter, ModelError> {
+    pub fn open(dir: &Path, config: &Config, base: &Weights) -> Result<Adapter, ModelError> {
         let described = AdapterConfig::load(dir)?;
         let path = dir.join(WEIGHTS);
         let (header, map) = Header::open(path, ExpertForm::Matrices)?;
         let mut found: BTreeMap<&str, [Option<&String>; 2]> = BTreeMap::new();
+        let mut copies = Vec::new();
         for name in header.tensors.keys() {
+            if let Some(module) = copy_of(name) {
+                copies.push((name.clone(), module.to_owned()));
+                continue;
+            }
             let (module, part) = module_of(name).ok_or_else(|| {
                 let name = printable_name(name);
                 let why = format!(
@@ -88,7 +94,40 @@ impl Adapter {
         if changes.is_empty() {
             return Err(ModelError::broken(&header.path, "the adapter changes no matrix"));
         }
-        Ok(Adapter { header, map, changes })
+        let adapter = Adapter { header, map, changes };
+        for (copy, module) in copies {
+            adapter.check_copy(&copy, &module, config, base)?;
+        }
+        Ok(adapter)
+    }
+
+    /// PEFT stores a copy of the output head with its changes. It must be the model's own.
+    fn check_copy(&self, copy: &str, module: &str, config: &Config, base: &Weights) -> Result<(), ModelError> {
+        let stored = format!("{module}.weight");
+        let name = canonical_name(&stored).unwrap_or(stored);
+        let tensors = ModelTensors::of(config);
+        let spec = tensors.all().find(|spec| spec.name == name);
+        let size = spec.and_then(|spec| Some((spec.rows?, spec.columns)));
+        let is_same = match size {
+            None => false,
+            Some((rows, columns)) => {
+                let copied = self.numbers(copy, rows, columns)?;
+                let own = base.tensor(&name, Some(rows), columns)?;
+                let mut values = vec![0.0; columns];
+                copied.chunks_exact(columns).enumerate().all(|(row, copied)| {
+                    own.view().read_row(row, &mut values);
+                    values == copied
+                })
+            }
+        };
+        if is_same {
+            return Ok(());
+        }
+        let copy = printable_name(copy);
+        let why = format!(
+            "tensor `{copy}` differs from the model's own: the adapter was trained for another one, or with it"
+        );
+        Err(ModelError::unsupported(&self.header.path, why))
     }
 
     /// The matrix `name` with the adapter's change.
@@ -148,6 +187,11 @@ fn module_of(name: &str) -> Option<(&str, usize)> {
     ends.iter()
         .enumerate()
         .find_map(|(part, end)| Some((inner.strip_suffix(end)?, part)))
+}
+
+/// The module whose own weights a tensor is a copy of.
+fn copy_of(name: &str) -> Option<&str> {
+    name.strip_prefix(PREFIX)?.strip_suffix(".base_layer.weight")
 }
 
 /// Checks the change of a matrix of the model. Returns its rank.

@@ -115,6 +115,17 @@ pub(super) fn change_header(path: &Path, change: impl FnOnce(&mut serde_json::Va
     std::fs::write(path, out).unwrap();
 }
 
+/// Changes the bytes of a tensor in a safetensors file.
+pub(super) fn change_bytes(path: &Path, tensor: &str, change: impl FnOnce(&mut [u8])) {
+    let mut bytes = std::fs::read(path).unwrap();
+    let start = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let header: serde_json::Value = serde_json::from_slice(&bytes[8..start]).unwrap();
+    let offsets = &header[tensor]["data_offsets"];
+    let [first, end] = [0, 1].map(|i| start + offsets[i].as_u64().unwrap() as usize);
+    change(&mut bytes[first..end]);
+    std::fs::write(path, bytes).unwrap();
+}
+
 pub(super) fn assert_broken(model: &str, file: &str, words: &[&str], break_it: impl FnOnce(&Path)) {
     let dir = copy_of(model);
     break_it(dir.path());
@@ -215,13 +226,7 @@ fn matrices_in_fp8_without_their_factors_are_refused_by_name() {
     });
     // No number.
     assert_broken("qwen3-fp8", file, &[matrix, "not finite"], |dir| {
-        let path = dir.join(file);
-        let mut bytes = std::fs::read(&path).unwrap();
-        let length = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
-        let header: serde_json::Value = serde_json::from_slice(&bytes[8..8 + length]).unwrap();
-        let first = header[matrix]["data_offsets"][0].as_u64().unwrap() as usize;
-        bytes[8 + length + first] = 0x7f;
-        std::fs::write(path, bytes).unwrap();
+        change_bytes(&dir.join(file), matrix, |bytes| bytes[0] = 0x7f);
     });
 }
 

@@ -4,21 +4,9 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
-use super::files::{assert_broken, change_header};
+use super::files::{assert_broken, change_bytes, change_header};
 
 const FILE: &str = "model.safetensors";
-
-/// The bytes of a tensor changed in the file.
-fn change_bytes(dir: &Path, tensor: &str, change: impl FnOnce(&mut [u8])) {
-    let path = dir.join(FILE);
-    let mut bytes = std::fs::read(&path).unwrap();
-    let start = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
-    let header: Value = serde_json::from_slice(&bytes[8..start]).unwrap();
-    let offsets = &header[tensor]["data_offsets"];
-    let [first, end] = [0, 1].map(|i| start + offsets[i].as_u64().unwrap() as usize);
-    change(&mut bytes[first..end]);
-    std::fs::write(path, bytes).unwrap();
-}
 
 #[test]
 fn each_part_of_a_quantized_matrix_is_needed() {
@@ -94,7 +82,12 @@ fn formats_that_a_part_does_not_have_are_refused() {
     for (model, tensor, dtype, words) in [
         ("llama-ct-fp8", "weight_scale", "I32", "of I32 has shape [1]"),
         ("llama-ct-fp8", "weight", "U8", "is stored as U8"),
-        ("mistral-ct-w4a16-zeros", "weight_packed", "U32", "is stored as U32"),
+        (
+            "mistral-ct-w4a16-zeros",
+            "weight_packed",
+            "U32",
+            "belongs to weights in a quantized form",
+        ),
         ("mistral-ct-w4a16-zeros", "weight_zero_point", "U32", "of U32 has shape"),
         ("llama-ct-nvfp4", "weight_global_scale", "I32", "of I32 has shape [1]"),
         ("qwen2-gptq", "g_idx", "U32", "of U32 has shape [32]"),
@@ -117,18 +110,18 @@ fn parts_that_hold_something_else_are_refused() {
         FILE,
         &["g_idx", "names a group 2, and there are 2"],
         |dir| {
-            change_bytes(dir, &format!("{up}.g_idx"), |bytes| {
+            change_bytes(&dir.join(FILE), &format!("{up}.g_idx"), |bytes| {
                 bytes[4..8].copy_from_slice(&2u32.to_le_bytes())
             });
         },
     );
     assert_broken("llama-bnb-int8", FILE, &["weight_format", "an order of a GPU"], |dir| {
-        change_bytes(dir, &format!("{up}.weight_format"), |bytes| bytes[0] = 1);
+        change_bytes(&dir.join(FILE), &format!("{up}.weight_format"), |bytes| bytes[0] = 1);
     });
     let state = |from: &'static str, to: &'static str| {
         move |dir: &Path| {
             change_bytes(
-                dir,
+                &dir.join(FILE),
                 "model.layers.1.mlp.down_proj.weight.quant_state.bitsandbytes__nf4",
                 |bytes| {
                     let text = String::from_utf8(bytes.to_vec()).unwrap();
@@ -168,7 +161,7 @@ fn parts_that_hold_something_else_are_refused() {
     }
     // No number.
     assert_broken("llama-ct-mxfp4", FILE, &["up_proj.weight", "not finite"], |dir| {
-        change_bytes(dir, &format!("{up}.weight_scale"), |bytes| bytes[0] = 255);
+        change_bytes(&dir.join(FILE), &format!("{up}.weight_scale"), |bytes| bytes[0] = 255);
     });
 }
 

@@ -59,7 +59,10 @@ impl Checkpoint {
             _ => {}
         }
         let weights = match adapter {
-            Some(dir) => weights.adapted(Adapter::open(dir, &config)?),
+            Some(dir) => {
+                let adapter = Adapter::open(dir, &config, &weights)?;
+                weights.adapted(adapter)
+            }
             None => weights,
         };
         Ok(Checkpoint { config, weights })
@@ -287,6 +290,9 @@ fn check_stored(
     // What is quantized was checked when its parts were found.
     if let Ok(Some(_)) = quantized_matrix(config, headers, stored, spec) {
         return Ok(());
+    }
+    if quantized::matrix_name(name).is_some() {
+        return Err(UnexpectedTensor::Quantized.error(headers, (*file, name), 1));
     }
     match spec.rows {
         Some(rows) if spec.is_bytes => header.check_bytes(name, rows, spec.columns),

@@ -329,7 +329,7 @@ mod tests {
             ),
             (
                 V3,
-                json!({"quantization_config": {"quant_method": "fp8"}}),
+                json!({"quantization_config": {"quant_method": "hqq"}}),
                 "`quantization_config`",
             ),
             (

@@ -154,7 +154,7 @@ mod tests {
                 "option `routed_scaling_factor` (2.0)",
             ),
             (
-                json!({"quantization_config": {"quant_method": "fp8"}}),
+                json!({"quantization_config": {"quant_method": "hqq"}}),
                 "option `quantization_config`",
             ),
         ] {

@@ -872,7 +872,7 @@ mod tests {
         refused(json!({"model_type": "mistral"}), "different models");
         refused(json!({"hidden_act": "gelu"}), "`gelu` is not supported");
         refused(
-            json!({"quantization_config": {"quant_method": "gptq"}}),
+            json!({"quantization_config": {"quant_method": "hqq"}}),
             "`quantization_config`",
         );
         refused(
