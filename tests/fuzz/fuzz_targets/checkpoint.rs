@@ -1,7 +1,7 @@
 //! Any bytes as one of a checkpoint's files: opening it never panics, and never believes a size.
 #![no_main]
 
-use gristmill::model::Checkpoint;
+use gristmill::model::{Adapter, Checkpoint};
 use gristmill::model::config::{Config, ExpertForm};
 use gristmill::model::quantized::{Blocks, Method, Quantization};
 use gristmill::model::stored_form::StoredForm;
@@ -9,17 +9,24 @@ use gristmill::tokenizer::Tokenizer;
 use gristmill::model::weights::{WeightSource, Weights};
 use libfuzzer_sys::fuzz_target;
 
-const FILES: [&str; 5] = [
+const FILES: [&str; 7] = [
     "model.safetensors",
     "model.safetensors.index.json",
     "config.json",
     "tokenizer.json",
     "tokenizer_config.json",
+    "adapter_config.json",
+    "adapter_model.safetensors",
 ];
 
 /// Of a model that weights are held against.
 const CONFIG: &str = r#"{"architectures": ["LlamaForCausalLM"], "hidden_size": 2, "intermediate_size": 2, "num_hidden_layers": 1,
     "num_attention_heads": 1, "vocab_size": 2, "tie_word_embeddings": true}"#;
+
+/// An adapter's two files, and a checkpoint without tensors.
+const RANK: &[u8] = br#"{"peft_type": "LORA", "r": 1}"#;
+const ADAPTER: &[u8] = b"\x02\0\0\0\0\0\0\0{}";
+const EMPTY: &[u8] = ADAPTER;
 
 fuzz_target!(|data: &[u8]| {
     let Some((&which, bytes)) = data.split_first() else { return };
@@ -29,7 +36,16 @@ fuzz_target!(|data: &[u8]| {
     let _ = Config::load(folder.path());
     let _ = Tokenizer::load(folder.path());
     let config = Config::parse(folder.path(), CONFIG).unwrap();
-    let _ = Checkpoint::check(folder.path(), config);
+    let _ = Checkpoint::check(folder.path(), config.clone());
+    // The other file of an adapter, and a checkpoint that it changes.
+    if name.starts_with("adapter") {
+        let other = if name == "adapter_config.json" { ("adapter_model.safetensors", ADAPTER) } else { ("adapter_config.json", RANK) };
+        std::fs::write(folder.path().join(other.0), other.1).unwrap();
+        std::fs::write(folder.path().join("model.safetensors"), EMPTY).unwrap();
+        if let Ok(weights) = Weights::open(folder.path(), ExpertForm::Matrices) {
+            let _ = Adapter::open(folder.path(), &config, &weights);
+        }
+    }
     let _ = Weights::open(folder.path(), ExpertForm::Transposed);
     let _ = Weights::open(folder.path(), ExpertForm::Mxfp4);
     let methods = [
