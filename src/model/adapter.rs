@@ -10,6 +10,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use data_encoding::HEXLOWER;
+use half::{bf16, f16};
 use memmap2::Mmap;
 use rayon::prelude::*;
 use sha2::{Digest, Sha256};
@@ -101,7 +102,8 @@ impl Adapter {
         Ok(adapter)
     }
 
-    /// PEFT stores a copy of the output head with its changes. It must be the model's own.
+    /// PEFT stores a copy of the output head with its changes. It must be the model's own, rounded to the
+    /// adapter's number format.
     fn check_copy(&self, copy: &str, module: &str, config: &Config, base: &Weights) -> Result<(), ModelError> {
         let stored = format!("{module}.weight");
         let name = canonical_name(&stored).unwrap_or(stored);
@@ -112,11 +114,16 @@ impl Adapter {
             None => false,
             Some((rows, columns)) => {
                 let copied = self.numbers(copy, rows, columns)?;
+                let round: fn(f32) -> f32 = match self.header.check_tensor(copy, Some(rows), columns)? {
+                    Dtype::Bf16 => |x| bf16::from_f32(x).to_f32(),
+                    Dtype::F16 => |x| f16::from_f32(x).to_f32(),
+                    _ => |x| x,
+                };
                 let own = base.tensor(&name, Some(rows), columns)?;
                 let mut values = vec![0.0; columns];
                 copied.chunks_exact(columns).enumerate().all(|(row, copied)| {
                     own.view().read_row(row, &mut values);
-                    values == copied
+                    values.iter().zip(copied).all(|(own, copied)| round(*own) == *copied)
                 })
             }
         };
