@@ -14,6 +14,8 @@ pub mod error;
 mod expert_forms;
 mod expert_names;
 pub mod folder;
+pub mod gguf;
+pub mod headers;
 mod kv_layout;
 mod pool;
 pub mod quantized;
