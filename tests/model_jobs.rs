@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use crate::bad_input::rows_of;
 use crate::commands::run;
-use crate::model_reference::harness::{Reference, all_models, folder as files_of};
+use crate::model_reference::harness::{GGUF, Reference, all_models, directory as files_of, folder as model_of};
 use crate::support::arg;
 
 /// A tokenizer of so many tokens: prompts are token ids, so it need only exist.
@@ -60,6 +60,29 @@ fn each_small_model_answers_a_job_as_transformers_does() {
         let reference = Reference::load(name);
         let folder = tempfile::tempdir().unwrap();
         let job = job(folder.path(), name, &reference);
+        run(&["run", arg(&job), "--quiet"]).expect(0);
+        let rows = rows_of(&folder.path().join("out"));
+        assert_eq!(rows.len(), reference.prompts.len());
+        for (row, prompt) in rows.iter().zip(&reference.prompts) {
+            assert_eq!(row["token_ids"], json!(prompt.tokens[prompt.length..]), "{name}");
+        }
+    }
+}
+
+/// A GGUF file by itself: configuration, tokenizer and weights are its own.
+#[test]
+fn each_gguf_file_answers_a_job_as_transformers_does() {
+    for name in GGUF {
+        let reference = Reference::load(name);
+        let folder = tempfile::tempdir().unwrap();
+        let job = job(folder.path(), name, &reference);
+        for file in ["tokenizer.json", "tokenizer_config.json"] {
+            fs::remove_file(folder.path().join("model").join(file)).unwrap();
+        }
+        let file = model_of(name).file_name().unwrap().to_string_lossy().into_owned();
+        let text = fs::read_to_string(&job).unwrap();
+        fs::write(&job, text.replace("model: model", &format!("model: model/{file}"))).unwrap();
+        run(&["plan", arg(&job)]).expect(0);
         run(&["run", arg(&job), "--quiet"]).expect(0);
         let rows = rows_of(&folder.path().join("out"));
         assert_eq!(rows.len(), reference.prompts.len());
