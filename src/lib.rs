@@ -12,6 +12,7 @@ mod say;
 mod error_line;
 mod failpoint;
 mod http;
+mod mapped;
 mod notice;
 mod printable;
 mod python_json;
@@ -30,6 +31,7 @@ pub mod engine;
 #[cfg(feature = "faults")]
 pub mod faults;
 pub mod fetch;
+pub mod gguf;
 pub mod job;
 pub mod ledger;
 pub mod model;

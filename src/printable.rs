@@ -37,6 +37,22 @@ pub(crate) fn printable(text: impl fmt::Display) -> String {
     out.0
 }
 
+/// Maximum length of a foreign name in a message, in characters.
+const NAME_CHARS_MAX: usize = 120;
+
+/// A name or another text from a file, escaped and cut so that it fits on one line.
+pub(crate) fn printable_name(text: &str) -> String {
+    let text: String = text
+        .chars()
+        .take(NAME_CHARS_MAX + 1)
+        .flat_map(char::escape_debug)
+        .collect();
+    match text.char_indices().nth(NAME_CHARS_MAX) {
+        None => text,
+        Some((end, _)) => format!("{}…", &text[..end]),
+    }
+}
+
 /// First bytes of characters that may need escaping: a fast check for texts without any.
 fn may_begin_control(byte: u8) -> bool {
     (byte < 0x20 && !matches!(byte, b'\n' | b'\t')) || matches!(byte, 0x7F | 0xC2 | 0xD8 | 0xE2 | 0xEF)

@@ -128,7 +128,10 @@ fn tokenizers_in_other_forms() {
 #[test]
 fn weights_in_other_forms() {
     let weights_are = |file: &str, words: &[&str]| demo_refused(&["model.safetensors"], &[(file, "")], words);
-    weights_are("demo.Q4_K_M.gguf", &["GGUF", "demo.Q4_K_M.gguf", "safetensors"]);
+    weights_are(
+        "demo.Q4_K_M.gguf",
+        &["demo.Q4_K_M.gguf", "ends within its first four bytes"],
+    );
     weights_are("pytorch_model.bin", &["pickle", "pytorch_model.bin", "convert"]);
     weights_are("consolidated.00.pth", &["consolidated.00.pth", "Hugging Face layout"]);
     weights_are(
@@ -148,7 +151,11 @@ fn weights_in_other_forms() {
         &["consolidated.00.pth", "Hugging Face layout"],
     );
     folder_refused(&[("original/params.json", "{}")], &["original", "Hugging Face layout"]);
-    folder_refused(&[("a.gguf", "GGUF")], &["GGUF", "a.gguf", "safetensors"]);
+    folder_refused(&[("a.gguf", "GGUF")], &["a.gguf", "ends within its version"]);
+    folder_refused(
+        &[("a.gguf", "GGUF"), ("b.gguf", "GGUF")],
+        &["several models as GGUF (`a.gguf`, `b.gguf`)", "give the file of one"],
+    );
     folder_refused(&[("model.onnx", "")], &["ONNX", "safetensors"]);
 }
 
@@ -165,8 +172,9 @@ fn files_in_place_of_a_folder() {
         ],
     );
     let path = |name: &str| folder.path().join(name);
-    refused(arg(&path("a.gguf")), &["a.gguf", "GGUF", "safetensors"]);
-    refused(arg(&path("weights")), &["GGUF", "safetensors"]);
+    refused(arg(&path("a.gguf")), &["a.gguf", "ends within its first four bytes"]);
+    refused(arg(&path("weights")), &["weights", "ends within its version"]);
+    refused(arg(&path("c.gguf")), &["c.gguf", "there is no such file"]);
     refused(
         arg(&path("model.safetensors")),
         &["model.safetensors", "give the folder"],

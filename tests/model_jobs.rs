@@ -8,7 +8,9 @@ use serde_json::{Value, json};
 
 use crate::bad_input::rows_of;
 use crate::commands::{queues, run};
-use crate::model_reference::harness::{ADAPTERS, Reference, all_models, folder as files_of};
+use crate::model_reference::harness::{
+    ADAPTERS, GGUF, Reference, all_models, directory as files_of, folder as model_of,
+};
 use crate::support::arg;
 
 /// A tokenizer of so many tokens: prompts are token ids, so it need only exist.
@@ -117,6 +119,29 @@ fn a_worker_has_the_adapter_of_its_job() {
             ];
             run(&[&worker[..], if is_named { &named } else { &[] }].concat()).expect(0);
             assert_answers(&output, &reference, adapter);
+        }
+    }
+}
+
+/// A GGUF file by itself: configuration, tokenizer and weights are its own.
+#[test]
+fn each_gguf_file_answers_a_job_as_transformers_does() {
+    for name in GGUF {
+        let reference = Reference::load(name);
+        let folder = tempfile::tempdir().unwrap();
+        let job = job(folder.path(), name, None, &reference);
+        for file in ["tokenizer.json", "tokenizer_config.json"] {
+            fs::remove_file(folder.path().join("model").join(file)).unwrap();
+        }
+        let file = model_of(name).file_name().unwrap().to_string_lossy().into_owned();
+        let text = fs::read_to_string(&job).unwrap();
+        fs::write(&job, text.replace("model: model", &format!("model: model/{file}"))).unwrap();
+        run(&["plan", arg(&job)]).expect(0);
+        run(&["run", arg(&job), "--quiet"]).expect(0);
+        let rows = rows_of(&folder.path().join("out"));
+        assert_eq!(rows.len(), reference.prompts.len());
+        for (row, prompt) in rows.iter().zip(&reference.prompts) {
+            assert_eq!(row["token_ids"], json!(prompt.tokens[prompt.length..]), "{name}");
         }
     }
 }

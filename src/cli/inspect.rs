@@ -16,6 +16,7 @@ use crate::cli::model_source::bring_description;
 use crate::cli::prepare::print_warnings;
 use crate::cli::sampling::default_sampling;
 use crate::device::{Dtype, KvSpec, Precision};
+use crate::gguf;
 use crate::job::Generate;
 use crate::job::chat::{ChatTemplate, Turn, form_of};
 use crate::job::thinking::{ModelThinking, mentioned_delimiters};
@@ -136,17 +137,17 @@ impl Inspection {
         });
         let config = Config::load(dir).and_then(|config| {
             if self.weights {
-                let checkpoint = Checkpoint::open(dir, None, config)?;
-                Ok((checkpoint.weights.main_dtype(), checkpoint.config))
+                let Checkpoint { config, weights } = Checkpoint::open(dir, None, config)?;
+                Ok((weights.main_dtype(), weights.main_blocks(), config))
             } else {
                 // Of quantized weights, the configuration names what they were rounded from.
                 let declared = declared_dtype(dir)?.filter(|_| config.quantization.is_none());
-                Ok((declared, config))
+                Ok((declared, None, config))
             }
         });
         match config {
-            Ok((stored, config)) => {
-                let architecture = Architecture::of(&config, stored);
+            Ok((stored, blocks, config)) => {
+                let architecture = Architecture::of(&config, stored, blocks);
                 let runs_on = |place: &Place| *place == Place::Cpu || architecture.refused_on_gpu.is_none();
                 let places = Place::ALL.into_iter().filter(runs_on);
                 self.memory = memory(&config, places, read_as(&config, stored));
@@ -288,8 +289,8 @@ impl Inspection {
 }
 
 impl Architecture {
-    /// `stored`: the number format of the weights, if it is known.
-    fn of(config: &Config, stored: Option<Dtype>) -> Architecture {
+    /// `stored`: the number format of the weights, if it is known; `blocks`: that of those in blocks.
+    fn of(config: &Config, stored: Option<Dtype>, blocks: Option<gguf::Format>) -> Architecture {
         let windows = config.layers.iter().filter(|spec| matches!(spec, KvSpec::Window(_)));
         let size = ModelSize::of(config);
         let on_gpu = config.refuse_on_gpu();
@@ -298,6 +299,7 @@ impl Architecture {
             parameters: size.parameters(),
             active_parameters: size.active_parameters(),
             format: match (config.expert_form(), config.quantization) {
+                _ if stored == Some(Dtype::F32) && blocks.is_some() => blocks.map(gguf::Format::name),
                 (ExpertForm::Mxfp4, _) => Some("mxfp4"),
                 (_, Some(quantization)) if stored.is_none_or(|stored| stored == Dtype::F32) => {
                     Some(quantization.method.name())

@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 use super::file::GenerateFile;
 use super::generate::{ConstraintSpec, Generate};
 use crate::engine::forbidden::ForbiddenTokens;
-use crate::model::config::generation::GenerationDefaults;
+use crate::model::config::generation::{GenerationDefaults, Origin};
 
 /// Source of the values that a job leaves out: the checkpoint, or neutral values, which do not change the model's distribution.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -37,6 +37,8 @@ pub enum Source {
     /// For a checkpoint without `generation_config.json`.
     #[serde(rename = "config.json")]
     Config,
+    #[serde(rename = "GGUF metadata")]
+    Gguf,
     #[serde(rename = "default")]
     Default,
 }
@@ -48,12 +50,13 @@ impl Source {
             Source::Job => "job",
             Source::GenerationConfig => "generation_config.json",
             Source::Config => "config.json",
+            Source::Gguf => "GGUF metadata",
             Source::Default => "default",
         }
     }
 
     fn is_checkpoint(self) -> bool {
-        matches!(self, Source::GenerationConfig | Source::Config)
+        matches!(self, Source::GenerationConfig | Source::Config | Source::Gguf)
     }
 }
 
@@ -83,10 +86,10 @@ pub(super) fn sources(file: &GenerateFile) -> Sources {
 impl Generate {
     /// Takes the values that the job leaves unset, and the forbidden tokens, from the checkpoint.
     pub fn take_defaults(&mut self, model: &GenerationDefaults) {
-        let source = if model.from_config_json {
-            Source::Config
-        } else {
-            Source::GenerationConfig
+        let source = match model.origin {
+            Origin::GenerationConfig => Source::GenerationConfig,
+            Origin::Config => Source::Config,
+            Origin::Gguf => Source::Gguf,
         };
         let sources = &mut self.from;
         take_default(

@@ -18,9 +18,10 @@ use sha2::{Digest, Sha256};
 use crate::device::Dtype;
 use crate::model::config::{ADAPTER_CONFIG, AdapterConfig, Config, ExpertForm};
 use crate::model::error::ModelError;
-use crate::model::names::{canonical_name, printable_name};
+use crate::model::names::canonical_name;
 use crate::model::tensors::{ModelTensors, OUTPUT_HEAD};
 use crate::model::weights::{Header, StoredTensor, WeightSource, Weights};
+use crate::printable::printable_name;
 
 const WEIGHTS: &str = "adapter_model.safetensors";
 /// What stands before the names of a model's modules.

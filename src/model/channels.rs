@@ -144,9 +144,14 @@ impl ActivationMaxima {
         safetensors::serialize(views?, Some(metadata))
     }
 
-    /// The file that `gristmill calibrate` writes for the checkpoint in `dir`.
+    /// The file that `gristmill calibrate` writes for the checkpoint in `dir`, or for a GGUF file beside it.
     pub fn path(dir: &Path) -> PathBuf {
-        dir.join("channels.safetensors")
+        match dir.file_name() {
+            Some(file) if dir.is_file() => {
+                dir.with_file_name(format!("{}.channels.safetensors", file.to_string_lossy()))
+            }
+            _ => dir.join("channels.safetensors"),
+        }
     }
 
     /// Loads the magnitudes of the checkpoint in `dir`. `None`: there is no such file, or

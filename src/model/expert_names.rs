@@ -139,6 +139,7 @@ fn split_stacked(
         let start = entry.bytes.start + i * bytes;
         let entry = TensorEntry {
             dtype: entry.dtype,
+            blocks: entry.blocks,
             shape: vec![rows / parts.len(), columns],
             bytes: start..start + bytes,
         };
@@ -164,6 +165,7 @@ fn split_by_expert(layer: &str, part: &str, entry: &TensorEntry) -> Option<Vec<(
         let start = entry.bytes.start + expert * bytes;
         let entry = TensorEntry {
             dtype: entry.dtype,
+            blocks: entry.blocks,
             shape: shape.clone(),
             bytes: start..start + bytes,
         };
@@ -250,6 +252,7 @@ mod tests {
     fn entry(shape: &[usize], bytes: std::ops::Range<usize>) -> TensorEntry {
         TensorEntry {
             dtype: safetensors::Dtype::BF16,
+            blocks: None,
             shape: shape.to_vec(),
             bytes,
         }

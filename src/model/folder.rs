@@ -9,7 +9,9 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 
 use super::read_limited;
+use crate::gguf;
 use crate::model::error::ModelError;
+use crate::model::gguf as model_gguf;
 use crate::regular::{self, first_bytes};
 
 const CONFIG: &str = "config.json";
@@ -23,8 +25,8 @@ const SMALL_BYTES_MAX: u64 = 1 << 20;
 const LFS_POINTER_BYTES_MAX: u64 = 1024;
 const LFS_POINTER_PREFIX: &[u8] = b"version https://git-lfs.github.com/spec/";
 
-/// Checks that `path` is a folder that may hold a checkpoint, and that its files are complete: no
-/// Git LFS pointers, no broken links.
+/// Checks that `path` is a folder that may hold a checkpoint, or a GGUF model, and that its files are
+/// complete: no Git LFS pointers, no broken links.
 ///
 /// # Errors
 /// `path` holds something else, which the error names, or its files are incomplete.
@@ -34,6 +36,10 @@ pub fn check(path: &Path) -> Result<(), ModelError> {
             path,
             missing_folder_message(&path.to_string_lossy()),
         ));
+    }
+    if let Some(files) = gguf::paths(path)? {
+        files.iter().try_for_each(|file| check_file(file))?;
+        return model_gguf::open(path).map(drop);
     }
     if !path.is_dir() {
         return Err(ModelError::unsupported(path, file_message(path)));
@@ -62,6 +68,9 @@ pub fn check_weights(dir: &Path) -> Result<(), ModelError> {
 /// # Errors
 /// There are only weights in another format, which the error names.
 pub fn has_weights(dir: &Path) -> Result<bool, ModelError> {
+    if gguf::paths(dir)?.is_some() {
+        return Ok(true);
+    }
     let folder = ModelFolder::list(dir)?;
     if folder.has_weights() {
         return Ok(true);
@@ -73,6 +82,7 @@ pub fn has_weights(dir: &Path) -> Result<bool, ModelError> {
 /// Face hub, the message says how to have it fetched.
 pub fn missing_folder_message(model: &str) -> String {
     match hub_name(model) {
+        _ if model.ends_with(".gguf") => "there is no such file".into(),
         Some(name) => format!(
             "there is no such folder; if `{name}` is a model on the Hugging Face hub, write `hf://{name}`, and it is fetched"
         ),
@@ -97,10 +107,6 @@ fn file_message(path: &Path) -> String {
         .extension()
         .map(|extension| extension.to_string_lossy().to_lowercase())
         .unwrap_or_default();
-    let beginning = first_bytes(path);
-    if extension == "gguf" || beginning.starts_with(b"GGUF") {
-        return GGUF_MESSAGE.into();
-    }
     let what = match extension.as_str() {
         "safetensors" => "a file of weights",
         "bin" | "pt" | "pth" | "ckpt" => "a file of pickled weights, which can run code when it is read",
@@ -108,11 +114,8 @@ fn file_message(path: &Path) -> String {
         "json" => "a file of a model",
         _ => "a file",
     };
-    format!("it is {what}: give the folder that holds `{CONFIG}`, `{WEIGHTS}` and `{TOKENIZER}`")
+    format!("it is {what}: give the folder that holds `{CONFIG}`, `{WEIGHTS}` and `{TOKENIZER}`, or a GGUF file")
 }
-
-const GGUF_MESSAGE: &str =
-    "it is a GGUF file, llama.cpp's format: give the folder of the safetensors checkpoint that it was made of";
 
 /// A folder and the names in it.
 struct ModelFolder<'a> {
@@ -186,9 +189,6 @@ impl ModelFolder<'_> {
         }
         if let Some(message) = self.native_layout_message() {
             return Some(message);
-        }
-        if let Some(name) = self.find(|name| name.ends_with(".gguf")) {
-            return Some(self.gguf_message(name));
         }
         if let Some(name) = self.find(|name| name.ends_with(".onnx")) {
             return Some(format!(
@@ -270,12 +270,6 @@ impl ModelFolder<'_> {
         ))
     }
 
-    fn gguf_message(&self, name: &str) -> String {
-        format!(
-            "it holds weights as GGUF (`{name}`), llama.cpp's format: give the folder of the safetensors checkpoint that they were made of"
-        )
-    }
-
     /// The error for a folder with weights only in an unsupported format, which it names. `None`:
     /// there are no weights.
     fn other_weights_error(&self) -> Option<ModelError> {
@@ -290,9 +284,6 @@ impl ModelFolder<'_> {
             && let Some(message) = self.native_layout_message()
         {
             return unsupported(message);
-        }
-        if let Some(name) = self.find(|name| name.ends_with(".gguf")) {
-            return unsupported(self.gguf_message(name));
         }
         if let Some(name) = self.find(|name| name.ends_with(".safetensors")) {
             return unsupported(format!(
@@ -347,28 +338,33 @@ impl ModelFolder<'_> {
             .chain(tokenizers)
             .filter(|name| self.names.contains(*name))
         {
-            let path = self.dir.join(name);
-            if let Ok(link) = std::fs::read_link(&path)
-                && !path.exists()
-            {
-                let message = format!(
-                    "a link to `{}`, which is not there: copy the folder with the files that its links name (`cp -rL`), or fetch it again",
-                    link.display()
-                );
-                return Err(ModelError::broken(&path, message));
-            }
-            let is_small = path
-                .metadata()
-                .is_ok_and(|file| file.is_file() && file.len() <= LFS_POINTER_BYTES_MAX);
-            if is_small && first_bytes(&path).starts_with(LFS_POINTER_PREFIX) {
-                return Err(ModelError::broken(
-                    &path,
-                    "a pointer of Git LFS in place of the file: run `git lfs pull` in its repository, or fetch the model again",
-                ));
-            }
+            check_file(&self.dir.join(name))?;
         }
         Ok(())
     }
+}
+
+/// Refuses a Git LFS pointer in place of a file, and a link whose target is missing.
+fn check_file(path: &Path) -> Result<(), ModelError> {
+    if let Ok(link) = std::fs::read_link(path)
+        && !path.exists()
+    {
+        let message = format!(
+            "a link to `{}`, which is not there: copy the folder with the files that its links name (`cp -rL`), or fetch it again",
+            link.display()
+        );
+        return Err(ModelError::broken(path, message));
+    }
+    let is_small = path
+        .metadata()
+        .is_ok_and(|file| file.is_file() && file.len() <= LFS_POINTER_BYTES_MAX);
+    if is_small && first_bytes(path).starts_with(LFS_POINTER_PREFIX) {
+        return Err(ModelError::broken(
+            path,
+            "a pointer of Git LFS in place of the file: run `git lfs pull` in its repository, or fetch the model again",
+        ));
+    }
+    Ok(())
 }
 
 /// Whether a file is in Meta's or Mistral's own format (`consolidated.00.pth`,

@@ -15,6 +15,8 @@ pub mod error;
 mod expert_forms;
 mod expert_names;
 pub mod folder;
+pub mod gguf;
+pub mod headers;
 mod kv_layout;
 mod names;
 mod pool;

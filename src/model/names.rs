@@ -25,19 +25,3 @@ pub(super) fn canonical_name(name: &str) -> Option<String> {
     let general = general.or(text_only);
     quantized::matrix_name(general.as_deref().unwrap_or(name)).or(general)
 }
-
-/// Maximum length of a tensor's name in an error message, in characters.
-const NAME_CHARS_MAX: usize = 120;
-
-/// A tensor's name or other text from a file, escaped and cut so that it fits on one line.
-pub(super) fn printable_name(text: &str) -> String {
-    let text: String = text
-        .chars()
-        .take(NAME_CHARS_MAX + 1)
-        .flat_map(char::escape_debug)
-        .collect();
-    match text.char_indices().nth(NAME_CHARS_MAX) {
-        None => text,
-        Some((end, _)) => format!("{}…", &text[..end]),
-    }
-}

@@ -1,4 +1,4 @@
-//! A checkpoint's weights: one safetensors file, or the safetensors files that an index lists.
+//! A checkpoint's weights: one safetensors file, the safetensors files that an index lists, or GGUF files.
 //! Pickle files are never read.
 
 #![expect(unsafe_code, reason = "maps files into memory")]
@@ -6,24 +6,26 @@
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::io::Read;
-use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use data_encoding::HEXLOWER;
 use memmap2::{Mmap, UncheckedAdvice};
-use safetensors::{SafeTensorError, SafeTensors};
 use sha2::{Digest, Sha256};
 
 use crate::device::{Dtype, Tensor};
+use crate::gguf::GgufSet;
 use crate::model::adapter::Adapter;
-use crate::model::config::{ExpertForm, quantization_file};
+use crate::model::config::quantization_file;
 use crate::model::error::ModelError;
-use crate::model::expert_names;
-use crate::model::names::{canonical_name, printable_name};
+use crate::model::gguf;
+pub use crate::model::headers::{Header, Headers, TensorEntry};
+use crate::model::headers::{missing, supported};
+use crate::model::names::canonical_name;
 use crate::model::quantized::{Problem, Quantization, StoredMatrix};
 use crate::model::random_weights::RandomWeights;
 use crate::model::stored_form::StoredForm;
+use crate::printable::printable_name;
 
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
@@ -82,7 +84,7 @@ impl StoredTensor<'_> {
     }
 }
 
-/// The safetensors files of a checkpoint folder. Tensors of a multimodal model's text part get the
+/// The safetensors files of a checkpoint folder, or GGUF files. Tensors of a multimodal model's text part get the
 /// names that they would have in a text-only model, and experts those of `expert_names.rs`.
 ///
 /// Opening the files does not check that they hold the tensors of a model; see
@@ -108,107 +110,6 @@ pub(super) struct TensorLocation {
     pub(super) name: String,
 }
 
-/// The headers of a checkpoint's files, without the bytes of any tensor.
-#[derive(Debug)]
-pub struct Headers {
-    pub dir: PathBuf,
-    /// Ascending by file name.
-    pub files: Vec<Header>,
-    /// (tensor, index of its file in `files`). `None`: no index is used.
-    pub index: Option<Vec<(String, usize)>>,
-}
-
-/// The header of one file.
-#[derive(Debug)]
-pub struct Header {
-    pub path: PathBuf,
-    /// A tensor of all experts of a layer is split into those of single experts.
-    pub tensors: BTreeMap<String, TensorEntry>,
-    /// For each tensor that was split, the names of its parts.
-    pub(super) split: BTreeMap<String, Vec<String>>,
-}
-
-/// A tensor's entry in the header of its file.
-#[derive(Debug)]
-pub struct TensorEntry {
-    pub dtype: safetensors::Dtype,
-    pub shape: Vec<usize>,
-    pub bytes: Range<usize>,
-}
-
-impl Headers {
-    /// The path for an error about all files: the only file, else the folder.
-    pub fn path(&self) -> &Path {
-        match &self.files[..] {
-            [file] => &file.path,
-            _ => &self.dir,
-        }
-    }
-}
-
-impl Header {
-    /// Checks the shape of the tensor `name`, which must have `rows` rows (`None` for a vector) of
-    /// `columns` numbers. Returns its number format.
-    ///
-    /// # Errors
-    /// The tensor is missing, has another shape, or has an unsupported number format.
-    pub fn check_tensor(&self, name: &str, rows: Option<usize>, columns: usize) -> Result<Dtype, ModelError> {
-        let dtype = self.check_shape(name, rows, columns)?;
-        supported(dtype).ok_or_else(|| self.wrong_dtype(name, dtype, "F32, F16 and BF16 are read"))
-    }
-
-    /// As [`check_tensor`](Self::check_tensor), for a tensor of bytes.
-    pub(super) fn check_bytes(&self, name: &str, rows: usize, columns: usize) -> Result<(), ModelError> {
-        match self.check_shape(name, Some(rows), columns)? {
-            safetensors::Dtype::U8 => Ok(()),
-            other => Err(self.wrong_dtype(name, other, "the bytes of quantized weights are U8")),
-        }
-    }
-
-    fn wrong_dtype(&self, name: &str, dtype: safetensors::Dtype, read: &str) -> ModelError {
-        let name = printable_name(name);
-        ModelError::unsupported(&self.path, format!("tensor `{name}` is stored as {dtype:?}; {read}"))
-    }
-
-    pub(super) fn check_shape(
-        &self,
-        name: &str,
-        rows: Option<usize>,
-        columns: usize,
-    ) -> Result<safetensors::Dtype, ModelError> {
-        let Some(entry) = self.tensors.get(name) else {
-            return Err(missing(&self.path, name));
-        };
-        let name = printable_name(name);
-        let expected: Vec<usize> = rows.into_iter().chain([columns]).collect();
-        // A convolution of each channel by itself has a dimension of 1 between its two.
-        let is_conv = name.ends_with(".conv1d.weight")
-            && matches!(entry.shape[..], [first, 1, last] if expected == [first, last]);
-        if entry.shape != expected && !is_conv {
-            let shape = printable_name(&format!("{:?}", entry.shape));
-            return Err(ModelError::broken(
-                &self.path,
-                format!("tensor `{name}` has shape {shape}; `config.json` makes it {expected:?}"),
-            ));
-        }
-        Ok(entry.dtype)
-    }
-}
-
-/// The number format, if weights are read in it.
-fn supported(dtype: safetensors::Dtype) -> Option<Dtype> {
-    match dtype {
-        safetensors::Dtype::F32 => Some(Dtype::F32),
-        safetensors::Dtype::F16 => Some(Dtype::F16),
-        safetensors::Dtype::BF16 => Some(Dtype::Bf16),
-        _ => None,
-    }
-}
-
-fn missing(path: &Path, name: &str) -> ModelError {
-    ModelError::broken(path, format!("tensor `{}` is missing", printable_name(name)))
-}
-
 impl Weights {
     /// Opens the weights in `dir`: `model.safetensors`, or else the files that
     /// `model.safetensors.index.json` lists.
@@ -217,6 +118,9 @@ impl Weights {
     /// There are no weights, a header does not fit its file, or the index names something other
     /// than files of `dir`.
     pub fn open(dir: &Path, form: impl Into<StoredForm>) -> Result<Weights, ModelError> {
+        if let Some(set) = gguf::open(dir)? {
+            return Weights::of_gguf(set);
+        }
         let form = form.into();
         let (names, index) = weight_files(dir)?;
         let mut files = Vec::new();
@@ -259,6 +163,39 @@ impl Weights {
         })
     }
 
+    fn of_gguf(set: GgufSet) -> Result<Weights, ModelError> {
+        let architecture = gguf::Architecture::of(&set)?;
+        let dir = set.path().to_owned();
+        let (mut files, mut maps, mut tensors) = (Vec::new(), Vec::new(), HashMap::new());
+        for (index, file) in set.files.into_iter().enumerate() {
+            let header = gguf::header(&file, architecture)?;
+            for name in header.tensors.keys() {
+                let location = TensorLocation {
+                    file: index,
+                    name: name.clone(),
+                };
+                if tensors.insert(name.clone(), location).is_some() {
+                    let why = format!("tensor `{}` is in another file of the set, too", printable_name(name));
+                    return Err(ModelError::broken(&file.path, why));
+                }
+            }
+            files.push(header);
+            maps.push(file.map);
+        }
+        Ok(Weights {
+            headers: Headers {
+                dir,
+                files,
+                index: None,
+            },
+            maps,
+            quantization: None,
+            adapter: None,
+            handed_out: AtomicUsize::new(0),
+            tensors,
+        })
+    }
+
     pub fn headers(&self) -> &Headers {
         &self.headers
     }
@@ -285,6 +222,7 @@ impl Weights {
             let is_quantized = |entry: &TensorEntry| self.quantization.is_some() && supported(entry.dtype).is_none();
             let read = entries().map(|entry| match is_quantized(entry) {
                 true => (Some(Dtype::F32), entry.bytes.len().saturating_mul(4)),
+                false if entry.blocks.is_some() => (Some(Dtype::F32), 4 * entry.shape.iter().product::<usize>()),
                 false => (supported(entry.dtype), entry.bytes.len()),
             });
             let of_dtype = read.filter(|(read_as, _)| *read_as == Some(dtype));
@@ -299,6 +237,20 @@ impl Weights {
 }
 
 impl Weights {
+    /// The format of most numbers that are stored in blocks.
+    pub fn main_blocks(&self) -> Option<crate::gguf::Format> {
+        let mut numbers = BTreeMap::new();
+        for entry in self.headers.files.iter().flat_map(|file| file.tensors.values()) {
+            if let Some(format) = entry.blocks {
+                *numbers.entry(format).or_insert(0usize) += entry.shape.iter().product::<usize>();
+            }
+        }
+        numbers
+            .into_iter()
+            .max_by_key(|(_, count)| *count)
+            .map(|(format, _)| format)
+    }
+
     /// The header of the file that holds a tensor, and the tensor's location.
     pub(super) fn locate(&self, name: &str) -> Result<(&Header, &TensorLocation), ModelError> {
         let location = self.tensors.get(name);
@@ -380,77 +332,28 @@ impl Weights {
         }
         let (header, location) = self.locate(name)?;
         let dtype = header.check_tensor(&location.name, rows, columns)?;
+        let data = self.data(header, location);
         Ok(StoredTensor {
             dtype,
             rows: rows.unwrap_or(1),
             columns,
-            data: self.data(header, location),
+            data: match header.tensors[&location.name].blocks {
+                Some(format) => Cow::Owned(format.to_f32(&data, columns)),
+                None => data,
+            },
         })
     }
 }
 
-impl Header {
-    pub(super) fn open(path: PathBuf, experts: ExpertForm) -> Result<(Header, Mmap), ModelError> {
-        let (file, _) = crate::regular::open(&path).map_err(|e| ModelError::read(&path, e))?;
-        // SAFETY: the mapping is read-only. It lives only while the weights are checked against
-        // their configuration or copied to the device. Truncating the file in that time ends this
-        // process with SIGBUS, as with any program that maps it. Any other change to the file can
-        // only change numbers, since all offsets are checked against the mapping's length.
-        let map = unsafe { Mmap::map(&file) }.map_err(|e| ModelError::read(&path, e))?;
-        let broken = |message: String| ModelError::broken(&path, format!("not a sound safetensors file: {message}"));
-        let (header_bytes, metadata) = SafeTensors::read_metadata(&map).map_err(|error| {
-            use SafeTensorError::{HeaderTooSmall, InvalidHeaderLength, MetadataIncompleteBuffer};
-            let is_short = matches!(error, HeaderTooSmall | InvalidHeaderLength | MetadataIncompleteBuffer);
-            let hint = if is_short {
-                format!(
-                    "; it has {} bytes: if its copy or download was cut off, fetch it again",
-                    map.len()
-                )
-            } else {
-                String::new()
-            };
-            broken(format!("{error}{hint}"))
-        })?;
-        // Eight bytes with the header's length precede the header.
-        let start = 8 + header_bytes;
-        let mut tensors = BTreeMap::new();
-        let mut split = BTreeMap::new();
-        for (name, info) in metadata.tensors() {
-            let bytes = start.saturating_add(info.data_offsets.0)..start.saturating_add(info.data_offsets.1);
-            if bytes.start > bytes.end || bytes.end > map.len() {
-                return Err(broken(format!(
-                    "tensor `{}` lies outside the file",
-                    printable_name(&name)
-                )));
-            }
-            let (dtype, shape) = (info.dtype, info.shape.clone());
-            let entry = TensorEntry { dtype, shape, bytes };
-            let parts = match expert_names::split(experts, &name, &entry) {
-                None => vec![(name, entry)],
-                Some(parts) => {
-                    split.insert(name, parts.iter().map(|(name, _)| name.clone()).collect());
-                    parts
-                }
-            };
-            for (name, entry) in parts {
-                let what = printable_name(&name);
-                if tensors.insert(name, entry).is_some() {
-                    return Err(broken(format!(
-                        "tensor `{what}` is stored twice, alone and with all experts"
-                    )));
-                }
-            }
-        }
-        Ok((Header { path, tensors, split }, map))
-    }
-}
-
 /// A warning that the index beside `model.safetensors` is ignored. `None`: one of the two files
-/// does not exist, or the index lists only `model.safetensors`.
+/// does not exist, or the index lists only `model.safetensors`, or the model is a GGUF file.
 ///
 /// # Errors
 /// The folder cannot be read.
 pub fn ignored_index_warning(dir: &Path) -> Result<Option<String>, ModelError> {
+    if !dir.is_dir() {
+        return Ok(None);
+    }
     let (single, index) = (dir.join(SINGLE), dir.join(INDEX));
     for path in [&single, &index] {
         if !path.try_exists().map_err(|e| ModelError::read(path, e))? {
@@ -547,13 +450,16 @@ fn no_weights_error(dir: &Path) -> Result<ModelError, ModelError> {
 }
 
 /// SHA-256 over the files that determine a model's logits: `config.json`, then the file that describes
-/// quantized weights in its place, if there is one, then the index if it is used, then the weight files in the order of their names. For each file the hash covers the
-/// name's length and the name, the file's size and its bytes (lengths in 8 bytes, little-endian).
-/// Lower-case hex.
+/// quantized weights in its place, if there is one, then the index if it is used, then the weight files in
+/// the order of their names; or the files of a GGUF model. For each file the hash covers the name's length
+/// and the name, the file's size and its bytes (lengths in 8 bytes, little-endian). Lower-case hex.
 ///
 /// # Errors
 /// As [`Weights::open`], or a file cannot be read.
 pub fn checkpoint_hash(dir: &Path) -> Result<String, ModelError> {
+    if let Some(paths) = crate::gguf::paths(dir)? {
+        return hash_of_files(&paths);
+    }
     let (files, index) = weight_files(dir)?;
     let mut names = vec!["config.json".to_owned()];
     let described = quantization_file(dir)?;
@@ -561,17 +467,21 @@ pub fn checkpoint_hash(dir: &Path) -> Result<String, ModelError> {
     names.extend(described.map(|name| name.to_string_lossy().into_owned()));
     names.extend(index.is_some().then(|| INDEX.to_owned()));
     names.extend(files);
+    hash_of_files(&names.iter().map(|name| dir.join(name)).collect::<Vec<_>>())
+}
+
+fn hash_of_files(paths: &[PathBuf]) -> Result<String, ModelError> {
     let mut hash = Sha256::new();
     let mut buffer = vec![0u8; 1 << 20];
-    for name in names {
-        let path = dir.join(&name);
-        let (mut file, size) = crate::regular::open(&path).map_err(|e| ModelError::read(&path, e))?;
+    for path in paths {
+        let name = path.file_name().unwrap_or_default().as_encoded_bytes();
+        let (mut file, size) = crate::regular::open(path).map_err(|e| ModelError::read(path, e))?;
         hash.update((name.len() as u64).to_le_bytes());
-        hash.update(name.as_bytes());
+        hash.update(name);
         hash.update(size.to_le_bytes());
         let mut left = size;
         loop {
-            let n = file.read(&mut buffer).map_err(|e| ModelError::read(&path, e))?;
+            let n = file.read(&mut buffer).map_err(|e| ModelError::read(path, e))?;
             if n == 0 {
                 break;
             }
@@ -579,7 +489,7 @@ pub fn checkpoint_hash(dir: &Path) -> Result<String, ModelError> {
             hash.update(&buffer[..n]);
         }
         if left > 0 {
-            return Err(ModelError::broken(&path, "the file shrank while it was read"));
+            return Err(ModelError::broken(path, "the file shrank while it was read"));
         }
     }
     Ok(HEXLOWER.encode(&hash.finalize()))

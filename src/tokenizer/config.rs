@@ -6,6 +6,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
+use super::foreign::gguf_config;
 use super::{AddedToken, TokenizerError};
 use crate::python_json;
 
@@ -44,11 +45,15 @@ pub struct TokenizerConfig {
 }
 
 impl TokenizerConfig {
-    /// Reads the companion files of `tokenizer.json` that exist in `dir`.
+    /// Reads the companion files of `tokenizer.json` that exist in `dir`, or the metadata of a GGUF model without
+    /// such a file.
     ///
     /// A `chat_template.jinja` file replaces the template in `tokenizer_config.json`, as in
     /// transformers.
     pub fn load(dir: &Path) -> Result<TokenizerConfig, TokenizerError> {
+        if let Some(config) = gguf_config(dir)? {
+            return Ok(config);
+        }
         let path = dir.join("tokenizer_config.json");
         let mut config = if path.exists() {
             let text = read_text(&path)?;
@@ -188,7 +193,7 @@ impl TokenizerConfig {
         }
     }
 
-    fn set_template(&mut self, name: &str, source: String) {
+    pub(super) fn set_template(&mut self, name: &str, source: String) {
         match self.chat_templates.iter_mut().find(|t| t.name == name) {
             Some(known) => known.source = source,
             None => self.chat_templates.push(ChatTemplateSource {

@@ -97,6 +97,8 @@ def seeds(scratch):
     yield from parquet(scratch)
     yield from arrow(scratch)
     yield from (("checkpoint", str(number), seed) for number, seed in enumerate(checkpoint()))
+    files = (ROOT / "tests/fixtures").glob("*/**/*.gguf")
+    yield from (("gguf_file", f"{path.parent.name}-{path.name}", path.read_bytes()) for path in sorted(files) if path.stat().st_size < 1 << 16)
     yield from (("job_file", path.name, path.read_bytes()) for path in sorted((ROOT / "jobs").glob("*.yaml")))
     templates = (ROOT / "tests/fixtures").glob("*/*.jinja")
     yield from (("template", f"{path.parent.name}-{path.name}", path.read_bytes()) for path in sorted(templates))

@@ -124,9 +124,39 @@ pub(crate) const ADAPTERS: [(&str, &str); 6] = [
     ("qwen3moe-tied-attention", "qwen3moe-tied"),
 ];
 
+/// Converted and quantized by llama.cpp (`fixtures/make_gguf.py`).
+pub(crate) const GGUF: [&str; 26] = [
+    "command-r-q8_0",
+    "cohere2-q8_0",
+    "ernie45-bf16",
+    "exaone4-q8_0",
+    "gemma-q8_0",
+    "gemma2-q8_0",
+    "gemma3-q8_0",
+    "glm4-q8_0",
+    "glm4moe-q8_0",
+    "gpt-oss-mxfp4",
+    "granite-q8_0",
+    "granitemoe-q8_0",
+    "llama-every-format",
+    "llama-linear-f16",
+    "llama-q8_0",
+    "mixtral-q8_0",
+    "olmo2-q8_0",
+    "olmo3-q8_0",
+    "olmoe-q8_0",
+    "phi3-q8_0",
+    "qwen2-q4_0-tied",
+    "qwen2moe-q8_0",
+    "qwen3-q4_k_m-split",
+    "qwen3moe-iq4_nl",
+    "seed-oss-q8_0",
+    "smollm3-q8_0",
+];
+
 /// Models of all families, and of all formats.
 pub(crate) fn all_models() -> impl Iterator<Item = &'static str> {
-    MODELS.into_iter().chain(QUANTIZED)
+    MODELS.into_iter().chain(QUANTIZED).chain(GGUF)
 }
 
 #[test]
@@ -136,6 +166,7 @@ fn every_model_of_the_fixtures_is_tried() {
         ("models", &MODELS[..]),
         ("quantized", &QUANTIZED[..]),
         ("adapters", &adapters[..]),
+        ("gguf", &GGUF[..]),
     ] {
         let entries = std::fs::read_dir(fixtures().join(kind)).unwrap();
         let mut names: Vec<String> = entries
@@ -152,15 +183,30 @@ fn fixtures() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures")
 }
 
-pub(crate) fn folder(name: &str) -> PathBuf {
+/// The folder of a model's files.
+pub(crate) fn directory(name: &str) -> PathBuf {
     let kind = if QUANTIZED.contains(&name) {
         "quantized"
     } else if ADAPTERS.iter().any(|(adapter, _)| *adapter == name) {
         "adapters"
+    } else if GGUF.contains(&name) {
+        "gguf"
     } else {
         "models"
     };
     fixtures().join(kind).join(name)
+}
+
+/// What a user gives as the model: a folder, or a GGUF file.
+pub(crate) fn folder(name: &str) -> PathBuf {
+    let directory = directory(name);
+    if !GGUF.contains(&name) {
+        return directory;
+    }
+    let entries = std::fs::read_dir(&directory).unwrap();
+    let files = entries.map(|entry| entry.unwrap().path());
+    let files = files.filter(|path| path.extension().is_some_and(|end| end == "gguf"));
+    files.min().unwrap()
 }
 
 /// Whether a token uses some of the experts, so that a rounding may choose another one.
@@ -186,7 +232,7 @@ pub(crate) struct Prompt {
 
 impl Reference {
     pub(crate) fn load(name: &str) -> Reference {
-        let bytes = std::fs::read(folder(name).join("reference.safetensors")).unwrap();
+        let bytes = std::fs::read(directory(name).join("reference.safetensors")).unwrap();
         let (_, metadata) = SafeTensors::read_metadata(&bytes).unwrap();
         let metadata = metadata.metadata().clone().unwrap();
         let lengths: Vec<usize> = serde_json::from_str(&metadata["prompt_lengths"]).unwrap();

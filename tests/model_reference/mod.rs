@@ -5,6 +5,7 @@ mod answers;
 mod bits;
 mod engine;
 mod files;
+mod gguf;
 pub(crate) mod harness;
 mod perplexity;
 mod precision;

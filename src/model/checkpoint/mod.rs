@@ -13,11 +13,12 @@ use rayon::prelude::*;
 use crate::model::adapter::Adapter;
 use crate::model::config::Config;
 use crate::model::error::ModelError;
-use crate::model::names::{canonical_name, printable_name, text_only_name};
+use crate::model::names::{canonical_name, text_only_name};
 use crate::model::quantized::{self, Problem, StoredMatrix};
 use crate::model::stored_form::StoredForm;
 use crate::model::tensors::{ModelTensors, OUTPUT_HEAD, TensorSpec};
 use crate::model::weights::{Headers, StoredTensor, WeightSource, Weights, ignored_index_warning};
+use crate::printable::printable_name;
 
 /// A checked checkpoint.
 pub struct Checkpoint {
@@ -227,8 +228,9 @@ pub fn check_headers(config: &Config, headers: &Headers) -> Result<bool, ModelEr
     if let [name, others @ ..] = &missing[..] {
         let instead = unexpected.first().map(|(_, location)| {
             format!(
-                "; the file has `{}`, which `config.json` does not mention",
-                printable_name(location.1)
+                "; the file has `{}`, which {} does not mention",
+                printable_name(location.1),
+                headers.described_by()
             )
         });
         return Err(ModelError::broken(
@@ -451,7 +453,8 @@ impl UnexpectedTensor {
 
     /// The error that names this tensor; `unread_count` includes it.
     fn error(&self, headers: &Headers, (file, name): FileAndName<'_>, unread_count: usize) -> ModelError {
-        let unread = "answers without it would be wrong: fetch weights and `config.json` of one model";
+        let description = headers.described_by();
+        let unread = format!("answers without it would be wrong: fetch weights and {description} of one model");
         let why = match self {
             UnexpectedTensor::Quantized => {
                 "belongs to weights in a quantized form that is not read: take the model in F32, F16 or BF16".to_owned()
@@ -459,15 +462,15 @@ impl UnexpectedTensor {
             UnexpectedTensor::Adapter => {
                 "belongs to a LoRA adapter, which is no part of a checkpoint: name the adapter's folder as the job's `adapter`".to_owned()
             }
-            UnexpectedTensor::Layer(count) => format!("belongs to a layer above the {count} that `config.json` describes; {unread}"),
-            UnexpectedTensor::Bias(part) => format!("is a bias of `{part}`, and `config.json` describes none; {unread}"),
+            UnexpectedTensor::Layer(count) => format!("belongs to a layer above the {count} that {description} describes; {unread}"),
+            UnexpectedTensor::Bias(part) => format!("is a bias of `{part}`, and {description} describes none; {unread}"),
             UnexpectedTensor::HeadNorm => {
-                format!("is a norm of queries or keys, and the model in `config.json` has none; {unread}")
+                format!("is a norm of queries or keys, and the model in {description} has none; {unread}")
             }
             UnexpectedTensor::OtherHead => {
                 "is the head of a model that scores or classifies texts, which is not supported: take a model that writes".to_owned()
             }
-            UnexpectedTensor::Unknown => format!("is read by no part of the model in `config.json`; {unread}"),
+            UnexpectedTensor::Unknown => format!("is read by no part of the model in {description}; {unread}"),
         };
         ModelError::unsupported(
             &headers.files[file].path,

@@ -22,6 +22,7 @@ fn config(changes: Value) -> Config {
 fn entry(shape: &[usize]) -> TensorEntry {
     TensorEntry {
         dtype: Dtype::BF16,
+        blocks: None,
         shape: shape.to_vec(),
         bytes: 0..0,
     }
@@ -40,6 +41,7 @@ fn headers(config: &Config) -> Headers {
             path: PathBuf::from("m/model.safetensors"),
             tensors: tensors.collect(),
             split: BTreeMap::new(),
+            described_by: crate::model::headers::CONFIG_JSON,
         }],
         index: None,
     }
@@ -51,6 +53,7 @@ fn sharded(headers: Headers) -> Headers {
         path: PathBuf::from(format!("m/model-{number}.safetensors")),
         tensors: BTreeMap::new(),
         split: BTreeMap::new(),
+        described_by: crate::model::headers::CONFIG_JSON,
     });
     let mut index = Vec::new();
     for (name, entry) in headers.files.into_iter().flat_map(|file| file.tensors) {

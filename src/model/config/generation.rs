@@ -12,18 +12,31 @@ use serde_json::{Map, Value};
 
 use super::reader::{Reader, read_json, short};
 use crate::model::error::ModelError;
+use crate::model::gguf;
 
 const GENERATION_CONFIG: &str = "generation_config.json";
 /// Read in old checkpoints without `generation_config.json`.
 const CONFIG: &str = "config.json";
+/// What the metadata of a GGUF file are called in messages.
+const GGUF: &str = "GGUF metadata";
 /// Maximum of `max_new_tokens` and other token counts: more than any model's context.
 const TOKENS_MAX: u64 = 1 << 20;
+
+/// Where a checkpoint recommends its sampling.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Origin {
+    #[default]
+    GenerationConfig,
+    /// `config.json`, of old checkpoints.
+    Config,
+    /// The metadata of a GGUF file.
+    Gguf,
+}
 
 /// A checkpoint's recommended sampling, checked. `None` fields are not set in the file.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct GenerationDefaults {
-    /// Whether the values come from `config.json`.
-    pub from_config_json: bool,
+    pub origin: Origin,
     pub temperature: Option<f32>,
     pub top_k: Option<u32>,
     pub top_p: Option<f32>,
@@ -47,7 +60,7 @@ pub struct GenerationDefaults {
 #[derive(Debug)]
 pub struct GenerationFile {
     path: PathBuf,
-    from_config_json: bool,
+    origin: Origin,
     map: Map<String, Value>,
 }
 
@@ -148,19 +161,25 @@ const HARMLESS: [&str; 38] = [
 ];
 
 impl GenerationFile {
-    /// Reads `generation_config.json` in `dir`. Without that file the same keys of `config.json`
+    /// Reads `generation_config.json` in `dir`, or the metadata of a GGUF model. Without that file the same keys of `config.json`
     /// are read; its top-level keys take precedence over those of its `text_config`.
     ///
     /// # Errors
     /// A file cannot be read or parsed.
     pub fn load(dir: &Path) -> Result<GenerationFile, ModelError> {
+        if let Some(set) = gguf::open(dir)? {
+            return Ok(GenerationFile {
+                path: set.path().to_owned(),
+                origin: Origin::Gguf,
+                map: gguf::sampling(set.metadata()),
+            });
+        }
         let path = dir.join(GENERATION_CONFIG);
         if path.try_exists().map_err(|e| ModelError::read(&path, e))? {
             let map = read_json(&path)?;
-            let from_config_json = false;
             return Ok(GenerationFile {
                 path,
-                from_config_json,
+                origin: Origin::GenerationConfig,
                 map,
             });
         }
@@ -177,20 +196,19 @@ impl GenerationFile {
                 map.entry(key.clone()).or_insert_with(|| value.clone());
             }
         }
-        let from_config_json = true;
         Ok(GenerationFile {
             path,
-            from_config_json,
+            origin: Origin::Config,
             map,
         })
     }
 
     /// The file's name.
     pub fn name(&self) -> &'static str {
-        if self.from_config_json {
-            CONFIG
-        } else {
-            GENERATION_CONFIG
+        match self.origin {
+            Origin::GenerationConfig => GENERATION_CONFIG,
+            Origin::Config => CONFIG,
+            Origin::Gguf => GGUF,
         }
     }
 
@@ -236,7 +254,7 @@ impl GenerationFile {
         let mut suppress_tokens = reader.ids("suppress_tokens")?;
         suppress_tokens.extend(reader.bad_words()?);
         Ok(GenerationDefaults {
-            from_config_json: self.from_config_json,
+            origin: self.origin,
             temperature: number("temperature", 0.0, 100.0)?,
             top_k: reader.top_k()?,
             top_p,
@@ -362,7 +380,7 @@ mod tests {
         let Value::Object(map) = text else { panic!("an object") };
         GenerationFile {
             path: GENERATION_CONFIG.into(),
-            from_config_json: false,
+            origin: Origin::GenerationConfig,
             map,
         }
     }
@@ -397,7 +415,7 @@ mod tests {
         }))
         .unwrap();
         let expected = GenerationDefaults {
-            from_config_json: false,
+            origin: Origin::GenerationConfig,
             temperature: Some(0.0),
             top_k: Some(0),
             top_p: None,
@@ -499,7 +517,7 @@ mod tests {
         );
         let old = GenerationFile::load(dir.path()).unwrap();
         let defaults = old.check().unwrap();
-        assert_eq!((old.name(), defaults.from_config_json), (CONFIG, true));
+        assert_eq!((old.name(), defaults.origin), (CONFIG, Origin::Config));
         assert_eq!((defaults.temperature, defaults.top_k), (Some(0.5), Some(3)));
         assert!(
             defaults.unknown.is_empty(),
@@ -508,8 +526,8 @@ mod tests {
         write(GENERATION_CONFIG, json!({"top_p": 0.9}));
         let own = GenerationFile::load(dir.path()).unwrap().check().unwrap();
         assert_eq!(
-            (own.top_p, own.temperature, own.from_config_json),
-            (Some(0.9), None, false)
+            (own.top_p, own.temperature, own.origin),
+            (Some(0.9), None, Origin::GenerationConfig)
         );
     }
 }

@@ -9,6 +9,7 @@ use serde_json::Value;
 
 use crate::device::{Activation, HeadShape, KvSpec, LatentShape, RecurrentShape, Routing, cuda};
 use crate::model::error::ModelError;
+use crate::model::gguf;
 use crate::model::quantized::Quantization;
 use crate::model::rope::{Rope, Scaling};
 
@@ -230,12 +231,16 @@ pub struct Config {
 }
 
 impl Config {
-    /// Reads `config.json` and, if it exists, `generation_config.json` of a checkpoint folder.
+    /// Reads `config.json` and, if it exists, `generation_config.json` of a checkpoint folder, or the
+    /// metadata of a GGUF model.
     ///
     /// # Errors
     /// A file cannot be read or parsed, a size is out of bounds, or an architecture or option is
     /// not supported.
     pub fn load(dir: &Path) -> Result<Config, ModelError> {
+        if let Some(set) = gguf::open(dir)? {
+            return gguf::config(&set);
+        }
         let path = dir.join("config.json");
         let mut map = read_json(&path)?;
         if let Some(file) = quantization_file(dir)? {

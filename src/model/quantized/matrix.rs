@@ -6,8 +6,8 @@ use super::bitsandbytes;
 use super::numbers::{self, Table};
 use super::packing::Packing;
 use super::{Blocks, Method, Quantization};
-use crate::model::names::printable_name;
 use crate::model::weights::TensorEntry;
+use crate::printable::printable_name;
 
 /// The name of a tensor in its file and its entry there, by the name that it has in models that are
 /// built.

@@ -1,12 +1,15 @@
-//! Tokenizers of folders without `tokenizer.json`: `tekken.json`, tiktoken's ranks, SentencePiece's model.
+//! Tokenizers of models without `tokenizer.json`: `tekken.json`, tiktoken's ranks, SentencePiece's model, the metadata of
+//! a GGUF file.
 //!
 //! Each is written as a `tokenizer.json` in memory, which then goes the way of a file of that name, with its limits and
 //! checks. What a file says that this form cannot say is refused by name.
 //!
 //! See docs/decisions/100-other-tokenizers-become-one-form.md.
 
+mod gguf;
 mod merges;
 mod sentencepiece;
+mod splits;
 mod tekken;
 mod tiktoken;
 
@@ -15,6 +18,8 @@ use std::path::{Path, PathBuf};
 use data_encoding::HEXLOWER;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
+
+pub(super) use gguf::config as gguf_config;
 
 use super::config::{TokenizerConfig, read_limited};
 use super::{Tokenizer, TokenizerError};
@@ -50,6 +55,9 @@ enum Format {
 
 /// The tokenizer of a folder that has one of these forms. `None`: it has none of them.
 pub(super) fn load(dir: &Path) -> Result<Option<Tokenizer>, TokenizerError> {
+    if let Some(tokenizer) = gguf::load(dir)? {
+        return Ok(Some(tokenizer));
+    }
     let Some(path) = find(dir) else { return Ok(None) };
     let is_tekken = path.extension().is_some_and(|end| end == "json");
     let bytes = read_limited(&path, if is_tekken { TEKKEN_BYTES_MAX } else { OTHER_BYTES_MAX })?;
@@ -106,10 +114,10 @@ fn build(converted: Converted, mut config: TokenizerConfig, file: &[u8]) -> Resu
     Ok(tokenizer)
 }
 
-/// A special token's entry among `added_tokens`.
-fn special_token(id: u32, content: &str) -> Value {
+/// A token's entry among `added_tokens`.
+fn added_token(id: u32, content: &str, is_special: bool) -> Value {
     json!({"id": id, "content": content, "single_word": false, "lstrip": false, "rstrip": false, "normalized": false,
-           "special": true})
+           "special": is_special})
 }
 
 /// A tokenizer of bytes: text is split by `pattern`, and each piece is merged by rank.
@@ -131,7 +139,7 @@ fn of_ranks(ranks: &[(Vec<u8>, u32)], pattern: &str, specials: &[(String, u32)])
     let split = json!({"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": false});
     Ok(json!({
         "version": "1.0",
-        "added_tokens": specials.iter().map(|(content, id)| special_token(*id, content)).collect::<Vec<_>>(),
+        "added_tokens": specials.iter().map(|(content, id)| added_token(*id, content, true)).collect::<Vec<_>>(),
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
         "decoder": byte_level,
         // A piece that is a token is that token, whatever merges would make of it.

@@ -6,7 +6,7 @@ use prost::Message;
 use serde_json::{Value, json};
 
 use super::merges::RankedTokens;
-use super::{Converted, SpecialNames, special_token};
+use super::{Converted, SpecialNames, added_token};
 use crate::tokenizer::TokenizerConfig;
 
 /// Classes of transformers whose tokenizer is this file and a token before each prompt.
@@ -71,8 +71,10 @@ pub(super) struct Normalizer {
 }
 
 const NORMAL: i32 = 1;
-const UNKNOWN: i32 = 2;
+pub(super) const UNKNOWN: i32 = 2;
 const CONTROL: i32 = 3;
+const USER_DEFINED: i32 = 4;
+const UNUSED: i32 = 5;
 const BYTE: i32 = 6;
 const BPE: i32 = 2;
 
@@ -85,31 +87,13 @@ pub(super) fn convert(bytes: &[u8], config: &TokenizerConfig) -> Result<Converte
     let trainer = model.trainer.as_ref().ok_or("it has no `trainer_spec`")?;
     let normalizer = model.normalizer.as_ref().ok_or("it has no `normalizer_spec`")?;
     check_options(trainer, normalizer, model.denormalizer.as_ref())?;
-    let pieces = Pieces::of(&model.pieces, trainer.byte_fallback())?;
-    let merges = pieces.merges()?;
-    let prefix = normalizer.add_dummy_prefix();
+    let pieces = Pieces::of(&model.pieces, trainer.byte_fallback(), false)?;
     // `legacy` says whether text behind a special token gets the prefix, too; transformers takes it as set where it is absent.
-    let always = prefix && config.legacy != Some(false);
-    let space = json!({"type": "Replace", "pattern": {"String": " "}, "content": MARK});
-    let (normalizer, pre_tokenizer) = match (prefix, always) {
-        (true, false) => (
-            Value::Null,
-            json!({"type": "Metaspace", "replacement": MARK, "prepend_scheme": "first", "split": false}),
-        ),
-        (true, true) => (
-            json!({"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": MARK}, space]}),
-            Value::Null,
-        ),
-        (false, _) => (space, Value::Null),
+    let prefix = match (normalizer.add_dummy_prefix(), config.legacy) {
+        (false, _) => Prefix::Never,
+        (true, Some(false)) => Prefix::First,
+        (true, _) => Prefix::Always,
     };
-    let mut decoders = vec![
-        json!({"type": "Replace", "pattern": {"String": MARK}, "content": " "}),
-        json!({"type": "ByteFallback"}),
-        json!({"type": "Fuse"}),
-    ];
-    if prefix {
-        decoders.push(json!({"type": "Strip", "content": " ", "start": 1, "stop": 0}));
-    }
     let named = |name: &str| {
         pieces
             .specials
@@ -117,23 +101,8 @@ pub(super) fn convert(bytes: &[u8], config: &TokenizerConfig) -> Result<Converte
             .any(|(text, _)| text == name)
             .then(|| name.to_owned())
     };
-    let vocab: serde_json::Map<String, Value> = pieces
-        .all
-        .iter()
-        .zip(0u32..)
-        .map(|(text, id)| (text.clone(), json!(id)))
-        .collect();
-    let json = json!({
-        "version": "1.0",
-        "added_tokens": pieces.specials.iter().map(|(text, id)| special_token(*id, text)).collect::<Vec<_>>(),
-        "normalizer": normalizer,
-        "pre_tokenizer": pre_tokenizer,
-        "decoder": {"type": "Sequence", "decoders": decoders},
-        "model": {"type": "BPE", "unk_token": pieces.unknown, "fuse_unk": true, "byte_fallback": trainer.byte_fallback(),
-                  "vocab": vocab, "merges": merges},
-    });
     Ok(Converted {
-        json,
+        json: pieces.written(prefix, trainer.byte_fallback())?,
         names: SpecialNames {
             bos: named(trainer.bos_piece()),
             eos: named(trainer.eos_piece()),
@@ -141,6 +110,16 @@ pub(super) fn convert(bytes: &[u8], config: &TokenizerConfig) -> Result<Converte
             pad: named(trainer.pad_piece()),
         },
     })
+}
+
+/// Which texts get a space mark in front.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Prefix {
+    Never,
+    /// A prompt's first text, unless a special token stands before it.
+    First,
+    /// Each text between special tokens.
+    Always,
 }
 
 /// The file does not say which tokens stand around a prompt; the class does.
@@ -185,22 +164,26 @@ fn check_options(trainer: &Trainer, normalizer: &Normalizer, denormalizer: Optio
 }
 
 /// The pieces by what they are.
-struct Pieces {
-    /// The text of each id.
-    all: Vec<String>,
+pub(super) struct Pieces {
+    /// The text of each id that has one.
+    all: Vec<(String, u32)>,
     unknown: String,
     /// Control tokens and the unknown one.
     specials: Vec<(String, u32)>,
+    /// Texts that are tokens wherever they occur, and are shown.
+    added: Vec<(String, u32)>,
     /// Pieces of text with their scores.
     normal: Vec<(f32, String)>,
 }
 
 impl Pieces {
-    fn of(list: &[Piece], byte_fallback: bool) -> Result<Pieces, String> {
+    /// `by_others`: of a file that another program made of the model, in which pieces of any kind may be.
+    pub(super) fn of(list: &[Piece], byte_fallback: bool, by_others: bool) -> Result<Pieces, String> {
         let mut pieces = Pieces {
             all: Vec::with_capacity(list.len()),
             unknown: String::new(),
             specials: Vec::new(),
+            added: Vec::new(),
             normal: Vec::new(),
         };
         let (mut unknowns, mut bytes, mut seen) = (0, 0, HashSet::new());
@@ -216,6 +199,8 @@ impl Pieces {
                 }
                 CONTROL => pieces.specials.push((text.clone(), id)),
                 BYTE => bytes += 1,
+                USER_DEFINED if by_others => pieces.added.push((text.clone(), id)),
+                UNUSED if by_others => continue,
                 kind => {
                     let kinds = ["", "", "", "", "user-defined", "unused"];
                     let kind = usize::try_from(kind).ok().and_then(|kind| kinds.get(kind));
@@ -233,7 +218,7 @@ impl Pieces {
             if !seen.insert(text.clone()) {
                 return Err(format!("its piece {id}, `{}`, occurs twice", text.escape_debug()));
             }
-            pieces.all.push(text);
+            pieces.all.push((text, id));
         }
         if unknowns != 1 {
             return Err(format!("it has {unknowns} unknown tokens, and one is expected"));
@@ -244,6 +229,46 @@ impl Pieces {
             ));
         }
         Ok(pieces)
+    }
+
+    /// The tokenizer as a `tokenizer.json`.
+    pub(super) fn written(&self, prefix: Prefix, byte_fallback: bool) -> Result<Value, String> {
+        let merges = self.merges()?;
+        let space = json!({"type": "Replace", "pattern": {"String": " "}, "content": MARK});
+        let (normalizer, pre_tokenizer) = match prefix {
+            Prefix::Never => (space, Value::Null),
+            Prefix::First => (
+                Value::Null,
+                json!({"type": "Metaspace", "replacement": MARK, "prepend_scheme": "first", "split": false}),
+            ),
+            Prefix::Always => (
+                json!({"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": MARK}, space]}),
+                Value::Null,
+            ),
+        };
+        let mut decoders = vec![
+            json!({"type": "Replace", "pattern": {"String": MARK}, "content": " "}),
+            json!({"type": "ByteFallback"}),
+            json!({"type": "Fuse"}),
+        ];
+        if prefix != Prefix::Never {
+            decoders.push(json!({"type": "Strip", "content": " ", "start": 1, "stop": 0}));
+        }
+        let vocab: serde_json::Map<String, Value> =
+            self.all.iter().map(|(text, id)| (text.clone(), json!(id))).collect();
+        let specials = self.specials.iter().map(|(text, id)| added_token(*id, text, true));
+        let added = self.added.iter().map(|(text, id)| added_token(*id, text, false));
+        let mut all: Vec<Value> = specials.chain(added).collect();
+        all.sort_by_key(|token| token["id"].as_u64());
+        Ok(json!({
+            "version": "1.0",
+            "added_tokens": all,
+            "normalizer": normalizer,
+            "pre_tokenizer": pre_tokenizer,
+            "decoder": {"type": "Sequence", "decoders": decoders},
+            "model": {"type": "BPE", "unk_token": self.unknown, "fuse_unk": true, "byte_fallback": byte_fallback,
+                      "vocab": vocab, "merges": merges},
+        }))
     }
 
     /// Pairs by descending score. A piece of one character needs none, so its score does not count.
