@@ -169,7 +169,10 @@ fn a_tensor_that_nothing_reads_is_refused_by_name() {
             ones("model.layers.6.input_layernorm.weight", 192),
             "a layer above the 6",
         ),
-        (ones("model.layers.0.mlp.up_proj.weight_scale", 1), "weights in a quantized form"),
+        (
+            ones("model.layers.0.mlp.up_proj.weight_scale", 1),
+            "weights in a quantized form",
+        ),
         (ones("score.weight", 192), "scores or classifies"),
         (ones("model.something", 2), "read by no part"),
     ] {
