@@ -220,10 +220,14 @@ impl Weights {
         let bytes = |dtype| -> usize {
             // Numbers of quantized matrices are read as F32, of 4 bytes each.
             let is_quantized = |entry: &TensorEntry| self.quantization.is_some() && supported(entry.dtype).is_none();
-            let read = entries().map(|entry| match is_quantized(entry) {
-                true => (Some(Dtype::F32), entry.bytes.len().saturating_mul(4)),
-                false if entry.blocks.is_some() => (Some(Dtype::F32), 4 * entry.shape.iter().product::<usize>()),
-                false => (supported(entry.dtype), entry.bytes.len()),
+            let read = entries().map(|entry| {
+                if is_quantized(entry) {
+                    (Some(Dtype::F32), entry.bytes.len().saturating_mul(4))
+                } else if entry.blocks.is_some() {
+                    (Some(Dtype::F32), 4 * entry.shape.iter().product::<usize>())
+                } else {
+                    (supported(entry.dtype), entry.bytes.len())
+                }
             });
             let of_dtype = read.filter(|(read_as, _)| *read_as == Some(dtype));
             of_dtype.map(|(_, bytes)| bytes).fold(0, usize::saturating_add)

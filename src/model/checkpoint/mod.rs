@@ -217,12 +217,8 @@ pub fn check_headers(config: &Config, headers: &Headers) -> Result<bool, ModelEr
         .collect();
     // Checkpoints with quantized weights of a form that is not read, or with adapters, lack tensors, too.
     // Their form is reported first, because it is the cause.
-    let is_other_form = |reason: &UnexpectedTensor| match reason {
-        UnexpectedTensor::Quantized => config.quantization.is_none(),
-        UnexpectedTensor::Adapter => true,
-        _ => false,
-    };
-    if let Some((reason, location)) = unexpected.iter().find(|(reason, _)| is_other_form(reason)) {
+    let other_form = unexpected.iter().find(|(reason, _)| reason.is_other_form(config));
+    if let Some((reason, location)) = other_form {
         return Err(reason.error(headers, *location, unexpected.len()));
     }
     if let [name, others @ ..] = &missing[..] {
@@ -448,6 +444,15 @@ impl UnexpectedTensor {
             UnexpectedTensor::OtherHead
         } else {
             UnexpectedTensor::Unknown
+        }
+    }
+
+    /// Whether the tensor shows that all weights are stored in a form that is not read.
+    fn is_other_form(&self, config: &Config) -> bool {
+        match self {
+            UnexpectedTensor::Quantized => config.quantization.is_none(),
+            UnexpectedTensor::Adapter => true,
+            _ => false,
         }
     }
 

@@ -5,7 +5,7 @@ use std::borrow::Cow;
 use rayon::prelude::*;
 use safetensors::Dtype as StoredDtype;
 
-use super::matrix::{FactorSource, Meaning, Shared, StoredMatrix, Whole};
+use super::matrix::{FactorSource, Meaning, Shared, StoredMatrix, Whole, Zeros};
 use super::numbers::{self, Table};
 use crate::device::Dtype;
 use crate::model::error::ModelError;
@@ -59,18 +59,7 @@ impl Weights {
         }
         let zeros = match &matrix.zeros {
             None => None,
-            Some(zeros) => {
-                let mut bytes = self.part(&zeros.tensor)?.1;
-                if let Some(bits) = zeros.less_one {
-                    bytes = Cow::Owned(with_one_added(&bytes, bits));
-                }
-                let mut values = vec![0.0; down * across];
-                for (row, values) in values.chunks_exact_mut(across).enumerate() {
-                    let take = |column: usize, code: u8| values[column] = zeros.table[usize::from(code)];
-                    zeros.packing.for_row(&bytes, (down, across), row, take);
-                }
-                Some(values)
-            }
+            Some(zeros) => Some(self.zero_points(zeros, (down, across))?),
         };
         let column_groups = match &matrix.column_groups {
             None => None,
@@ -98,6 +87,20 @@ impl Weights {
             columns: matrix.columns,
             data: Cow::Owned(decoder.decode(&codes)),
         })
+    }
+
+    /// The zero points of a matrix with so many rows and columns of factors.
+    fn zero_points(&self, zeros: &Zeros, (down, across): (usize, usize)) -> Result<Vec<f32>, ModelError> {
+        let mut bytes = self.part(&zeros.tensor)?.1;
+        if let Some(bits) = zeros.less_one {
+            bytes = Cow::Owned(with_one_added(&bytes, bits));
+        }
+        let mut values = vec![0.0; down * across];
+        for (row, values) in values.chunks_exact_mut(across).enumerate() {
+            let take = |column: usize, code: u8| values[column] = zeros.table[usize::from(code)];
+            zeros.packing.for_row(&bytes, (down, across), row, take);
+        }
+        Ok(values)
     }
 
     /// The group of each column.

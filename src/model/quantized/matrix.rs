@@ -402,9 +402,10 @@ impl Found<'_> {
     }
 
     fn column_groups(&self, suffix: &str) -> Result<Option<String>, Problem> {
-        let found = match self.quantization.has_column_groups {
-            true => Some(self.beside.required(suffix)?),
-            false => self.beside.optional(suffix),
+        let found = if self.quantization.has_column_groups {
+            Some(self.beside.required(suffix)?)
+        } else {
+            self.beside.optional(suffix)
         };
         let Some((name, entry)) = found else {
             return Ok(None);
@@ -417,9 +418,10 @@ impl Found<'_> {
 
     /// The zero points of compressed-tensors.
     fn zero_points(&self) -> Result<Option<(String, &TensorEntry)>, Problem> {
-        match self.quantization.has_zeros {
-            true => self.beside.required("weight_zero_point").map(Some),
-            false => Ok(self.beside.optional("weight_zero_point")),
+        if self.quantization.has_zeros {
+            self.beside.required("weight_zero_point").map(Some)
+        } else {
+            Ok(self.beside.optional("weight_zero_point"))
         }
     }
 

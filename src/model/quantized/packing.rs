@@ -62,7 +62,7 @@ impl Packing {
             Bytes => (0..columns).for_each(|column| take(column, bytes[row * columns + column])),
             Halves { first_is_high } => (0..columns).for_each(|column| {
                 let index = row * columns + column;
-                let is_high = (index % 2 == 0) == first_is_high;
+                let is_high = index.is_multiple_of(2) == first_is_high;
                 take(
                     column,
                     if is_high {

@@ -45,17 +45,13 @@ const PLAIN: Split = Split {
 };
 
 /// Names with their splits.
-const SPLITS: [(&str, Split); 17] = [
+const SPLITS: [(&str, Split); 11] = [
     ("llama-bpe", LLAMA),
     ("llama3", LLAMA),
     ("llama-v3", LLAMA),
     ("qwen2", QWEN),
-    ("deepseek-r1-qwen", QWEN),
     ("gpt-2", PLAIN),
-    ("phi-2", PLAIN),
     ("smollm", DIGITS),
-    ("starcoder", DIGITS),
-    ("refact", DIGITS),
     (
         "command-r",
         Split {
@@ -67,21 +63,6 @@ const SPLITS: [(&str, Split); 17] = [
         "dbrx",
         Split {
             step: Step::Expression(LLAMA3),
-            ..PLAIN
-        },
-    ),
-    (
-        "chatglm-bpe",
-        Split {
-            step: Step::Expression(LLAMA3),
-            ..PLAIN
-        },
-    ),
-    (
-        "glm4",
-        Split {
-            step: Step::Expression(LLAMA3),
-            ignores_merges: true,
             ..PLAIN
         },
     ),
