@@ -549,10 +549,9 @@ fn no_weights_error(dir: &Path) -> Result<ModelError, ModelError> {
     })
 }
 
-/// SHA-256 over the files that determine a model's logits: `config.json`, then the file that describes
-/// quantized weights in its place, if there is one, then the index if it is used, then the weight files in the order of their names. For each file the hash covers the
-/// name's length and the name, the file's size and its bytes (lengths in 8 bytes, little-endian).
-/// Lower-case hex.
+/// The [hash](hash_files) of the files that determine a model's logits: `config.json`, then the file that
+/// describes quantized weights in its place, if there is one, then the index if it is used, then the
+/// weight files in the order of their names.
 ///
 /// # Errors
 /// As [`Weights::open`], or a file cannot be read.
@@ -564,10 +563,19 @@ pub fn checkpoint_hash(dir: &Path) -> Result<String, ModelError> {
     names.extend(described.map(|name| name.to_string_lossy().into_owned()));
     names.extend(index.is_some().then(|| INDEX.to_owned()));
     names.extend(files);
+    hash_files(dir, &names)
+}
+
+/// SHA-256 over files of a folder. For each file the hash covers the name's length and the name, the
+/// file's size and its bytes (lengths in 8 bytes, little-endian). Lower-case hex.
+///
+/// # Errors
+/// A file cannot be read.
+pub(super) fn hash_files(dir: &Path, names: &[String]) -> Result<String, ModelError> {
     let mut hash = Sha256::new();
     let mut buffer = vec![0u8; 1 << 20];
     for name in names {
-        let path = dir.join(&name);
+        let path = dir.join(name);
         let (mut file, size) = crate::regular::open(&path).map_err(|e| ModelError::read(&path, e))?;
         hash.update((name.len() as u64).to_le_bytes());
         hash.update(name.as_bytes());
