@@ -242,7 +242,7 @@ fn check(
     }
 }
 
-/// The [hash](hash_files) of the two files of an adapter.
+/// The hash (`hash_files`) of the two files of an adapter.
 ///
 /// # Errors
 /// A file cannot be read.

@@ -549,7 +549,7 @@ fn no_weights_error(dir: &Path) -> Result<ModelError, ModelError> {
     })
 }
 
-/// The [hash](hash_files) of the files that determine a model's logits: `config.json`, then the file that
+/// The hash (`hash_files`) of the files that determine a model's logits: `config.json`, then the file that
 /// describes quantized weights in its place, if there is one, then the index if it is used, then the
 /// weight files in the order of their names.
 ///
