@@ -6,27 +6,28 @@
 //! See docs/decisions/108-an-adapter-is-merged-while-weights-are-read.md.
 
 use std::borrow::Cow;
-use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::collections::{BTreeMap, HashMap};
+use std::path::Path;
 
-use data_encoding::HEXLOWER;
 use half::{bf16, f16};
 use memmap2::Mmap;
 use rayon::prelude::*;
-use sha2::{Digest, Sha256};
 
 use crate::device::Dtype;
 use crate::model::config::{ADAPTER_CONFIG, AdapterConfig, Config, ExpertForm};
 use crate::model::error::ModelError;
 use crate::model::names::canonical_name;
-use crate::model::tensors::{ModelTensors, OUTPUT_HEAD};
-use crate::model::weights::{Header, StoredTensor, WeightSource, Weights};
+use crate::model::tensors::{ModelTensors, OUTPUT_HEAD, TensorSpec};
+use crate::model::weights::{Header, StoredTensor, WeightSource, Weights, hash_files};
 use crate::printable::printable_name;
 
 const WEIGHTS: &str = "adapter_model.safetensors";
 /// What stands before the names of a model's modules.
 const PREFIX: &str = "base_model.model.";
 const EMBEDDING: &str = "model.embed_tokens.weight";
+
+/// The tensors of a model by their names.
+type Matrices<'a> = HashMap<&'a str, &'a TensorSpec>;
 
 /// The changes of a checkpoint's matrices.
 #[derive(Debug)]
@@ -73,6 +74,8 @@ impl Adapter {
             })?;
             found.entry(module).or_default()[part] = Some(name);
         }
+        let tensors = ModelTensors::of(config);
+        let matrices: Matrices<'_> = tensors.all().map(|spec| (spec.name.as_str(), spec)).collect();
         let mut changes = BTreeMap::new();
         for (module, parts) in found {
             let [Some(down), Some(up)] = parts else {
@@ -80,12 +83,11 @@ impl Adapter {
                 let why = format!("tensor `{what}` of `{}` is missing", printable_name(module));
                 return Err(ModelError::broken(&header.path, why));
             };
-            let stored = format!("{module}.weight");
-            let name = canonical_name(&stored).unwrap_or(stored);
+            let name = matrix_of(module);
             let change = Change {
                 down: down.clone(),
                 up: up.clone(),
-                rank: check(&header, config, &described, (module, &name), [down, up])?,
+                rank: check(&header, (config, &matrices), &described, (module, &name), [down, up])?,
                 factor: described.factor(module),
             };
             if changes.insert(name, change).is_some() {
@@ -98,18 +100,15 @@ impl Adapter {
         }
         let adapter = Adapter { header, map, changes };
         for (copy, module) in copies {
-            adapter.check_copy(&copy, &module, config, base)?;
+            adapter.check_copy(&copy, &matrix_of(&module), &matrices, base)?;
         }
         Ok(adapter)
     }
 
     /// PEFT stores a copy of the output head with its changes. It must be the model's own, rounded to the
     /// adapter's number format.
-    fn check_copy(&self, copy: &str, module: &str, config: &Config, base: &Weights) -> Result<(), ModelError> {
-        let stored = format!("{module}.weight");
-        let name = canonical_name(&stored).unwrap_or(stored);
-        let tensors = ModelTensors::of(config);
-        let spec = tensors.all().find(|spec| spec.name == name);
+    fn check_copy(&self, copy: &str, matrix: &str, matrices: &Matrices<'_>, base: &Weights) -> Result<(), ModelError> {
+        let spec = matrices.get(matrix);
         let size = spec.and_then(|spec| Some((spec.rows?, spec.columns)));
         let is_same = match size {
             None => false,
@@ -120,7 +119,7 @@ impl Adapter {
                     Dtype::F16 => |x| f16::from_f32(x).to_f32(),
                     _ => |x| x,
                 };
-                let own = base.tensor(&name, Some(rows), columns)?;
+                let own = base.tensor(matrix, Some(rows), columns)?;
                 let mut values = vec![0.0; columns];
                 copied.chunks_exact(columns).enumerate().all(|(row, copied)| {
                     own.view().read_row(row, &mut values);
@@ -197,6 +196,12 @@ fn module_of(name: &str) -> Option<(&str, usize)> {
         .find_map(|(part, end)| Some((inner.strip_suffix(end)?, part)))
 }
 
+/// The name of a module's matrix in models that are built.
+fn matrix_of(module: &str) -> String {
+    let stored = format!("{module}.weight");
+    canonical_name(&stored).unwrap_or(stored)
+}
+
 /// The module whose own weights a tensor is a copy of.
 fn copy_of(name: &str) -> Option<&str> {
     name.strip_prefix(PREFIX)?.strip_suffix(".base_layer.weight")
@@ -205,14 +210,13 @@ fn copy_of(name: &str) -> Option<&str> {
 /// Checks the change of a matrix of the model. Returns its rank.
 fn check(
     header: &Header,
-    config: &Config,
+    (config, matrices): (&Config, &Matrices<'_>),
     described: &AdapterConfig,
     (module, name): (&str, &str),
     [down, up]: [&String; 2],
 ) -> Result<usize, ModelError> {
     let module_name = printable_name(module);
-    let tensors = ModelTensors::of(config);
-    let spec = tensors.all().find(|spec| spec.name == name && !spec.is_bytes);
+    let spec = matrices.get(name).filter(|spec| !spec.is_bytes);
     let Some((spec, rows)) = spec.and_then(|spec| Some((spec, spec.rows?))) else {
         let why = format!(
             "the adapter changes `{module_name}`, which is no matrix of this model: it was trained for another one"
@@ -239,17 +243,10 @@ fn check(
     }
 }
 
-/// SHA-256 in hex over the two files of an adapter.
+/// The hash (`hash_files`) of the two files of an adapter.
 ///
 /// # Errors
 /// A file cannot be read.
 pub fn adapter_hash(dir: &Path) -> Result<String, ModelError> {
-    let mut hash = Sha256::new();
-    for name in [ADAPTER_CONFIG, WEIGHTS] {
-        let path: PathBuf = dir.join(name);
-        let bytes = std::fs::read(&path).map_err(|error| ModelError::read(&path, error))?;
-        hash.update((bytes.len() as u64).to_le_bytes());
-        hash.update(&bytes);
-    }
-    Ok(HEXLOWER.encode(&hash.finalize()))
+    hash_files(&[ADAPTER_CONFIG, WEIGHTS].map(|name| dir.join(name)))
 }

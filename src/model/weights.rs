@@ -453,16 +453,15 @@ fn no_weights_error(dir: &Path) -> Result<ModelError, ModelError> {
     })
 }
 
-/// SHA-256 over the files that determine a model's logits: `config.json`, then the file that describes
-/// quantized weights in its place, if there is one, then the index if it is used, then the weight files in
-/// the order of their names; or the files of a GGUF model. For each file the hash covers the name's length
-/// and the name, the file's size and its bytes (lengths in 8 bytes, little-endian). Lower-case hex.
+/// The hash (`hash_files`) of the files that determine a model's logits: `config.json`, then the file that
+/// describes quantized weights in its place, if there is one, then the index if it is used, then the
+/// weight files in the order of their names; or the files of a GGUF model.
 ///
 /// # Errors
 /// As [`Weights::open`], or a file cannot be read.
 pub fn checkpoint_hash(dir: &Path) -> Result<String, ModelError> {
     if let Some(paths) = crate::gguf::paths(dir)? {
-        return hash_of_files(&paths);
+        return hash_files(&paths);
     }
     let (files, index) = weight_files(dir)?;
     let mut names = vec!["config.json".to_owned()];
@@ -471,10 +470,15 @@ pub fn checkpoint_hash(dir: &Path) -> Result<String, ModelError> {
     names.extend(described.map(|name| name.to_string_lossy().into_owned()));
     names.extend(index.is_some().then(|| INDEX.to_owned()));
     names.extend(files);
-    hash_of_files(&names.iter().map(|name| dir.join(name)).collect::<Vec<_>>())
+    hash_files(&names.iter().map(|name| dir.join(name)).collect::<Vec<_>>())
 }
 
-fn hash_of_files(paths: &[PathBuf]) -> Result<String, ModelError> {
+/// SHA-256 over files. For each file the hash covers the name's length and the name (without its folder),
+/// the file's size and its bytes (lengths in 8 bytes, little-endian). Lower-case hex.
+///
+/// # Errors
+/// A file cannot be read.
+pub(super) fn hash_files(paths: &[PathBuf]) -> Result<String, ModelError> {
     let mut hash = Sha256::new();
     let mut buffer = vec![0u8; 1 << 20];
     for path in paths {

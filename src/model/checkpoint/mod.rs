@@ -194,7 +194,7 @@ pub fn check_headers(config: &Config, headers: &Headers) -> Result<bool, ModelEr
         ..config.clone()
     });
     let mut unread = stored.clone();
-    let mut missing = Vec::new();
+    let (mut missing, mut plain) = (Vec::new(), Vec::new());
     for spec in tensors.all() {
         if unread.remove(spec.name.as_str()).is_none() && spec.name != OUTPUT_HEAD {
             missing.push(spec.name.clone());
@@ -207,7 +207,7 @@ pub fn check_headers(config: &Config, headers: &Headers) -> Result<bool, ModelEr
             }
             Err(Problem::Missing(name)) => missing.push(name),
             Err(Problem::Wrong(why)) => return Err(ModelError::broken(path_of(headers, &stored, &spec.name), why)),
-            Ok(None) => {}
+            Ok(None) => plain.push(spec),
         }
     }
     let known: HashSet<&str> = tensors.all().map(|spec| spec.name.as_str()).collect();
@@ -238,8 +238,8 @@ pub fn check_headers(config: &Config, headers: &Headers) -> Result<bool, ModelEr
             ),
         ));
     }
-    for spec in tensors.all() {
-        check_stored(config, headers, &stored, spec)?;
+    for spec in plain {
+        check_plain(headers, &stored, spec)?;
     }
     match unexpected.first() {
         Some((reason, location)) => Err(reason.error(headers, *location, unexpected.len())),
@@ -274,9 +274,8 @@ fn quantized_matrix(
     StoredMatrix::find(quantization, &spec.name, (rows, spec.columns), &lookup)
 }
 
-/// Checks the shape and the number format of a tensor, if it is stored.
-fn check_stored(
-    config: &Config,
+/// Checks the shape and the number format of a tensor that is not quantized, if it is stored.
+fn check_plain(
     headers: &Headers,
     stored: &BTreeMap<String, FileAndName<'_>>,
     spec: &TensorSpec,
@@ -285,10 +284,6 @@ fn check_stored(
         return Ok(());
     };
     let header = &headers.files[*file];
-    // What is quantized was checked when its parts were found.
-    if let Ok(Some(_)) = quantized_matrix(config, headers, stored, spec) {
-        return Ok(());
-    }
     if quantized::matrix_name(name).is_some() {
         return Err(UnexpectedTensor::Quantized.error(headers, (*file, name), 1));
     }

@@ -243,7 +243,7 @@ impl Config {
         }
         let path = dir.join("config.json");
         let mut map = read_json(&path)?;
-        if let Some(file) = quantization_file(dir)? {
+        if let Some(file) = quantization::file_beside(dir, &map)? {
             map.insert(quantization::KEY.to_owned(), quantization::described_by(&file)?);
         }
         let config = Reader { path: &path, map: &map }.config()?;

@@ -317,9 +317,16 @@ fn is_known_of_bitsandbytes((key, value): Field<'_>) -> bool {
 /// # Errors
 /// The folder or `config.json` cannot be read.
 pub fn quantization_file(dir: &Path) -> Result<Option<PathBuf>, ModelError> {
-    let config = read_json(&dir.join("config.json"))?;
+    file_beside(dir, &read_json(&dir.join("config.json"))?)
+}
+
+/// As [`quantization_file`], with what `config.json` holds.
+///
+/// # Errors
+/// The folder cannot be read.
+pub(super) fn file_beside(dir: &Path, config: &Map<String, Value>) -> Result<Option<PathBuf>, ModelError> {
     let text = config.get("text_config").and_then(Value::as_object);
-    if [Some(&config), text]
+    if [Some(config), text]
         .into_iter()
         .flatten()
         .any(|map| map.get(KEY).is_some_and(|value| !value.is_null()))
