@@ -283,9 +283,8 @@ fn soft_cap(keys: &Keys<'_>, key: &str) -> Result<Option<f64>, ModelError> {
 fn layer_types(keys: &Keys<'_>, layers: u64) -> Result<Option<Value>, ModelError> {
     let pattern = keys.pattern("attention.sliding_window_pattern", layers)?;
     Ok(pattern.map(|windows| {
-        let name = |window: &bool| match window {
-            true => "sliding_attention",
-            false => "full_attention",
+        let name = |window: &bool| {
+            if *window { "sliding_attention" } else { "full_attention" }
         };
         windows.iter().map(name).collect::<Vec<_>>().into()
     }))
@@ -821,7 +820,10 @@ mod tests {
             of_pattern(("~.attention.sliding_window_pattern", 9, flags)),
             [Window(9), Full, Window(9), Window(9)]
         );
-        assert_eq!(of("gemma3", &[window.clone()], &[]).unwrap().layers, [Window(9); 4]);
+        assert_eq!(
+            of("gemma3", std::slice::from_ref(&window), &[]).unwrap().layers,
+            [Window(9); 4]
+        );
         assert_eq!(of("gemma3", &[], &[]).unwrap().layers, [Full; 4]);
         let olmo = of("olmo2", &[window], &[]).unwrap();
         assert_eq!(

@@ -288,9 +288,10 @@ impl Metadata<'_> {
         let all = tokens.iter().zip(types).zip(scores).enumerate();
         let pieces: Vec<Piece> = all.map(piece).collect();
         let byte_fallback = types.contains(&BYTE);
-        let prefix = match self.flag("add_space_prefix")?.unwrap_or(true) {
-            true => Prefix::Always,
-            false => Prefix::Never,
+        let prefix = if self.flag("add_space_prefix")?.unwrap_or(true) {
+            Prefix::Always
+        } else {
+            Prefix::Never
         };
         let mut json = Pieces::of(&pieces, byte_fallback, true)?.written(prefix, byte_fallback)?;
         if self.0.get("general.architecture").and_then(Value::text) == Some("phi3") {

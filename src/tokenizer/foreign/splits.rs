@@ -127,9 +127,10 @@ impl Split {
 
     /// The step of `tokenizer.json` that normalises texts.
     pub(super) fn normalizer(self) -> Value {
-        match self.is_composed {
-            true => json!({"type": "NFC"}),
-            false => Value::Null,
+        if self.is_composed {
+            json!({"type": "NFC"})
+        } else {
+            Value::Null
         }
     }
 
