@@ -64,7 +64,7 @@ pub(super) async fn calibrate(args: CalibrateArgs) -> Result<Exit, Failure> {
 
 /// Token ids of the prompts of `row_count` rows from all over the input. Rows that cannot be
 /// rendered are left out.
-async fn prompts(prepared: &PreparedJob, row_count: u64) -> Result<Vec<Vec<u32>>, Failure> {
+pub(super) async fn prompts(prepared: &PreparedJob, row_count: u64) -> Result<Vec<Vec<u32>>, Failure> {
     let inputs = prepared.plan().await?;
     let renderer = prepared.renderer(&PromptSettings::UNKNOWN)?;
     let nothing = Arc::new(arrow::datatypes::Schema::empty());

@@ -28,6 +28,7 @@ mod on_finish;
 mod output;
 mod plan;
 mod prepare;
+mod quantize;
 mod recheck;
 mod reconcile;
 mod retry;
@@ -141,6 +142,7 @@ async fn run_command(command: Command) -> Result<Exit, Failure> {
         Command::Recheck(args) => recheck::recheck(args).await,
         Command::Inspect(args) => inspect::inspect(args).await,
         Command::Calibrate(args) => calibrate::calibrate(args).await,
+        Command::Quantize(args) => quantize::quantize(*args).await,
         Command::Submit(args) => submit::submit(args).await,
         Command::Cancel(args) => cancel::cancel(args).await,
         Command::Retry(args) => retry::retry(args).await,

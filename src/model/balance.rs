@@ -35,10 +35,10 @@ const EXPONENT_MAX: f32 = 20.0;
 
 /// The factors by which a tensor is multiplied.
 #[derive(Debug, Clone, Default)]
-struct ChannelFactors {
+pub(super) struct ChannelFactors {
     /// One factor per row, or per element of a vector.
-    rows: Option<Vec<f32>>,
-    columns: Option<Vec<f32>>,
+    pub rows: Option<Vec<f32>>,
+    pub columns: Option<Vec<f32>>,
 }
 
 /// A checkpoint's weights, balanced.
@@ -78,6 +78,11 @@ impl<'a> BalancedWeights<'a> {
             inner,
             factors: layers.into_iter().flatten().collect(),
         })
+    }
+
+    /// Tensors that are rescaled, with their factors.
+    pub(super) fn into_factors(self) -> HashMap<String, ChannelFactors> {
+        self.factors
     }
 }
 

@@ -17,7 +17,7 @@ use sha2::{Digest, Sha256};
 
 use crate::device::Precision;
 use crate::device::batch::StepBatch;
-use crate::device::cpu::BLOCK_TOKENS;
+use crate::device::cpu::{BLOCK_TOKENS, Buffer};
 use crate::engine::{Forward, ForwardError};
 use crate::model::config::Config;
 use crate::model::error::ModelError;
@@ -69,6 +69,30 @@ pub struct ActivationMaxima {
     pub layers: Vec<LayerMaxima>,
 }
 
+/// Runs prompts (token ids) through a model and shows what its linear operations read. A prompt is cut to the
+/// model's context and the capacity of its KV pool.
+///
+/// # Errors
+/// A token id is not below the model's vocabulary size.
+pub(super) fn observe<'a>(
+    model: &mut Transformer,
+    prompts: impl IntoIterator<Item = &'a [u32]>,
+    mut take: impl FnMut(usize, Activations, &Buffer),
+) -> Result<(), ForwardError> {
+    let tables = model.kv_tables().len();
+    let tokens_max = (model.kv_blocks() as usize / tables * BLOCK_TOKENS).min(model.context_tokens() as usize);
+    for prompt in prompts {
+        let prompt = &prompt[..prompt.len().min(tokens_max)];
+        for (chunk, tokens) in prompt.chunks(STEP_TOKENS_MAX).enumerate() {
+            let end = chunk * STEP_TOKENS_MAX + tokens.len();
+            let mut batch = StepBatch::default();
+            batch.push(tokens.iter().copied(), end as u32, 0..end.div_ceil(BLOCK_TOKENS) as u32);
+            model.forward_with_observer(&batch.with_tables(tables), &mut take)?;
+        }
+    }
+    Ok(())
+}
+
 impl ActivationMaxima {
     /// Checks that magnitudes of this model can be measured and used.
     ///
@@ -104,23 +128,13 @@ impl ActivationMaxima {
         prompts: impl IntoIterator<Item = &'a [u32]>,
     ) -> Result<ActivationMaxima, ForwardError> {
         let mut layers = vec![LayerMaxima::default(); model.config().layers.len()];
-        let tables = model.kv_tables().len();
-        let tokens_max = (model.kv_blocks() as usize / tables * BLOCK_TOKENS).min(model.context_tokens() as usize);
-        for prompt in prompts {
-            let prompt = &prompt[..prompt.len().min(tokens_max)];
-            for (chunk, tokens) in prompt.chunks(STEP_TOKENS_MAX).enumerate() {
-                let end = chunk * STEP_TOKENS_MAX + tokens.len();
-                let mut batch = StepBatch::default();
-                batch.push(tokens.iter().copied(), end as u32, 0..end.div_ceil(BLOCK_TOKENS) as u32);
-                model.forward_with_observer(&batch.with_tables(tables), |layer, activations, buffer| {
-                    let maxima = &mut layers[layer].by_kind[activations as usize];
-                    for row in buffer.rows() {
-                        maxima.resize(row.len(), 0.0);
-                        maxima.iter_mut().zip(row).for_each(|(max, x)| *max = max.max(x.abs()));
-                    }
-                })?;
+        observe(model, prompts, |layer, activations, buffer| {
+            let maxima = &mut layers[layer].by_kind[activations as usize];
+            for row in buffer.rows() {
+                maxima.resize(row.len(), 0.0);
+                maxima.iter_mut().zip(row).for_each(|(max, x)| *max = max.max(x.abs()));
             }
-        }
+        })?;
         Ok(ActivationMaxima { layers })
     }
 

@@ -20,6 +20,7 @@ pub mod headers;
 mod kv_layout;
 mod names;
 mod pool;
+pub mod quantize;
 pub mod quantized;
 pub mod random_weights;
 pub mod rope;

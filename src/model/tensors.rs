@@ -76,7 +76,7 @@ impl LinearTensors {
     }
 
     /// The tensors that the checkpoint stores. One that is read twice in a row is stored once.
-    fn stored(&self) -> impl Iterator<Item = &TensorSpec> {
+    pub(super) fn stored(&self) -> impl Iterator<Item = &TensorSpec> {
         fn once(list: &[TensorSpec]) -> impl Iterator<Item = &TensorSpec> {
             let firsts = list
                 .iter()

@@ -22,7 +22,7 @@ use crate::model::gguf;
 pub use crate::model::headers::{Header, Headers, TensorEntry};
 use crate::model::headers::{missing, supported};
 use crate::model::names::canonical_name;
-use crate::model::quantized::{Problem, Quantization, StoredMatrix};
+use crate::model::quantized::{self, Problem, Quantization, StoredMatrix};
 use crate::model::random_weights::RandomWeights;
 use crate::model::stored_form::StoredForm;
 use crate::printable::printable_name;
@@ -56,6 +56,11 @@ pub trait WeightSource: Sync {
     /// `Some`: the weights are random, and a device may generate them itself.
     fn random(&self) -> Option<&RandomWeights> {
         None
+    }
+    /// Whether matrices have INT8 numbers with a factor per row, as linear operations in INT8 have: then
+    /// these numbers are the weights, and a balance would round them once more.
+    fn is_int8_by_row(&self) -> bool {
+        false
     }
     /// Whether the source returns tensors in the transformer's form, even for a family whose
     /// checkpoints store another.
@@ -318,6 +323,10 @@ impl WeightSource for Weights {
             Some(adapter) => adapter.applied(name, tensor),
             None => Ok(tensor),
         }
+    }
+
+    fn is_int8_by_row(&self) -> bool {
+        self.adapter.is_none() && quantized::is_int8_by_row(self.quantization, &self.headers)
     }
 
     fn path_of(&self, name: &str) -> &Path {

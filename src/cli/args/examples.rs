@@ -34,6 +34,11 @@ Examples:
   gristmill inspect models/qwen3-8b   family, parameters, memory at each precision, chat template, sampling
   gristmill inspect hf://Qwen/Qwen3-8B --json   of a model on the hub, for programs";
 
+pub(super) const QUANTIZE: &str = "\
+Examples:
+  gristmill quantize models/qwen3-8b --to int8 --out models/qwen3-8b-w8a8   INT8 weights and activations
+  gristmill quantize models/qwen3-8b --to w4a16 --out models/qwen3-8b-w4 --calibrate job.yaml   4 bits, by a job's prompts";
+
 pub(super) const DASHBOARD: &str = "\
 Examples:
   gristmill dashboard out/labels   one job, at http://127.0.0.1:8680
@@ -49,7 +54,7 @@ mod tests {
 
     #[test]
     fn examples_are_command_lines_of_the_program() {
-        for text in [RUN, PLAN, SUBMIT, WORKER, SERVE, INSPECT, DASHBOARD] {
+        for text in [RUN, PLAN, SUBMIT, WORKER, SERVE, INSPECT, QUANTIZE, DASHBOARD] {
             let lines = text.strip_prefix("Examples:\n").expect("a heading").lines();
             for line in lines {
                 let command = line.trim().split("   ").next().unwrap_or_default();

@@ -8,6 +8,7 @@ mod examples;
 mod formats;
 mod inspect;
 mod jobs;
+mod quantize;
 mod serve;
 mod traces;
 
@@ -31,6 +32,7 @@ pub(super) use dashboard::DashboardArgs;
 pub(super) use doctor::DoctorArgs;
 pub(super) use inspect::InspectArgs;
 pub(super) use jobs::JobsArgs;
+pub(super) use quantize::QuantizeArgs;
 pub(super) use serve::ServeArgs;
 pub(super) use traces::TraceArgs;
 
@@ -85,6 +87,9 @@ pub(super) enum Command {
     Inspect(InspectArgs),
     /// Measure how large a model's channels get on a job's prompts, to balance its weights by for 8 bits
     Calibrate(CalibrateArgs),
+    /// Write a checkpoint with weights of 8 or 4 bits, which vLLM, SGLang and transformers read, too
+    #[command(after_help = examples::QUANTIZE)]
+    Quantize(Box<QuantizeArgs>),
     /// Stop a job for good: workers write what is finished and start nothing more
     Cancel(CancelArgs),
     /// Run the failed (or the truncated) rows of a finished job again, as its next generation

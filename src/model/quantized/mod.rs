@@ -23,8 +23,12 @@ mod matrix;
 mod numbers;
 mod packing;
 
+use safetensors::Dtype;
+
+use crate::model::headers::Headers;
+
 pub(super) use matrix::{Problem, StoredMatrix};
-pub(super) use numbers::FP4;
+pub(super) use numbers::{FP4, e4m3};
 
 /// How `config.json` says that matrices are quantized.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -82,6 +86,22 @@ impl Method {
             Method::BitsAndBytes => "bitsandbytes",
         }
     }
+}
+
+/// Whether a checkpoint's quantized matrices are INT8 with a factor per row.
+pub(super) fn is_int8_by_row(quantization: Option<Quantization>, headers: &Headers) -> bool {
+    if quantization.is_none_or(|quantization| quantization.method != Method::CompressedTensors) {
+        return false;
+    }
+    let entries = || headers.files.iter().flat_map(|file| &file.tensors);
+    let is_factor = |name: &str| name.ends_with(".weight_scale");
+    let mut factors = entries().filter(|(name, _)| is_factor(name)).peekable();
+    let is_int8 = entries().any(|(name, entry)| name.ends_with(".weight") && entry.dtype == Dtype::I8);
+    let is_packed = entries().any(|(name, _)| name.ends_with(".weight_packed"));
+    is_int8
+        && !is_packed
+        && factors.peek().is_some()
+        && factors.all(|(_, entry)| matches!(entry.shape[..], [_] | [_, 1]))
 }
 
 /// Last parts of names of a quantized matrix' numbers: the name of a matrix in models that are built ends

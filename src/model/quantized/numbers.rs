@@ -35,7 +35,7 @@ pub(super) fn e4m3_table() -> Table {
 
 /// A sign, four bits of exponent with bias 7, three of fraction. There are no infinities; all ones but
 /// the sign are no number.
-pub(super) fn e4m3(byte: u8) -> f32 {
+pub(in crate::model) fn e4m3(byte: u8) -> f32 {
     let (exponent, fraction) = (i32::from(byte >> 3 & 15), f32::from(byte & 7));
     let magnitude = match (exponent, byte & 7) {
         (15, 7) => f32::NAN,
