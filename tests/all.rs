@@ -59,6 +59,7 @@ mod proxy;
 #[path = "proxy/tests.rs"]
 mod proxy_tests;
 mod published_models;
+mod quantize;
 mod queue_brokers;
 mod queue_contract;
 mod queue_doors;

@@ -14,7 +14,7 @@ use crate::model_reference::harness::{
 use crate::support::arg;
 
 /// A tokenizer of so many tokens: prompts are token ids, so it need only exist.
-fn tokenizer(vocabulary: usize) -> Value {
+pub(crate) fn tokenizer(vocabulary: usize) -> Value {
     let words: serde_json::Map<String, Value> = (0..vocabulary).map(|id| (format!("w{id}"), json!(id))).collect();
     let bytes = |add_prefix_space| json!({"type": "ByteLevel", "add_prefix_space": add_prefix_space, "trim_offsets": true, "use_regex": true});
     json!({

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use gristmill::device::{KvFormat, Precision, cpu};
 use gristmill::model::config::Config;
+use gristmill::model::quantize::compare;
 use gristmill::model::stored_form::StoredForm;
 use gristmill::model::weights::Weights;
 use gristmill::model::{ActivationMaxima, LoadOptions, Transformer};
@@ -31,22 +32,8 @@ const OUTLIER: f32 = 100.0;
 /// largest logit is the same token's.
 fn distance(reference: &[Vec<f32>], other: &[Vec<f32>]) -> (f64, f64) {
     assert_eq!(reference.len(), other.len());
-    let log_softmax = |row: &[f32]| -> Vec<f64> {
-        let max = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-        let sum: f64 = row.iter().map(|x| f64::from(x - max).exp()).sum();
-        row.iter().map(|x| f64::from(x - max) - sum.ln()).collect()
-    };
-    let top = |row: &[f32]| (0..row.len()).max_by(|a, b| row[*a].total_cmp(&row[*b]));
-    let (mut divergence, mut same) = (0.0, 0);
-    for (p, q) in reference.iter().zip(other) {
-        same += usize::from(top(p) == top(q));
-        let (p, q) = (log_softmax(p), log_softmax(q));
-        divergence += p.iter().zip(&q).map(|(p, q)| p.exp() * (p - q)).sum::<f64>();
-    }
-    (
-        divergence / reference.len() as f64,
-        same as f64 / reference.len() as f64,
-    )
+    let found = compare::distance(reference, other);
+    (found.kl, found.same_top)
 }
 
 /// The same function with outliers in activations: channels of a norm and rows of the up projection times 100, what reads them

@@ -148,7 +148,14 @@ impl OutFolder {
             (REPORT.to_owned(), report.to_string()),
         ]);
         let temporary = path.with_extension("tmp");
+        // Like any file that this user makes; the library alone would hide it from others.
+        let file = fs::File::create(&temporary).map_err(|e| QuantizeError::write(&temporary, e))?;
+        let permissions = file
+            .metadata()
+            .map_err(|e| QuantizeError::write(&temporary, e))?
+            .permissions();
         safetensors::serialize_to_file(views, Some(metadata), &temporary).map_err(unwritable)?;
+        fs::set_permissions(&temporary, permissions).map_err(|e| QuantizeError::write(&temporary, e))?;
         fs::rename(&temporary, &path).map_err(|e| QuantizeError::write(&path, e))
     }
 

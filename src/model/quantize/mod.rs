@@ -4,7 +4,7 @@
 //! norms and weights. 4 bits are rounded by [GPTQ](gptq) where there are prompts, and otherwise to the
 //! nearest number. The work goes layer by layer, and a layer's file is written before the next is begun.
 //!
-//! See docs/decisions/112-quantized-checkpoints-are-those-of-compressed-tensors.md.
+//! See docs/decisions/111-quantized-checkpoints-are-those-of-compressed-tensors.md.
 
 pub mod compare;
 mod folder;
@@ -36,6 +36,7 @@ use crate::model::canonical::CanonicalWeights;
 use crate::model::channels::{ActivationMaxima, Activations, observe};
 use crate::model::checkpoint::Checkpoint;
 use crate::model::error::ModelError;
+use crate::model::names::{canonical_name, text_only_name};
 use crate::model::tensors::ModelTensors;
 use crate::model::transformer::{LoadOptions, Transformer};
 use crate::model::weights::{WeightSource, Weights};
@@ -114,12 +115,12 @@ impl Quantization<'_> {
             let why = format!("`{}` is not quantized: {why}", self.dir.display());
             return Err(QuantizeError::Refused(why));
         }
+        self.check_names()?;
         let tensors = ModelTensors::of(config);
         let layers = tensors.layers.iter().enumerate();
         let layers: Vec<Vec<Matrix>> = layers.map(|(i, layer)| matrices::of_layer(config, i, layer)).collect();
         let group = self.group(&layers)?;
         let factors = self.factors(&layers)?;
-        self.check_names(&layers, &factors)?;
         let mut folder = OutFolder::open(out, &self.identity, layers.len() + 1)?;
         let mut reports = Vec::new();
         let mut pending = Vec::new();
@@ -184,46 +185,30 @@ impl Quantization<'_> {
         }
         let config = &self.checkpoint.config;
         let canonical = CanonicalWeights::new(&self.checkpoint.weights, config);
-        let factors = BalancedWeights::new(&canonical, config, self.channels)?.into_factors();
+        let mut factors = BalancedWeights::new(&canonical, config, self.channels)?.into_factors();
         let parts: HashSet<&str> = layers.iter().flatten().flat_map(Matrix::part_names).collect();
-        let is_known = |name: &str| parts.contains(name) || self.stores(name);
-        // Biases of projections that have none are named, too.
-        let wrong = factors.keys().find(|name| !is_known(name) && !name.ends_with(".bias"));
-        match wrong {
-            None => Ok(factors),
-            Some(name) => Err(QuantizeError::Refused(format!(
-                "`{}` is not quantized: it stores `{name}`, which the balance of 8 bits changes, in another form",
-                self.dir.display()
-            ))),
-        }
+        // The balance names what a model might have.
+        let tensors = ModelTensors::of(config);
+        let read: HashSet<&str> = tensors.all().map(|spec| &spec.name[..]).collect();
+        factors.retain(|name, _| parts.contains(&name[..]) || read.contains(&name[..]));
+        Ok(factors)
     }
 
-    fn stores(&self, name: &str) -> bool {
-        let found = self.checkpoint.weights.locate(name);
-        found.is_ok_and(|(_, location)| location.name == name)
-    }
-
-    /// Every tensor must be stored by the name that it has here: other programs look for it there.
-    fn check_names(
-        &self,
-        layers: &[Vec<Matrix>],
-        factors: &HashMap<String, ChannelFactors>,
-    ) -> Result<(), QuantizeError> {
-        let weights = &self.checkpoint.weights;
-        let matrices = layers.iter().flatten().map(|matrix| &matrix.name[..]);
-        let scaled = factors
-            .keys()
-            .map(|name| &name[..])
-            .filter(|name| weights.locate(name).is_ok());
-        let is_split = weights.headers().files.iter().any(|file| !file.split.is_empty());
-        match matrices.chain(scaled).find(|name| !self.stores(name)) {
-            None if !is_split => Ok(()),
-            other => Err(QuantizeError::Refused(format!(
-                "`{}` is not quantized: its tensors have other names than those of a text model with a matrix for each projection{}",
-                self.dir.display(),
-                other.map(|name| format!(" (`{name}` is one)")).unwrap_or_default()
-            ))),
-        }
+    /// A model within a multimodal one has other modules than the configuration of a text model names.
+    fn check_names(&self) -> Result<(), QuantizeError> {
+        let files = &self.checkpoint.weights.headers().files;
+        let is_other = |name: &&String| text_only_name(name).is_some();
+        let why = match files.iter().flat_map(|file| file.tensors.keys()).find(is_other) {
+            Some(name) => format!("`{name}` is the text part of a multimodal model"),
+            None if files.iter().any(|file| !file.split.is_empty()) => {
+                "the experts of a layer are one tensor".to_owned()
+            }
+            None => return Ok(()),
+        };
+        Err(QuantizeError::Refused(format!(
+            "`{}` is not quantized: {why}",
+            self.dir.display()
+        )))
     }
 
     /// Kinds of activations of a layer whose sums are needed, with their width.
@@ -348,7 +333,9 @@ impl<'a> Work<'a> {
             relative_error: if total > 0.0 { (error / total).sqrt() } else { 0.0 },
             by_outputs: inputs.is_some(),
         };
-        let tensors = scheme.tensors(&matrix.name, [matrix.rows, columns], codes, (&factors, dtype));
+        // The checkpoint's own name, by which other programs look for it.
+        let (_, location) = self.weights.locate(&matrix.name)?;
+        let tensors = scheme.tensors(&location.name, [matrix.rows, columns], codes, (&factors, dtype));
         Ok((tensors, report))
     }
 
@@ -365,11 +352,15 @@ impl<'a> Work<'a> {
     fn kept(&self, is_wanted: impl Fn(&str) -> bool) -> Result<Vec<FileTensor<'a>>, QuantizeError> {
         let mut kept = Vec::new();
         for file in &self.weights.headers().files {
-            for (name, entry) in file.tensors.iter().filter(|(name, _)| is_wanted(name)) {
-                let data = match self.factors.get(name) {
-                    Some(factors) => Cow::Owned(self.scaled(name, &entry.shape, factors)?),
+            for (name, entry) in &file.tensors {
+                let read_as = canonical_name(name).unwrap_or_else(|| name.clone());
+                if !is_wanted(&read_as) {
+                    continue;
+                }
+                let data = match self.factors.get(&read_as) {
+                    Some(factors) => Cow::Owned(self.scaled(&read_as, &entry.shape, factors)?),
                     None => {
-                        let (header, location) = self.weights.locate(name)?;
+                        let (header, location) = self.weights.locate(&read_as)?;
                         self.weights.data(header, location)
                     }
                 };

@@ -1,0 +1,221 @@
+//! `gristmill quantize`: what it writes is a checkpoint that jobs run, and how far that is from the model.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use gristmill::device::Precision;
+use gristmill::model::config::Config;
+use gristmill::model::quantize::compare::distance;
+use gristmill::model::{Checkpoint, Transformer};
+use safetensors::{Dtype, SafeTensors};
+use serde_json::{Value, json};
+
+use crate::commands::run;
+use crate::model_jobs::tokenizer;
+use crate::model_reference::harness::{MODELS, Reference, Runner, in_chunks, directory, options};
+use crate::support::{arg, job_in, root};
+
+/// A copy of the demo model, and a job that labels 400 tickets with the model in the folder `model`.
+fn demo(folder: &Path, model: &Path, precision: &str) -> PathBuf {
+    fs::create_dir_all(folder).unwrap();
+    let (job, _) = job_in(folder, "label-tickets.yaml", |text| {
+        let text = text.replace("precision: f32", &format!("precision: {precision}"));
+        let line = format!("model: {}", model.display());
+        let lines = text.lines().map(|text| if text.starts_with("model:") { &line } else { text });
+        lines.collect::<Vec<_>>().join("\n")
+    });
+    job
+}
+
+fn copy(from: &Path, to: &Path) {
+    fs::create_dir_all(to).unwrap();
+    for file in fs::read_dir(from).unwrap() {
+        let file = file.unwrap();
+        fs::copy(file.path(), to.join(file.file_name())).unwrap();
+    }
+}
+
+/// The files of a folder with their bytes.
+fn files(folder: &Path) -> BTreeMap<String, Vec<u8>> {
+    let files = fs::read_dir(folder).unwrap().map(|file| file.unwrap());
+    let files = files.map(|file| (file.file_name().into_string().unwrap(), fs::read(file.path()).unwrap()));
+    files.collect()
+}
+
+fn quantize(model: &Path, scheme: &str, out: &Path, more: &[&str]) -> Value {
+    let arguments = ["quantize", arg(model), "--to", scheme, "--out", arg(out), "--json"];
+    run(&[&arguments, more].concat()).expect(0).json()
+}
+
+#[test]
+fn the_demo_model_labels_as_well_in_each_scheme() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = root().join("jobs/demo/model");
+    let label = |name: &str, model: &Path, precision: &str| {
+        let job = demo(&folder.path().join(name), model, precision);
+        let done = run(&["run", arg(&job), "--limit", "400", "--quiet", "--json"]).expect(0).json();
+        done["agreement"]["equal"].as_u64().unwrap() as i64
+    };
+    let of_f32 = label("f32", &model, "f32");
+    let calibration = demo(&folder.path().join("calibration"), &model, "f32");
+    // Half a percent of 400 rows for 8 bits, and one and a half for 4.
+    for (scheme, precision, rows, kl, part) in [
+        ("int8", "int8", 2, 1e-3, 0.65),
+        ("fp8", "f32", 2, 1e-3, 0.65),
+        ("w4a16", "f32", 6, 4e-3, 0.45),
+    ] {
+        let out = folder.path().join(scheme);
+        let done = quantize(&model, scheme, &out, &["--calibrate", arg(&calibration), "--rows", "64"]);
+        println!("{scheme}: {} nats, {} same", done["kl_nats"], done["same_top_token"]);
+        assert!(done["kl_nats"].as_f64().unwrap() < kl, "{done}");
+        assert!(done["same_top_token"].as_f64().unwrap() > 0.97, "{done}");
+        assert_eq!((&done["prompts"], &done["places"]), (&json!(64), &json!(512)), "{done}");
+        let [before, after] = ["weight_bytes_before", "weight_bytes"].map(|key| done[key].as_u64().unwrap() as f64);
+        assert!(after < part * before, "{done}");
+        let layers = done["layers"].as_array().unwrap();
+        assert_eq!(layers.len(), 6);
+        for matrix in layers.iter().flat_map(|layer| layer["matrices"].as_array().unwrap()) {
+            let error = matrix["relative_error"].as_f64().unwrap();
+            assert!(error > 0.001 && error < 0.1, "{matrix}");
+            assert_eq!(matrix["by_outputs"], json!(scheme == "w4a16"), "{matrix}");
+        }
+        let equal = label(&format!("job-{scheme}"), &out, precision);
+        println!("{scheme}: {equal} of 400, {of_f32} in F32");
+        assert!((equal - of_f32).abs() <= rows, "{scheme}: {equal}, {of_f32} in F32");
+        // What other programs read.
+        let config: Value = serde_json::from_slice(&fs::read(out.join("config.json")).unwrap()).unwrap();
+        assert_eq!(config["quantization_config"]["quant_method"], "compressed-tensors");
+        let index: Value = serde_json::from_slice(&fs::read(out.join("model.safetensors.index.json")).unwrap()).unwrap();
+        let bytes = files(&out);
+        let stored = |name: &str| {
+            let file = index["weight_map"][name].as_str().unwrap_or_else(|| panic!("{name}"));
+            let tensors = SafeTensors::deserialize(&bytes[file]).unwrap();
+            let tensor = tensors.tensor(name).unwrap();
+            (tensor.dtype(), tensor.shape().to_vec())
+        };
+        let up = |part: &str| stored(&format!("model.layers.5.mlp.up_proj.{part}"));
+        match scheme {
+            "int8" => assert_eq!(up("weight"), (Dtype::I8, vec![512, 192])),
+            "fp8" => assert_eq!(up("weight"), (Dtype::F8_E4M3, vec![512, 192])),
+            _ => assert_eq!(
+                (up("weight_packed"), up("weight_shape")),
+                ((Dtype::I32, vec![512, 24]), (Dtype::I64, vec![2]))
+            ),
+        }
+        let groups = if scheme == "w4a16" { 3 } else { 1 };
+        assert_eq!(up("weight_scale").1, [512, groups]);
+        assert_eq!(bytes["tokenizer.json"], fs::read(model.join("tokenizer.json")).unwrap());
+    }
+}
+
+#[test]
+fn prompts_make_four_bits_better() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = root().join("jobs/demo/model");
+    let job = demo(&folder.path().join("calibration"), &model, "f32");
+    let with = folder.path().join("with");
+    let found = quantize(&model, "w4a16", &with, &["--calibrate", arg(&job), "--rows", "96"]);
+    let without = folder.path().join("without");
+    let plain = quantize(&model, "w4a16", &without, &[]);
+    assert_eq!((&plain["kl_nats"], &plain["prompts"]), (&Value::Null, &json!(0)));
+    // The sums over all layers' inputs need more than a MiB: several passes give the same.
+    let passes = folder.path().join("passes");
+    quantize(&model, "w4a16", &passes, &["--calibrate", arg(&job), "--rows", "96", "--sums-memory", "1"]);
+    assert_eq!(files(&with), files(&passes));
+    // Compared over other prompts' tokens than those that were used for rounding, as a job's rows are.
+    let distance_of = |folder: &Path| {
+        let load = |folder: &Path| {
+            let checkpoint = Checkpoint::open(folder, None, Config::load(folder).unwrap()).unwrap();
+            let reference = Reference::load("llama-plain");
+            let options = options(&reference, Precision::F32);
+            let options = gristmill::model::LoadOptions { max_context: Some(512), vocabulary: None, ..options };
+            let mut model = Transformer::from_weights(checkpoint.config, &checkpoint.weights, &options).unwrap();
+            let text = fs::read_to_string(root().join("jobs/demo/write-tickets.txt")).unwrap();
+            let tokens = gristmill::tokenizer::Tokenizer::load(folder).unwrap().encode(&text, false).unwrap();
+            in_chunks(&mut Runner::new(&mut model), &tokens[..tokens.len().min(160)], &[160])
+        };
+        distance(&load(&model), &load(folder)).kl
+    };
+    let [by_prompts, nearest] = [&with, &without].map(|folder| distance_of(folder));
+    println!("{by_prompts} nats by GPTQ ({} over its own prompts), {nearest} by the nearest numbers", found["kl_nats"]);
+    assert!(by_prompts < nearest, "{by_prompts} {nearest}");
+}
+
+/// Models that are not quantized, and why.
+const REFUSED: [(&str, &str); 0] = [];
+
+#[test]
+fn each_small_model_is_quantized_or_refused() {
+    let mut found = Vec::new();
+    for name in MODELS {
+        let folder = tempfile::tempdir().unwrap();
+        let (model, out) = (folder.path().join("model"), folder.path().join("out"));
+        let reference = Reference::load(name);
+        copy(&directory(name), &model);
+        fs::write(model.join("tokenizer.json"), tokenizer(reference.vocabulary).to_string()).unwrap();
+        let done = run(&["quantize", arg(&model), "--to", "int8", "--out", arg(&out), "--json"]);
+        if done.code != Some(0) {
+            found.push((name, done.expect(2).stderr));
+            assert!(!out.exists(), "{name}");
+            continue;
+        }
+        let logits = |folder: &Path, precision| {
+            let checkpoint = Checkpoint::open(folder, None, Config::load(folder).unwrap()).unwrap();
+            let options = options(&reference, precision);
+            let mut model = Transformer::from_weights(checkpoint.config, &checkpoint.weights, &options).unwrap();
+            let mut runner = Runner::new(&mut model);
+            let prompts = reference.prompts.iter();
+            prompts.flat_map(|p| in_chunks(&mut runner, &p.tokens, &[p.tokens.len()])).collect::<Vec<_>>()
+        };
+        let own = logits(&model, Precision::Int8);
+        let of_quantized = distance(&own, &logits(&out, Precision::Int8));
+        let of_weights = distance(&logits(&model, Precision::F32), &logits(&out, Precision::F32));
+        println!("{name}: {:.1e} from the model in int8, {:.1e} by weights alone", of_quantized.kl, of_weights.kl);
+    }
+    for (name, why) in &found {
+        println!("{name}: {why}");
+    }
+    assert_eq!(found.len(), REFUSED.len());
+}
+
+#[test]
+fn an_interrupted_run_goes_on_and_another_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = root().join("jobs/demo/model");
+    let whole = folder.path().join("whole");
+    quantize(&model, "int8", &whole, &[]);
+    let bytes = files(&whole);
+    // Nothing but three layers is there, and a file that was being written.
+    let part = folder.path().join("part");
+    fs::create_dir(&part).unwrap();
+    for number in 2..5 {
+        let name = format!("model-{number:05}-of-00007.safetensors");
+        fs::write(part.join(&name), &bytes[&name]).unwrap();
+    }
+    let half = part.join("model-00006-of-00007.tmp");
+    fs::write(&half, "half").unwrap();
+    let record: Value = serde_json::from_slice(&bytes["quantize.json"]).unwrap();
+    fs::write(part.join("quantize.json"), json!({"identity": record["identity"]}).to_string()).unwrap();
+    let refused = |scheme: &str, out: &Path, words: &[&str]| {
+        run(&["quantize", arg(&model), "--to", scheme, "--out", arg(out)]).expect(2).one_line(words);
+    };
+    refused("fp8", &part, &["was begun for another model, scheme or calibration", "give another folder"]);
+    let went_on = run(&["quantize", arg(&model), "--to", "int8", "--out", arg(&part)]).expect(0);
+    assert!(went_on.stderr.contains("3 of 6 layers") && !went_on.stderr.contains("2 of 6"), "{}", went_on.stderr);
+    assert_eq!(files(&part), bytes);
+    refused("int8", &part, &["is finished already"]);
+    refused("int8", &model, &["is not empty", "give a new folder"]);
+    let again = folder.path().join("again");
+    run(&["quantize", arg(&whole), "--to", "int8", "--out", arg(&again)])
+        .expect(2)
+        .one_line(&["is not quantized", "it is quantized already"]);
+    assert!(!again.exists());
+    // A job of another model has other tokens.
+    let other = folder.path().join("other");
+    copy(&model, &other);
+    let job = demo(&folder.path().join("job"), &other, "f32");
+    run(&["quantize", arg(&model), "--to", "int8", "--out", arg(&again), "--calibrate", arg(&job)])
+        .expect(2)
+        .one_line(&["give a job of that model"]);
+}
