@@ -8,25 +8,35 @@ use std::path::{Path, PathBuf};
 
 use safetensors::tensor::{Dtype, TensorView};
 use safetensors::{SafeTensorError, SafeTensors};
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
-use super::QuantizeError;
 use super::form::OutTensor;
+use super::{LayerReport, QuantizeError};
 use crate::mapped::map;
 use crate::model::error::ModelError;
 
-/// What is written, and from what: a folder is gone on with for the same alone. At the end, the report.
+/// What is written, from what, and what is done: a folder is gone on with for the same alone.
 const RECORD: &str = "quantize.json";
 const INDEX: &str = "model.safetensors.index.json";
-/// The key of a file's metadata that has the report of its layer.
-const REPORT: &str = "gristmill_report";
 
 /// The folder, and which tensors its files hold.
 pub(super) struct OutFolder {
     path: PathBuf,
     files: usize,
+    record: Record,
     weight_map: Map<String, Value>,
     bytes: usize,
+}
+
+#[derive(Serialize, Deserialize)]
+struct Record {
+    identity: Value,
+    /// Columns that share a factor, where groups do.
+    group: Option<usize>,
+    finished: bool,
+    /// What rounding changed in the layers that are done.
+    layers: Vec<LayerReport>,
 }
 
 /// A tensor of a file: written anew, or as it is.
@@ -62,77 +72,103 @@ impl OutFolder {
     ///
     /// # Errors
     /// The folder holds something else, is finished, or cannot be written.
-    pub(super) fn open(path: &Path, identity: &Value, files: usize) -> Result<OutFolder, QuantizeError> {
+    pub(super) fn open(
+        path: &Path,
+        identity: &Value,
+        group: Option<usize>,
+        files: usize,
+    ) -> Result<OutFolder, QuantizeError> {
         fs::create_dir_all(path).map_err(|e| QuantizeError::write(path, e))?;
-        let record = path.join(RECORD);
-        match fs::read(&record) {
+        let refuse = |why: String| QuantizeError::Refused(format!("`{}` {why}", path.display()));
+        let mut folder = OutFolder {
+            path: path.to_owned(),
+            files,
+            record: Record {
+                identity: identity.clone(),
+                group,
+                finished: false,
+                layers: Vec::new(),
+            },
+            weight_map: Map::new(),
+            bytes: 0,
+        };
+        match fs::read(path.join(RECORD)) {
             Ok(bytes) => {
-                let found: Value = serde_json::from_slice(&bytes).unwrap_or_default();
-                let refuse = |why: &str| Err(QuantizeError::Refused(format!("`{}` {why}", path.display())));
-                if found.get("identity") != Some(identity) {
-                    return refuse(
-                        "was begun for another model, scheme or calibration: give another folder, or remove it",
-                    );
+                let begun: Record = serde_json::from_slice(&bytes).map_err(|e| {
+                    refuse(format!(
+                        "has a `{RECORD}` that is none of this command's ({e}): give a new folder"
+                    ))
+                })?;
+                if begun.identity != *identity {
+                    let why = "was begun for another model, scheme or calibration: give another folder, or remove it";
+                    return Err(refuse(why.to_owned()));
                 }
-                if found.get("layers").is_some() {
-                    return refuse("is finished already");
+                if begun.finished {
+                    return Err(refuse("is finished already".to_owned()));
                 }
+                folder.record = begun;
             }
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
                 let mut entries = fs::read_dir(path).map_err(|e| ModelError::read(path, e))?;
                 if entries.next().is_some() {
-                    let why = format!("`{}` is not empty: give a new folder", path.display());
-                    return Err(QuantizeError::Refused(why));
+                    return Err(refuse("is not empty: give a new folder".to_owned()));
                 }
-                write(&record, json!({"identity": identity}).to_string().as_bytes())?;
+                folder.write_record()?;
             }
-            Err(error) => return Err(ModelError::read(&record, error).into()),
+            Err(error) => return Err(ModelError::read(&path.join(RECORD), error).into()),
         }
-        Ok(OutFolder {
-            path: path.to_owned(),
-            files,
-            weight_map: Map::new(),
-            bytes: 0,
-        })
+        Ok(folder)
+    }
+
+    fn write_record(&self) -> Result<(), QuantizeError> {
+        let record = serde_json::to_value(&self.record).map_err(|e| QuantizeError::Refused(e.to_string()))?;
+        write(&self.path.join(RECORD), pretty(&record).as_bytes())
+    }
+
+    /// What rounding changed in the layers that are done, ascending.
+    pub(super) fn layers(&self) -> &[LayerReport] {
+        &self.record.layers
     }
 
     fn file_name(&self, number: usize) -> String {
         format!("model-{:05}-of-{:05}.safetensors", number + 1, self.files)
     }
 
-    /// The report of a file that an earlier run wrote. `None`: there is no such file.
+    /// Reads which tensors the file of a layer that is done holds. `false`: the layer is not done.
     ///
     /// # Errors
     /// The file cannot be read.
-    pub(super) fn written(&mut self, number: usize) -> Result<Option<Value>, QuantizeError> {
-        let name = self.file_name(number);
+    pub(super) fn goes_on_behind(&mut self, layer: usize) -> Result<bool, QuantizeError> {
+        if self.record.layers.iter().all(|report| report.layer != layer) {
+            return Ok(false);
+        }
+        let name = self.file_name(layer + 1);
         let path = self.path.join(&name);
-        let bytes = match map(&path) {
-            Ok(bytes) => bytes,
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-            Err(error) => return Err(ModelError::read(&path, error).into()),
-        };
-        let broken =
-            |e: SafeTensorError| QuantizeError::Refused(format!("`{}`: {e}: remove this file", path.display()));
-        let (_, metadata) = SafeTensors::read_metadata(&bytes).map_err(broken)?;
+        let bytes = map(&path).map_err(|e| ModelError::read(&path, e))?;
+        let (_, metadata) = SafeTensors::read_metadata(&bytes).map_err(|e| ModelError::broken(&path, e.to_string()))?;
         for (tensor, info) in metadata.tensors() {
             self.bytes += info.data_offsets.1 - info.data_offsets.0;
             self.weight_map.insert(tensor, name.clone().into());
         }
-        let report = metadata.metadata().as_ref().and_then(|metadata| metadata.get(REPORT));
-        Ok(report.map(|report| serde_json::from_str(report).unwrap_or_default()))
+        Ok(true)
+    }
+
+    /// Writes the file of a layer, and that it is done.
+    ///
+    /// # Errors
+    /// It cannot be written.
+    pub(super) fn write_layer(&mut self, tensors: &[FileTensor<'_>], report: LayerReport) -> Result<(), QuantizeError> {
+        self.write_weights(report.layer + 1, tensors)?;
+        self.record.layers.push(report);
+        self.record.layers.sort_by_key(|report| report.layer);
+        self.write_record()
     }
 
     /// Writes a file of weights: whole, or not at all.
     ///
     /// # Errors
     /// It cannot be written.
-    pub(super) fn write_weights(
-        &mut self,
-        number: usize,
-        tensors: &[FileTensor<'_>],
-        report: &Value,
-    ) -> Result<(), QuantizeError> {
+    pub(super) fn write_weights(&mut self, number: usize, tensors: &[FileTensor<'_>]) -> Result<(), QuantizeError> {
         let name = self.file_name(number);
         let path = self.path.join(&name);
         let unwritable = |e: SafeTensorError| QuantizeError::Refused(format!("cannot write `{}`: {e}", path.display()));
@@ -143,10 +179,7 @@ impl OutFolder {
             self.weight_map.insert(tensor.name().to_owned(), name.clone().into());
             views.push((tensor.name(), view));
         }
-        let metadata = HashMap::from([
-            ("format".to_owned(), "pt".to_owned()),
-            (REPORT.to_owned(), report.to_string()),
-        ]);
+        let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
         let temporary = path.with_extension("tmp");
         // Like any file that this user makes; the library alone would hide it from others.
         let file = fs::File::create(&temporary).map_err(|e| QuantizeError::write(&temporary, e))?;
@@ -164,7 +197,7 @@ impl OutFolder {
     ///
     /// # Errors
     /// A file cannot be read or written.
-    pub(super) fn finish(self, model: &Path, description: Value, record: &Value) -> Result<(), QuantizeError> {
+    pub(super) fn finish(mut self, model: &Path, description: Value) -> Result<(), QuantizeError> {
         let index = json!({"metadata": {"total_size": self.bytes}, "weight_map": self.weight_map});
         write(&self.path.join(INDEX), pretty(&index).as_bytes())?;
         let entries = fs::read_dir(model).map_err(|e| ModelError::read(model, e))?;
@@ -185,7 +218,8 @@ impl OutFolder {
             &self.path.join("config.json"),
             pretty(&Value::Object(config)).as_bytes(),
         )?;
-        write(&self.path.join(RECORD), pretty(record).as_bytes())
+        self.record.finished = true;
+        self.write_record()
     }
 }
 

@@ -327,8 +327,12 @@ mod tests {
             output_error(&x, columns, &values, &decoded(&plain.codes)),
         );
         assert!(with < 0.6 * without, "{with} {without}");
-        // What is reported is that error, with damping.
-        assert!((rounded.error / with - 1.0).abs() < 0.1, "{} {with}", rounded.error);
+        // What is reported is that error, with that of damping.
+        assert!(
+            rounded.error > with && rounded.error < 1.2 * with,
+            "{} {with}",
+            rounded.error
+        );
         let outputs = output_error(&x, columns, &values, &vec![0.0; values.len()]);
         assert!(
             (rounded.total / outputs - 1.0).abs() < 0.1,

@@ -19,7 +19,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
-use serde_json::{Value, json};
+use serde_json::Value;
 
 pub use form::Scheme;
 
@@ -121,18 +121,15 @@ impl Quantization<'_> {
         let layers: Vec<Vec<Matrix>> = layers.map(|(i, layer)| matrices::of_layer(config, i, layer)).collect();
         let group = self.group(&layers)?;
         let factors = self.factors(&layers)?;
-        let mut folder = OutFolder::open(out, &self.identity, layers.len() + 1)?;
-        let mut reports = Vec::new();
+        let groups = (self.scheme == Scheme::W4a16).then_some(group);
+        let mut folder = OutFolder::open(out, &self.identity, groups, layers.len() + 1)?;
         let mut pending = Vec::new();
         for layer in 0..layers.len() {
-            match folder.written(layer + 1)? {
-                Some(report) => reports.push(serde_json::from_value(report).map_err(|e| {
-                    QuantizeError::Refused(format!("`{}`: layer {layer} has no report: {e}", out.display()))
-                })?),
-                None => pending.push(layer),
+            if !folder.goes_on_behind(layer)? {
+                pending.push(layer);
             }
         }
-        progress(reports.len());
+        progress(folder.layers().len());
         let work = Work {
             quantization: self,
             weights,
@@ -145,19 +142,14 @@ impl Quantization<'_> {
             let sums = self.sums(&layers, now)?;
             for layer in now {
                 let (tensors, report) = work.layer(*layer, &layers[*layer], &sums)?;
-                let value = serde_json::to_value(&report).map_err(|e| QuantizeError::Refused(e.to_string()))?;
-                folder.write_weights(layer + 1, &tensors, &value)?;
-                reports.push(report);
-                progress(reports.len());
+                folder.write_layer(&tensors, report)?;
+                progress(folder.layers().len());
             }
             pending = later;
         }
-        if folder.written(0)?.is_none() {
-            folder.write_weights(0, &work.others(layers.len())?, &json!({}))?;
-        }
-        reports.sort_by_key(|report| report.layer);
-        let record = json!({"identity": self.identity, "group": (self.scheme == Scheme::W4a16).then_some(group), "layers": &reports});
-        folder.finish(self.dir, self.scheme.description(group), &record)?;
+        folder.write_weights(0, &work.others(layers.len())?)?;
+        let reports = folder.layers().to_vec();
+        folder.finish(self.dir, self.scheme.description(group))?;
         Ok(reports)
     }
 

@@ -101,7 +101,7 @@ pub(super) fn is_int8_by_row(quantization: Option<Quantization>, headers: &Heade
     is_int8
         && !is_packed
         && factors.peek().is_some()
-        && factors.all(|(_, entry)| matches!(entry.shape[..], [_] | [_, 1]))
+        && factors.all(|(_, entry)| matches!(entry.shape[..], [rows] | [rows, 1] if rows > 1))
 }
 
 /// Last parts of names of a quantized matrix' numbers: the name of a matrix in models that are built ends
