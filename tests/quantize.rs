@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 
 use gristmill::device::Precision;
 use gristmill::model::config::Config;
-use gristmill::model::quantize::compare::distance;
-use gristmill::model::{Checkpoint, Transformer};
+use gristmill::model::quantize::compare::{self, distance};
+use gristmill::model::{Checkpoint, LoadOptions, Transformer};
 use safetensors::{Dtype, SafeTensors};
 use serde_json::{Value, json};
 
@@ -138,28 +138,22 @@ fn prompts_make_four_bits_better() {
         &["--calibrate", arg(&job), "--rows", "96", "--sums-memory", "1"],
     );
     assert!(files(&with) == files(&passes));
-    // Compared over other prompts' tokens than those that were used for rounding, as a job's rows are.
-    let distance_of = |folder: &Path| {
-        let load = |folder: &Path| {
-            let checkpoint = Checkpoint::open(folder, None, Config::load(folder).unwrap()).unwrap();
-            let reference = Reference::load("llama-plain");
-            let options = options(&reference, Precision::F32);
-            let options = gristmill::model::LoadOptions {
-                max_context: Some(512),
-                vocabulary: None,
-                ..options
-            };
-            let mut model = Transformer::from_weights(checkpoint.config, &checkpoint.weights, &options).unwrap();
-            let text = fs::read_to_string(root().join("jobs/demo/write-tickets.txt")).unwrap();
-            let tokens = gristmill::tokenizer::Tokenizer::load(folder)
-                .unwrap()
-                .encode(&text, false)
-                .unwrap();
-            in_chunks(&mut Runner::new(&mut model), &tokens[..tokens.len().min(160)], &[160])
+    // Compared over texts like those of the prompts, in another form.
+    let tickets = fs::read_to_string(root().join("jobs/demo/tickets.csv")).unwrap();
+    let tokenizer = gristmill::tokenizer::Tokenizer::load(&model).unwrap();
+    let texts = tickets.lines().filter(|line| line.len() > 60);
+    let texts: Vec<Vec<u32>> = texts.map(|line| tokenizer.encode(line, false).unwrap()).collect();
+    assert!(texts.len() > 64);
+    let predictions = |folder: &Path| {
+        let options = LoadOptions {
+            max_context: Some(512),
+            vocabulary: None,
+            ..options(&Reference::load("llama-plain"), Precision::F32)
         };
-        distance(&load(&model), &load(folder)).kl
+        compare::logits(&mut Transformer::load(folder, &options).unwrap(), &texts).unwrap()
     };
-    let [by_prompts, nearest] = [&with, &without].map(|folder| distance_of(folder));
+    let of_model = predictions(&model);
+    let [by_prompts, nearest] = [&with, &without].map(|folder| compare::distance(&of_model, &predictions(folder)).kl);
     println!(
         "{by_prompts} nats by GPTQ ({} over its own prompts), {nearest} by the nearest numbers",
         found["kl_nats"]

@@ -2,7 +2,7 @@
 //! interrupted run goes on with the next one, and `config.json` last.
 
 use std::borrow::Cow;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -25,7 +25,7 @@ pub(super) struct OutFolder {
     path: PathBuf,
     files: usize,
     record: Record,
-    weight_map: Map<String, Value>,
+    weight_map: BTreeMap<String, String>,
     bytes: usize,
 }
 
@@ -89,7 +89,7 @@ impl OutFolder {
                 finished: false,
                 layers: Vec::new(),
             },
-            weight_map: Map::new(),
+            weight_map: BTreeMap::new(),
             bytes: 0,
         };
         match fs::read(path.join(RECORD)) {
@@ -148,7 +148,7 @@ impl OutFolder {
         let (_, metadata) = SafeTensors::read_metadata(&bytes).map_err(|e| ModelError::broken(&path, e.to_string()))?;
         for (tensor, info) in metadata.tensors() {
             self.bytes += info.data_offsets.1 - info.data_offsets.0;
-            self.weight_map.insert(tensor, name.clone().into());
+            self.weight_map.insert(tensor, name.clone());
         }
         Ok(true)
     }
@@ -176,7 +176,7 @@ impl OutFolder {
         for tensor in tensors {
             let view = tensor.view().map_err(unwritable)?;
             self.bytes += view.data().len();
-            self.weight_map.insert(tensor.name().to_owned(), name.clone().into());
+            self.weight_map.insert(tensor.name().to_owned(), name.clone());
             views.push((tensor.name(), view));
         }
         let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);

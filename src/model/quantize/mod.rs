@@ -1,7 +1,7 @@
 //! `gristmill quantize`: a checkpoint with weights of 8 or 4 bits, in the layout of compressed-tensors.
 //!
-//! INT8 is balanced as jobs in `int8` are ([balance](super::balance)): the factors, powers of two, end in
-//! norms and weights. 4 bits are rounded by [GPTQ](gptq) where there are prompts, and otherwise to the
+//! INT8 is balanced as jobs in `int8` are (`balance.rs`): the factors, powers of two, end in
+//! norms and weights. 4 bits are rounded by GPTQ (`gptq.rs`) where there are prompts, and otherwise to the
 //! nearest number. The work goes layer by layer, and a layer's file is written before the next is begun.
 //!
 //! See docs/decisions/111-quantized-checkpoints-are-those-of-compressed-tensors.md.
