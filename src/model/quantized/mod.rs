@@ -18,11 +18,13 @@
 //! See docs/decisions/107-quantized-weights-are-decoded-where-they-are-read.md.
 
 mod bitsandbytes;
+mod codes;
 mod decode;
 mod matrix;
 mod numbers;
 mod packing;
 
+pub(super) use codes::{codes_of_blocks, group_of_blocks};
 pub(super) use matrix::{Problem, StoredMatrix};
 pub(super) use numbers::FP4;
 
