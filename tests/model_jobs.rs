@@ -8,6 +8,7 @@ use serde_json::{Value, json};
 
 use crate::bad_input::rows_of;
 use crate::commands::{queues, run};
+use crate::model_reference::four_bits::{FOUR_BITS, OTHERS};
 use crate::model_reference::harness::{
     ADAPTERS, GGUF, Reference, all_models, directory as files_of, folder as model_of,
 };
@@ -73,6 +74,41 @@ fn each_small_model_answers_a_job_as_transformers_does() {
         let job = job(folder.path(), name, None, &reference);
         run(&["run", arg(&job), "--quiet"]).expect(0);
         assert_answers(&folder.path().join("out"), &reference, name);
+    }
+}
+
+/// The job in four bits; the error names the place of the model.
+#[test]
+fn a_job_in_four_bits_needs_a_checkpoint_in_four_bits() {
+    let in_four_bits = |name: &str, reference: &Reference| {
+        let folder = tempfile::tempdir().unwrap();
+        let job = job(folder.path(), name, None, reference);
+        let text = fs::read_to_string(&job).unwrap();
+        fs::write(&job, text.replace("precision: f32", "precision: w4a8\nkv_cache: f32")).unwrap();
+        (folder, job)
+    };
+    for (name, _) in FOUR_BITS {
+        let reference = Reference::load(name);
+        let (folder, job) = in_four_bits(name, &reference);
+        run(&["run", arg(&job), "--quiet"]).expect(0);
+        // A rounding may decide between tokens that are nearly as likely; what follows then is another text.
+        let rows = rows_of(&folder.path().join("out"));
+        assert_eq!(rows.len(), reference.prompts.len());
+        let first = |row: &Value| row["token_ids"][0].clone();
+        let same = rows.iter().zip(&reference.prompts);
+        let same = same.filter(|(row, prompt)| first(row) == json!(prompt.tokens[prompt.length]));
+        let (same, all) = (same.count(), rows.len());
+        println!("{name}: the first token of {same} of {all} answers is the reference's");
+        assert!(same * 4 >= all * 3, "{name}: {same} of {all}");
+    }
+    for name in OTHERS {
+        let reference = Reference::load(name);
+        let (_folder, job) = in_four_bits(name, &reference);
+        for command in [&["run", arg(&job), "--quiet"][..], &["plan", arg(&job)]] {
+            run(command)
+                .expect(2)
+                .one_line(&["`precision` is w4a8", "choose `int8`"]);
+        }
     }
 }
 

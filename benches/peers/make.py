@@ -1,9 +1,10 @@
 """Makes random models and the three traces of the peers' benchmark.
 
-    python make.py --data DIR [--models l30m,q05b]
+    python make.py --data DIR [--models l30m,q05b] [--four-bits]
 
 DIR/l30m and so on become checkpoints (safetensors in BF16, a byte-level BPE of made-up words); DIR/MODEL-W1.jsonl to -W3.jsonl their
-traces, a request a line as `gristmill bench --trace` reads it. Everything follows from the seed. `q3moe` and `gptoss` have the
+traces, a request a line as `gristmill bench --trace` reads it. Everything follows from the seed. With `--four-bits`, DIR/MODEL-w4 is the same model with linear layers in 4 bits, in the layout of
+compressed-tensors: symmetric, with a factor for each 128 numbers of a row. `q3moe` and `gptoss` have the
 layers of Qwen3-30B-A3B and of gpt-oss-20b at full width, but few of them, and tied embeddings.
 
 - W1, labelling: each the same instruction of 192 tokens and 64 of its own, 16 generated, greedy.
@@ -19,6 +20,7 @@ import argparse
 import json
 import math
 import pathlib
+import shutil
 import struct
 
 import numpy
@@ -131,10 +133,14 @@ def bf16(values):
 
 
 def write_safetensors(path, config):
+    write_tensors(path, ((name, "BF16", values.shape, bf16(values).tobytes()) for name, values in tensors(config)))
+
+
+def write_tensors(path, all_tensors):
+    """Tensors, each by its name, number format, shape and bytes."""
     header, blobs, at = {"__metadata__": {"format": "pt"}}, [], 0
-    for name, values in tensors(config):
-        blob = bf16(values).tobytes()
-        header[name] = {"dtype": "BF16", "shape": list(values.shape), "data_offsets": [at, at + len(blob)]}
+    for name, dtype, shape, blob in all_tensors:
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + len(blob)]}
         blobs.append(blob)
         at += len(blob)
     text = json.dumps(header).encode()
@@ -253,10 +259,54 @@ def write_trace(data, model, workload, scale):
             file.write(json.dumps(request) + "\n")
 
 
-def make(data, models):
+GROUP = 128
+IN_FOUR_BITS = {
+    "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed", "ignore": ["lm_head"],
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": {
+        "num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP, "symmetric": True}}},
+}
+
+
+def packed(values):
+    """The words of a matrix in 4 bits, eight numbers each from the lowest bits on, and the factors in BF16."""
+    rows, columns = values.shape
+    groups = values.reshape(rows, columns // GROUP, GROUP)
+    factors = bf16(numpy.abs(groups).max(axis=2) / 7.5)
+    exact = (factors.astype(numpy.uint32) << 16).view(numpy.float32)
+    codes = numpy.clip(numpy.rint(groups / exact[:, :, None]), -8, 7).astype(numpy.int32) + 8
+    codes = codes.reshape(rows, columns // 8, 8).astype(numpy.uint32) << (4 * numpy.arange(8, dtype=numpy.uint32))
+    return numpy.bitwise_or.reduce(codes, axis=2).astype("<u4"), factors
+
+
+def in_four_bits(config):
+    """Name, number format, shape and bytes of each tensor."""
+    for name, values in tensors(config):
+        if not name.endswith("_proj.weight"):
+            yield name, "BF16", values.shape, bf16(values).tobytes()
+            continue
+        words, factors = packed(values)
+        stem = name.removesuffix("weight")
+        yield stem + "weight_packed", "I32", words.shape, words.tobytes()
+        yield stem + "weight_scale", "BF16", factors.shape, factors.tobytes()
+        yield stem + "weight_shape", "I64", (2,), numpy.array(values.shape, "<i8").tobytes()
+
+
+def write_four_bits(source, path):
+    path.mkdir(exist_ok=True)
+    for file in source.iterdir():
+        if file.suffix != ".safetensors" and file.is_file():
+            shutil.copyfile(file, path / file.name)
+    config = json.loads((source / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": IN_FOUR_BITS}))
+    write_tensors(path / "model.safetensors", in_four_bits(config))
+
+
+def make(data, models, four_bits):
     for name in models:
         if not (data / name / "model.safetensors").exists():
             write_model(data / name, MODELS[name])
+        if four_bits and not (data / f"{name}-w4" / "model.safetensors").exists():
+            write_four_bits(data / name, data / f"{name}-w4")
         for workload in ROWS:
             write_trace(data, name, workload, 1)
 
@@ -265,5 +315,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=pathlib.Path, required=True)
     parser.add_argument("--models", default="l30m,q05b")
+    parser.add_argument("--four-bits", action="store_true")
     args = parser.parse_args()
-    make(args.data, args.models.split(","))
+    make(args.data, args.models.split(","), args.four_bits)

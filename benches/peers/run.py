@@ -10,6 +10,7 @@ peers' formats. Rows are repeated from the same distribution until gristmill run
 slow, runs the rows of scale 1 only. Then each round runs every peer and gristmill in turn on every workload; tables show medians,
 and how many times as fast as the fastest peer gristmill is. Every side runs a first request before its clock starts.
 
+`openvino-int4` has weights in 4 bits, symmetric, in groups of 128; `gristmill-w4a8` runs a checkpoint that is quantized so.
 `openvino-group0` is OpenVINO with `DYNAMIC_QUANTIZATION_GROUP_SIZE=0`; `llamacpp` has weights in Q8_0, `llamacpp-q4_0` and
 `llamacpp-bf16` in other formats; `gristmill-f32` and `gristmill-bf16` are gristmill in other precisions.
 """
@@ -53,16 +54,27 @@ def install():
 def prepare(data, models, sides):
     """Models, traces of scale 1, and the checkpoints in the peers' formats; OpenVINO's with weights in INT8, symmetric."""
     # With numpy, which only the peers' environment has.
-    subprocess.run([PYTHON, HERE / "make.py", "--data", data, "--models", ",".join(models)], check=True)
+    four_bits = ["--four-bits"] if "gristmill-w4a8" in sides else []
+    subprocess.run([PYTHON, HERE / "make.py", "--data", data, "--models", ",".join(models), *four_bits], check=True)
     for model in models:
-        target = data / f"{model}-openvino"
-        if any(side.startswith("openvino") for side in sides) and not (target / "openvino_model.bin").exists():
-            subprocess.run([PYTHON.parent / "optimum-cli", "export", "openvino", "--model", data / model, "--task",
-                            "text-generation-with-past", "--weight-format", "int8", "--sym", target], check=True)
         for side in sides:
+            target = data / f"{model}-{openvino(side)}"
+            if side.startswith("openvino") and not (target / "openvino_model.bin").exists():
+                subprocess.run([PYTHON.parent / "optimum-cli", "export", "openvino", "--model", data / model, "--task",
+                                "text-generation-with-past", *OPENVINO[openvino(side)], "--sym", target], check=True)
             if side.startswith("llamacpp"):
                 subprocess.run([PYTHON, HERE / "gguf_model.py", data / model, data / f"{model}-{weights(side)}.gguf", "--type",
                                 weights(side)], check=True)
+
+
+# Folders of OpenVINO's checkpoints, and how their weights are quantized.
+OPENVINO = {"openvino": ["--weight-format", "int8"],
+            "openvino-int4": ["--weight-format", "int4", "--group-size", "128", "--ratio", "1.0"]}
+
+
+def openvino(side):
+    """The folder of OpenVINO's weights."""
+    return side if side in OPENVINO else "openvino"
 
 
 def weights(side):
@@ -80,13 +92,14 @@ def command(side, args, model, workload):
     name, _, option = side.partition("-")
     trace = args.data / f"{model}-{workload}{'-scale1' if name in SLOW else ''}.jsonl"
     if name == "gristmill":
-        return bench(args, model, trace, "--precision", option or "int8")
+        folder = f"{model}-w4" if option == "w4a8" else model
+        return bench(args, folder, trace, "--precision", option or "int8")
     if name == "transformers":
         return [PYTHON, HERE / "peer_transformers.py", args.data / model, trace]
     if name == "llamacpp":
         return [PYTHON, HERE / "peer_llamacpp.py", args.data / f"{model}-{weights(side)}.gguf", trace]
     group0 = ["--property", "DYNAMIC_QUANTIZATION_GROUP_SIZE=0"] if option == "group0" else []
-    return [PYTHON, HERE / "peer_openvino.py", args.data / f"{model}-openvino", trace, *group0]
+    return [PYTHON, HERE / "peer_openvino.py", args.data / f"{model}-{openvino(side)}", trace, *group0]
 
 
 def scale_up(args, model, workload):

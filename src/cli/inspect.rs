@@ -21,7 +21,7 @@ use crate::job::Generate;
 use crate::job::chat::{ChatTemplate, Turn, form_of};
 use crate::job::thinking::{ModelThinking, mentioned_delimiters};
 use crate::model::config::{Config, ExpertForm, declared_dtype};
-use crate::model::size::{ModelSize, Place, kv_bytes, read_as};
+use crate::model::size::{CodedSize, ModelSize, Place, kv_bytes, read_as};
 use crate::model::{ActivationMaxima, Checkpoint, folder};
 use crate::report::summary::{counted, number, show_size};
 use crate::tokenizer::{Tokenizer, TokenizerConfig, TokenizerError};
@@ -138,19 +138,20 @@ impl Inspection {
         let config = Config::load(dir).and_then(|config| {
             if self.weights {
                 let Checkpoint { config, weights } = Checkpoint::open(dir, None, config)?;
-                Ok((weights.main_dtype(), weights.main_blocks(), config))
+                let coded = CodedSize::of(&weights, &config)?;
+                Ok((weights.main_dtype(), weights.main_blocks(), coded, config))
             } else {
                 // Of quantized weights, the configuration names what they were rounded from.
                 let declared = declared_dtype(dir)?.filter(|_| config.quantization.is_none());
-                Ok((declared, None, config))
+                Ok((declared, None, CodedSize::default(), config))
             }
         });
         match config {
-            Ok((stored, blocks, config)) => {
+            Ok((stored, blocks, coded, config)) => {
                 let architecture = Architecture::of(&config, stored, blocks);
                 let runs_on = |place: &Place| *place == Place::Cpu || architecture.refused_on_gpu.is_none();
                 let places = Place::ALL.into_iter().filter(runs_on);
-                self.memory = memory(&config, places, read_as(&config, stored));
+                self.memory = memory(&config, coded, places, read_as(&config, stored));
                 self.architecture = Some(architecture);
                 if let Err(why) = ActivationMaxima::of_model(dir, &config, Precision::Int8) {
                     let why = one_line(&why.into());
@@ -350,11 +351,13 @@ impl Architecture {
     }
 }
 
-fn memory(config: &Config, places: impl Iterator<Item = Place>, stored: Dtype) -> Vec<Memory> {
-    let size = ModelSize::of(config);
+/// `coded`: the weights that are stored in codes of four bits; a model without them is not run in four bits.
+fn memory(config: &Config, coded: CodedSize, places: impl Iterator<Item = Place>, stored: Dtype) -> Vec<Memory> {
+    let size = ModelSize::of(config).with_codes(coded);
     let mut memory = Vec::new();
     for place in places {
-        for precision in place.precisions() {
+        let runs_in = |precision: &&Precision| **precision != Precision::W4a8 || coded.values > 0;
+        for precision in place.precisions().iter().filter(runs_in) {
             let kv = |tokens| kv_bytes(config, place, precision.kv_format(), tokens);
             // A block's bytes are a multiple of its tokens; states of recurrent layers do not grow.
             let block_tokens = place.block_tokens();

@@ -7,7 +7,6 @@ use std::fs::read_to_string;
 use anyhow::bail;
 
 use crate::device::{Dtype, Precision};
-use crate::model::config::Config;
 use crate::model::size::{ModelSize, Place};
 use crate::report::summary::show_size;
 
@@ -52,16 +51,16 @@ pub(super) fn kv_bytes(kv_memory: Option<u64>) -> u64 {
     kv_memory.map_or_else(|| here() / 8, |mib| mib << 20)
 }
 
-/// Refuses a model that the memory here does not hold. `stored`: the number format of its weights;
+/// Refuses a model of this size that the memory here does not hold. `stored`: the number format of its weights;
 /// `kv_memory`: the value of `--kv-memory`. Without one, keys and values are not counted: memory for
 /// them is taken as they come.
 pub(super) fn check(
-    config: &Config,
+    size: ModelSize,
     stored: Dtype,
     precision: Precision,
     kv_memory: Option<u64>,
 ) -> anyhow::Result<()> {
-    let weights = ModelSize::of(config).weight_bytes(Place::Cpu, precision, stored);
+    let weights = size.weight_bytes(Place::Cpu, precision, stored);
     match Available::here() {
         Some(here) => here.check(weights, kv_memory.map_or(0, |mib| mib << 20), precision),
         None => Ok(()),
@@ -82,7 +81,7 @@ impl Available {
         if weights >= total {
             let smaller = match precision {
                 Precision::F32 | Precision::Bf16 => "`precision: int8`, a smaller model",
-                Precision::Int8 | Precision::Fp8 => "a smaller model",
+                Precision::Int8 | Precision::Fp8 | Precision::W4a8 => "a smaller model",
             };
             bail!(
                 "the model's weights take {weights_text} in {name}, and there are {there} here: choose {smaller} or a larger machine"

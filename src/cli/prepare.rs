@@ -32,6 +32,7 @@ use crate::job::{JobError, Parameters, Renderer};
 use crate::ledger::keys::sha256;
 use crate::ledger::{JobDraft, JobIdentity, JobLimits, Ledger, Unfinished};
 use crate::model::config::Config;
+use crate::model::size::{CodedSize, ModelSize};
 use crate::report::summary::{counted, number};
 use crate::signing::Signing;
 use crate::worker::model::{Formats, ModelFiles, PromptSettings};
@@ -82,6 +83,7 @@ impl PreparedJob {
         let recheck = recheck.transpose()?;
         let model = open_job_model(&mut job, limit).await?;
         refuse_fp8_without_gpu(&job, job_formats, &model.config)?;
+        refuse_w4a8_without_codes(&job, job_formats, &model)?;
         let output = output_location(&job, limit).await?;
         Ok(PreparedJob {
             job: Arc::new(job),
@@ -370,7 +372,10 @@ impl PreparedJob {
             config.refuse_on_gpu()?;
         }
         let checked = check_formats(formats, self.device).and_then(|()| match self.device {
-            ResolvedDevice::Cpu => memory::check(config, self.model.stored, formats.precision, kv_memory),
+            ResolvedDevice::Cpu => {
+                let size = ModelSize::of(config).with_codes(self.model.coded);
+                memory::check(size, self.model.stored, formats.precision, kv_memory)
+            }
             ResolvedDevice::Cuda(_) => Ok(()),
         });
         checked.with_context(|| format!("{}: in {formats}, it cannot run here", self.job.file))
@@ -524,6 +529,15 @@ fn refuse_fp8_without_gpu(job: &Job, formats: Formats, config: &Config) -> Resul
         ))),
         _ => Ok(()),
     }
+}
+
+/// Refuses a job that asks for weights in four bits, of a model that has none.
+fn refuse_w4a8_without_codes(job: &Job, formats: Formats, model: &ModelFiles) -> Result<(), Failure> {
+    if formats.precision == Precision::W4a8 && model.coded.values == 0 {
+        let why = CodedSize::refusal(&model.dir);
+        return Err(Failure::bad_job(anyhow::anyhow!("{}: {why}", job.file)));
+    }
+    Ok(())
 }
 
 /// Prints warnings to stderr.

@@ -37,3 +37,23 @@ pub enum TensorError {
     #[error(transparent)]
     Device(#[from] DeviceError),
 }
+
+pub(super) fn no_layer_inputs() -> DeviceError {
+    DeviceError::Unsupported("this device computes no inputs of each layer".into())
+}
+
+pub(super) fn no_mlps_without_gates() -> DeviceError {
+    DeviceError::Unsupported("this device computes no MLPs without gates".into())
+}
+
+pub(super) fn no_latents() -> DeviceError {
+    DeviceError::Unsupported("this device keeps no latents".into())
+}
+
+pub(super) fn no_recurrent_layers() -> DeviceError {
+    DeviceError::Unsupported("this device runs no recurrent layers".into())
+}
+
+pub(super) fn no_codes() -> DeviceError {
+    DeviceError::Unsupported("this device keeps no weights in four bits".into())
+}

@@ -17,6 +17,9 @@ pub enum Precision {
     Int8,
     /// As [`Int8`](Self::Int8), in E4M3 and with accumulation in F32; GPU only.
     Fp8,
+    /// Linear weights in four bits where the checkpoint has them so, with its factors per group of a row, and activations in 8
+    /// bits, with a scale per token and group. Other matrices are as in [`Int8`](Self::Int8); CPU only.
+    W4a8,
 }
 
 /// Storage format of keys and values.
@@ -53,9 +56,15 @@ impl KvFormat {
 }
 
 impl Precision {
-    pub const ALL: [Precision; 4] = [Precision::F32, Precision::Bf16, Precision::Int8, Precision::Fp8];
+    pub const ALL: [Precision; 5] = [
+        Precision::F32,
+        Precision::Bf16,
+        Precision::Int8,
+        Precision::Fp8,
+        Precision::W4a8,
+    ];
     /// The precisions that a CPU computes in.
-    pub const ON_CPU: [Precision; 3] = [Precision::F32, Precision::Bf16, Precision::Int8];
+    pub const ON_CPU: [Precision; 4] = [Precision::F32, Precision::Bf16, Precision::Int8, Precision::W4a8];
     /// The precisions that a GPU computes in.
     pub const ON_GPU: [Precision; 3] = [Precision::Bf16, Precision::Int8, Precision::Fp8];
 
@@ -66,6 +75,7 @@ impl Precision {
             Precision::Bf16 => "bf16",
             Precision::Int8 => "int8",
             Precision::Fp8 => "fp8",
+            Precision::W4a8 => "w4a8",
         }
     }
 
@@ -74,12 +84,12 @@ impl Precision {
         Precision::ALL.into_iter().find(|precision| precision.name() == name)
     }
 
-    /// Bits per value of the operands of linear layers.
+    /// Bits per value of the operands of linear layers, if the checkpoint does not give fewer.
     pub fn bits(self) -> u32 {
         match self {
             Precision::F32 => 32,
             Precision::Bf16 => 16,
-            Precision::Int8 | Precision::Fp8 => 8,
+            Precision::Int8 | Precision::Fp8 | Precision::W4a8 => 8,
         }
     }
 
@@ -88,7 +98,7 @@ impl Precision {
         match self {
             Precision::F32 => KvFormat::F32,
             Precision::Bf16 => KvFormat::Bf16,
-            Precision::Int8 => KvFormat::Int8,
+            Precision::Int8 | Precision::W4a8 => KvFormat::Int8,
             Precision::Fp8 => KvFormat::Fp8,
         }
     }

@@ -9,6 +9,7 @@ use crate::device::draw::{Draw, DrawError, DrawnToken};
 use crate::device::random::RandomMatrix;
 
 pub mod batch;
+pub mod codes;
 pub mod cpu;
 pub mod cuda;
 pub mod draw;
@@ -19,7 +20,9 @@ mod latent;
 pub mod random;
 pub mod recurrent;
 
+pub use codes::CodedMatrix;
 pub use error::{DeviceError, TensorError};
+use error::{no_codes, no_latents, no_layer_inputs, no_mlps_without_gates, no_recurrent_layers};
 pub use experts::{ExpertGroups, ExpertInput, ExpertWeights, Routing, Score, SharedExpert};
 pub use format::{Dtype, KvFormat, Precision, Tensor};
 pub use latent::{LatentInput, LatentShape, LatentStore};
@@ -284,22 +287,6 @@ pub struct LayerInputs<'a, B, N> {
     pub scale: f32,
 }
 
-fn no_layer_inputs() -> DeviceError {
-    DeviceError::Unsupported("this device computes no inputs of each layer".into())
-}
-
-fn no_mlps_without_gates() -> DeviceError {
-    DeviceError::Unsupported("this device computes no MLPs without gates".into())
-}
-
-fn no_latents() -> DeviceError {
-    DeviceError::Unsupported("this device keeps no latents".into())
-}
-
-fn no_recurrent_layers() -> DeviceError {
-    DeviceError::Unsupported("this device runs no recurrent layers".into())
-}
-
 /// A device: its own memory and the fused operations of a transformer.
 ///
 /// Shapes are `[rows][width]`, one row per token of the step unless stated otherwise. Buffers take
@@ -333,6 +320,14 @@ pub trait Device: Send + Sync {
     /// As [`matrix`](Self::matrix), for [`gated_linear`](Self::gated_linear): the rows of a gate
     /// projection, followed by as many rows of an up projection.
     fn gated_matrix(&self, parts: &[Tensor<'_>]) -> Result<Self::Matrix, TensorError>;
+    /// Whether weights that a checkpoint has in four bits stay so: by [`coded_matrix`](Self::coded_matrix).
+    fn keeps_codes(&self) -> bool {
+        false
+    }
+    /// As [`matrix`](Self::matrix) or [`gated_matrix`](Self::gated_matrix), of codes in groups of one size.
+    fn coded_matrix(&self, _parts: &[CodedMatrix], _is_gated: bool) -> Result<Self::Matrix, TensorError> {
+        Err(no_codes().into())
+    }
     /// As [`matrix`](Self::matrix), for the router of [`experts`](Self::experts): in F32, whatever
     /// the precision.
     fn router_matrix(&self, parts: &[Tensor<'_>]) -> Result<Self::Matrix, TensorError>;

@@ -96,7 +96,7 @@ impl Tolerance {
 fn eight_bit_error(precision: Precision) -> f64 {
     match precision {
         Precision::F32 | Precision::Bf16 => 0.0,
-        Precision::Int8 => INT8_ERROR,
+        Precision::Int8 | Precision::W4a8 => INT8_ERROR,
         Precision::Fp8 => E4M3_ERROR,
     }
 }

@@ -21,6 +21,11 @@ fn precision_names() -> Vec<Option<&'static str>> {
     RequestedPrecision::names().map(Some).chain([None]).collect()
 }
 
+/// The same for the format of keys and values.
+fn kv_names() -> Vec<Option<&'static str>> {
+    RequestedPrecision::kv_names().map(Some).chain([None]).collect()
+}
+
 /// The same for a recheck.
 fn recheck_precision_names() -> Vec<Option<&'static str>> {
     Recheck::PRECISIONS
@@ -49,7 +54,7 @@ pub struct JobFile {
     pub precision: Option<String>,
     /// Number format of keys and values. `auto`: the same format as `precision`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schemars(extend("enum" = precision_names()))]
+    #[schemars(extend("enum" = kv_names()))]
     pub kv_cache: Option<String>,
     /// Whether a row's answer is the same to the bit whatever else is in its batch, on a GPU, too, which is then a little slower.
     #[serde(default, skip_serializing_if = "Option::is_none")]

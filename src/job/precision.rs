@@ -13,6 +13,8 @@ use crate::device::Precision;
 const AUTO: &str = "auto";
 /// Names of formats that other programs have and gristmill does not support.
 const UNSUPPORTED: [&str; 3] = ["f16", "fp4", "int4"];
+/// The name for which `w4a8` is what is meant.
+const FOUR_BITS: &str = "int4";
 
 /// The requested number format of computation, or of keys and values.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -29,6 +31,11 @@ impl RequestedPrecision {
         std::iter::once(AUTO).chain(Precision::ALL.map(Precision::name))
     }
 
+    /// Those of keys and values: `w4a8` is a format of weights.
+    pub fn kv_names() -> impl Iterator<Item = &'static str> {
+        RequestedPrecision::names().filter(|name| *name != Precision::W4a8.name())
+    }
+
     /// The requested format, or `default` for `auto`.
     pub fn or(self, default: Precision) -> Precision {
         match self {
@@ -42,10 +49,15 @@ impl RequestedPrecision {
         let Some(name) = name else {
             return Ok(RequestedPrecision::Auto);
         };
+        if field == "kv_cache" && name == Precision::W4a8.name() {
+            return bad(field, format!("is `{name}`, which is a format of weights; take `int8`"));
+        }
         name.parse().or_else(|_: UnknownPrecision| {
             bad(
                 field,
-                if UNSUPPORTED.contains(&name) {
+                if name == FOUR_BITS && field == "precision" {
+                    format!("is `{name}`; `w4a8` keeps weights in the 4 bits of a checkpoint, and rounds activations to 8 bits")
+                } else if UNSUPPORTED.contains(&name) {
                     format!("is `{name}`, which this build does not support; it has `f32`, `bf16`, `int8` and `fp8`")
                 } else {
                     format!("is `{name}`{}", suggest(name, RequestedPrecision::names()))
@@ -119,7 +131,13 @@ mod tests {
             );
             assert_eq!(RequestedPrecision::check("precision", Some(name)).unwrap(), read);
         }
+        let refusal = |field: &str, name| format!("{:?}", RequestedPrecision::check(field, Some(name)).unwrap_err());
+        assert!(refusal("kv_cache", "w4a8").contains("take `int8`"));
+        assert!(refusal("precision", "int4").contains("`w4a8`"));
         let error = serde_json::from_str::<RequestedPrecision>("\"F32\"").unwrap_err();
-        assert!(error.to_string().contains("auto, f32, bf16, int8, fp8"), "{error}");
+        assert!(
+            error.to_string().contains("auto, f32, bf16, int8, fp8, w4a8"),
+            "{error}"
+        );
     }
 }

@@ -137,6 +137,11 @@ impl Adapter {
         Err(ModelError::unsupported(&self.header.path, why))
     }
 
+    /// Whether the adapter changes the matrix `name`.
+    pub(super) fn changes(&self, name: &str) -> bool {
+        self.changes.contains_key(name)
+    }
+
     /// The matrix `name` with the adapter's change.
     ///
     /// # Errors

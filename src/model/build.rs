@@ -330,10 +330,11 @@ impl<D: Device> Builder<'_, D> {
             },
             correction: self.optional_f32_vector(tensors.correction.as_ref())?,
             scales: self.optional_f32_vector(scales)?,
-            gate_up: self.expert_linears(tensors.experts.iter().map(|mlp| &mlp.gate_up), |both| {
-                self.gated_linear(both)
-            })?,
-            down: self.expert_linears(tensors.experts.iter().map(|mlp| &mlp.down), |down| self.linear(down))?,
+            gate_up: self.expert_linears(
+                tensors.experts.iter().map(|mlp| &mlp.gate_up),
+                self.config.activation.has_gate(),
+            )?,
+            down: self.expert_linears(tensors.experts.iter().map(|mlp| &mlp.down), false)?,
             shared: match &tensors.shared {
                 Some(shared) => Some(SharedExpert {
                     gate_up: self.gated_linear(&shared.gate_up)?,
@@ -370,11 +371,13 @@ impl<D: Device> Builder<'_, D> {
     /// The linear operations of a layer's experts, or the single one in which the device stacks them.
     fn expert_linears<'t>(
         &self,
-        experts: impl Iterator<Item = &'t LinearTensors>,
-        load: impl Fn(&LinearTensors) -> Result<LinearOn<D>, ModelError>,
+        experts: impl Iterator<Item = &'t LinearTensors> + Clone,
+        is_gated: bool,
     ) -> Result<Linears<D>, ModelError> {
         if !self.device.stacks_experts() {
-            return experts.map(load).collect();
+            // One product multiplies by the matrices of all experts.
+            let coded = self.keeps_codes(experts.clone())?;
+            return experts.map(|expert| self.linear_in(expert, is_gated, coded)).collect();
         }
         let (weights, biases): (Vec<_>, Vec<_>) = experts.map(|e| (&e.weights[..], &e.biases[..])).unzip();
         let stacked = LinearTensors {
@@ -382,29 +385,52 @@ impl<D: Device> Builder<'_, D> {
             biases: biases.concat(),
             stored_instead: None,
         };
-        Ok(vec![load(&stacked)?])
+        Ok(vec![self.linear_in(&stacked, is_gated, false)?])
     }
 
     fn linear(&self, tensors: &LinearTensors) -> Result<LinearOn<D>, ModelError> {
-        self.linear_with(tensors, |views| self.device.matrix(views))
+        self.linear_in(tensors, false, self.keeps_codes(std::iter::once(tensors))?)
     }
 
     /// The gate and up projections of an MLP, or the latter alone where there is no gate.
     fn gated_linear(&self, tensors: &LinearTensors) -> Result<LinearOn<D>, ModelError> {
-        if !self.config.activation.has_gate() {
-            return self.linear(tensors);
-        }
-        self.linear_with(tensors, |views| self.device.gated_matrix(views))
+        let is_gated = self.config.activation.has_gate();
+        self.linear_in(tensors, is_gated, self.keeps_codes(std::iter::once(tensors))?)
     }
 
-    /// Builds a linear layer, with a bias if there is one. `upload` uploads its matrix.
-    fn linear_with(
-        &self,
-        tensors: &LinearTensors,
-        upload: impl FnOnce(&[Tensor<'_>]) -> Result<D::Matrix, TensorError>,
-    ) -> Result<LinearOn<D>, ModelError> {
+    /// Whether the device keeps the codes of all these matrices: their groups have one size then.
+    fn keeps_codes<'t>(&self, linears: impl Iterator<Item = &'t LinearTensors>) -> Result<bool, ModelError> {
+        if !self.device.keeps_codes() {
+            return Ok(false);
+        }
+        let mut first = None;
+        for part in linears.flat_map(|linear| &linear.weights) {
+            let group = self
+                .source
+                .code_group(&part.name, part.rows.unwrap_or(1), part.columns)?;
+            if group.is_none() || *first.get_or_insert(group) != group {
+                return Ok(false);
+            }
+        }
+        Ok(first.is_some())
+    }
+
+    /// Builds a linear layer, with a bias if there is one, for [`Device::gated_linear`] or others. `coded`: of codes of four
+    /// bits.
+    fn linear_in(&self, tensors: &LinearTensors, is_gated: bool, coded: bool) -> Result<LinearOn<D>, ModelError> {
+        let parts = &tensors.weights;
+        let weight = if coded {
+            let codes = |part: &TensorSpec| self.source.codes(&part.name, part.rows.unwrap_or(1), part.columns);
+            let codes = parts.iter().map(codes).collect::<Result<Vec<_>, _>>()?;
+            let matrix = self.device.coded_matrix(&codes, is_gated);
+            matrix.map_err(|e| self.tensor_error(parts, e))?
+        } else if is_gated {
+            self.stacked_matrix(parts, false, |views| self.device.gated_matrix(views))?
+        } else {
+            self.stacked_matrix(parts, false, |views| self.device.matrix(views))?
+        };
         Ok(Linear {
-            weight: self.stacked_matrix(&tensors.weights, false, upload)?,
+            weight,
             bias: self.bias(tensors)?,
         })
     }

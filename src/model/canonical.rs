@@ -13,7 +13,7 @@
 use std::borrow::Cow;
 use std::path::Path;
 
-use crate::device::{Dtype, LatentShape};
+use crate::device::{CodedMatrix, Dtype, LatentShape};
 use crate::model::config::{Config, ExpertForm};
 use crate::model::error::ModelError;
 use crate::model::expert_forms;
@@ -98,6 +98,45 @@ impl WeightSource for CanonicalWeights<'_> {
             (Some(order), None) if is_by_head(name) => Ok(reordered(tensor, rows.is_none(), self.head_dim, order)),
             _ => Ok(tensor),
         }
+    }
+
+    fn code_group(&self, name: &str, rows: usize, columns: usize) -> Result<Option<usize>, ModelError> {
+        if expert_forms::stored_name(self.expert_form, name).is_some() {
+            return Ok(None);
+        }
+        match self.fused(name) {
+            Some((stored, part)) => self.source.code_group(&stored, part.stored_rows, columns),
+            None => self.source.code_group(name, rows, columns),
+        }
+    }
+
+    fn codes(&self, name: &str, rows: usize, columns: usize) -> Result<CodedMatrix, ModelError> {
+        let (matrix, stored): (_, Vec<usize>) = match self.fused(name) {
+            Some((stored, part)) => {
+                let matrix = self.source.codes(&stored, part.stored_rows, columns)?;
+                let runs = (part.first_row..part.stored_rows).step_by(part.stride.max(1));
+                let all = runs.flat_map(|first| first..first + part.run);
+                (matrix, all.take(rows).collect())
+            }
+            None => (self.source.codes(name, rows, columns)?, (0..rows).collect()),
+        };
+        let reordered = match (&self.head_order, self.latent) {
+            (Some(order), Some(latent)) => plain_rows(latent, name).map(|plain| behind(plain, order)),
+            (Some(order), None) if is_by_head(name) => Some(order.clone()),
+            _ => None,
+        };
+        let picked = match &reordered {
+            Some(order) => {
+                let heads = stored.chunks_exact(order.len());
+                heads.flat_map(|head| order.iter().map(|row| head[*row])).collect()
+            }
+            None => stored,
+        };
+        Ok(if picked.iter().copied().eq(0..matrix.rows) {
+            matrix
+        } else {
+            matrix.with_rows(&picked)
+        })
     }
 
     fn path_of(&self, name: &str) -> &Path {

@@ -176,7 +176,7 @@ impl ActivationMaxima {
     pub fn of_model(dir: &Path, config: &Config, precision: Precision) -> Result<Option<ActivationMaxima>, ModelError> {
         let path = ActivationMaxima::path(dir);
         match (precision, path.try_exists()) {
-            (Precision::F32 | Precision::Bf16 | Precision::Fp8, _) | (_, Ok(false)) => Ok(None),
+            (Precision::F32 | Precision::Bf16 | Precision::Fp8 | Precision::W4a8, _) | (_, Ok(false)) => Ok(None),
             (Precision::Int8, Ok(true)) => ActivationMaxima::load(&path, config).map(Some),
             (_, Err(e)) => Err(ModelError::read(&path, e)),
         }

@@ -1,13 +1,19 @@
 //! Numbers of parameters, and the memory that weights, keys and values take on a CPU and on a GPU.
 //! They follow from the configuration, so no weights are needed.
 
+use std::path::Path;
+
 use crate::device::{Dtype, KvFormat, KvSpec, Precision, cpu, cuda};
 use crate::model::config::{Config, ExpertForm};
+use crate::model::error::ModelError;
 use crate::model::kv_layout::KvLayout;
-use crate::model::tensors::{ModelTensors, TensorSpec};
+use crate::model::tensors::{ModelTensors, OUTPUT_HEAD, TensorSpec};
+use crate::model::weights::WeightSource;
 
 /// Bytes of a value of a norm or a bias, which are F32 at every precision.
 const VECTOR_VALUE_BYTES: u64 = 4;
+/// Bytes of a factor of a group of codes; its zero point has a byte more.
+const FACTOR_BYTES: u64 = 4;
 
 /// The kind of a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -56,6 +62,52 @@ pub struct ModelSize {
     pub vectors: u64,
     /// Values of the experts' matrices that a token does not use.
     pub unused_by_a_token: u64,
+    /// None, unless it is [set](Self::with_codes).
+    pub coded: CodedSize,
+}
+
+/// The part of the linear layers' matrices that is stored in codes of four bits which a CPU keeps.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct CodedSize {
+    /// Values of these matrices.
+    pub values: u64,
+    /// Their bytes, without padding, and with factors and zero points.
+    pub bytes: u64,
+}
+
+impl CodedSize {
+    /// What `source` has in codes of the model that `config` describes.
+    ///
+    /// # Errors
+    /// A matrix is missing or has another shape.
+    pub fn of(source: &dyn WeightSource, config: &Config) -> Result<CodedSize, ModelError> {
+        let mut size = CodedSize::default();
+        for tensor in ModelTensors::of(config).all() {
+            let Some(rows) = tensor.rows.filter(|_| !tensor.is_bytes && !is_table(&tensor.name)) else {
+                continue;
+            };
+            if let Some(group) = source.code_group(&tensor.name, rows, tensor.columns)? {
+                let values = (rows * tensor.columns) as u64;
+                size.values += values;
+                size.bytes += values / 2 + values / group as u64 * (FACTOR_BYTES + 1);
+            }
+        }
+        Ok(size)
+    }
+
+    /// Why a model without such matrices is not run in four bits.
+    pub fn refusal(model: &Path) -> String {
+        format!(
+            "`{}`: `precision` is w4a8, and no matrix of this model is stored in whole numbers of 4 bits with factors of groups: \
+             choose `int8`, or a checkpoint that is quantized so (docs/models.md)",
+            model.display()
+        )
+    }
+}
+
+/// Whether a tensor is an embedding table or the output head, which are never kept in codes.
+fn is_table(name: &str) -> bool {
+    name.contains("embed_tokens") || name == OUTPUT_HEAD
 }
 
 impl ModelSize {
@@ -74,6 +126,7 @@ impl ModelSize {
             tables: 0,
             linear: 0,
             vectors: 0,
+            coded: CodedSize::default(),
             unused_by_a_token: config.experts.as_ref().map_or(0, |experts| {
                 let layers = experts.layers.iter().filter(|has_experts| **has_experts).count();
                 let matrices = if config.activation.has_gate() { 3 } else { 2 };
@@ -90,6 +143,12 @@ impl ModelSize {
             }
         }
         size
+    }
+
+    /// The model of which these weights are stored in codes of four bits.
+    #[must_use]
+    pub fn with_codes(self, coded: CodedSize) -> ModelSize {
+        ModelSize { coded, ..self }
     }
 
     /// Number of parameters. A table that is also the output head counts once.
@@ -113,6 +172,10 @@ impl ModelSize {
         let vectors = self.vectors * VECTOR_VALUE_BYTES;
         let matrices = match (place, precision) {
             (Place::Cpu, Precision::F32) => (self.linear + self.tables) * stored.bytes() as u64,
+            (Place::Cpu, Precision::W4a8) => {
+                let others = self.linear.saturating_sub(self.coded.values) + self.tables;
+                others * u64::from(precision.bits()) / 8 + self.coded.bytes
+            }
             (Place::Cpu, _) => (self.linear + self.tables) * u64::from(precision.bits()) / 8,
             (Place::Gpu, _) => self.linear_bytes(precision) + self.gpu_table_bytes(),
         };
@@ -192,12 +255,17 @@ mod tests {
             linear: 1000,
             vectors: 10,
             unused_by_a_token: 0,
+            coded: CodedSize {
+                values: 800,
+                bytes: 425,
+            },
         };
         for (place, precision, stored, bytes) in [
             (Place::Cpu, Precision::F32, Dtype::F32, 4440),
             (Place::Cpu, Precision::F32, Dtype::Bf16, 2240),
             (Place::Cpu, Precision::Bf16, Dtype::F32, 2240),
             (Place::Cpu, Precision::Int8, Dtype::Bf16, 1140),
+            (Place::Cpu, Precision::W4a8, Dtype::F32, 765),
             (Place::Gpu, Precision::Bf16, Dtype::F32, 2240),
             (Place::Gpu, Precision::Int8, Dtype::Bf16, 1240),
             (Place::Gpu, Precision::Fp8, Dtype::Bf16, 1240),

@@ -28,6 +28,7 @@ use crate::model::error::ModelError;
 use crate::model::kv_layout::KvLayout;
 use crate::model::pool::{self, KvBudget};
 use crate::model::random_weights::RandomWeights;
+use crate::model::size::CodedSize;
 use crate::model::times::{Operation, Times};
 use crate::model::weights::WeightSource;
 
@@ -206,6 +207,9 @@ impl<D: Device> Transformer<D> {
         let keeps_int8 = source.is_int8_by_row() && options.channels.is_none();
         let canonical = CanonicalWeights::new(source, &config);
         let source: &dyn WeightSource = if source.is_canonical() { source } else { &canonical };
+        if options.precision == Precision::W4a8 && CodedSize::of(source, &config)?.values == 0 {
+            return Err(ModelError::Options(CodedSize::refusal(source.path_of(""))));
+        }
         let balanced = match options.precision {
             // Channels of random weights have equal magnitudes and need no balancing.
             Precision::Int8 if random.is_none() && !keeps_int8 => {

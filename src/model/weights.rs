@@ -13,7 +13,7 @@ use data_encoding::HEXLOWER;
 use memmap2::{Mmap, UncheckedAdvice};
 use sha2::{Digest, Sha256};
 
-use crate::device::{Dtype, Tensor};
+use crate::device::{CodedMatrix, Dtype, Tensor};
 use crate::gguf::GgufSet;
 use crate::model::adapter::Adapter;
 use crate::model::config::quantization_file;
@@ -22,7 +22,7 @@ use crate::model::gguf;
 pub use crate::model::headers::{Header, Headers, TensorEntry};
 use crate::model::headers::{missing, supported};
 use crate::model::names::canonical_name;
-use crate::model::quantized::{self, Problem, Quantization, StoredMatrix};
+use crate::model::quantized::{self, Problem, Quantization, StoredMatrix, codes_of_blocks, group_of_blocks};
 use crate::model::random_weights::RandomWeights;
 use crate::model::stored_form::StoredForm;
 use crate::printable::printable_name;
@@ -49,6 +49,20 @@ pub trait WeightSource: Sync {
     /// # Errors
     /// As [`tensor`](Self::tensor).
     fn bytes(&self, name: &str, _rows: usize, _columns: usize) -> Result<Cow<'_, [u8]>, ModelError> {
+        Err(missing(self.path_of(name), name))
+    }
+    /// Columns of a group of the matrix `name`, if it is stored in codes of four bits that a device may keep.
+    ///
+    /// # Errors
+    /// As [`tensor`](Self::tensor).
+    fn code_group(&self, _name: &str, _rows: usize, _columns: usize) -> Result<Option<usize>, ModelError> {
+        Ok(None)
+    }
+    /// The codes of a matrix that has a [group](Self::code_group).
+    ///
+    /// # Errors
+    /// As [`tensor`](Self::tensor).
+    fn codes(&self, name: &str, _rows: usize, _columns: usize) -> Result<CodedMatrix, ModelError> {
         Err(missing(self.path_of(name), name))
     }
     /// The file that holds `name`, for error messages.
@@ -327,6 +341,29 @@ impl WeightSource for Weights {
 
     fn is_int8_by_row(&self) -> bool {
         self.adapter.is_none() && quantized::is_int8_by_row(self.quantization, &self.headers)
+    }
+
+    fn code_group(&self, name: &str, rows: usize, columns: usize) -> Result<Option<usize>, ModelError> {
+        if self.adapter.as_ref().is_some_and(|adapter| adapter.changes(name)) {
+            return Ok(None);
+        }
+        if let Some(matrix) = self.quantized_matrix(name, Some(rows), columns)? {
+            return self.group_of(&matrix);
+        }
+        let (header, location) = self.locate(name)?;
+        let blocks = header.tensors[&location.name].blocks;
+        Ok(blocks.and_then(|format| group_of_blocks(format, columns)))
+    }
+
+    fn codes(&self, name: &str, rows: usize, columns: usize) -> Result<CodedMatrix, ModelError> {
+        if let Some(matrix) = self.quantized_matrix(name, Some(rows), columns)? {
+            let group = self.group_of(&matrix)?;
+            let group = group.ok_or_else(|| missing(self.path_of(name), name))?;
+            return self.codes_of(&matrix, group);
+        }
+        let (header, location) = self.locate(name)?;
+        header.check_tensor(&location.name, Some(rows), columns)?;
+        Ok(codes_of_blocks(&self.data(header, location), rows, columns))
     }
 
     fn path_of(&self, name: &str) -> &Path {

@@ -17,7 +17,7 @@ use crate::model::adapter::adapter_hash;
 use crate::model::config::Config;
 use crate::model::error::ModelError;
 use crate::model::folder;
-use crate::model::size::read_as;
+use crate::model::size::{CodedSize, read_as};
 use crate::model::weights::checkpoint_hash;
 use crate::model::{ActivationMaxima, Checkpoint};
 use crate::tokenizer::Tokenizer;
@@ -68,6 +68,8 @@ pub struct ModelFiles {
     pub config: Config,
     /// The number format in which most weights are read.
     pub stored: Dtype,
+    /// The weights that are stored in codes of four bits.
+    pub coded: CodedSize,
     pub tokenizer: Arc<Tokenizer>,
 }
 
@@ -90,6 +92,7 @@ impl ModelFiles {
             dir,
             adapter,
             stored: read_as(&config, weights.main_dtype()),
+            coded: CodedSize::of(&weights, &config)?,
             config,
             tokenizer,
         })

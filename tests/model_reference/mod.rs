@@ -5,6 +5,7 @@ mod answers;
 mod bits;
 mod engine;
 mod files;
+pub(crate) mod four_bits;
 mod gguf;
 pub(crate) mod harness;
 mod perplexity;

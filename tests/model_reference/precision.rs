@@ -30,7 +30,7 @@ const OUTLIER: f32 = 100.0;
 
 /// Mean KL divergence in nats of the distributions of `other` from those of `reference`, and the share of rows whose
 /// largest logit is the same token's.
-fn distance(reference: &[Vec<f32>], other: &[Vec<f32>]) -> (f64, f64) {
+pub(super) fn distance(reference: &[Vec<f32>], other: &[Vec<f32>]) -> (f64, f64) {
     assert_eq!(reference.len(), other.len());
     let found = compare::distance(reference, other);
     (found.kl, found.same_top)

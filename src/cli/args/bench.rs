@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::Args;
 
 use super::EngineArgs;
-use super::formats::requested_precision;
+use super::formats::{requested_kv_format, requested_precision};
 use crate::job::precision::RequestedPrecision;
 
 /// Parts of batching that a measurement can go without.
@@ -65,7 +65,7 @@ pub(crate) struct BenchArgs {
     #[command(flatten)]
     pub engine: EngineArgs,
     /// Number format of keys and values (auto: the precision's own)
-    #[arg(long, visible_alias = "kv-dtype", value_name = "FORMAT", default_value = "auto", value_parser = requested_precision())]
+    #[arg(long, visible_alias = "kv-dtype", value_name = "FORMAT", default_value = "auto", value_parser = requested_kv_format())]
     pub kv_cache: RequestedPrecision,
     /// Run so many of the requests before the clock starts, and then again
     #[arg(long, value_name = "N", default_value_t = 0)]

@@ -11,6 +11,11 @@ pub(super) fn requested_precision() -> impl TypedValueParser<Value = RequestedPr
     PossibleValuesParser::new(RequestedPrecision::names()).try_map(|word| word.parse::<RequestedPrecision>())
 }
 
+/// Any format of keys and values, or `auto`.
+pub(super) fn requested_kv_format() -> impl TypedValueParser<Value = RequestedPrecision> {
+    PossibleValuesParser::new(RequestedPrecision::kv_names()).try_map(|word| word.parse::<RequestedPrecision>())
+}
+
 /// The formats that a recheck computes in.
 pub(super) fn recheck_precision() -> impl TypedValueParser<Value = Precision> {
     one_of(&Recheck::PRECISIONS)

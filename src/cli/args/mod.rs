@@ -16,7 +16,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
 
-use crate::cli::args::formats::{recheck_precision, requested_precision};
+use crate::cli::args::formats::{recheck_precision, requested_kv_format, requested_precision};
 use crate::cli::device_choice::{DeviceChoice, ResolvedDevice};
 use crate::cli::log::LogFormat;
 use crate::cli::version::long_version;
@@ -193,7 +193,7 @@ pub(super) struct WorkerArgs {
     #[arg(long, value_name = "FORMAT", default_value = "auto", value_parser = requested_precision())]
     pub precision: RequestedPrecision,
     /// Number format of keys and values, where --model names the checkpoint (auto: the precision's own)
-    #[arg(long, visible_alias = "kv-dtype", value_name = "FORMAT", default_value = "auto", value_parser = requested_precision())]
+    #[arg(long, visible_alias = "kv-dtype", value_name = "FORMAT", default_value = "auto", value_parser = requested_kv_format())]
     pub kv_cache: RequestedPrecision,
     /// Longest sequence in tokens (default: what the first job or the checkpoint says)
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(2..))]

@@ -12,7 +12,7 @@
 
 use std::ops::Range;
 
-use super::gemm::linear::{PackedRows, Rows, Segment, gated_int8, grouped_linear};
+use super::gemm::linear::{PackedRows, Rows, Segment, gated_panels, grouped_linear};
 use super::gemm::matrix::{Matrix, Panels, Vector};
 use super::isa::multiversion;
 use super::math::{exp, round_bf16};
@@ -331,8 +331,8 @@ fn mlps(
 ) {
     let (ctx, activation, round) = (op.ctx, op.activation, op.round_to_bf16);
     let (first, down) = (mlps.gate_up[0].matrix, mlps.down[0].matrix);
-    if let (true, Panels::Int8(_)) = (activation.has_gate(), &first.panels) {
-        gated_int8(ctx, &mlps.gate_up, (first.rows / 2, activation), rows, gated, packed);
+    if let (true, Panels::Int8(_) | Panels::Int4(_)) = (activation.has_gate(), &first.panels) {
+        gated_panels(ctx, &mlps.gate_up, (first.rows / 2, activation), rows, gated, packed);
     } else {
         grouped_linear(ctx, &mlps.gate_up, first.rows, round, rows, gate_up, packed);
         gated::gated(ctx, activation, round, gate_up, gated);

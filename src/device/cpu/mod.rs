@@ -16,9 +16,9 @@ use std::sync::Arc;
 use crate::device::batch::StepBatch;
 use crate::device::draw::{Draw, DrawError, DrawnToken};
 use crate::device::{
-    Activation, AddNorm, Attention, AttentionInput, Device, DeviceError, ExpertInput, ExpertWeights, HeadShape,
-    KvFormat, KvShape, KvSpec, LatentInput, LatentStore, LayerInputs, Linear, OutputHead, Precision, RecurrentShape,
-    RecurrentWeights, RopeSpec, RopeStore, Tensor, TensorError,
+    Activation, AddNorm, Attention, AttentionInput, CodedMatrix, Device, DeviceError, ExpertInput, ExpertWeights,
+    HeadShape, KvFormat, KvShape, KvSpec, LatentInput, LatentStore, LayerInputs, Linear, OutputHead, Precision,
+    RecurrentShape, RecurrentWeights, RopeSpec, RopeStore, Tensor, TensorError,
 };
 
 mod aligned;
@@ -35,6 +35,7 @@ mod layer_inputs;
 mod math;
 mod norm;
 mod quantize;
+mod quantize_groups;
 mod recurrent;
 mod rope;
 pub mod sample;
@@ -269,10 +270,22 @@ impl Device for Cpu {
     }
 
     fn gated_matrix(&self, parts: &[Tensor<'_>]) -> Result<Matrix, TensorError> {
-        if self.precision == Precision::Int8 {
+        if matches!(self.precision, Precision::Int8 | Precision::W4a8) {
             Matrix::pack_gated(parts)
         } else {
             self.matrix(parts)
+        }
+    }
+
+    fn keeps_codes(&self) -> bool {
+        self.precision == Precision::W4a8
+    }
+
+    fn coded_matrix(&self, parts: &[CodedMatrix], is_gated: bool) -> Result<Matrix, TensorError> {
+        if is_gated {
+            Matrix::pack_gated_codes(parts)
+        } else {
+            Matrix::pack_codes(parts)
         }
     }
 
@@ -494,7 +507,7 @@ impl Device for Cpu {
         let Workspace {
             packed_rows, gate_up, ..
         } = workspace;
-        if let (true, Panels::Int8(_)) = (activation.has_gate(), &linear.weight.panels) {
+        if let (true, Panels::Int8(_) | Panels::Int4(_)) = (activation.has_gate(), &linear.weight.panels) {
             let segment = linear::Segment {
                 rows: 0..x.rows,
                 matrix: &linear.weight,
@@ -502,7 +515,7 @@ impl Device for Cpu {
             };
             let width = linear.weight.rows / 2;
             let rows = linear::Rows { x, picked: None };
-            linear::gated_int8(self.ctx(), &[segment], (width, activation), rows, out, packed_rows);
+            linear::gated_panels(self.ctx(), &[segment], (width, activation), rows, out, packed_rows);
         } else {
             let epilogue = linear::Epilogue {
                 bias,

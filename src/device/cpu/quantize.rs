@@ -20,7 +20,7 @@ const MAGNITUDE_MIN: f32 = 1e-30;
 /// The bit of a number's sign.
 const SIGN: u32 = 1 << 31;
 /// Rows that are written to an interleaved tile together.
-const ROWS_AT_ONCE: usize = 4;
+pub(super) const ROWS_AT_ONCE: usize = 4;
 
 /// Quantized rows.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -35,7 +35,7 @@ pub(super) struct Quantized {
 }
 
 #[inline(always)]
-fn quantize_row(x: &[f32], out: &mut [u8], scale: &mut f32) {
+pub(super) fn quantize_row(x: &[f32], out: &mut [u8], scale: &mut f32) {
     // Magnitudes are in the order of their bits, and those that are not finite are the largest. Compilers make good code of a
     // maximum of integers.
     let magnitude = |v: &f32| v.to_bits() & !SIGN;
@@ -146,7 +146,7 @@ fn interleave(rows: &[u8], stride: usize, out: &mut [u8], step: usize) {
 }
 
 multiversion! {
-    fn interleave_on(rows: &[u8], stride: usize, out: &mut [u8], step: usize) = interleave;
+    pub(super) fn interleave_on(rows: &[u8], stride: usize, out: &mut [u8], step: usize) = interleave;
 }
 
 /// Division of rows into tiles for INT8 matmuls.

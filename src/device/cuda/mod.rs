@@ -113,7 +113,7 @@ impl Cuda {
                 "a GPU does not {what} {name}: ask for `bf16`, `int8` or `fp8`, or compute with `--device cpu`"
             ))
         };
-        let format = KernelFormat::of(precision).ok_or_else(|| unsupported("compute in", "f32"))?;
+        let format = KernelFormat::of(precision).ok_or_else(|| unsupported("compute in", precision.name()))?;
         let kv_format = KernelFormat::of_kv(kv).ok_or_else(|| unsupported("keep keys and values in", "f32"))?;
         let needs_fp8 = format == KernelFormat::E4m3 || kv_format == KernelFormat::E4m3;
         let context = Context::open(ordinal)?;

@@ -43,7 +43,7 @@ impl KernelFormat {
     /// Format of linear layers' weights and activations; `None`: the card does not support it.
     pub fn of(precision: Precision) -> Option<KernelFormat> {
         match precision {
-            Precision::F32 => None,
+            Precision::F32 | Precision::W4a8 => None,
             Precision::Bf16 => Some(KernelFormat::Bf16),
             Precision::Int8 => Some(KernelFormat::Int8),
             Precision::Fp8 => Some(KernelFormat::E4m3),

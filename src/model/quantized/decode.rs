@@ -22,15 +22,9 @@ impl Weights {
         Ok((dtype, self.data(header, location)))
     }
 
-    /// The weights of a matrix, as F32.
-    ///
-    /// # Errors
-    /// What its tensors hold does not fit together.
-    pub(in crate::model) fn quantized(&self, matrix: &StoredMatrix) -> Result<StoredTensor<'_>, ModelError> {
-        let floats = |name: &str| {
-            let (dtype, bytes) = self.part(name)?;
-            Ok::<_, ModelError>(numbers::floats(dtype, &bytes))
-        };
+    /// The factors of a matrix, row by row, and which numbers share one.
+    pub(super) fn factors(&self, matrix: &StoredMatrix) -> Result<(Vec<f32>, Shared), ModelError> {
+        let floats = |name: &str| self.floats(name);
         let size = (matrix.rows, matrix.columns);
         let (mut factors, shared) = match &matrix.factors.source {
             FactorSource::Numbers { tensor, whole } => {
@@ -57,6 +51,21 @@ impl Weights {
         if matrix.factors.is_transposed {
             factors = transposed(&factors, across, down);
         }
+        Ok((factors, shared))
+    }
+
+    fn floats(&self, name: &str) -> Result<Vec<f32>, ModelError> {
+        let (dtype, bytes) = self.part(name)?;
+        Ok(numbers::floats(dtype, &bytes))
+    }
+
+    /// The weights of a matrix, as F32.
+    ///
+    /// # Errors
+    /// What its tensors hold does not fit together.
+    pub(in crate::model) fn quantized(&self, matrix: &StoredMatrix) -> Result<StoredTensor<'_>, ModelError> {
+        let (factors, shared) = self.factors(matrix)?;
+        let (down, across) = shared.count((matrix.rows, matrix.columns));
         let zeros = match &matrix.zeros {
             None => None,
             Some(zeros) => Some(self.zero_points(zeros, (down, across))?),
@@ -68,7 +77,7 @@ impl Weights {
         let table: Cow<'_, Table> = match &matrix.numbers.meaning {
             Meaning::Known(table) => Cow::Borrowed(table),
             Meaning::Stored(name) => {
-                let stored: [f32; 16] = floats(name)?.try_into().expect("checked to be 16");
+                let stored: [f32; 16] = self.floats(name)?.try_into().expect("checked to be 16");
                 Cow::Owned(numbers::of_four_bits(stored))
             }
         };
@@ -90,7 +99,7 @@ impl Weights {
     }
 
     /// The zero points of a matrix with so many rows and columns of factors.
-    fn zero_points(&self, zeros: &Zeros, (down, across): (usize, usize)) -> Result<Vec<f32>, ModelError> {
+    pub(super) fn zero_points(&self, zeros: &Zeros, (down, across): (usize, usize)) -> Result<Vec<f32>, ModelError> {
         let mut bytes = self.part(&zeros.tensor)?.1;
         if let Some(bits) = zeros.less_one {
             bytes = Cow::Owned(with_one_added(&bytes, bits));

@@ -18,6 +18,7 @@
 //! See docs/decisions/107-quantized-weights-are-decoded-where-they-are-read.md.
 
 mod bitsandbytes;
+mod codes;
 mod decode;
 mod matrix;
 mod numbers;
@@ -27,6 +28,7 @@ use safetensors::Dtype;
 
 use crate::model::headers::Headers;
 
+pub(super) use codes::{codes_of_blocks, group_of_blocks};
 pub(super) use matrix::{Problem, StoredMatrix};
 pub(super) use numbers::{FP4, e4m3};
 

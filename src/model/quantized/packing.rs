@@ -41,6 +41,15 @@ impl Packing {
         }
     }
 
+    /// Bits of a code.
+    pub(super) fn bits(self) -> u32 {
+        match self {
+            Bytes => 8,
+            Halves { .. } | Awq => 4,
+            Along { bits } | Down { bits } | Across { bits } | Transposed { bits } => bits,
+        }
+    }
+
     /// Calls `take` with each column of a row and its code.
     pub(super) fn for_row(
         self,

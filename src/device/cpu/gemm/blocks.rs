@@ -244,8 +244,8 @@ impl WorkBlock<'_> {
             })
     }
 
-    /// Computes gate and up panels, which alternate, and writes the gated activation to rows of
-    /// `width` columns.
+    /// Computes gate and up panels, which alternate, by `run(panels, bias, (c, c_stride), tile)`, and writes the gated
+    /// activation to rows of `width` columns.
     ///
     /// # Safety
     /// As [`run`](Self::run).
@@ -253,40 +253,23 @@ impl WorkBlock<'_> {
         &self,
         isa: Isa,
         activation: Activation,
-        (panels, bias): (&Int8Panels, &[f32]),
-        x: &Quantized,
+        (bias, memory): (&[f32], PanelMemory),
         (out, width): (&SharedMut, usize),
+        run: impl Fn(Range<usize>, *const f32, (*mut f32, usize), int8::RowTile),
     ) {
         let mut gate_up = [[0.0f32; 2 * PANEL]; TILE_ROWS_MAX];
         let gate_up_stride = self.panel_range.len() * PANEL;
         let bias = bias[self.panel_range.start * PANEL..].as_ptr();
-        let gemm = self.int8_gemm(
-            panels,
-            self.panel_range.clone(),
-            bias,
-            x,
-            (gate_up.as_flattened_mut().as_mut_ptr(), 0),
-        );
-        let memory = PanelMemory {
-            start: panels.data.as_ptr(),
-            lanes: gemm.quads,
-        };
         let column = self.panel_range.start / 2 * PANEL;
         let columns = (self.panel_range.end / 2 * PANEL).min(width) - column;
         for tile in self.tiles_with_prefetch(&self.panel_range, memory) {
             assert!(tile.rows * gate_up_stride <= gate_up.as_flattened().len());
-            let gemm = int8::Int8Gemm {
-                // The kernel counts rows from the matmul's first row.
-                c: gate_up
-                    .as_flattened_mut()
-                    .as_mut_ptr()
-                    .wrapping_sub(tile.first_row * gate_up_stride),
-                c_stride: gate_up_stride,
-                ..gemm
-            };
-            // SAFETY: `gate_up` is large enough for the tile's rows of these panels; only this
-            // block writes to its rows and columns of the output.
-            unsafe { int8::matmul(isa, &gemm, tile) };
+            // The kernel counts rows from the matmul's first row.
+            let c = gate_up
+                .as_flattened_mut()
+                .as_mut_ptr()
+                .wrapping_sub(tile.first_row * gate_up_stride);
+            run(self.panel_range.clone(), bias, (c, gate_up_stride), tile);
             let pairs_per_row = self.panel_range.len() / 2;
             gated_tile_on(
                 isa,

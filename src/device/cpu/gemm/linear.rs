@@ -16,9 +16,10 @@ use super::blocks::{PanelMemory, WorkBlock, for_blocks};
 use super::matrix::{Int8Panels, Matrix, Panels};
 use super::row_tiles::{RowTiles, split_by_tiles};
 use super::tile::{PANEL, max_rows, panels_at_once};
-use super::{bf16, int8};
+use super::{bf16, int8, linear_int4};
 use crate::device::Activation;
 use crate::device::cpu::quantize::{Quantized, int8_tiles, quantize};
+use crate::device::cpu::quantize_groups::GroupedRows;
 use crate::device::cpu::{Buffer, ExecContext, SharedMut};
 
 /// The operations of a linear layer after the matmul.
@@ -48,7 +49,7 @@ pub(crate) struct Rows<'a> {
 }
 
 impl<'a> Rows<'a> {
-    fn count(&self) -> usize {
+    pub(super) fn count(&self) -> usize {
         self.picked.map_or(self.x.rows, <[u32]>::len)
     }
 
@@ -65,6 +66,7 @@ pub(crate) struct PackedRows {
     /// BF16 bits, tile by tile, in the layout that [`bf16::interleaves_rows`] describes.
     bf16_pairs: Vec<u16>,
     quantized: Quantized,
+    grouped: GroupedRows,
 }
 
 /// Multiplies `x` by the first `width` rows of `matrix`; `out` becomes `[rows][width]`.
@@ -111,6 +113,7 @@ pub(crate) fn grouped_linear(
         }
         Panels::Bf16Pairs(_) => multiply_bf16_pairs(ctx, segments, round_to_bf16, rows, out, &mut packed.bf16_pairs),
         Panels::Int8(_) => multiply_int8(ctx, segments, rows, out, &mut packed.quantized),
+        Panels::Int4(_) => linear_int4::multiply(ctx, segments, rows, out, &mut packed.grouped),
     }
 }
 
@@ -176,7 +179,7 @@ fn multiply(
                     Panels::F32(p) => block.run(ctx.isa, p, packed, epilogue, &target),
                     Panels::Bf16(p) => block.run(ctx.isa, p, packed, epilogue, &target),
                     Panels::F16(p) => block.run(ctx.isa, p, packed, epilogue, &target),
-                    Panels::Bf16Pairs(_) | Panels::Int8(_) => {
+                    Panels::Bf16Pairs(_) | Panels::Int8(_) | Panels::Int4(_) => {
                         unreachable!("the matrices of one product are for one kernel")
                     }
                 }
@@ -331,9 +334,9 @@ fn for_int8_blocks(
     );
 }
 
-/// Multiplies the rows of each segment by a matrix of [`Matrix::pack_gated`] and writes
+/// Multiplies the rows of each segment by a matrix of [`Matrix::pack_gated`] or [`Matrix::pack_gated_codes`] and writes
 /// `activation(gate) * up`, `[rows][width]`, to `out`. Segments are as in [`grouped_linear`].
-pub(crate) fn gated_int8(
+pub(crate) fn gated_panels(
     ctx: ExecContext<'_>,
     segments: &[Segment<'_>],
     (width, activation): (usize, Activation),
@@ -346,15 +349,11 @@ pub(crate) fn gated_int8(
     if rows.count() == 0 || width == 0 {
         return;
     }
+    if let Panels::Int4(_) = &segments[0].matrix.panels {
+        return linear_int4::gated(ctx, segments, (width, activation), rows, out, &mut packed.grouped);
+    }
     let panel_columns = width.next_multiple_of(PANEL) * 2;
-    let biases: Vec<Cow<'_, [f32]>> = segments
-        .iter()
-        .map(|segment| match segment.bias {
-            Some(bias) => Cow::Owned(gated_bias(bias, width, panel_columns)),
-            None => Cow::Borrowed(segment.matrix.zero_bias()),
-        })
-        .collect();
-    assert!(biases.iter().all(|bias| bias.len() >= panel_columns));
+    let biases = gated_biases(segments, width, panel_columns);
     let target = SharedMut::new(&mut out.data);
     let quantized = &mut packed.quantized;
     for_int8_blocks(
@@ -365,10 +364,31 @@ pub(crate) fn gated_int8(
         quantized,
         |segment, panels, block, x| {
             let bias: &[f32] = &biases[segment];
+            let memory = PanelMemory {
+                start: panels.data.as_ptr(),
+                lanes: x.stride / int8::QUAD,
+            };
+            let run = |range, bias, c, tile| {
+                // SAFETY: the block guarantees its memory; sizes were asserted.
+                unsafe { int8::matmul(ctx.isa, &block.int8_gemm(panels, range, bias, x, c), tile) };
+            };
             // SAFETY: blocks own disjoint (rows, columns) of the output; sizes were asserted.
-            unsafe { block.run_gated(ctx.isa, activation, (panels, bias), x, (&target, width)) };
+            unsafe { block.run_gated(ctx.isa, activation, (bias, memory), (&target, width), run) };
         },
     );
+}
+
+/// The biases of a gated operation's segments, in the order of the panels.
+pub(super) fn gated_biases<'a>(segments: &'a [Segment<'_>], width: usize, panel_columns: usize) -> Vec<Cow<'a, [f32]>> {
+    let biases: Vec<Cow<'_, [f32]>> = segments
+        .iter()
+        .map(|segment| match segment.bias {
+            Some(bias) => Cow::Owned(gated_bias(bias, width, panel_columns)),
+            None => Cow::Borrowed(segment.matrix.zero_bias()),
+        })
+        .collect();
+    assert!(biases.iter().all(|bias| bias.len() >= panel_columns));
+    biases
 }
 
 /// The bias of a gated operation, `[gate][up]`, in the order of the panels.

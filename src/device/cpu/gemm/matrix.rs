@@ -1,17 +1,19 @@
 //! Weights in the layout that the kernels read: panels of 16 output features, which are the columns
 //! of the matmul: `[panel][in feature][16]`.
 //!
-//! Lanes past the last output feature are zero. There are three storage formats:
+//! Lanes past the last output feature are zero. The storage formats:
 //! - F32, BF16 and F16 weights are stored unchanged and widened to F32 in registers, which is
 //!   exact.
 //! - BF16 weights are stored in pairs, `[panel][pair of in features][16][2]`, for dot products of
 //!   pairs.
 //! - INT8 weights are stored in quads, `[panel][quad of in features][16][4]`. Each output feature
 //!   is quantized by its largest magnitude.
+//! - Weights in four bits are described in `int4_panels.rs`.
 
 use rayon::prelude::*;
 
 use super::bf16;
+use super::int4_panels::Int4Panels;
 use super::int8::{K_MAX, K_STEP, OFFSET, QUAD};
 use super::tile::{Bf16, Element, F16, PANEL};
 use crate::device::cpu::aligned::AlignedArray;
@@ -34,6 +36,7 @@ pub(crate) enum Panels {
     F16(AlignedArray<F16>),
     Bf16Pairs(Bf16PairPanels),
     Int8(Int8Panels),
+    Int4(Int4Panels),
 }
 
 /// BF16 weights in pairs of input features.
@@ -72,7 +75,7 @@ impl Matrix {
         );
         let rows = parts.iter().map(|p| p.rows).sum();
         let first = parts.first().map_or(Dtype::F32, |p| p.dtype);
-        if precision == Precision::Int8 {
+        if matches!(precision, Precision::Int8 | Precision::W4a8) {
             let row_of = |lane: usize| (lane < rows).then_some(lane);
             let panels = Panels::Int8(Int8Panels::pack(parts, rows.div_ceil(PANEL), columns, row_of)?);
             return Ok(Matrix { rows, columns, panels });
@@ -109,12 +112,7 @@ impl Matrix {
         let columns = parts.first().map_or(0, |p| p.columns);
         let rows: usize = parts.iter().map(|p| p.rows).sum();
         let half = rows / 2;
-        let row_of = |lane: usize| {
-            let pair_of_panels = lane / (2 * PANEL);
-            let row = pair_of_panels * PANEL + lane % PANEL;
-            let is_up = lane / PANEL % 2 == 1;
-            (row < half).then_some(if is_up { half + row } else { row })
-        };
+        let row_of = |lane: usize| gated_row(lane, half);
         let panels = Panels::Int8(Int8Panels::pack(parts, 2 * half.div_ceil(PANEL), columns, row_of)?);
         Ok(Matrix { rows, columns, panels })
     }
@@ -123,6 +121,7 @@ impl Matrix {
     pub(crate) fn zero_bias(&self) -> &[f32] {
         match &self.panels {
             Panels::Int8(panels) => &panels.zero_bias,
+            Panels::Int4(panels) => &panels.zero_bias,
             Panels::Bf16Pairs(panels) => &panels.zero_bias,
             Panels::F32(_) | Panels::Bf16(_) | Panels::F16(_) => &[],
         }
@@ -141,6 +140,7 @@ impl Matrix {
                 gather(&p.data[at..], bf16::PAIR, out);
             }
             Panels::Int8(p) => p.read_row(row, out),
+            Panels::Int4(p) => p.read_row(row, out),
         }
     }
 }
@@ -175,7 +175,7 @@ impl Int8Panels {
                     let Some(row) = row_of(panel * PANEL + lane) else {
                         continue;
                     };
-                    let (part, row) = locate(parts, row);
+                    let (part, row) = locate(parts.iter().map(|part| part.rows), row);
                     parts[part].read_row(row, values);
                     if !values.iter().all(|x| x.is_finite()) {
                         return Err(TensorError::NotFinite { part, row });
@@ -256,7 +256,7 @@ fn pack_as<E: Element>(
         || vec![0.0f32; columns],
         |row_values, (panel, out)| {
             for lane in 0..PANEL.min(rows - panel * PANEL) {
-                let (part, row) = locate(parts, panel * PANEL + lane);
+                let (part, row) = locate(parts.iter().map(|part| part.rows), panel * PANEL + lane);
                 parts[part].read_row(row, row_values);
                 let mut is_finite = true;
                 for (k, &x) in row_values.iter().enumerate() {
@@ -274,13 +274,22 @@ fn pack_as<E: Element>(
     Ok(packed)
 }
 
-/// The index of the part that holds row `row` of the stack, and the row's index within this part.
-fn locate(parts: &[Tensor<'_>], mut row: usize) -> (usize, usize) {
-    for (i, part) in parts.iter().enumerate() {
-        if row < part.rows {
+/// The row that lane `lane` holds of a gate projection with `half` rows and an up projection below it, where their panels are in
+/// turn. `None`: it holds zeros.
+pub(super) fn gated_row(lane: usize, half: usize) -> Option<usize> {
+    let pair_of_panels = lane / (2 * PANEL);
+    let row = pair_of_panels * PANEL + lane % PANEL;
+    let is_up = lane / PANEL % 2 == 1;
+    (row < half).then_some(if is_up { half + row } else { row })
+}
+
+/// The index of the part that holds row `row` of the stack, and the row's index within this part. `parts`: the rows of each.
+pub(super) fn locate(parts: impl Iterator<Item = usize>, mut row: usize) -> (usize, usize) {
+    for (i, rows) in parts.enumerate() {
+        if row < rows {
             return (i, row);
         }
-        row -= part.rows;
+        row -= rows;
     }
     unreachable!("row lies within the stack")
 }
@@ -315,7 +324,7 @@ mod tests {
             let mut want = [0.0; 5];
             for row in 0..20 {
                 matrix.read_row(row, &mut got);
-                let (part, r) = locate(&parts, row);
+                let (part, r) = locate(parts.iter().map(|part| part.rows), row);
                 parts[part].read_row(r, &mut want);
                 assert_eq!(got, want, "{dtype:?} row {row}");
                 pairs.read_row(row, &mut got);
