@@ -537,7 +537,12 @@ fn bad_values_name_their_field() {
         (
             "model:",
             "precision: int4\nmodel:",
-            "`precision` is `int4`, which this build does not support",
+            "`precision` is `int4`; `w4a8` keeps weights in the 4 bits of a checkpoint",
+        ),
+        (
+            "model:",
+            "kv_cache: w4a8\nmodel:",
+            "`kv_cache` is `w4a8`, which is a format of weights; take `int8`",
         ),
         (
             "model:",

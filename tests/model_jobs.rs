@@ -87,7 +87,7 @@ fn a_job_in_four_bits_needs_a_checkpoint_in_four_bits() {
         fs::write(&job, text.replace("precision: f32", "precision: w4a8\nkv_cache: f32")).unwrap();
         (folder, job)
     };
-    for (name, _) in FOUR_BITS {
+    for name in FOUR_BITS {
         let reference = Reference::load(name);
         let (folder, job) = in_four_bits(name, &reference);
         run(&["run", arg(&job), "--quiet"]).expect(0);

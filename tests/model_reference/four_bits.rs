@@ -8,15 +8,19 @@ use gristmill::model::{LoadOptions, Transformer};
 use super::harness::{Reference, Runner, folder, in_chunks, options};
 use super::precision::distance;
 
-/// Checkpoints with matrices in four bits, and the most nats of mean KL divergence from transformers that are accepted: weights are
-/// those of the checkpoint, so only activations are rounded, to steps of 1/127 of a group's largest value. Where tokens use some
-/// of the experts, a rounding may choose another one.
-pub(crate) const FOUR_BITS: [(&str, f64); 4] = [
-    ("mistral-ct-w4a16-zeros", 1e-3),
-    ("mixtral-awq", 3e-3),
-    ("qwen3moe-ct-w4a16", 3e-3),
-    ("qwen2-q4_0-tied", 1e-3),
+/// Checkpoints with matrices in four bits.
+pub(crate) const FOUR_BITS: [&str; 4] = [
+    "mistral-ct-w4a16-zeros",
+    "mixtral-awq",
+    "qwen3moe-ct-w4a16",
+    "qwen2-q4_0-tied",
 ];
+
+/// The most nats of mean KL divergence from transformers that are accepted: half of what INT8 may have. Matrices in four bits are those of
+/// the checkpoint; what is left is the rounding of activations, and an output head in 8 bits.
+const NATS_MAX: f64 = 4e-3;
+/// The most of INT8's divergence, which rounds these matrices a second time.
+const SHARE_OF_INT8_MAX: f64 = 0.8;
 
 /// Checkpoints without such matrices: plain, in 8 bits, in numbers with a table, and with columns in an order of their own.
 pub(crate) const OTHERS: [&str; 5] = [
@@ -37,11 +41,11 @@ fn in_four_bits(reference: &Reference, kv_format: KvFormat) -> LoadOptions {
 #[test]
 fn only_the_rounding_of_activations_is_between_the_reference_and_four_bits() {
     let mut failed = Vec::new();
-    for (name, most) in FOUR_BITS {
+    for name in FOUR_BITS {
         let reference = Reference::load(name);
-        for (precision, kv_format) in [(Precision::Int8, KvFormat::F32), (Precision::W4a8, KvFormat::F32)] {
+        let [eight, four] = [Precision::Int8, Precision::W4a8].map(|precision| {
             let options = LoadOptions {
-                kv_format,
+                kv_format: KvFormat::F32,
                 ..options(&reference, precision)
             };
             let mut model = Transformer::load(&folder(name), &options).unwrap();
@@ -57,9 +61,10 @@ fn only_the_rounding_of_activations_is_between_the_reference_and_four_bits() {
                 "{name} in {precision:?}: {divergence:.1e} nats, {:.1} % the same",
                 same * 100.0
             );
-            if precision == Precision::W4a8 && divergence > most {
-                failed.push(format!("{name}: {divergence:.1e} nats"));
-            }
+            divergence
+        });
+        if four > NATS_MAX || four > SHARE_OF_INT8_MAX * eight {
+            failed.push(format!("{name}: {four:.1e} nats, and {eight:.1e} in INT8"));
         }
     }
     assert!(failed.is_empty(), "{failed:#?}");
@@ -67,9 +72,9 @@ fn only_the_rounding_of_activations_is_between_the_reference_and_four_bits() {
 
 #[test]
 fn four_bits_give_the_same_bits_however_computed() {
-    for (name, _) in FOUR_BITS {
+    for name in FOUR_BITS {
         let reference = Reference::load(name);
-        let tokens = &reference.prompts[3].tokens;
+        let tokens = &reference.prompts.last().unwrap().tokens;
         let mut first: Option<Vec<Vec<f32>>> = None;
         for isa in cpu::Isa::available() {
             for (threads, sizes) in [(1, &[usize::MAX][..]), (2, &[1]), (2, &[7, 40])] {
