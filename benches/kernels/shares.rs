@@ -80,7 +80,7 @@ fn read(data: &[u64]) {
 fn compute(threads: &Threads, precision: Precision, operations: usize) {
     let per_round = SUMS
         * match precision {
-            Precision::Int8 | Precision::Fp8 => 128,
+            Precision::Int8 | Precision::Fp8 | Precision::W4a8 => 128,
             Precision::Bf16 => 64,
             Precision::F32 => 32,
         };
@@ -90,8 +90,8 @@ fn compute(threads: &Threads, precision: Precision, operations: usize) {
             // SAFETY: `print` has asked for these instructions.
             unsafe {
                 match precision {
-                    // (No CPU computes in FP8.)
-                    Precision::Int8 | Precision::Fp8 => products_int8(rounds),
+                    // (No CPU computes in FP8; four bits are expanded.)
+                    Precision::Int8 | Precision::Fp8 | Precision::W4a8 => products_int8(rounds),
                     Precision::Bf16 => products_bf16(rounds),
                     Precision::F32 => products_f32(rounds),
                 }

@@ -140,7 +140,7 @@ mod tests {
     #[test]
     fn blocks_hold_their_second_half_in_the_upper_bits() {
         let block = |factor: f32, low: u8| {
-            let halves = (0..16u8).map(move |i| low + i % 4 | (15 - i) << 4);
+            let halves = (0..16u8).map(move |i| (low + i % 4) | ((15 - i) << 4));
             half::f16::from_f32(factor).to_le_bytes().into_iter().chain(halves)
         };
         let data: Vec<u8> = block(0.5, 1).chain(block(-2.0, 3)).collect();
