@@ -17,6 +17,7 @@ mod notice;
 mod printable;
 mod python_json;
 mod regular;
+mod replace;
 mod signing;
 mod traces;
 

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use crate::support::{Run, arg, gristmill, job_in, python, root};
+use crate::support::{Run, arg, copy_folder, gristmill, job_in, python, root};
 
 /// Runs `job`, which must be refused with code 2 and one line on stderr that holds all of `words`.
 #[track_caller]
@@ -292,11 +292,7 @@ fn broken_checkpoints() {
     let case = |name: &str, change: &dyn Fn(&Path), words: &[&str]| {
         let folder = tempfile::tempdir().unwrap();
         let copy = folder.path().join("model");
-        fs::create_dir(&copy).unwrap();
-        for entry in fs::read_dir(&model).unwrap() {
-            let entry = entry.unwrap();
-            fs::copy(entry.path(), copy.join(entry.file_name())).unwrap();
-        }
+        copy_folder(&model, &copy);
         change(&copy);
         let (job, output) = job_in(folder.path(), "label-tickets.yaml", |t| {
             t.replace(arg(&model), arg(&copy))

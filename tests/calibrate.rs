@@ -7,17 +7,13 @@ use gristmill::device::Precision;
 use gristmill::worker::model::ModelFiles;
 
 use crate::commands::run;
-use crate::support::{arg, job_in, root};
+use crate::support::{arg, copy_folder, job_in, root};
 
 #[test]
 fn a_calibrated_model_labels_as_well_and_is_another_model() {
     let folder = tempfile::tempdir().unwrap();
     let model = folder.path().join("model");
-    fs::create_dir(&model).unwrap();
-    for file in fs::read_dir(root().join("jobs/demo/model")).unwrap() {
-        let file = file.unwrap();
-        fs::copy(file.path(), model.join(file.file_name())).unwrap();
-    }
+    copy_folder(&root().join("jobs/demo/model"), &model);
     let (job, _) = job_in(folder.path(), "label-tickets.yaml", |text| {
         let model = format!("\nmodel: {}\n", model.display());
         let text = text.replace("precision: f32", "precision: int8");

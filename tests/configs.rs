@@ -7,16 +7,12 @@ use gristmill::model::config::Config;
 use serde_json::{Value, json};
 
 use crate::commands::run;
-use crate::support::{arg, root};
+use crate::support::{arg, copy_folder, root};
 
 /// The demo model with more keys in its `config.json`; a key whose value is null is taken out.
 fn model(folder: &Path, changes: &Value) -> PathBuf {
     let model = folder.join("model");
-    fs::create_dir_all(&model).unwrap();
-    for entry in fs::read_dir(root().join("jobs/demo/model")).unwrap() {
-        let entry = entry.unwrap();
-        fs::copy(entry.path(), model.join(entry.file_name())).unwrap();
-    }
+    copy_folder(&root().join("jobs/demo/model"), &model);
     let path = model.join("config.json");
     let mut config: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
     let keys = config.as_object_mut().unwrap();

@@ -12,7 +12,7 @@ use crate::model_reference::four_bits::{FOUR_BITS, OTHERS};
 use crate::model_reference::harness::{
     ADAPTERS, GGUF, Reference, all_models, directory as files_of, folder as model_of,
 };
-use crate::support::arg;
+use crate::support::{arg, copy_folder};
 
 /// A tokenizer of so many tokens: prompts are token ids, so it need only exist.
 pub(crate) fn tokenizer(vocabulary: usize) -> Value {
@@ -31,11 +31,7 @@ pub(crate) fn tokenizer(vocabulary: usize) -> Value {
 /// The job of reference prompts of a model, with an adapter if there is one, in `folder`.
 fn job(folder: &Path, name: &str, adapter: Option<&str>, reference: &Reference) -> std::path::PathBuf {
     let model = folder.join("model");
-    fs::create_dir(&model).unwrap();
-    for file in fs::read_dir(files_of(name)).unwrap() {
-        let file = file.unwrap();
-        fs::copy(file.path(), model.join(file.file_name())).unwrap();
-    }
+    copy_folder(&files_of(name), &model);
     fs::remove_file(model.join("reference.safetensors")).unwrap();
     fs::write(
         model.join("tokenizer.json"),

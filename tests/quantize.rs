@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 use crate::commands::run;
 use crate::model_jobs::tokenizer;
 use crate::model_reference::harness::{MODELS, Reference, Runner, chooses_experts, directory, in_chunks, options};
-use crate::support::{arg, job_in, root};
+use crate::support::{arg, copy_folder, job_in, root};
 
 /// A copy of the demo model, and a job that labels 400 tickets with the model in the folder `model`.
 fn demo(folder: &Path, model: &Path, precision: &str) -> PathBuf {
@@ -28,14 +28,6 @@ fn demo(folder: &Path, model: &Path, precision: &str) -> PathBuf {
         lines.collect::<Vec<_>>().join("\n")
     });
     job
-}
-
-fn copy(from: &Path, to: &Path) {
-    fs::create_dir_all(to).unwrap();
-    for file in fs::read_dir(from).unwrap() {
-        let file = file.unwrap();
-        fs::copy(file.path(), to.join(file.file_name())).unwrap();
-    }
 }
 
 /// The files of a folder with their bytes.
@@ -217,7 +209,7 @@ fn each_small_model_is_quantized_or_refused() {
         let folder = tempfile::tempdir().unwrap();
         let (model, out) = (folder.path().join("model"), folder.path().join("out"));
         let reference = Reference::load(name);
-        copy(&directory(name), &model);
+        copy_folder(&directory(name), &model);
         fs::write(
             model.join("tokenizer.json"),
             tokenizer(reference.vocabulary).to_string(),
@@ -324,7 +316,7 @@ fn an_interrupted_run_goes_on_and_another_is_refused() {
     assert!(!again.exists());
     // A job of another model has other tokens.
     let other = folder.path().join("other");
-    copy(&model, &other);
+    copy_folder(&model, &other);
     let job = demo(&folder.path().join("job"), &other, "f32");
     run(&[
         "quantize",

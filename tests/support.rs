@@ -149,6 +149,15 @@ pub(crate) fn job_in(folder: &Path, name: &str, edit: impl Fn(String) -> String)
     (path, output)
 }
 
+/// Copies the files of a folder into another, which need not be there.
+pub(crate) fn copy_folder(from: &Path, to: &Path) {
+    std::fs::create_dir_all(to).unwrap();
+    for entry in std::fs::read_dir(from).unwrap() {
+        let entry = entry.unwrap();
+        std::fs::copy(entry.path(), to.join(entry.file_name())).unwrap();
+    }
+}
+
 /// The record of the job in `output`.
 pub(crate) fn record(output: &Path) -> Value {
     serde_json::from_slice(&std::fs::read(output.join("_gristmill/job.json")).unwrap()).unwrap()

@@ -19,7 +19,7 @@ use serde_json::Value;
 use crate::bad_input::rows_of;
 use crate::commands::{queues, run};
 use crate::engine_batching::{self, ROOMY};
-use crate::support::{Run, arg, gristmill, root};
+use crate::support::{Run, arg, copy_folder, gristmill, root};
 
 const ROWS: u64 = 24;
 
@@ -167,11 +167,7 @@ async fn a_job_of_another_chat_template_or_a_longer_context_is_not_opened() {
     run(&["submit", arg(&file), "--no-enqueue"]).expect(0);
     let ours = root().join("jobs/demo/model");
     let other = folder.join("model");
-    fs::create_dir(&other).unwrap();
-    for entry in fs::read_dir(&ours).unwrap() {
-        let entry = entry.unwrap();
-        fs::copy(entry.path(), other.join(entry.file_name())).unwrap();
-    }
+    copy_folder(&ours, &other);
     let config = other.join("tokenizer_config.json");
     let text = fs::read_to_string(&config).unwrap();
     assert_eq!(text.matches(">assistant").count(), 1, "{text}");

@@ -1,7 +1,6 @@
 //! `gristmill calibrate`: collects a model's activation maxima per channel on some of a job's
 //! prompts, by which its weights are balanced for INT8.
 
-use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::Context;
@@ -16,6 +15,7 @@ use crate::dataset::shard::ShardReader;
 use crate::device::Precision;
 use crate::job::precision::RequestedPrecision;
 use crate::model::{ActivationMaxima, Transformer};
+use crate::replace::replace;
 use crate::report::sample::{ShardSample, sample};
 use crate::report::summary::counted;
 use crate::worker::model::{Formats, PromptSettings};
@@ -41,7 +41,7 @@ pub(super) async fn calibrate(args: CalibrateArgs) -> Result<Exit, Failure> {
     })?;
     let path = ActivationMaxima::path(&files.dir);
     let bytes = maxima.to_bytes().context("cannot write the channels' sizes")?;
-    write_atomically(&path, &bytes).with_context(|| format!("cannot write `{}`", path.display()))?;
+    replace(&path, &bytes).with_context(|| format!("cannot write `{}`", path.display()))?;
     let tokens: usize = prompts.iter().map(Vec::len).sum();
     if args.json {
         println!(
@@ -94,15 +94,4 @@ pub(super) async fn prompts(prepared: &PreparedJob, row_count: u64) -> Result<Ve
             prepared.job.file
         ))),
     }
-}
-
-/// Writes atomically: a reader finds the old file or the new one.
-fn write_atomically(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
-    let temporary_path = path.with_extension(format!("{}.tmp", std::process::id()));
-    let result = std::fs::write(&temporary_path, bytes).and_then(|()| std::fs::rename(&temporary_path, path));
-    if result.is_err() {
-        // The original error is reported; a failed cleanup is ignored.
-        let _ = std::fs::remove_file(&temporary_path);
-    }
-    result
 }

@@ -23,7 +23,7 @@ use crate::model::quantize::compare::{Distance, distance, logits};
 use crate::model::quantize::{LayerReport, Quantization, QuantizeError, Scheme};
 use crate::model::weights::checkpoint_hash;
 use crate::model::{ActivationMaxima, Checkpoint, LoadOptions, Transformer};
-use crate::report::summary::{counted, show_size};
+use crate::report::summary::{counted, number, show_size};
 use crate::say;
 use crate::worker::model::{Formats, ModelFiles};
 
@@ -84,16 +84,20 @@ impl Done {
         prompts: &[Vec<u32>],
         options: &LoadOptions,
     ) -> Result<Done, Failure> {
-        let original = || Transformer::from_weights(checkpoint.config.clone(), &checkpoint.weights, options);
-        let channels = match (args.to, prompts.is_empty()) {
-            (Scheme::Int8, false) if ActivationMaxima::check_model(&checkpoint.config).is_ok() => {
-                let mut model = original().map_err(Failure::bad_job)?;
+        let mut reference = Vec::new();
+        let mut channels = None;
+        if !prompts.is_empty() {
+            let original = Transformer::from_weights(checkpoint.config.clone(), &checkpoint.weights, options);
+            let mut original = original.map_err(Failure::bad_job)?;
+            reference = logits(&mut original, prompts).map_err(Failure::bad_job)?;
+            if args.to == Scheme::Int8 && ActivationMaxima::check_model(&checkpoint.config).is_ok() {
                 let prompts = prompts.iter().map(Vec::as_slice);
-                Some(ActivationMaxima::measure(&mut model, prompts).map_err(Failure::bad_job)?)
+                channels = Some(ActivationMaxima::measure(&mut original, prompts).map_err(Failure::bad_job)?);
             }
-            (Scheme::Int8, _) => files.activation_maxima(Precision::Int8).map_err(Failure::bad_job)?,
-            _ => None,
-        };
+        }
+        if args.to == Scheme::Int8 && channels.is_none() {
+            channels = files.activation_maxima(Precision::Int8).map_err(Failure::bad_job)?;
+        }
         let quantization = Quantization {
             checkpoint,
             dir: &files.dir,
@@ -109,11 +113,9 @@ impl Done {
             .write(&args.out, |layers| progress.show(layers))
             .map_err(failure)?;
         progress.end();
-        let distance = if prompts.is_empty() {
-            None
-        } else {
-            let reference = logits(&mut original().map_err(Failure::bad_job)?, prompts).map_err(Failure::bad_job)?;
-            Some(compared(args, files, &reference, prompts)?)
+        let distance = match prompts {
+            [] => None,
+            _ => Some(compared(args, files, &reference, prompts)?),
         };
         Ok(Done {
             layers,
@@ -141,8 +143,8 @@ impl Done {
             return;
         }
         println!(
-            "quantized   {} in {} to {}: {} of weights became {}",
-            counted(matrices().count() as u64, "matrix").replace("matrixs", "matrices"),
+            "quantized   {} matrices in {} to {}: {} of weights became {}",
+            number(matrices().count() as u64),
             counted(self.layers.len() as u64, "layer"),
             args.to.name(),
             show_size(before),

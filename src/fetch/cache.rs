@@ -178,12 +178,10 @@ pub(super) fn create_parent(path: &Path) -> io::Result<()> {
     path.parent().map_or(Ok(()), std::fs::create_dir_all)
 }
 
-/// Replaces a small file in one step.
+/// Replaces a small file in one step, in a folder that need not be there.
 fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
     create_parent(path)?;
-    let temporary = path.with_extension(format!("{}.tmp", std::process::id()));
-    std::fs::write(&temporary, bytes)?;
-    std::fs::rename(&temporary, path)
+    crate::replace::replace(path, bytes)
 }
 
 /// Waits for a lock, which ends with the returned file or with the process. `waits` is called once

@@ -69,8 +69,14 @@ pub struct ActivationMaxima {
     pub layers: Vec<LayerMaxima>,
 }
 
-/// Runs prompts (token ids) through a model and shows what its linear operations read. A prompt is cut to the
-/// model's context and the capacity of its KV pool.
+/// A prompt, cut to the model's context and the capacity of its KV pool.
+pub(super) fn cut<'a>(model: &Transformer, prompt: &'a [u32]) -> &'a [u32] {
+    let in_pool = model.kv_blocks() as usize / model.kv_tables().len() * BLOCK_TOKENS;
+    let tokens_max = in_pool.min(model.context_tokens() as usize);
+    &prompt[..prompt.len().min(tokens_max)]
+}
+
+/// Runs prompts (token ids) through a model and shows what its linear operations read of each, [cut](cut).
 ///
 /// # Errors
 /// A token id is not below the model's vocabulary size.
@@ -80,9 +86,8 @@ pub(super) fn observe<'a>(
     mut take: impl FnMut(usize, Activations, &Buffer),
 ) -> Result<(), ForwardError> {
     let tables = model.kv_tables().len();
-    let tokens_max = (model.kv_blocks() as usize / tables * BLOCK_TOKENS).min(model.context_tokens() as usize);
     for prompt in prompts {
-        let prompt = &prompt[..prompt.len().min(tokens_max)];
+        let prompt = cut(model, prompt);
         for (chunk, tokens) in prompt.chunks(STEP_TOKENS_MAX).enumerate() {
             let end = chunk * STEP_TOKENS_MAX + tokens.len();
             let mut batch = StepBatch::default();

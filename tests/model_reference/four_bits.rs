@@ -1,12 +1,10 @@
 //! Weights that stay in four bits: near the reference, the same bits however computed, and refused where a checkpoint has none.
 
-use std::sync::Arc;
-
-use gristmill::device::{KvFormat, Precision, cpu};
+use gristmill::device::{KvFormat, Precision};
 use gristmill::model::{LoadOptions, Transformer};
 
 use super::harness::{Reference, Runner, folder, in_chunks, options};
-use super::precision::distance;
+use super::precision::{assert_same_bits, distance};
 
 /// Checkpoints with matrices in four bits.
 pub(crate) const FOUR_BITS: [&str; 4] = [
@@ -74,25 +72,8 @@ fn only_the_rounding_of_activations_is_between_the_reference_and_four_bits() {
 fn four_bits_give_the_same_bits_however_computed() {
     for name in FOUR_BITS {
         let reference = Reference::load(name);
-        let tokens = &reference.prompts.last().unwrap().tokens;
-        let mut first: Option<Vec<Vec<f32>>> = None;
-        for isa in cpu::Isa::available() {
-            for (threads, sizes) in [(1, &[usize::MAX][..]), (2, &[1]), (2, &[7, 40])] {
-                let options = LoadOptions {
-                    threads: Arc::new(cpu::Threads::new(threads).unwrap()),
-                    isa: Some(isa),
-                    ..in_four_bits(&reference, KvFormat::Int8)
-                };
-                let mut model = Transformer::load(&folder(name), &options).unwrap();
-                let sizes: Vec<usize> = sizes.iter().map(|size| (*size).min(tokens.len())).collect();
-                let rows = in_chunks(&mut Runner::new(&mut model), tokens, &sizes);
-                let want = first.get_or_insert_with(|| rows.clone());
-                assert!(
-                    rows == *want,
-                    "{name} on {isa} with {threads} threads in steps of {sizes:?}"
-                );
-            }
-        }
+        let options = in_four_bits(&reference, KvFormat::Int8);
+        assert_same_bits(name, &reference.prompts.last().unwrap().tokens, &options);
     }
 }
 

@@ -256,6 +256,28 @@ fn calibration(reference: &Reference) -> Vec<Vec<u32>> {
         .collect()
 }
 
+/// Every instruction set, number of threads and division into steps gives the same bits.
+pub(super) fn assert_same_bits(name: &str, tokens: &[u32], options: &LoadOptions) {
+    let mut first: Option<Vec<Vec<f32>>> = None;
+    for isa in cpu::Isa::available() {
+        for (threads, sizes) in [(1, &[usize::MAX][..]), (2, &[1]), (2, &[7, 40])] {
+            let options = LoadOptions {
+                threads: Arc::new(cpu::Threads::new(threads).unwrap()),
+                isa: Some(isa),
+                ..options.clone()
+            };
+            let mut model = Transformer::load(&folder(name), &options).unwrap();
+            let sizes: Vec<usize> = sizes.iter().map(|size| (*size).min(tokens.len())).collect();
+            let rows = in_chunks(&mut Runner::new(&mut model), tokens, &sizes);
+            let want = first.get_or_insert_with(|| rows.clone());
+            assert!(
+                rows == *want,
+                "{name} on {isa} with {threads} threads in steps of {sizes:?}"
+            );
+        }
+    }
+}
+
 /// In 8 bits sums are exact, and what is rounded depends on the row alone: chunks, threads and instructions change no bit.
 #[test]
 fn eight_bits_give_the_same_bits_however_computed() {
@@ -271,24 +293,7 @@ fn eight_bits_give_the_same_bits_however_computed() {
         "kimi-heads",
     ] {
         let reference = Reference::load(name);
-        let tokens = &reference.prompts[3].tokens;
-        let mut first: Option<Vec<Vec<f32>>> = None;
-        for isa in cpu::Isa::available() {
-            for (threads, sizes) in [(1, &[usize::MAX][..]), (2, &[1]), (2, &[7, 40])] {
-                let options = LoadOptions {
-                    threads: Arc::new(cpu::Threads::new(threads).unwrap()),
-                    isa: Some(isa),
-                    ..in_format(&reference, Precision::Int8, KvFormat::Int8)
-                };
-                let mut model = Transformer::load(&folder(name), &options).unwrap();
-                let sizes: Vec<usize> = sizes.iter().map(|size| (*size).min(tokens.len())).collect();
-                let rows = in_chunks(&mut Runner::new(&mut model), tokens, &sizes);
-                let want = first.get_or_insert_with(|| rows.clone());
-                assert!(
-                    rows == *want,
-                    "{name} on {isa} with {threads} threads in steps of {sizes:?}"
-                );
-            }
-        }
+        let options = in_format(&reference, Precision::Int8, KvFormat::Int8);
+        assert_same_bits(name, &reference.prompts[3].tokens, &options);
     }
 }

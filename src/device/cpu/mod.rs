@@ -42,7 +42,7 @@ pub mod sample;
 mod soft_cap;
 mod step;
 #[cfg(test)]
-mod testing;
+pub(crate) mod testing;
 mod threads;
 pub mod vocabulary;
 

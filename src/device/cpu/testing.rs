@@ -13,7 +13,7 @@ use crate::device::Dtype;
 mod skips;
 
 /// `n` numbers in (-1, 1), the same for the same seed.
-pub(super) fn numbers(seed: u64, n: usize) -> Vec<f32> {
+pub(crate) fn numbers(seed: u64, n: usize) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0x1234_5678;
     let mut next = || {
         state = state

@@ -3,6 +3,7 @@
 use crate::device::batch::StepBatch;
 use crate::device::cpu::BLOCK_TOKENS;
 use crate::engine::{Forward, ForwardError};
+use crate::model::channels::cut;
 use crate::model::transformer::Transformer;
 
 /// Prompts that are compared, tokens of each, and places of each.
@@ -27,11 +28,10 @@ pub struct Distance {
 /// The prompts do not fit the model.
 pub fn logits(model: &mut Transformer, prompts: &[Vec<u32>]) -> Result<Vec<Vec<f32>>, ForwardError> {
     let tables = model.kv_tables().len();
-    let tokens_max = (model.kv_blocks() as usize / tables * BLOCK_TOKENS).min(model.context_tokens() as usize);
     let vocabulary = model.vocab_size();
     let mut found = Vec::new();
     for prompt in prompts.iter().take(PROMPTS_MAX) {
-        let prompt = &prompt[..prompt.len().min(tokens_max).min(TOKENS_MAX)];
+        let prompt = cut(model, &prompt[..prompt.len().min(TOKENS_MAX)]);
         let mut batch = StepBatch::default();
         let blocks = 0..prompt.len().div_ceil(BLOCK_TOKENS) as u32;
         batch.push(prompt.iter().copied(), prompt.len() as u32, blocks);

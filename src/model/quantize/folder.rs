@@ -15,6 +15,7 @@ use super::form::OutTensor;
 use super::{LayerReport, QuantizeError};
 use crate::mapped::map;
 use crate::model::error::ModelError;
+use crate::replace::replace;
 
 /// What is written, from what, and what is done: a folder is gone on with for the same alone.
 const RECORD: &str = "quantize.json";
@@ -237,10 +238,6 @@ fn pretty(value: &Value) -> String {
     format!("{value:#}\n")
 }
 
-/// Writes a file: whole, or not at all.
 fn write(path: &Path, bytes: &[u8]) -> Result<(), QuantizeError> {
-    let temporary = path.with_extension("tmp");
-    fs::write(&temporary, bytes)
-        .and_then(|()| fs::rename(&temporary, path))
-        .map_err(|e| QuantizeError::write(path, e))
+    replace(path, bytes).map_err(|e| QuantizeError::write(path, e))
 }

@@ -232,17 +232,7 @@ fn factorize_block(matrix: &mut [f32], n: usize, block: std::ops::Range<usize>) 
 mod tests {
     use super::super::grid::FactorDtype;
     use super::*;
-
-    fn numbers(seed: u64, count: usize) -> Vec<f32> {
-        let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0x1234_5678;
-        let mut next = || {
-            state = state
-                .wrapping_mul(6_364_136_223_846_793_005)
-                .wrapping_add(1_442_695_040_888_963_407);
-            ((state >> 40) as f32 / (1u64 << 23) as f32) - 1.0
-        };
-        (0..count).map(|_| next()).collect()
-    }
+    use crate::device::cpu::testing::numbers;
 
     /// Inputs that depend on each other, and the sums over them.
     fn inputs(columns: usize) -> (Vec<f32>, Vec<f32>) {

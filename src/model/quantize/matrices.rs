@@ -5,6 +5,7 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
+use crate::device::Dtype;
 use crate::model::balance::ChannelFactors;
 use crate::model::channels::Activations;
 use crate::model::config::{Config, ExpertForm};
@@ -27,6 +28,9 @@ pub(super) struct Matrix {
     parts: Vec<(String, Range<usize>)>,
 }
 
+/// Why a model is refused whose experts other programs find in one tensor.
+pub(super) const JOINED_EXPERTS: &str = "the experts of a layer are one tensor";
+
 /// Why a model is refused.
 pub(super) fn refusal(config: &Config) -> Option<&'static str> {
     let is_other = |other: bool, what: &'static str| other.then_some(what);
@@ -39,10 +43,7 @@ pub(super) fn refusal(config: &Config) -> Option<&'static str> {
             "its layers have inputs of their own",
         ))
         .or(is_other(config.attention_gates, "its attention has gates"))
-        .or(is_other(
-            config.expert_form() != ExpertForm::Matrices,
-            "the experts of a layer are one tensor",
-        ))
+        .or(is_other(config.expert_form() != ExpertForm::Matrices, JOINED_EXPERTS))
         .or(is_other(
             config.experts.as_ref().is_some_and(|experts| experts.beside_mlp),
             "it has experts beside an MLP",
@@ -124,7 +125,7 @@ impl Lister<'_> {
 }
 
 impl Matrix {
-    /// The matrix, balanced, `[rows][columns]`, and the factors that were used up.
+    /// The matrix, balanced, `[rows][columns]`, and the format in which it is stored.
     ///
     /// # Errors
     /// As [`WeightSource::tensor`]; or a number is not finite.
@@ -132,7 +133,7 @@ impl Matrix {
         &self,
         weights: &dyn WeightSource,
         factors: &HashMap<String, ChannelFactors>,
-    ) -> Result<Vec<f32>, ModelError> {
+    ) -> Result<(Vec<f32>, Dtype), ModelError> {
         let tensor = weights.tensor(&self.name, Some(self.rows), self.columns)?;
         let view = tensor.view();
         let mut values = vec![0.0f32; self.rows * self.columns];
@@ -159,7 +160,7 @@ impl Matrix {
             let why = format!("tensor `{}` has a number that is not finite", self.name);
             return Err(ModelError::broken(weights.path_of(&self.name), why));
         }
-        Ok(values)
+        Ok((values, tensor.dtype))
     }
 
     /// Names by which the balance knows what the matrix holds.

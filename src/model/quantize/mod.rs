@@ -192,9 +192,7 @@ impl Quantization<'_> {
         let is_other = |name: &&String| text_only_name(name).is_some();
         let why = match files.iter().flat_map(|file| file.tensors.keys()).find(is_other) {
             Some(name) => format!("`{name}` is the text part of a multimodal model"),
-            None if files.iter().any(|file| !file.split.is_empty()) => {
-                "the experts of a layer are one tensor".to_owned()
-            }
+            None if files.iter().any(|file| !file.split.is_empty()) => matrices::JOINED_EXPERTS.to_owned(),
             None => return Ok(()),
         };
         Err(QuantizeError::Refused(format!(
@@ -302,8 +300,8 @@ impl<'a> Work<'a> {
         let scheme = self.quantization.scheme;
         let (grid, columns) = (scheme.grid(), matrix.columns);
         let group = if scheme == Scheme::W4a16 { self.group } else { columns };
-        let values = matrix.values(self.weights, self.factors)?;
-        let dtype = match self.weights.tensor(&matrix.name, Some(matrix.rows), columns)?.dtype {
+        let (values, stored) = matrix.values(self.weights, self.factors)?;
+        let dtype = match stored {
             Dtype::Bf16 => FactorDtype::Bf16,
             // The factors of small weights would lose bits in F16.
             Dtype::F32 | Dtype::F16 => FactorDtype::F32,
