@@ -314,6 +314,17 @@ fn an_interrupted_run_goes_on_and_another_is_refused() {
         .expect(2)
         .one_line(&["is not quantized", "it is quantized already"]);
     assert!(!again.exists());
+    // By its file, and as a folder that has a `config.json`, too.
+    let gguf = folder.path().join("gguf");
+    copy_folder(&directory("qwen2-q4_0-tied"), &gguf);
+    fs::remove_file(gguf.join("reference.safetensors")).unwrap();
+    fs::write(gguf.join("config.json"), "{}").unwrap();
+    for model in [gguf.join("model.gguf"), gguf] {
+        run(&["quantize", arg(&model), "--to", "int8", "--out", arg(&again)])
+            .expect(2)
+            .one_line(&["is not quantized", "it is a GGUF file", "give the checkpoint"]);
+        assert!(!again.exists());
+    }
     // A job of another model has other tokens.
     let other = folder.path().join("other");
     copy_folder(&model, &other);

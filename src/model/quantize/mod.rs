@@ -111,7 +111,9 @@ impl Quantization<'_> {
     /// else.
     pub fn write(&self, out: &Path, mut progress: impl FnMut(usize)) -> Result<Vec<LayerReport>, QuantizeError> {
         let (config, weights) = (&self.checkpoint.config, &self.checkpoint.weights);
-        if let Some(why) = matrices::refusal(config) {
+        let is_gguf = crate::gguf::paths(self.dir).map_err(ModelError::from)?.is_some();
+        let in_blocks = is_gguf.then_some("it is a GGUF file: give the checkpoint that the file was made of");
+        if let Some(why) = in_blocks.or(matrices::refusal(config)) {
             let why = format!("`{}` is not quantized: {why}", self.dir.display());
             return Err(QuantizeError::Refused(why));
         }
