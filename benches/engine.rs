@@ -204,6 +204,7 @@ fn main() {
                             params: Arc::clone(&params),
                             eos: Arc::new([]),
                             cache_salt: Arc::default(),
+                            adapter: 0,
                         })
                         .expect("it fits");
                     next += 1;

@@ -184,7 +184,8 @@ impl Forward for FakeModel {
         }
         for s in &batch.sequences {
             let table = &batch.block_tables[0][s.first_block as usize..];
-            let mut hash = 0;
+            // Each adapter makes another model.
+            let mut hash = u64::from(s.adapter);
             for position in 0..s.kv_len {
                 let cell = cell(table, position, size);
                 assert_ne!(self.kv[cell].0, UNWRITTEN, "it attends to what was never written");
@@ -347,6 +348,7 @@ fn request(row: u64, prompt: &[u32], params: &GenerationParams) -> Request {
         params: Arc::new(params.clone()),
         eos: EOS.clone(),
         cache_salt: Arc::default(),
+        adapter: 0,
     }
 }
 
@@ -736,6 +738,43 @@ fn a_shared_prefix_is_computed_once_even_when_rows_start_together() {
         (cached.iter().filter(|c| **c == 160).count(), cached.iter().sum::<u32>()),
         (19, 19 * 160)
     );
+}
+
+/// Requests with one prompt and one salt: neither blocks nor answers go from one adapter to another.
+#[test]
+fn requests_of_different_adapters_share_nothing() {
+    let greedy = GenerationParams {
+        sampling: Sampling {
+            temperature: 0.0,
+            ..Sampling::default()
+        },
+        max_tokens: 6,
+        ..GenerationParams::default()
+    };
+    let prompt: Vec<u32> = (0..100).map(|t| 30 + t % 50).collect();
+    let of_adapter = |row: u64| Request {
+        adapter: row as u32 % 3,
+        ..request(row, &prompt, &greedy)
+    };
+    let requests: Vec<_> = (0..12)
+        .map(|row| ([0, 0, 3, 40][row as usize / 3], of_adapter(row)))
+        .collect();
+    let (results, seen) = run(&ROOMY, &requests);
+    let answers: Vec<_> = results
+        .values()
+        .map(|result| &result.as_ref().unwrap().token_ids)
+        .collect();
+    for row in 0..3 {
+        let alone = run(&ROOMY, &[(0, of_adapter(row as u64))]).0;
+        let alone = &alone[&(row as u64)].as_ref().unwrap().token_ids;
+        assert!(
+            answers.iter().skip(row).step_by(3).all(|answer| *answer == alone),
+            "adapter {row}"
+        );
+        assert_ne!(answers[row], answers[(row + 1) % 3]);
+    }
+    // Of each adapter one prompt is computed, and those that come later find it.
+    assert!((300..400).contains(&seen.tokens), "{seen:?}");
 }
 
 #[test]

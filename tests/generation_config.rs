@@ -487,6 +487,7 @@ impl Reference {
             params: Arc::new(job.generate.params(1, false)),
             eos: vec![2, 5].into(),
             cache_salt: Arc::default(),
+            adapter: 0,
         };
         let (mut state, _) = SampleState::new(request, Constraint::Free, 256, tokenizer);
         for token in ids("completion") {

@@ -8,6 +8,7 @@ use serde_json::{Value, json};
 
 use crate::bad_input::rows_of;
 use crate::commands::{queues, run};
+use crate::model_reference::adapters::beside;
 use crate::model_reference::four_bits::{FOUR_BITS, OTHERS};
 use crate::model_reference::harness::{
     ADAPTERS, GGUF, Reference, all_models, directory as files_of, folder as model_of,
@@ -153,6 +154,77 @@ fn a_worker_has_the_adapter_of_its_job() {
             assert_answers(&output, &reference, adapter);
         }
     }
+}
+
+/// One worker has a model alone and with each of its adapters: jobs with any of them and with none share its batches.
+#[test]
+fn a_worker_with_adapters_beside_its_model_answers_as_peft_does() {
+    for url in queues("a_worker_with_adapters_beside_its_model_answers_as_peft_does") {
+        for (name, adapters) in beside() {
+            let folder = tempfile::tempdir().unwrap();
+            let names: Vec<Option<&str>> = [None].into_iter().chain(adapters.iter().copied().map(Some)).collect();
+            let jobs: Vec<_> = names
+                .iter()
+                .enumerate()
+                .map(|(i, adapter)| {
+                    let reference = Reference::load(adapter.unwrap_or(name));
+                    let folder = folder.path().join(i.to_string());
+                    fs::create_dir(&folder).unwrap();
+                    let job = job(&folder, name, *adapter, &reference);
+                    // Prefixes are shared by rows of one adapter alone, even where the jobs name one salt.
+                    let text = fs::read_to_string(&job).unwrap();
+                    fs::write(&job, format!("cache_salt: ours\n{text}")).unwrap();
+                    run(&["submit", arg(&job), "--queue", &url]).expect(0);
+                    (folder.join("out"), reference)
+                })
+                .collect();
+            let model = folder.path().join("0/model");
+            let folders: Vec<_> = adapters.iter().map(|adapter| files_of(adapter)).collect();
+            let mut worker = vec!["worker", "--queue", &url, "--until-idle", "--context", "128"];
+            worker.extend(["--model", arg(&model), "--precision", "f32"]);
+            for (output, _) in &jobs {
+                worker.extend(["--job", arg(output)]);
+            }
+            for folder in &folders {
+                worker.extend(["--mix-adapter", arg(folder)]);
+            }
+            run(&worker).expect(0);
+            for ((output, reference), adapter) in jobs.iter().zip(&names) {
+                assert_answers(output, reference, adapter.unwrap_or(name));
+                run(&["verify", arg(output)]).expect(0);
+            }
+        }
+    }
+}
+
+/// Adapters that cannot stand beside a model are refused before it is loaded.
+#[test]
+fn adapters_that_cannot_stand_beside_a_model_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let reference = Reference::load("llama-plain");
+    job(folder.path(), "llama-plain", None, &reference);
+    let model = folder.path().join("model");
+    let [all, head] = ["llama-plain-all", "llama-plain-head"].map(files_of);
+    let bench = |model: &str, adapters: &[&Path]| {
+        let mut command = vec!["bench", "--model", model, "--requests", "8", "--output-len", "4"];
+        adapters
+            .iter()
+            .for_each(|adapter| command.extend(["--mix-adapter", arg(adapter)]));
+        run(&command)
+    };
+    bench(arg(&model), &[&all, &all]).expect(0);
+    bench(arg(&model), &[&all, &head])
+        .expect(2)
+        .one_line(&["`lm_head.weight`", "`--adapter`"]);
+    bench(arg(&model), &[&model])
+        .expect(2)
+        .one_line(&["adapter_config.json"]);
+    bench("qwen2.5-0.5b", &[&all])
+        .expect(2)
+        .one_line(&["--mix-adapter", "random"]);
+    let both = ["--model", "m", "--mix-adapter", "a", "--adapter", "a"];
+    let both = run(&[&["worker", "--queue", "amqp://localhost/q"], &both[..]].concat()).expect(2);
+    assert!(both.stderr.contains("cannot be used with"), "{}", both.stderr);
 }
 
 /// A GGUF file by itself: configuration, tokenizer and weights are its own.

@@ -209,6 +209,7 @@ fn answers(config: &Config, threads: &Arc<cpu::Threads>, rows: &[u64]) -> Vec<(u
                 params: params.clone(),
                 eos: [].into(),
                 cache_salt: Arc::default(),
+                adapter: 0,
             })
             .unwrap();
     }

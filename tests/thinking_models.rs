@@ -201,6 +201,7 @@ fn complete(tokenizer: &Arc<Tokenizer>, prompt: &[u32], params: &Arc<GenerationP
         params: params.clone(),
         eos: [eos].into(),
         cache_salt: Arc::default(),
+        adapter: 0,
     };
     let (mut state, mut next) = SampleState::new(request, constraint, params.max_tokens as usize, tokenizer);
     let mut nodes = VecDeque::new();

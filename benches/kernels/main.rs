@@ -124,6 +124,7 @@ fn batch(sequences: u32, q_len: u32, kv_len: u32) -> StepBatch {
                 q_len,
                 kv_len,
                 first_block: i * blocks,
+                adapter: 0,
             })
             .collect(),
         block_tables: vec![(0..sequences * blocks).collect()],

@@ -189,6 +189,7 @@ fn request_of_row(row: usize, prompt: Vec<u32>, params: Arc<GenerationParams>, e
         params,
         eos: eos.clone(),
         cache_salt: Arc::default(),
+        adapter: 0,
     }
 }
 

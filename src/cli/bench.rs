@@ -11,7 +11,7 @@ use crate::bench::{picture, trace};
 use crate::cli::args::{BatchingFeature, BenchArgs, LoadFormat};
 use crate::cli::device_choice::ResolvedDevice;
 use crate::cli::exit::{Exit, Failure};
-use crate::cli::model_source::bring_model;
+use crate::cli::model_source::{bring_model, open_adapters};
 use crate::cli::prepare::print_warnings;
 use crate::cli::setup::{engine_options, load_model, load_on_device, load_options};
 use crate::device::Dtype;
@@ -35,7 +35,8 @@ pub(super) async fn bench(args: BenchArgs) -> Result<Exit, Failure> {
     } else {
         PathBuf::from(&args.model)
     };
-    tokio::task::spawn_blocking(move || run(&args, &dir))
+    let apart = open_adapters(&args.mix_adapter).await?;
+    tokio::task::spawn_blocking(move || run(&args, &dir, apart))
         .await
         .context("the benchmark panicked")?
 }
@@ -46,11 +47,13 @@ struct BenchModel {
     tokenizer: Arc<Tokenizer>,
     /// The checkpoint's folder, if its weights are used; otherwise they are random.
     weights: Option<PathBuf>,
+    /// The folders of adapters beside it.
+    apart: Vec<PathBuf>,
 }
 
 impl BenchModel {
     /// `dir`: the folder of a checkpoint, or the name of a shape.
-    fn open(dir: &Path, format: LoadFormat) -> Result<BenchModel, Failure> {
+    fn open(dir: &Path, format: LoadFormat, apart: Vec<PathBuf>) -> Result<BenchModel, Failure> {
         if dir.exists() {
             folder::check(dir).map_err(Failure::bad_job)?;
             let config = Config::load(dir).map_err(Failure::bad_job)?;
@@ -66,6 +69,7 @@ impl BenchModel {
                 config,
                 tokenizer: Arc::new(tokenizer),
                 weights: (format == LoadFormat::Auto).then(|| dir.to_path_buf()),
+                apart,
             });
         }
         let model = dir.to_string_lossy();
@@ -80,16 +84,22 @@ impl BenchModel {
             tokenizer: Arc::new(Tokenizer::with_vocab_size(config.vocab_size)?),
             config,
             weights: None,
+            apart,
         })
     }
 }
 
-fn run(args: &BenchArgs, dir: &Path) -> Result<Exit, Failure> {
-    let bench_model = BenchModel::open(dir, args.load_format)?;
+fn run(args: &BenchArgs, dir: &Path, apart: Vec<PathBuf>) -> Result<Exit, Failure> {
+    let bench_model = BenchModel::open(dir, args.load_format, apart)?;
+    if bench_model.weights.is_none() && !bench_model.apart.is_empty() {
+        return Err(Failure::bad_job(anyhow!(
+            "--mix-adapter: adapters change a checkpoint, and these weights are random"
+        )));
+    }
     print_warnings(&bench_model.config.warnings);
     let eos: Arc<[u32]> = bench_model.config.eos_token_ids.clone().into();
     let vocab_size = bench_model.config.vocab_size.min(bench_model.tokenizer.vocab_size());
-    let requests = match &args.trace {
+    let mut requests = match &args.trace {
         Some(path) => trace::read(path, &bench_model.tokenizer, args.ignore_eos, &eos).map_err(Failure::bad_job)?,
         None => trace::random_requests(
             args.requests,
@@ -100,6 +110,11 @@ fn run(args: &BenchArgs, dir: &Path) -> Result<Exit, Failure> {
             &eos,
         ),
     };
+    // The model alone and each adapter in turn.
+    let adapters = bench_model.apart.len() + 1;
+    for (index, request) in requests.iter_mut().enumerate() {
+        request.adapter = (index % adapters) as u32;
+    }
     let device = args.engine.device.resolve()?;
     let formats = Formats::of(args.precision, args.kv_cache, device.precision());
     let mut engine = engine(args, &bench_model, (device, formats), vocab_size, &requests)?;
@@ -155,7 +170,13 @@ fn engine(
         options.channels = channels.map_err(Failure::bad_job)?.map(Arc::new);
     }
     let mut model: Box<dyn Forward + Send> = if let Some(dir) = &bench_model.weights {
-        load_model((dir, None), bench_model.config.clone(), device, &options, &args.engine)?
+        load_model(
+            (dir, None, &bench_model.apart),
+            bench_model.config.clone(),
+            device,
+            &options,
+            &args.engine,
+        )?
     } else {
         let weights = RandomWeights {
             seed: args.seed,

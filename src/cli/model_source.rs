@@ -33,7 +33,7 @@ pub(super) async fn open_job_model(job: &mut Job, limit: Option<u64>) -> Result<
         None => None,
     };
     let folder = adapter.as_ref().map(|adapter| adapter.dir.clone());
-    let files = ModelFiles::open_with(local.dir, folder).map_err(Failure::bad_job)?;
+    let files = ModelFiles::open_with(local.dir, folder, Vec::new()).map_err(Failure::bad_job)?;
     if let Some(pinned) = local.pinned {
         job.model = pinned;
     }
@@ -72,17 +72,27 @@ pub(super) async fn open_recorded_model(job: &Job) -> Result<ModelFiles, Failure
         }
         None => None,
     };
-    ModelFiles::open_with(local.dir, adapter).map_err(Failure::bad_job)
+    ModelFiles::open_with(local.dir, adapter, Vec::new()).map_err(Failure::bad_job)
 }
 
-/// Opens the model that a command line names, with its adapter if it names one.
-pub(super) async fn open_model(text: &str, adapter: Option<&str>) -> Result<ModelFiles, Failure> {
+/// Opens the model that a command line names, with the adapter that changes it and those beside it, if it names any.
+pub(super) async fn open_model(text: &str, adapter: Option<&str>, apart: &[String]) -> Result<ModelFiles, Failure> {
     let local = bring_model(text, Path::new("")).await?;
     let adapter = match adapter {
         Some(adapter) => Some(open_adapter(adapter, Path::new("")).await?),
         None => None,
     };
-    ModelFiles::open_with(local.dir, adapter).map_err(Failure::bad_job)
+    let apart = open_adapters(apart).await?;
+    ModelFiles::open_with(local.dir, adapter, apart).map_err(Failure::bad_job)
+}
+
+/// The folders of the adapters that a command line names.
+pub(super) async fn open_adapters(texts: &[String]) -> Result<Vec<PathBuf>, Failure> {
+    let mut folders = Vec::new();
+    for text in texts {
+        folders.push(open_adapter(text, Path::new("")).await?);
+    }
+    Ok(folders)
 }
 
 /// The folder of the adapter at an address; a path is relative to `base_dir`.

@@ -28,7 +28,7 @@ use crate::say;
 use crate::worker::model::{Formats, ModelFiles};
 
 pub(super) async fn quantize(args: QuantizeArgs) -> Result<Exit, Failure> {
-    let files = open_model(&args.model, None).await?;
+    let files = open_model(&args.model, None, &[]).await?;
     let checkpoint = Checkpoint::open(&files.dir, None, files.config.clone()).map_err(Failure::bad_job)?;
     print_warnings(&checkpoint.config.warnings);
     let prompts = match &args.calibrate {

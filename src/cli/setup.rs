@@ -1,6 +1,6 @@
 //! Shared setup of `run` and `worker`: loading the model onto its device, threads, signals.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -19,8 +19,8 @@ use crate::model::Checkpoint;
 use crate::model::config::Config;
 use crate::model::size::{CodedSize, ModelSize, read_as};
 use crate::model::weights::WeightSource;
-use crate::model::{KvBudget, LoadOptions, Transformer};
-use crate::worker::model::{Formats, Model, ModelFiles};
+use crate::model::{Adapter, KvBudget, LoadOptions, Transformer};
+use crate::worker::model::{Formats, Model, ModelFiles, ModelHashes};
 use crate::worker::step_watchdog::StepWatchdog;
 use crate::worker::stop::{Stop, StopCause};
 
@@ -44,18 +44,18 @@ pub(super) struct LoadedModel {
 
 impl LoadedModel {
     /// Loads the weights. `context`: maximum sequence length in tokens; `None`: the checkpoint's.
-    /// `hash`: the checkpoint's hash.
+    /// `hashes`: those of the checkpoint.
     pub(super) fn load(
         files: ModelFiles,
         formats: Formats,
         context: Option<u32>,
-        hash: String,
+        hashes: impl Into<ModelHashes>,
         device: ResolvedDevice,
         args: &EngineArgs,
     ) -> Result<LoadedModel, Failure> {
         let context_tokens = context.unwrap_or(files.config.max_position_embeddings);
         let engine = engine(&files, formats, context, device, args)?;
-        let model = Model::new(files, formats, context_tokens, hash);
+        let model = Model::new(files, formats, context_tokens, hashes);
         Ok(LoadedModel { model, engine })
     }
 }
@@ -76,22 +76,23 @@ fn engine(
         .activation_maxima(formats.precision)
         .map_err(Failure::bad_job)?
         .map(Arc::new);
-    let folders = (files.dir.as_path(), files.adapter.as_deref());
+    let folders = (files.dir.as_path(), files.adapter.as_deref(), &files.apart[..]);
     let model = load_model(folders, files.config.clone(), device, &options, args)?;
     let options = engine_options(formats, &options, args.step_limits(device));
     Ok(Box::new(Engine::new(model, files.tokenizer.clone(), options)))
 }
 
-/// Loads the checkpoint in a folder, changed by the adapter in another one, with the configuration `config` onto
-/// the device.
+/// Loads the checkpoint in a folder, changed by the adapter in another one and with those in others beside it, with the
+/// configuration `config` onto the device.
 pub(super) fn load_model(
-    (dir, adapter): (&Path, Option<&Path>),
+    (dir, adapter, apart): (&Path, Option<&Path>, &[PathBuf]),
     config: Config,
     device: ResolvedDevice,
     options: &LoadOptions,
     args: &EngineArgs,
 ) -> Result<Box<dyn Forward + Send>, Failure> {
-    let checkpoint = Checkpoint::open(dir, adapter, config).map_err(Failure::bad_job)?;
+    let checkpoint = Checkpoint::open(dir, adapter, config).and_then(|checkpoint| checkpoint.beside(apart));
+    let checkpoint = checkpoint.map_err(Failure::bad_job)?;
     let stored = read_as(&checkpoint.config, checkpoint.weights.main_dtype());
     load_on_device(checkpoint.config, (&checkpoint.weights, stored), device, options, args)
 }
@@ -116,6 +117,7 @@ pub(super) fn load_on_device(
     }
     check_cpu(options.precision, options.kv_format).map_err(Failure::bad_job)?;
     let mut size = ModelSize::of(&config);
+    size.adapters = weights.adapters_apart().iter().map(Adapter::bytes).sum();
     if options.precision == Precision::W4a8 {
         size = size.with_codes(CodedSize::of(weights, &config).map_err(Failure::bad_job)?);
     }

@@ -68,8 +68,18 @@ pub(super) async fn worker(args: WorkerArgs) -> Result<Exit, Failure> {
         ModelSearch::Nothing { refused } => return report_early_end(&args, Some(refused), &stop),
     };
     print_warnings(&wanted.files.config.warnings);
-    let hash = wanted.files.hash(wanted.formats.precision).map_err(Failure::bad_job)?;
-    let loaded = LoadedModel::load(wanted.files, wanted.formats, wanted.context, hash, device, &args.engine)?;
+    let hashes = wanted
+        .files
+        .hashes(wanted.formats.precision)
+        .map_err(Failure::bad_job)?;
+    let loaded = LoadedModel::load(
+        wanted.files,
+        wanted.formats,
+        wanted.context,
+        hashes,
+        device,
+        &args.engine,
+    )?;
     let meter = Arc::new(Meter::default());
     let worker = Arc::new(Worker::new(WorkerConfig {
         name: worker_name(&args)?,
@@ -91,7 +101,7 @@ pub(super) async fn worker(args: WorkerArgs) -> Result<Exit, Failure> {
     }
     if !args.quiet {
         eprintln!(
-            "worker `{}` is ready, with model `{}` in {}",
+            "worker `{}` is ready, with model {} in {}",
             worker.name,
             worker.jobs.model().name(),
             worker.jobs.model().formats
@@ -223,7 +233,7 @@ async fn find_model(
 ) -> Result<ModelSearch, Failure> {
     if let Some(model) = &args.model {
         return Ok(ModelSearch::Model(Box::new(WantedModel {
-            files: open_model(model, args.adapter.as_deref()).await?,
+            files: open_model(model, args.adapter.as_deref(), &args.mix_adapter).await?,
             formats: Formats::of(args.precision, args.kv_cache, device.precision()),
             context: args.context,
             failing_outputs: Vec::new(),

@@ -50,13 +50,19 @@ impl StepBatch {
         if self.block_tables.is_empty() {
             self.block_tables.push(Vec::new());
         }
-        self.push_sequence(tokens, kv_len, self.block_tables[0].len() as u32);
+        self.push_sequence(tokens, kv_len, self.block_tables[0].len() as u32, 0);
         self.block_tables[0].extend(blocks);
     }
 
     /// As [`push`](Self::push), for a sequence whose blocks are in `block_tables`, from index
-    /// `first_block` on in each table.
-    pub fn push_sequence(&mut self, tokens: impl IntoIterator<Item = u32>, kv_len: u32, first_block: u32) {
+    /// `first_block` on in each table, and which `adapter` changes the model for.
+    pub fn push_sequence(
+        &mut self,
+        tokens: impl IntoIterator<Item = u32>,
+        kv_len: u32,
+        first_block: u32,
+        adapter: u32,
+    ) {
         let first_token = self.tokens.len() as u32;
         self.tokens.extend(tokens);
         let q_len = self.tokens.len() as u32 - first_token;
@@ -66,6 +72,7 @@ impl StepBatch {
             q_len,
             kv_len,
             first_block,
+            adapter,
         });
     }
 
@@ -91,7 +98,7 @@ impl StepBatch {
                 }
                 let tokens = self.tokens[first as usize..end as usize].iter().copied();
                 let kv_len = self.positions[end as usize - 1] + 1;
-                batch.push_sequence(tokens, kv_len, s.first_block);
+                batch.push_sequence(tokens, kv_len, s.first_block, s.adapter);
             }
         }
         batch
@@ -128,6 +135,8 @@ pub struct StepSequence {
     /// entries. Blocks before the one of [`KvSpec::first_needed`](super::KvSpec::first_needed) of
     /// its first token may be [`NO_BLOCK`].
     pub first_block: u32,
+    /// The number of the adapter that changes the model for it, from 1 on. 0: none does.
+    pub adapter: u32,
 }
 
 #[cfg(test)]
@@ -142,21 +151,23 @@ mod tests {
         batch.push([30, 31], 2, [5]);
         batch.push([40, 41], 2, [6]);
         (batch.logits_at, batch.deterministic) = (vec![0, 2, 3, 5, 7, 8, 9], true);
+        batch.sequences[1].adapter = 3;
         let alone = batch.logits_tokens();
         assert_eq!(alone.tokens, [10, 12, 13, 20, 31, 40, 41]);
         assert_eq!(alone.positions, [20, 22, 23, 16, 1, 0, 1]);
-        let sequence = |first_token, q_len, kv_len, first_block| StepSequence {
+        let sequence = |first_token, q_len, kv_len, first_block, adapter| StepSequence {
             first_token,
             q_len,
             kv_len,
             first_block,
+            adapter,
         };
         let want = [
-            sequence(0, 1, 21, 0),
-            sequence(1, 2, 24, 0),
-            sequence(3, 1, 17, 2),
-            sequence(4, 1, 2, 4),
-            sequence(5, 2, 2, 5),
+            sequence(0, 1, 21, 0, 0),
+            sequence(1, 2, 24, 0, 0),
+            sequence(3, 1, 17, 2, 3),
+            sequence(4, 1, 2, 4, 0),
+            sequence(5, 2, 2, 5, 0),
         ];
         assert_eq!(alone.sequences, want);
         assert_eq!(alone.block_tables, batch.block_tables);

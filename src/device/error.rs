@@ -54,6 +54,10 @@ pub(super) fn no_recurrent_layers() -> DeviceError {
     DeviceError::Unsupported("this device runs no recurrent layers".into())
 }
 
+pub(super) fn no_adapters() -> DeviceError {
+    DeviceError::Unsupported("this device keeps no adapters beside a model".into())
+}
+
 pub(super) fn no_codes() -> DeviceError {
     DeviceError::Unsupported("this device keeps no weights in four bits".into())
 }

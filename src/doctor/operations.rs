@@ -124,7 +124,7 @@ fn run_norm<D: Device>(device: &D, input: &NormInput) -> Result<(Vec<f32>, Vec<f
         weight: &weight,
         eps: EPS,
         centered: false,
-        for_experts: false,
+        in_f32: false,
     };
     match &input.picked_rows {
         None => {

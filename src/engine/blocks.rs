@@ -43,6 +43,16 @@ impl BlockKey {
         BlockKey::digest(Sha256::new_with_prefix(b"gristmill-kv\0").chain_update(description.as_bytes()))
     }
 
+    /// The root for sequences for which the adapter of this number changes the model; 0: none does.
+    #[must_use]
+    pub fn adapted(self, adapter: u32) -> BlockKey {
+        if adapter == 0 {
+            return self;
+        }
+        let hash = Sha256::new_with_prefix(b"gristmill-adapter\0").chain_update(self.0);
+        BlockKey::digest(hash.chain_update(adapter.to_le_bytes()))
+    }
+
     /// The root for prefixes that are shared only among sequences of the same salt.
     pub fn salted(self, salt: &str) -> BlockKey {
         let hash = Sha256::new_with_prefix(b"gristmill-salt\0").chain_update(self.0);

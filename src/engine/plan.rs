@@ -65,6 +65,8 @@ pub struct PlannedSequence {
     /// If the last token computed is a placeholder: the row of the previous step's logits from
     /// which the token is drawn.
     pub placeholder_row: Option<u32>,
+    /// The number of the adapter that changes the model for it; 0: none does.
+    pub adapter: u32,
     /// Whether its results must be bitwise independent of other sequences.
     pub deterministic: bool,
 }

@@ -36,6 +36,8 @@ pub struct Request {
     /// Only sequences of the same salt share cached prefixes. Otherwise `cached_tokens` would
     /// reveal whether another user's prompt begins with a guessed text.
     pub cache_salt: Arc<str>,
+    /// The number of the adapter that changes the model for it, among those beside the model, from 1 on. 0: none does.
+    pub adapter: u32,
 }
 
 /// The reason why a completion ended.

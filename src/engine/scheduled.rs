@@ -14,6 +14,8 @@ pub(super) type Age = (u64, u64);
 pub struct Sharing {
     /// Whether its results must be bitwise independent of other sequences.
     pub deterministic: bool,
+    /// The number of the adapter that changes the model for it; 0: none does.
+    pub adapter: u32,
     /// The parent key of its first block.
     pub root: BlockKey,
 }

@@ -91,11 +91,12 @@ impl Scheduler {
         }
     }
 
-    /// The `Sharing` of sequences with this salt.
-    pub fn sharing(&self, salt: &str, deterministic: bool) -> Sharing {
-        let root = self.root.salted(salt);
+    /// The `Sharing` of sequences with this salt, for which an adapter of this number changes the model (0: none).
+    pub fn sharing(&self, salt: &str, adapter: u32, deterministic: bool) -> Sharing {
+        let root = self.root.adapted(adapter).salted(salt);
         Sharing {
             deterministic,
+            adapter,
             root: if deterministic { root.child(&[]) } else { root },
         }
     }
@@ -518,6 +519,7 @@ impl Scheduler {
             state: sequence.state,
             needs_logits: end == sequence.tokens.len(),
             placeholder_row: sequence.placeholder_row.filter(|_| end == sequence.tokens.len()),
+            adapter: sequence.sharing.adapter,
             deterministic: sequence.sharing.deterministic,
         };
         let known = sequence.known_tokens();
@@ -585,7 +587,7 @@ mod tests {
         let mut s = scheduler(40, 100, 8);
         s.states = StateSlots::new(Some(2));
         for id in 0..3 {
-            s.submit(id, Arc::from([1, 2, 3, 4, 5]), vec![], 8, s.sharing("", false));
+            s.submit(id, Arc::from([1, 2, 3, 4, 5]), vec![], 8, s.sharing("", 0, false));
         }
         let slots = |plan: &StepPlan| -> Vec<(SequenceId, usize, Option<u32>)> {
             let slots = plan
@@ -646,7 +648,7 @@ mod tests {
         assert_eq!(plan.started, [(1, 8), (2, 8), (3, 8)]);
         assert_eq!(plan.state_copies, copies(&[(0, 1), (1, 2), (1, 3), (1, 4)]));
         // Another job's sequence shares nothing. One that comes later begins from the state, too.
-        let other = s.sharing("another", false);
+        let other = s.sharing("another", 0, false);
         s.submit(5, prompt(&[1]).into(), vec![], 1, other);
         submit(&mut s, 6, prompt(&[2]), 1);
         (0..4).for_each(|id| s.remove(id));
@@ -703,7 +705,7 @@ mod tests {
     }
 
     fn submit(s: &mut Scheduler, id: SequenceId, prompt: Vec<u32>, max_tokens: u32) {
-        let sharing = s.sharing("", false);
+        let sharing = s.sharing("", 0, false);
         s.submit(id, prompt.into(), Vec::new(), max_tokens, sharing);
     }
 
@@ -714,7 +716,7 @@ mod tests {
         let mut s = scheduler(64, 64, 8);
         let prompt: Arc<[u32]> = (0..10).collect();
         for (id, deterministic) in [(0, false), (1, true), (2, true), (3, false)] {
-            let sharing = s.sharing("", deterministic);
+            let sharing = s.sharing("", 0, deterministic);
             s.submit(id, prompt.clone(), Vec::new(), 1, sharing);
         }
         let mut plan = s.plan();
@@ -736,7 +738,7 @@ mod tests {
         let mut s = scheduler(64, 64, 8);
         let prompt: Arc<[u32]> = (0..10).collect();
         for (id, salt) in [(0, "a"), (1, "b"), (2, "a"), (3, "")] {
-            let sharing = s.sharing(salt, false);
+            let sharing = s.sharing(salt, 0, false);
             s.submit(id, prompt.clone(), Vec::new(), 1, sharing);
         }
         let mut plan = s.plan();
@@ -750,7 +752,7 @@ mod tests {
     fn waiting_sequences_share_their_prompt() {
         let mut s = scheduler(64, 64, 1);
         let prompt: Arc<[u32]> = (0..10).collect();
-        let sharing = s.sharing("", false);
+        let sharing = s.sharing("", 0, false);
         (0..5).for_each(|i| s.submit(i, prompt.clone(), vec![70], 4, sharing));
         let plan = s.plan();
         assert_eq!(plan.sequences[0].tokens[..], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 70]);

@@ -49,6 +49,7 @@ pub struct SampleState {
     params: Arc<GenerationParams>,
     eos: Arc<[u32]>,
     cache_salt: Arc<str>,
+    adapter: u32,
     stream_key: StreamKey,
     /// Maximum tokens of the completion: `max_tokens`, or fewer where the context ends earlier.
     max_tokens: usize,
@@ -129,6 +130,7 @@ impl SampleState {
             params: request.params,
             eos: request.eos,
             cache_salt: request.cache_salt,
+            adapter: request.adapter,
             max_tokens,
             completion: Vec::new(),
             logprobs: Vec::new(),
@@ -215,11 +217,16 @@ impl SampleState {
         &self.cache_salt
     }
 
-    /// Whether `request`, which has the same prompt, also has the same parameters and end ids. If
+    /// The number of the adapter that changes the model for it; 0: none does.
+    pub fn adapter(&self) -> u32 {
+        self.adapter
+    }
+
+    /// Whether `request`, which has the same prompt, also has the same parameters, end ids and adapter. If
     /// so, greedy requests have the same answer.
     pub fn has_params_of(&self, request: &Request) -> bool {
         let same_params = Arc::ptr_eq(&self.params, &request.params) || self.params == request.params;
-        same_params && self.eos == request.eos
+        same_params && self.eos == request.eos && self.adapter == request.adapter
     }
 
     /// Records the number of prompt tokens that the prefix cache held when the first sequence
@@ -619,6 +626,7 @@ mod tests {
             params: Arc::new(params),
             eos: [2].into(),
             cache_salt: Arc::default(),
+            adapter: 0,
         };
         let (mut state, mut outcome) = SampleState::new(request, constraint, max_tokens as usize, tokenizer);
         for token in preferred {

@@ -104,7 +104,8 @@ pub(super) fn batch(plan: &mut StepPlan) -> StepBatch {
     };
     for planned in &plan.sequences {
         let end = planned.start + planned.tokens.len();
-        batch.push_sequence(planned.tokens.iter().copied(), end as u32, planned.blocks.start as u32);
+        let (tokens, first_block) = (planned.tokens.iter().copied(), planned.blocks.start as u32);
+        batch.push_sequence(tokens, end as u32, first_block, planned.adapter);
         if let Some(row) = planned.placeholder_row {
             batch.pending_tokens.push((batch.tokens.len() as u32 - 1, row));
         }

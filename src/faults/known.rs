@@ -252,6 +252,7 @@ mod tests {
             params: Arc::new(GenerationParams::default()),
             eos: Arc::default(),
             cache_salt: Arc::default(),
+            adapter: 0,
         }
     }
 

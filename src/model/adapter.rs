@@ -16,6 +16,7 @@ use rayon::prelude::*;
 use crate::device::Dtype;
 use crate::model::config::{ADAPTER_CONFIG, AdapterConfig, Config, ExpertForm};
 use crate::model::error::ModelError;
+use crate::model::headers::missing;
 use crate::model::names::canonical_name;
 use crate::model::tensors::{ModelTensors, OUTPUT_HEAD, TensorSpec};
 use crate::model::weights::{Header, StoredTensor, WeightSource, Weights, hash_files};
@@ -135,6 +136,44 @@ impl Adapter {
             "tensor `{copy}` differs from the model's own: the adapter was trained for another one, or with it"
         );
         Err(ModelError::unsupported(&self.header.path, why))
+    }
+
+    /// The file that holds its matrices.
+    pub(super) fn path(&self) -> &Path {
+        &self.header.path
+    }
+
+    /// Bytes of the file that holds its matrices.
+    pub fn bytes(&self) -> u64 {
+        self.map.len() as u64
+    }
+
+    /// The names of the matrices that it changes.
+    pub(super) fn changed(&self) -> impl Iterator<Item = &str> {
+        self.changes.keys().map(String::as_str)
+    }
+
+    /// The rank of the change of the matrix `name`. `None`: it is not changed.
+    pub(super) fn rank(&self, name: &str) -> Option<usize> {
+        self.changes.get(name).map(|change| change.rank)
+    }
+
+    /// The first matrix of the change of `name`, `[rank][columns]`.
+    pub(super) fn down(&self, name: &str, columns: usize) -> Result<Vec<f32>, ModelError> {
+        let change = self.change(name)?;
+        self.numbers(&change.down, change.rank, columns)
+    }
+
+    /// The second matrix of the change of `name`, `[rows][rank]`, times the change's factor.
+    pub(super) fn up(&self, name: &str, rows: usize) -> Result<Vec<f32>, ModelError> {
+        let change = self.change(name)?;
+        let mut values = self.numbers(&change.up, rows, change.rank)?;
+        values.iter_mut().for_each(|x| *x *= change.factor);
+        Ok(values)
+    }
+
+    fn change(&self, name: &str) -> Result<&Change, ModelError> {
+        self.changes.get(name).ok_or_else(|| missing(self.path(), name))
     }
 
     /// Whether the adapter changes the matrix `name`.

@@ -80,6 +80,11 @@ impl<'a> BalancedWeights<'a> {
         })
     }
 
+    /// As [`into_factors`](Self::into_factors).
+    pub(super) fn factors(&self) -> &HashMap<String, ChannelFactors> {
+        &self.factors
+    }
+
     /// Tensors that are rescaled, with their factors.
     pub(super) fn into_factors(self) -> HashMap<String, ChannelFactors> {
         self.factors

@@ -4,6 +4,7 @@ use crate::device::{
     Attention, Device, Dtype, ExpertWeights, KvSpec, LatentShape, Linear, QkNorm, RecurrentWeights, RopeStore,
     SharedExpert, Tensor, TensorError,
 };
+use crate::model::adapters_apart::{AdaptedLinear, LowRanks};
 use crate::model::config::Config;
 use crate::model::error::ModelError;
 use crate::model::kv_layout::{KvLayout, LayerKv};
@@ -44,7 +45,7 @@ pub(super) struct LayerWeights<D: Device> {
     pub attention_norm: Option<D::Norm>,
     /// `None`: the layer is an MLP or experts alone.
     pub mixer: Option<Mixer<D>>,
-    pub o: Option<LinearOn<D>>,
+    pub o: Option<AdaptedLinear<D>>,
     pub post_attention_norm: Option<D::Norm>,
     pub mlp_norm: Option<D::Norm>,
     /// `None`: the layer is attention or a recurrence alone.
@@ -70,8 +71,8 @@ pub(super) enum Mixer<D: Device> {
 pub(super) struct AttentionWeights<D: Device> {
     pub spec: KvSpec,
     pub kv: LayerKv,
-    pub qkv: LinearOn<D>,
-    pub gate: Option<LinearOn<D>>,
+    pub qkv: AdaptedLinear<D>,
+    pub gate: Option<AdaptedLinear<D>>,
     pub qk_norm: Option<(D::Norm, Option<D::Norm>)>,
     pub sinks: Option<D::Vector>,
 }
@@ -120,7 +121,10 @@ impl<D: Device> AttentionWeights<D> {
 
 /// The weights of a layer's MLP on a device.
 pub(super) enum MlpWeights<D: Device> {
-    Plain { gate_up: LinearOn<D>, down: LinearOn<D> },
+    Plain {
+        gate_up: AdaptedLinear<D>,
+        down: AdaptedLinear<D>,
+    },
     Experts(ExpertWeights<D::Matrix, D::Vector>),
     Both(Box<BothWeights<D>>),
 }
@@ -148,6 +152,7 @@ pub(super) struct Builder<'a, D: Device> {
     pub random: Option<&'a RandomWeights>,
     pub config: &'a Config,
     pub layout: &'a KvLayout,
+    pub adapters: LowRanks<'a>,
 }
 
 impl<D: Device> Builder<'_, D> {
@@ -190,7 +195,7 @@ impl<D: Device> Builder<'_, D> {
                     pool: (0..index).filter(|layer| self.config.is_recurrent(*layer)).count(),
                 }),
             },
-            o: tensors.o.as_ref().map(|o| self.linear(o)).transpose()?,
+            o: tensors.o.as_ref().map(|o| self.adapted(o, false)).transpose()?,
             post_attention_norm: norm(&tensors.post_attention_norm)?,
             mlp_norm: norm(&tensors.mlp_norm)?,
             mlp: tensors.mlp.as_ref().map(|mlp| self.mlp(mlp)).transpose()?,
@@ -216,9 +221,9 @@ impl<D: Device> Builder<'_, D> {
         Ok(AttentionWeights {
             spec: self.config.layers[index],
             kv: self.layout.layers[before],
-            qkv: self.linear(&tensors.qkv)?,
+            qkv: self.adapted(&tensors.qkv, false)?,
             gate: match &tensors.gate {
-                Some(gate) => Some(self.linear(gate)?),
+                Some(gate) => Some(self.adapted(gate, false)?),
                 None => None,
             },
             qk_norm: match &tensors.qk_norm {
@@ -298,8 +303,8 @@ impl<D: Device> Builder<'_, D> {
     fn mlp(&self, tensors: &MlpTensors) -> Result<MlpWeights<D>, ModelError> {
         Ok(match tensors {
             MlpTensors::Plain(mlp) => MlpWeights::Plain {
-                gate_up: self.gated_linear(&mlp.gate_up)?,
-                down: self.linear(&mlp.down)?,
+                gate_up: self.adapted(&mlp.gate_up, self.config.activation.has_gate())?,
+                down: self.adapted(&mlp.down, false)?,
             },
             MlpTensors::Experts(tensors) => MlpWeights::Experts(self.experts(tensors, None)?),
             MlpTensors::Both(both) => {
@@ -386,6 +391,14 @@ impl<D: Device> Builder<'_, D> {
             stored_instead: None,
         };
         Ok(vec![self.linear_in(&stacked, is_gated, false)?])
+    }
+
+    /// A linear operation, with what adapters add to it.
+    fn adapted(&self, tensors: &LinearTensors, is_gated: bool) -> Result<AdaptedLinear<D>, ModelError> {
+        Ok(AdaptedLinear {
+            linear: self.linear_in(tensors, is_gated, self.keeps_codes(std::iter::once(tensors))?)?,
+            adapters: self.adapters.of(self.device, tensors, is_gated)?,
+        })
     }
 
     fn linear(&self, tensors: &LinearTensors) -> Result<LinearOn<D>, ModelError> {

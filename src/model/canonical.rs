@@ -58,6 +58,11 @@ impl<'a> CanonicalWeights<'a> {
         })
     }
 
+    /// The name of the stored tensor that holds the tensor `name`.
+    pub(super) fn stored_name(&self, name: &str) -> String {
+        self.fused(name).map_or_else(|| name.to_owned(), |(stored, _)| stored)
+    }
+
     fn stored(&self, name: &str, rows: Option<usize>, columns: usize) -> Result<StoredTensor<'_>, ModelError> {
         if let Some(tensor) = expert_forms::read(self.expert_form, self.source, name, rows, columns)? {
             return Ok(tensor);

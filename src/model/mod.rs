@@ -4,6 +4,7 @@ use std::io::Read;
 use std::path::Path;
 
 pub mod adapter;
+mod adapters_apart;
 mod balance;
 mod block_names;
 mod build;

@@ -64,6 +64,8 @@ pub struct ModelSize {
     pub unused_by_a_token: u64,
     /// None, unless it is [set](Self::with_codes).
     pub coded: CodedSize,
+    /// Bytes of the files of adapters beside the model.
+    pub adapters: u64,
 }
 
 /// The part of the linear layers' matrices that is stored in codes of four bits which a CPU keeps.
@@ -127,6 +129,7 @@ impl ModelSize {
             linear: 0,
             vectors: 0,
             coded: CodedSize::default(),
+            adapters: 0,
             unused_by_a_token: config.experts.as_ref().map_or(0, |experts| {
                 let layers = experts.layers.iter().filter(|has_experts| **has_experts).count();
                 let matrices = if config.activation.has_gate() { 3 } else { 2 };
@@ -179,7 +182,8 @@ impl ModelSize {
             (Place::Cpu, _) => (self.linear + self.tables) * u64::from(precision.bits()) / 8,
             (Place::Gpu, _) => self.linear_bytes(precision) + self.gpu_table_bytes(),
         };
-        matrices + vectors
+        // A file in 16 bits may be kept in 32.
+        matrices + vectors + 2 * self.adapters
     }
 
     /// Bytes of the embedding table and the output head on a GPU, which keeps them in BF16.
@@ -259,6 +263,7 @@ mod tests {
                 values: 800,
                 bytes: 425,
             },
+            adapters: 0,
         };
         for (place, precision, stored, bytes) in [
             (Place::Cpu, Precision::F32, Dtype::F32, 4440),
@@ -276,6 +281,9 @@ mod tests {
                 "{place:?} {precision:?} {stored:?}"
             );
         }
+        let with_adapters = ModelSize { adapters: 5, ..size };
+        let bytes = |size: ModelSize| size.weight_bytes(Place::Cpu, Precision::Int8, Dtype::Bf16);
+        assert_eq!(bytes(with_adapters), bytes(size) + 10);
     }
 
     #[test]

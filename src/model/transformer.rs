@@ -18,6 +18,7 @@ use crate::device::{
     AddNorm, AttentionInput, Delta, Device, DeviceError, Dtype, ExpertInput, KvFormat, KvSpec, OutputHead, Precision,
 };
 use crate::engine::{Forward, ForwardError};
+use crate::model::adapters_apart::LowRanks;
 use crate::model::balance::BalancedWeights;
 use crate::model::build::{Builder, Mixer, MlpWeights, ModelWeights};
 use crate::model::canonical::CanonicalWeights;
@@ -40,6 +41,9 @@ mod picked;
 mod trial;
 
 use picked::{LastRows, PickedBuffers};
+
+/// Why a device without them is given no adapters beside a model.
+const NO_ADAPTERS_APART: &str = "a GPU keeps no adapters beside a model: give each adapter a worker of its own (`--adapter`), or let them share a CPU";
 
 /// Options for loading a model.
 #[derive(Clone)]
@@ -87,6 +91,8 @@ pub struct Transformer<D: Device = Cpu> {
     vocab_size: usize,
     /// Maximum tokens per step for which the device has memory. `None`: no trial step ran.
     step_tokens_max: Option<u32>,
+    /// Number of adapters beside the model.
+    adapters: usize,
 }
 
 struct Buffers<D: Device> {
@@ -205,6 +211,10 @@ impl<D: Device> Transformer<D> {
         let random = source.random().filter(|_| device.makes_random_weights());
         // Numbers that were quantized so are used as they are, unless channels were measured for them.
         let keeps_int8 = source.is_int8_by_row() && options.channels.is_none();
+        let adapters = source.adapters_apart();
+        if !adapters.is_empty() && !device.keeps_adapters() {
+            return Err(ModelError::Options(NO_ADAPTERS_APART.into()));
+        }
         let canonical = CanonicalWeights::new(source, &config);
         let source: &dyn WeightSource = if source.is_canonical() { source } else { &canonical };
         if options.precision == Precision::W4a8 && CodedSize::of(source, &config)?.values == 0 {
@@ -223,6 +233,11 @@ impl<D: Device> Transformer<D> {
             random,
             config: &config,
             layout: &layout,
+            adapters: LowRanks {
+                adapters,
+                config: &config,
+                factors: balanced.as_ref().map(BalancedWeights::factors),
+            },
         }
         .weights()?;
         let pools = pool::allocate(&device, &config, kv_blocks)?;
@@ -247,6 +262,7 @@ impl<D: Device> Transformer<D> {
             context_tokens,
             vocab_size,
             step_tokens_max: None,
+            adapters: adapters.len(),
         };
         if let KvBudget::Profiled {
             step_tokens,
@@ -324,6 +340,7 @@ impl<D: Device> Transformer<D> {
             inputs.run(device, config, step, b)?;
         }
         lap(Operation::Embed)?;
+        let adapted = batch.sequences.iter().any(|s| s.adapter > 0);
         let all_rows = &*step;
         let mut step = all_rows;
         let mut delta = None;
@@ -339,7 +356,11 @@ impl<D: Device> Transformer<D> {
                 // counts, and any norm will do.
                 let own = layer.attention_norm.as_ref();
                 let weight = own.unwrap_or(&weights.norm);
-                device.add_norm(stream_norm::<D>(config, delta, weight), &mut b.residual, &mut b.normed)?;
+                let norm = AddNorm {
+                    in_f32: adapted,
+                    ..stream_norm::<D>(config, delta, weight)
+                };
+                device.add_norm(norm, &mut b.residual, &mut b.normed)?;
                 delta = None;
                 lap(Operation::Norm)?;
                 let input = if own.is_some() { &b.normed } else { &b.residual };
@@ -356,9 +377,10 @@ impl<D: Device> Transformer<D> {
                         layer.store(device, (config, index), (step, pool), b, &mut lap)?;
                     }
                     Mixer::Attention(layer) => {
-                        device.linear(&layer.qkv, input, &mut b.projected, &mut b.workspace)?;
+                        let input = (step, input);
+                        layer.qkv.run(device, input, &mut b.projected, &mut b.workspace)?;
                         if let Some(gate) = &layer.gate {
-                            device.linear(gate, input, &mut b.gates, &mut b.workspace)?;
+                            gate.run(device, input, &mut b.gates, &mut b.workspace)?;
                         }
                         lap(Operation::Linear)?;
                         let pool = &mut pools[layer.kv.pool];
@@ -373,12 +395,17 @@ impl<D: Device> Transformer<D> {
                     b.pick_logits_rows(device, step, layer, weights.inputs.is_some())?;
                     step = &last_rows.step;
                     if config.parallel_mlp {
-                        device.add_norm(stream_norm::<D>(config, None, weight), &mut b.residual, &mut b.normed)?;
+                        let norm = AddNorm {
+                            in_f32: adapted,
+                            ..stream_norm::<D>(config, None, weight)
+                        };
+                        device.add_norm(norm, &mut b.residual, &mut b.normed)?;
                     }
                 }
                 if let (true, Some(MlpWeights::Plain { gate_up, .. })) = (config.parallel_mlp, &layer.mlp) {
                     observe(index, Activations::MlpNorm, &b.normed);
-                    device.gated_linear(gate_up, config.activation, &b.normed, &mut b.gated, &mut b.workspace)?;
+                    let op = (config.activation, adapted);
+                    gate_up.run_gated(device, op, (step, &b.normed), &mut b.gated, &mut b.workspace)?;
                     lap(Operation::GatedLinear)?;
                 }
                 match mixer {
@@ -408,7 +435,7 @@ impl<D: Device> Transformer<D> {
                     }
                 }
                 observe(index, Activations::Attended, &b.normed);
-                device.linear(o, &b.normed, &mut b.projected, &mut b.workspace)?;
+                o.run(device, (step, &b.normed), &mut b.projected, &mut b.workspace)?;
                 lap(Operation::Linear)?;
                 delta = Some(Delta {
                     rows: &b.projected,
@@ -419,7 +446,7 @@ impl<D: Device> Transformer<D> {
             let Some(mlp) = &layer.mlp else { continue };
             let own = layer.mlp_norm.as_ref();
             let norm = AddNorm {
-                for_experts: matches!(mlp, MlpWeights::Experts(_)),
+                in_f32: adapted || matches!(mlp, MlpWeights::Experts(_)),
                 ..stream_norm::<D>(config, delta, own.unwrap_or(&weights.norm))
             };
             device.add_norm(norm, &mut b.residual, &mut b.normed)?;
@@ -429,11 +456,12 @@ impl<D: Device> Transformer<D> {
                 MlpWeights::Plain { gate_up, down } => {
                     if !config.parallel_mlp {
                         observe(index, Activations::MlpNorm, input);
-                        device.gated_linear(gate_up, config.activation, input, &mut b.gated, &mut b.workspace)?;
+                        let op = (config.activation, adapted);
+                        gate_up.run_gated(device, op, (step, input), &mut b.gated, &mut b.workspace)?;
                         lap(Operation::GatedLinear)?;
                     }
                     observe(index, Activations::Gated, &b.gated);
-                    device.linear(down, &b.gated, &mut b.projected, &mut b.workspace)?;
+                    down.run(device, (step, &b.gated), &mut b.projected, &mut b.workspace)?;
                     lap(Operation::Linear)?;
                 }
                 MlpWeights::Experts(weights) => {
@@ -455,7 +483,7 @@ impl<D: Device> Transformer<D> {
                 // The layer's factor is that of all that it adds.
                 delta.iter_mut().for_each(|delta| delta.scale = 1.0);
                 let norm = AddNorm {
-                    for_experts: true,
+                    in_f32: true,
                     ..stream_norm::<D>(config, delta, &weights.norm)
                 };
                 device.add_norm(norm, &mut b.residual, &mut b.normed)?;
@@ -496,7 +524,7 @@ fn stream_norm<'a, D: Device>(
         weight,
         eps: config.norm_eps,
         centered: config.layer_norms,
-        for_experts: false,
+        in_f32: false,
     }
 }
 

@@ -76,6 +76,10 @@ pub trait WeightSource: Sync {
     fn is_int8_by_row(&self) -> bool {
         false
     }
+    /// Adapters beside the weights, each for some sequences of a batch. `tensor` leaves them out.
+    fn adapters_apart(&self) -> &[Adapter] {
+        &[]
+    }
     /// Whether the source returns tensors in the transformer's form, even for a family whose
     /// checkpoints store another.
     fn is_canonical(&self) -> bool {
@@ -116,6 +120,8 @@ pub struct Weights {
     quantization: Option<Quantization>,
     /// Changes of matrices.
     adapter: Option<Adapter>,
+    /// Adapters that change the model for some sequences of a batch.
+    apart: Vec<Adapter>,
     /// Bytes of tensors that were handed out so far.
     handed_out: AtomicUsize,
     /// Key: the tensor's canonical name.
@@ -177,6 +183,7 @@ impl Weights {
             maps,
             quantization: form.quantization,
             adapter: None,
+            apart: Vec::new(),
             handed_out: AtomicUsize::new(0),
             tensors,
         })
@@ -210,6 +217,7 @@ impl Weights {
             maps,
             quantization: None,
             adapter: None,
+            apart: Vec::new(),
             handed_out: AtomicUsize::new(0),
             tensors,
         })
@@ -226,6 +234,12 @@ impl Weights {
             adapter: Some(adapter),
             ..self
         }
+    }
+
+    /// The weights with adapters beside them, which were opened for this model.
+    #[must_use]
+    pub fn beside(self, apart: Vec<Adapter>) -> Weights {
+        Weights { apart, ..self }
     }
 
     /// The number format in which most bytes of the weights are read. `None`: it is none that is
@@ -337,6 +351,10 @@ impl WeightSource for Weights {
             Some(adapter) => adapter.applied(name, tensor),
             None => Ok(tensor),
         }
+    }
+
+    fn adapters_apart(&self) -> &[Adapter] {
+        &self.apart
     }
 
     fn is_int8_by_row(&self) -> bool {

@@ -14,7 +14,6 @@ use tokio::sync::{Mutex, watch};
 use crate::dataset::DatasetError;
 use crate::dataset::output::{OutputColumns, OutputSchema};
 use crate::dataset::part::{OpenaiMeta, part_openai, part_parquet};
-use crate::dataset::row::RowStatus;
 use crate::dataset::shard::ShardReader;
 use crate::dataset::store::job_inputs::VerifiedVersion;
 use crate::dataset::store::location::Location;
@@ -27,10 +26,11 @@ use crate::job::file::OutputFormat;
 use crate::job::{Job, Renderer};
 use crate::ledger::control::ControlLog;
 use crate::ledger::keys::JOB;
-use crate::ledger::{JobCommand, JobLimits, Ledger, PinOrder, StopWhy};
+use crate::ledger::{JobCommand, JobLimits, Ledger, PinOrder};
 use crate::queue::Message;
 use crate::worker::access::Access;
 use crate::worker::in_flight::ShardKey;
+use crate::worker::job_state::JobState;
 use crate::worker::model::{Model, PromptSettings};
 use crate::worker::retry_policy::{RetryDecision, decision};
 use crate::worker::room::CarriedMemory;
@@ -44,29 +44,6 @@ pub enum PartFormat {
     Parquet(WriteOptions),
     /// OpenAI batch result lines.
     Openai(OpenaiMeta),
-}
-
-/// Whether a job's rows may run, by its commands.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum JobState {
-    Running,
-    /// No further rows run; unfinished rows stay open.
-    Stopped(StopWhy),
-    /// No further rows run; unfinished rows end as `cancelled` or `expired`.
-    Closing(StopWhy),
-    /// This version cannot read its commands: other workers should continue it.
-    Unreadable,
-}
-
-impl JobState {
-    /// The status with which unfinished rows end; `None`: they stay open.
-    pub fn close_status(self) -> Option<RowStatus> {
-        match self {
-            JobState::Closing(StopWhy::Cancelled) => Some(RowStatus::Cancelled),
-            JobState::Closing(StopWhy::Budget | StopWhy::Deadline | StopWhy::InputChanged) => Some(RowStatus::Expired),
-            JobState::Running | JobState::Stopped(_) | JobState::Unreadable => None,
-        }
-    }
 }
 
 /// A worker's spending on a job.
@@ -88,6 +65,8 @@ pub struct OpenJob {
     pub eos: Arc<[u32]>,
     /// Jobs with the same salt share computed prefixes; the default is unique to the job.
     cache_salt: Arc<str>,
+    /// The number of the adapter that changes the worker's model for it; 0: none does.
+    pub adapter: u32,
     pub output: OutputSchema,
     /// The output columns besides the carried columns.
     pub columns: Arc<OutputColumns>,
@@ -155,6 +134,7 @@ impl OpenJob {
                 Some(salt) => format!("salt {salt}").into(),
                 None => format!("job {}", record.job).into(),
             },
+            adapter: model.adapter_of(&record.identity)?,
             renderer,
             columns: Arc::new(output.columns().clone()),
             output,
@@ -264,6 +244,7 @@ impl OpenJob {
         attempt: u32,
     ) -> impl Iterator<Item = Request> {
         let (job, eos, cache_salt) = (self.number, self.eos.clone(), self.cache_salt.clone());
+        let adapter = self.adapter;
         (0..params.samples).map(move |sample| Request {
             id: SampleId {
                 job,
@@ -275,6 +256,7 @@ impl OpenJob {
             params: params.clone(),
             eos: eos.clone(),
             cache_salt: cache_salt.clone(),
+            adapter,
         })
     }
 

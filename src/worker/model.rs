@@ -59,12 +59,28 @@ impl PromptSettings {
     }
 }
 
+/// Hashes by which jobs name a model.
+#[derive(Debug, Clone)]
+pub struct ModelHashes {
+    pub own: String,
+    /// Of the model with each adapter beside it.
+    pub apart: Vec<String>,
+}
+
+impl From<String> for ModelHashes {
+    fn from(own: String) -> ModelHashes {
+        ModelHashes { own, apart: Vec::new() }
+    }
+}
+
 /// Everything about a model except its weights.
 #[derive(Clone)]
 pub struct ModelFiles {
     pub dir: PathBuf,
     /// The folder of the adapter that changes the model.
     pub adapter: Option<PathBuf>,
+    /// The folders of adapters beside the model, each of which changes it for jobs of its own.
+    pub apart: Vec<PathBuf>,
     pub config: Config,
     /// The number format in which most weights are read.
     pub stored: Dtype,
@@ -74,23 +90,24 @@ pub struct ModelFiles {
 }
 
 impl ModelFiles {
-    /// As [`open_with`](Self::open_with), without an adapter.
+    /// As [`open_with`](Self::open_with), without adapters.
     pub fn open(dir: PathBuf) -> anyhow::Result<ModelFiles> {
-        ModelFiles::open_with(dir, None)
+        ModelFiles::open_with(dir, None, Vec::new())
     }
 
     /// Reads config and tokenizer of the checkpoint in `dir`, and checks the headers of its weights
-    /// against its config. `adapter`: the folder of the adapter that changes the model.
-    pub fn open_with(dir: PathBuf, adapter: Option<PathBuf>) -> anyhow::Result<ModelFiles> {
+    /// against its config. `adapter`: the folder of the adapter that changes the model. `apart`: the folders of adapters beside it.
+    pub fn open_with(dir: PathBuf, adapter: Option<PathBuf>, apart: Vec<PathBuf>) -> anyhow::Result<ModelFiles> {
         folder::check(&dir)?;
         // A model that is refused is not worth a search for its weights.
         let config = Config::load(&dir)?;
         folder::check_weights(&dir)?;
         let tokenizer = Arc::new(Tokenizer::load(&dir)?);
-        let Checkpoint { config, weights } = Checkpoint::open(&dir, adapter.as_deref(), config)?;
+        let Checkpoint { config, weights } = Checkpoint::open(&dir, adapter.as_deref(), config)?.beside(&apart)?;
         Ok(ModelFiles {
             dir,
             adapter,
+            apart,
             stored: read_as(&config, weights.main_dtype()),
             coded: CodedSize::of(&weights, &config)?,
             config,
@@ -106,6 +123,11 @@ impl ModelFiles {
     /// SHA-256 in hex of the whole checkpoint and its adapter, and of the measured activation maxima if
     /// the precision uses them. Reads every byte of the checkpoint.
     pub fn hash(&self, precision: Precision) -> Result<String, ModelError> {
+        Ok(self.hashes(precision)?.own)
+    }
+
+    /// The [hash](Self::hash), and those of jobs with the adapters beside the model.
+    pub fn hashes(&self, precision: Precision) -> Result<ModelHashes, ModelError> {
         let mut checkpoint = checkpoint_hash(&self.dir)?;
         // For a checkpoint with its own output head and `tied_embeddings` in its config, older
         // versions used the embedding table as the head. The changed hash keeps one job from
@@ -113,12 +135,24 @@ impl ModelFiles {
         if Config::load(&self.dir)?.tied_embeddings && !self.config.tied_embeddings {
             checkpoint = sha256(format!("{checkpoint} with its own head").as_bytes());
         }
-        if let Some(adapter) = &self.adapter {
-            checkpoint = sha256(format!("{checkpoint} adapted by {}", adapter_hash(adapter)?).as_bytes());
-        }
-        Ok(match self.activation_maxima(precision)? {
-            None => checkpoint,
-            Some(channels) => sha256(format!("{checkpoint} balanced by {}", channels.hash()).as_bytes()),
+        let channels = self.activation_maxima(precision)?;
+        let with = |adapter: Option<&PathBuf>| -> Result<String, ModelError> {
+            let adapted = match adapter {
+                Some(adapter) => sha256(format!("{checkpoint} adapted by {}", adapter_hash(adapter)?).as_bytes()),
+                None => checkpoint.clone(),
+            };
+            Ok(match &channels {
+                None => adapted,
+                Some(channels) => sha256(format!("{adapted} balanced by {}", channels.hash()).as_bytes()),
+            })
+        };
+        Ok(ModelHashes {
+            own: with(self.adapter.as_ref())?,
+            apart: self
+                .apart
+                .iter()
+                .map(|adapter| with(Some(adapter)))
+                .collect::<Result<_, _>>()?,
         })
     }
 
@@ -234,28 +268,29 @@ pub struct Model {
     pub formats: Formats,
     /// Maximum sequence length of the loaded model, in tokens.
     pub context_tokens: u32,
-    hash: String,
+    hashes: ModelHashes,
 }
 
 impl Model {
-    /// `hash` is the checkpoint's (see [`ModelFiles::hash`]).
-    pub fn new(files: ModelFiles, formats: Formats, context_tokens: u32, hash: String) -> Model {
+    /// `hashes`: see [`ModelFiles::hashes`].
+    pub fn new(files: ModelFiles, formats: Formats, context_tokens: u32, hashes: impl Into<ModelHashes>) -> Model {
         Model {
             files,
             formats,
             context_tokens,
-            hash,
+            hashes: hashes.into(),
         }
     }
 
     /// Why a job with this identity cannot run on this model; `None`: it can.
     pub fn refusal(&self, identity: &JobIdentity) -> Option<String> {
         let short = |hash: &str| hash.get(..12).unwrap_or(hash).to_string();
-        if identity.model_hash != self.hash {
+        let ModelHashes { own, apart } = &self.hashes;
+        if identity.model_hash != *own && !apart.contains(&identity.model_hash) {
             return Some(format!(
-                "it is for model {}, this worker has {} (`{}`)",
+                "it is for model {}, this worker has {} ({})",
                 short(&identity.model_hash),
-                short(&self.hash),
+                short(own),
                 self.name()
             ));
         }
@@ -267,12 +302,41 @@ impl Model {
         (its != ours).then(|| format!("it runs in {its}, this worker in {ours}"))
     }
 
-    /// The checkpoint's folder and that of its adapter, for messages.
+    /// The number of the adapter that changes the model for a job with this identity; 0: none does.
+    ///
+    /// # Errors
+    /// The job is for another model.
+    pub fn adapter_of(&self, identity: &JobIdentity) -> anyhow::Result<u32> {
+        let ModelHashes { own, apart } = &self.hashes;
+        if apart.is_empty() || identity.model_hash == *own {
+            return Ok(0);
+        }
+        match apart.iter().position(|hash| *hash == identity.model_hash) {
+            Some(index) => Ok(index as u32 + 1),
+            None => anyhow::bail!("the job is for another model"),
+        }
+    }
+
+    /// The folder that tells this model from others for a job with this adapter: the adapter's, or the checkpoint's.
+    pub fn folder_of(&self, adapter: u32) -> &Path {
+        let apart = (adapter as usize)
+            .checked_sub(1)
+            .and_then(|index| self.files.apart.get(index));
+        apart.or(self.files.adapter.as_ref()).unwrap_or(&self.files.dir)
+    }
+
+    /// The checkpoint's folder and those of its adapters, for messages.
     pub fn name(&self) -> String {
         let dir = self.dir().display();
-        match &self.files.adapter {
-            Some(adapter) => format!("{dir} with {}", adapter.display()),
-            None => dir.to_string(),
+        if let Some(adapter) = &self.files.adapter {
+            return format!("`{dir}` with `{}`", adapter.display());
+        }
+        match &self.files.apart[..] {
+            [] => format!("`{dir}`"),
+            apart => {
+                let names: Vec<String> = apart.iter().map(|adapter| format!("`{}`", adapter.display())).collect();
+                format!("`{dir}`, alone and with {}", names.join(" or "))
+            }
         }
     }
 
@@ -342,7 +406,7 @@ mod tests {
     fn a_job_of_another_model_or_tokenizer_is_refused() {
         let (files, identity) = demo();
         let formats = Formats::of(Precision::Int8.into(), RequestedPrecision::Auto, Precision::F32);
-        let model = Model::new(files, formats, 128, "m".into());
+        let model = Model::new(files, formats, 128, "m".to_owned());
         assert_eq!(model.refusal(&identity), None);
         let other_model = JobIdentity {
             model_hash: "n".into(),
@@ -370,7 +434,7 @@ mod tests {
                 ..identity.clone()
             };
             let formats = Formats::of(Precision::Int8.into(), kv_cache, Precision::F32);
-            Model::new(files.clone(), formats, 128, "m".into()).refusal(&identity)
+            Model::new(files.clone(), formats, 128, "m".to_owned()).refusal(&identity)
         };
         assert_eq!(refusal(RequestedPrecision::Auto, None), None);
         assert_eq!(refusal(Precision::Int8.into(), None), None);

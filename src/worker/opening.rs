@@ -24,7 +24,8 @@ use crate::queue::{Delivery, Message};
 use crate::worker::fate::fate;
 use crate::worker::in_flight::ShardKey;
 use crate::worker::in_hand::ReceivedShard;
-use crate::worker::jobs::{JobLookup, JobState, OpenJob};
+use crate::worker::job_state::JobState;
+use crate::worker::jobs::{JobLookup, OpenJob};
 use crate::worker::process::process_state;
 use crate::worker::refusals::Refusals;
 use crate::worker::retry_policy::{Pauses, RetryDecision};
@@ -563,7 +564,7 @@ mod tests {
             .send((0..messages).map(|shard| Message::new("gone", NOWHERE, 0, shard)));
         let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("jobs/demo/model");
         let formats = Formats::of(Precision::F32.into(), RequestedPrecision::Auto, Precision::F32);
-        let model = Model::new(ModelFiles::open(dir).unwrap(), formats, 128, "m".into());
+        let model = Model::new(ModelFiles::open(dir).unwrap(), formats, 128, "m".to_owned());
         let worker = Worker::new(WorkerConfig {
             name: "test".into(),
             queue: queue.clone(),

@@ -4,7 +4,6 @@
 //! `open`, `read`, one span of the model's work, `log` for each write of finished rows, and
 //! `publish`. Without a collector all of them are nothing.
 
-use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Instant, SystemTime};
 
@@ -66,12 +65,12 @@ impl ShardTrace {
         span.set_count(names::GENERATION, job.ledger.generation().into());
         span.set_count(names::SHARD_NUMBER, shard.into());
         span.set(names::WORKER, worker.name.clone());
-        let path = worker.jobs.model().name();
         // The folder's own name says which model it is.
-        let folder = Path::new(&path).file_name();
+        let path = worker.jobs.model().folder_of(job.adapter);
+        let folder = path.file_name().unwrap_or(path.as_os_str());
         let model = ModelCall {
             operation: names::operation(job.renderer.is_chat()),
-            model: folder.map_or_else(|| path.clone(), |name| name.to_string_lossy().into_owned()),
+            model: folder.to_string_lossy().into_owned(),
         };
         ShardTrace::of(span, model, received_at)
     }

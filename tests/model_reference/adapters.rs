@@ -1,5 +1,6 @@
 //! LoRA adapters: their models compute what PEFT does, and what is not understood of them is refused by name.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use gristmill::device::Precision;
@@ -7,12 +8,19 @@ use gristmill::model::config::Config;
 use gristmill::model::{Checkpoint, ModelError, Transformer};
 use serde_json::{Value, json};
 
-use super::answers::{RELATIVE_MAX, compare};
+use super::answers::{RELATIVE_MAX, compare, compare_together};
+use super::bits::assert_same_bits;
 use super::files::{change_bytes, change_header, copy_of};
-use super::harness::{ADAPTERS, Reference, folder, options};
+use super::harness::{ADAPTERS, Reference, Runner, Sequence, folder, load, options};
+use crate::commands::run;
+use crate::support::arg;
 
 const WEIGHTS: &str = "adapter_model.safetensors";
 const CONFIG: &str = "adapter_config.json";
+/// It changes the output head.
+const HEAD: &str = "llama-plain-head";
+/// Largest relative difference of logits in BF16 and INT8.
+const LOW_PRECISION_MAX: f32 = 0.12;
 
 fn open(model: &str, adapter: &Path) -> Result<Checkpoint, ModelError> {
     let dir = folder(model);
@@ -35,6 +43,141 @@ fn adapted_models_compute_what_peft_does() {
         );
         assert_eq!(differ, 0, "{adapter}: greedy tokens of {differ} prompts differ");
     }
+}
+
+/// The adapters of each model that may stand beside it, with the model.
+pub(crate) fn beside() -> BTreeMap<&'static str, Vec<&'static str>> {
+    let mut of_model = BTreeMap::<_, Vec<_>>::new();
+    for (adapter, model) in ADAPTERS.into_iter().filter(|(adapter, _)| *adapter != HEAD) {
+        of_model.entry(model).or_default().push(adapter);
+    }
+    of_model
+}
+
+/// The model with these adapters beside it.
+fn open_beside(model: &str, adapters: &[&str]) -> Result<Checkpoint, ModelError> {
+    let dir = folder(model);
+    let config = Config::load(&dir)?;
+    let folders: Vec<_> = adapters.iter().map(|adapter| folder(adapter)).collect();
+    Checkpoint::open(&dir, None, config)?.beside(&folders)
+}
+
+/// The model alone and all its adapters in the same batches.
+#[test]
+fn adapters_beside_a_model_compute_what_peft_does() {
+    for (model, adapters) in beside() {
+        let names: Vec<&str> = [model].into_iter().chain(adapters.iter().copied()).collect();
+        let references: Vec<Reference> = names.iter().map(|name| Reference::load(name)).collect();
+        let Checkpoint { config, weights } = open_beside(model, &adapters).unwrap();
+        let options = options(&references[0], Precision::F32);
+        let mut transformer = Transformer::from_weights(config, &weights, &options).unwrap();
+        let together: Vec<_> = references.iter().enumerate().map(|(i, r)| (i as u32, r)).collect();
+        for (name, (worst, differ)) in names.iter().zip(compare_together(&mut transformer, &together)) {
+            println!("{name} beside {model}: {worst:.1e}");
+            assert!(worst <= RELATIVE_MAX, "{name}: logits differ by {worst:.1e} relative");
+            assert_eq!(differ, 0, "{name}: greedy tokens of {differ} prompts differ");
+        }
+    }
+}
+
+/// The logits of the first prompts of the model with these adapters (0: alone), in one step and one by one.
+fn logits_of(model: &mut Transformer, adapters: &[u32], prompt: &[u32]) -> Vec<Vec<f32>> {
+    let mut runner = Runner::new(model);
+    let sequence = |adapter: &u32| Sequence {
+        adapter: *adapter,
+        ..Sequence::default()
+    };
+    let mut sequences: Vec<Sequence> = adapters.iter().map(sequence).collect();
+    let mut work: Vec<(&mut Sequence, &[u32])> = sequences.iter_mut().map(|s| (s, prompt)).collect();
+    let rows = runner.step(&mut work);
+    rows.chunks(prompt.len()).map(<[Vec<f32>]>::concat).collect()
+}
+
+/// The logits of the first prompt for the model in `dir` alone, with each of the adapters, and some of these again, all in one
+/// step. They are the same to the bit as those that each has by itself; those of the model alone are the model's without adapters.
+fn logits_together(dir: &Path, adapters: &[&str], reference: &Reference, precision: Precision) -> Vec<Vec<f32>> {
+    let prompt = &reference.prompts[1].tokens[..reference.prompts[1].length];
+    let all: Vec<u32> = (0..=adapters.len() as u32).chain([1, 0]).collect();
+    let folders: Vec<_> = adapters.iter().map(|adapter| folder(adapter)).collect();
+    let options = options(reference, precision);
+    let checkpoint = Checkpoint::open(dir, None, Config::load(dir).unwrap()).unwrap();
+    let Checkpoint { config, weights } = checkpoint.beside(&folders).unwrap();
+    let mut beside = Transformer::from_weights(config, &weights, &options).unwrap();
+    let mut plain = Transformer::load(dir, &options).unwrap();
+    let together = logits_of(&mut beside, &all, prompt);
+    for (adapter, logits) in all.iter().zip(&together) {
+        let what = format!("{}, adapter {adapter}, {precision:?}", dir.display());
+        let alone = logits_of(&mut beside, &[*adapter], prompt);
+        assert_same_bits(&alone, std::slice::from_ref(logits), &what);
+        if *adapter == 0 {
+            assert_same_bits(&logits_of(&mut plain, &[0], prompt), &alone, &what);
+        }
+    }
+    together
+}
+
+/// In each precision an adapter's logits are near those of F32, whatever else is in the batch.
+#[test]
+fn sequences_of_other_adapters_change_nothing() {
+    let scratch = tempfile::tempdir().unwrap();
+    let in_four_bits = scratch.path().join("w4");
+    let llama = folder("llama-plain");
+    let quantize = [
+        "quantize",
+        arg(&llama),
+        "--to",
+        "w4a16",
+        "--out",
+        arg(&in_four_bits),
+        "--quiet",
+    ];
+    run(&quantize).expect(0);
+    for (model, adapters) in beside() {
+        let reference = Reference::load(model);
+        let dir = folder(model);
+        let mut tried = vec![(&dir, Precision::Bf16), (&dir, Precision::Int8)];
+        if dir == llama {
+            tried.push((&in_four_bits, Precision::W4a8));
+        }
+        for (dir, precision) in tried {
+            // Four bits are far from the model that they were made of, so they are compared with what they stand for.
+            let exact = logits_together(dir, &adapters, &reference, Precision::F32);
+            let logits = logits_together(dir, &adapters, &reference, precision);
+            for (index, (exact, logits)) in exact.iter().zip(&logits).enumerate() {
+                let largest = exact.iter().fold(0.0f32, |max, x| max.max(x.abs()));
+                let differ = exact.iter().zip(logits).map(|(a, b)| (a - b).abs());
+                let worst = differ.fold(0.0f32, f32::max) / largest;
+                println!("{model}, sequence {index}, {precision:?}: {worst:.1e}");
+                // Another expert may be chosen.
+                let bound = if model.contains("moe") { 1.0 } else { LOW_PRECISION_MAX };
+                assert!(worst < bound, "{model}, sequence {index}, {precision:?}: {worst:.1e}");
+            }
+        }
+    }
+}
+
+/// What changes more than projections has a worker of its own.
+#[test]
+fn an_adapter_of_the_output_head_is_refused_beside_a_model() {
+    let line = open_beside("llama-plain", &["llama-plain-all", HEAD])
+        .err()
+        .expect("a refusal");
+    let line = line.to_string();
+    for word in ["`lm_head.weight`", "--adapter", WEIGHTS] {
+        assert!(line.contains(word), "{line:?} does not say {word:?}");
+    }
+    assert!(!line.contains('\n'), "{line}");
+    // A batch that names an adapter which is not there is the caller's mistake.
+    let reference = Reference::load("llama-plain");
+    let mut plain = load("llama-plain", &reference, Precision::F32);
+    let mut runner = Runner::new(&mut plain);
+    let mut sequence = Sequence {
+        adapter: 1,
+        ..Sequence::default()
+    };
+    let batch = runner.batch(&mut [(&mut sequence, &[1, 2, 3])], vec![]);
+    let error = plain.forward(&batch).unwrap_err().to_string();
+    assert!(error.contains("is for adapter 1, and the model has 0"), "{error}");
 }
 
 /// The adapter of `llama-plain` for all matrices, broken, is refused for `model` in one line with these words.

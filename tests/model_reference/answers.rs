@@ -13,7 +13,7 @@ use gristmill::model::stored_form::StoredForm;
 use gristmill::model::weights::Weights;
 
 use super::harness::{
-    GGUF, MODELS, QUANTIZED, Reference, Runner, Sequence, all_models, chooses_experts, folder, load, options,
+    GGUF, MODELS, Prompt, QUANTIZED, Reference, Runner, Sequence, all_models, chooses_experts, folder, load, options,
 };
 
 /// Largest relative difference of logits in F32.
@@ -45,28 +45,36 @@ fn relative(got: &[Vec<f32>], want: &[Vec<f32>]) -> f64 {
 /// Runs all prompts as one batch, then greedy steps as one batch: (worst relative difference of logits, prompts whose
 /// greedy tokens differ).
 pub(super) fn compare(model: &mut Transformer, reference: &Reference) -> (f64, usize) {
+    compare_together(model, &[(0, reference)])[0]
+}
+
+/// As [`compare`], of several references in the same batches, each with the number of the adapter that it is of.
+pub(super) fn compare_together(model: &mut Transformer, references: &[(u32, &Reference)]) -> Vec<(f64, usize)> {
+    let prompts: Vec<(u32, &Prompt)> = references
+        .iter()
+        .flat_map(|(adapter, reference)| reference.prompts.iter().map(|prompt| (*adapter, prompt)))
+        .collect();
     let mut runner = Runner::new(model);
-    let mut sequences = vec![Sequence::default(); reference.prompts.len()];
+    let sequence = |adapter| Sequence {
+        adapter,
+        ..Sequence::default()
+    };
+    let mut sequences: Vec<_> = prompts.iter().map(|(adapter, _)| sequence(*adapter)).collect();
     let mut work: Vec<(&mut Sequence, &[u32])> = sequences
         .iter_mut()
-        .zip(&reference.prompts)
-        .map(|(s, p)| (s, &p.tokens[..p.length]))
+        .zip(&prompts)
+        .map(|(s, (_, p))| (s, &p.tokens[..p.length]))
         .collect();
     let mut rows = runner.step(&mut work).into_iter();
-    let mut logits: Vec<Vec<Vec<f32>>> = reference
-        .prompts
+    let mut logits: Vec<Vec<Vec<f32>>> = prompts
         .iter()
-        .map(|p| rows.by_ref().take(p.length).collect())
+        .map(|(_, p)| rows.by_ref().take(p.length).collect())
         .collect();
     let mut chosen: Vec<Vec<u32>> = logits.iter().map(|rows| vec![best(rows.last().unwrap())]).collect();
-    let steps = reference.prompts[0].tokens.len() - reference.prompts[0].length;
+    let steps = prompts[0].1.tokens.len() - prompts[0].1.length;
     for step in 1..steps {
         // The reference's own tokens go in, so that one difference does not hide what comes after it.
-        let next: Vec<[u32; 1]> = reference
-            .prompts
-            .iter()
-            .map(|p| [p.tokens[p.length + step - 1]])
-            .collect();
+        let next: Vec<[u32; 1]> = prompts.iter().map(|(_, p)| [p.tokens[p.length + step - 1]]).collect();
         let mut work: Vec<(&mut Sequence, &[u32])> =
             sequences.iter_mut().zip(&next).map(|(s, t)| (s, &t[..])).collect();
         for (i, row) in runner.step(&mut work).into_iter().enumerate() {
@@ -76,13 +84,17 @@ pub(super) fn compare(model: &mut Transformer, reference: &Reference) -> (f64, u
             }
         }
     }
-    let mut worst = 0.0f64;
-    let mut differ = 0;
-    for ((p, rows), chosen) in reference.prompts.iter().zip(&logits).zip(&chosen) {
-        worst = worst.max(relative(rows, &p.logits));
-        differ += usize::from(chosen[..] != p.tokens[p.length..]);
-    }
-    (worst, differ)
+    let mut answers = logits.iter().zip(&chosen);
+    let of_reference = |(_, reference): &(u32, &Reference)| {
+        let mut worst = 0.0f64;
+        let mut differ = 0;
+        for (p, (rows, chosen)) in reference.prompts.iter().zip(answers.by_ref()) {
+            worst = worst.max(relative(rows, &p.logits));
+            differ += usize::from(chosen[..] != p.tokens[p.length..]);
+        }
+        (worst, differ)
+    };
+    references.iter().map(of_reference).collect()
 }
 
 /// Which models give other logits than the reference, or other greedy tokens.

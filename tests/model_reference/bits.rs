@@ -13,7 +13,7 @@ use gristmill::model::{KvBudget, LoadOptions, Transformer};
 
 use super::harness::{Altered, MODELS, Reference, Runner, Sequence, folder, in_chunks, load, options};
 
-fn assert_same_bits(got: &[Vec<f32>], want: &[Vec<f32>], what: &str) {
+pub(super) fn assert_same_bits(got: &[Vec<f32>], want: &[Vec<f32>], what: &str) {
     assert_eq!(got.len(), want.len(), "{what}");
     for (i, (g, w)) in got.iter().zip(want).enumerate() {
         for (j, (a, b)) in g.iter().zip(w).enumerate() {
@@ -146,6 +146,7 @@ fn a_row_has_the_same_bits_behind_a_shared_prefix() {
             blocks: vec![block, rest],
             slot: None,
             stored: 32,
+            ..Sequence::default()
         };
         let rows = runner.step(&mut [(&mut owner, &first[16..]), (&mut guest, &second[32..])]);
         assert_same_bits(&rows[44..], &alone[32..], &format!("{name}: in one step"));
@@ -161,6 +162,7 @@ fn a_row_has_the_same_bits_behind_a_shared_prefix() {
             blocks: vec![owner.blocks[0], owner.blocks[1], copy],
             slot: None,
             stored: 41,
+            ..Sequence::default()
         };
         let rows = runner.copying_step(
             &mut [(&mut guest, &fork[41..])],

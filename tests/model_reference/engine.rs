@@ -140,6 +140,7 @@ fn run(
                 params: params.clone(),
                 eos: [].into(),
                 cache_salt: Arc::default(),
+                adapter: 0,
             })
             .unwrap();
     }

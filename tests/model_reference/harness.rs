@@ -115,8 +115,9 @@ pub(crate) const QUANTIZED: [&str; 16] = [
 ];
 
 /// Adapters of small models (`fixtures/make_adapters.py`), each with its model.
-pub(crate) const ADAPTERS: [(&str, &str); 6] = [
+pub(crate) const ADAPTERS: [(&str, &str); 7] = [
     ("llama-plain-all", "llama-plain"),
+    ("llama-plain-attention", "llama-plain"),
     ("llama-plain-stabilized", "llama-plain"),
     ("llama-plain-head", "llama-plain"),
     ("phi3-window-fused", "phi3-window"),
@@ -287,6 +288,8 @@ pub(crate) struct Sequence {
     /// The slot of its recurrent state, in a model that has such.
     pub slot: Option<u32>,
     pub stored: usize,
+    /// The number of the adapter that changes the model for it; 0: none does.
+    pub adapter: u32,
 }
 
 /// Runs steps: what an engine would do, with blocks dealt out in an order of its own.
@@ -345,6 +348,7 @@ impl Runner<'_> {
             sequence.slot = sequence.slot.or_else(|| self.free_slots.pop());
             batch.state_slots.extend(sequence.slot);
             batch.push(tokens.iter().copied(), kv_len as u32, sequence.blocks.iter().copied());
+            batch.sequences.last_mut().unwrap().adapter = sequence.adapter;
             sequence.stored = kv_len;
         }
         batch.logits_at = (0..batch.tokens.len() as u32).collect();

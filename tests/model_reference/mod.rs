@@ -1,6 +1,6 @@
 //! The transformer against Hugging Face transformers, over tiny models of all families (`fixtures/make_models.py`).
 
-mod adapters;
+pub(crate) mod adapters;
 mod answers;
 mod bits;
 mod engine;

@@ -95,6 +95,7 @@ fn request(row: u64, prompt_tokens: usize, max_tokens: u32) -> Request {
         }),
         eos: [].into(),
         cache_salt: Arc::default(),
+        adapter: 0,
     }
 }
 

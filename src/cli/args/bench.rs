@@ -38,6 +38,9 @@ pub(crate) struct BenchArgs {
     /// Where the weights come from
     #[arg(long, value_enum, value_name = "FROM", default_value_t = LoadFormat::Auto)]
     pub load_format: LoadFormat,
+    /// A LoRA adapter beside the model; may be repeated. Requests are of the model alone and of each adapter in turn
+    #[arg(long, value_name = "ADAPTER")]
+    pub mix_adapter: Vec<String>,
     /// Requests, a JSON object a line: `prompt` or `prompt_token_ids`, `max_tokens`, and what else docs/bench.md lists
     #[arg(long, value_name = "FILE", conflicts_with_all = ["input_len", "output_len", "requests"])]
     pub trace: Option<PathBuf>,

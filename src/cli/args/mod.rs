@@ -189,6 +189,9 @@ pub(super) struct WorkerArgs {
     /// A LoRA adapter of --model, in PEFT's layout: an address as that of --model
     #[arg(long, value_name = "ADAPTER", requires = "model")]
     pub adapter: Option<String>,
+    /// A LoRA adapter beside --model, which jobs with it and jobs without one share; may be repeated
+    #[arg(long, value_name = "ADAPTER", requires = "model", conflicts_with = "adapter")]
+    pub mix_adapter: Vec<String>,
     /// Number format to compute in, where --model names the checkpoint
     #[arg(long, value_name = "FORMAT", default_value = "auto", value_parser = requested_precision())]
     pub precision: RequestedPrecision,

@@ -144,6 +144,39 @@ pub(super) fn gated(
     });
 }
 
+/// Writes `activation(gate) * up`, of `width` numbers a row, to `out`. Rows of `pairs` have the order of panels: 16 gate values and
+/// then 16 up values.
+pub(super) fn gated_pairs(
+    ctx: ExecContext<'_>,
+    activation: Activation,
+    pairs: &Buffer,
+    width: usize,
+    out: &mut Buffer,
+) {
+    assert_eq!(pairs.width, 2 * width.next_multiple_of(PANEL));
+    out.reshape(pairs.rows, width);
+    let elements = out.data.len();
+    let mut parts: Vec<_> = out.parts_mut(ctx.threads.parts(elements)).collect();
+    ctx.threads.parallel_for_each(elements, &mut parts, |_, parts| {
+        for (first, part) in parts {
+            for (i, y) in part.chunks_exact_mut(width).enumerate() {
+                let panel_pairs = pairs.row(*first + i).as_chunks().0;
+                gated_tile_on(
+                    ctx.isa,
+                    &GatedTile {
+                        activation,
+                        panel_pairs,
+                        pairs_per_row: panel_pairs.len(),
+                        out: y.as_mut_ptr(),
+                        out_stride: width,
+                        columns: width,
+                    },
+                );
+            }
+        }
+    });
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

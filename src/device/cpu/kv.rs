@@ -479,6 +479,7 @@ mod tests {
                 q_len: 20,
                 kv_len: 20,
                 first_block: 0,
+                adapter: 0,
             }],
             block_tables: vec![vec![2, 33]],
             logits_at: vec![],

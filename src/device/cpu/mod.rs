@@ -16,11 +16,12 @@ use std::sync::Arc;
 use crate::device::batch::StepBatch;
 use crate::device::draw::{Draw, DrawError, DrawnToken};
 use crate::device::{
-    Activation, AddNorm, Attention, AttentionInput, CodedMatrix, Device, DeviceError, ExpertInput, ExpertWeights,
-    HeadShape, KvFormat, KvShape, KvSpec, LatentInput, LatentStore, LayerInputs, Linear, OutputHead, Precision,
-    RecurrentShape, RecurrentWeights, RopeSpec, RopeStore, Tensor, TensorError,
+    Activation, AdapterParts, AddNorm, Attention, AttentionInput, CodedMatrix, Device, DeviceError, ExpertInput,
+    ExpertWeights, HeadShape, KvFormat, KvShape, KvSpec, LatentInput, LatentStore, LayerInputs, Linear, LowRank,
+    OutputHead, Precision, RecurrentShape, RecurrentWeights, RopeSpec, RopeStore, Tensor, TensorError,
 };
 
+mod adapters;
 mod aligned;
 mod attention;
 mod embed;
@@ -139,7 +140,7 @@ impl Cpu {
             eps: op.eps,
             centered: op.centered,
             round_to_bf16: self.rounds_to_bf16(),
-            quantize: self.precision == Precision::Int8 && !op.for_experts,
+            quantize: self.precision == Precision::Int8 && !op.in_f32,
         }
     }
 }
@@ -201,9 +202,10 @@ impl Buffer {
 #[derive(Default)]
 pub struct Workspace {
     packed_rows: linear::PackedRows,
-    /// Rows of `[gate][up]`, for all formats except INT8, whose kernel applies the activation
-    /// itself.
+    /// Rows of `[gate][up]`, for all formats except INT8 and four bits, whose kernels apply the activation
+    /// themselves unless adapters add to these rows.
     gate_up: Buffer,
+    adapters: adapters::Scratch,
     experts: experts::Scratch,
     attention: attention::float::Scratches,
     latent: latent::Scratch,
@@ -317,6 +319,7 @@ impl Device for Cpu {
         Workspace {
             packed_rows: linear::PackedRows::default(),
             gate_up: Buffer::default(),
+            adapters: adapters::Scratch::default(),
             experts: experts::Scratch::default(),
             logits: Buffer::default(),
             drawn: Vec::new(),
@@ -532,6 +535,59 @@ impl Device for Cpu {
             );
             gated::gated(self.ctx(), activation, self.rounds_to_bf16(), gate_up, out);
         }
+        Ok(())
+    }
+
+    fn keeps_adapters(&self) -> bool {
+        true
+    }
+
+    fn low_rank(&self, down: Tensor<'_>, up: Tensor<'_>, is_gated: bool) -> Result<LowRank<Matrix>, TensorError> {
+        let in_pairs = is_gated && matches!(self.precision, Precision::Int8 | Precision::W4a8);
+        self.pack_low_rank(down, up, in_pairs)
+    }
+
+    fn add_adapters(
+        &self,
+        adapters: &AdapterParts<Matrix>,
+        (step, x): (&Step, &Buffer),
+        out: &mut Buffer,
+        workspace: &mut Workspace,
+    ) -> Result<(), DeviceError> {
+        let scratch = (&mut workspace.adapters, &mut workspace.packed_rows);
+        adapters::add((self.ctx(), self.rounds_to_bf16()), adapters, (step, x), out, scratch);
+        Ok(())
+    }
+
+    fn adapted_gated_linear(
+        &self,
+        (linear, adapters): (&Linear<Matrix, Vector>, &AdapterParts<Matrix>),
+        activation: Activation,
+        (step, x): (&Step, &Buffer),
+        out: &mut Buffer,
+        workspace: &mut Workspace,
+    ) -> Result<(), DeviceError> {
+        let mut gate_up = std::mem::take(&mut workspace.gate_up);
+        let is_in_pairs = activation.has_gate() && matches!(linear.weight.panels, Panels::Int8(_) | Panels::Int4(_));
+        if is_in_pairs {
+            let bias = linear.bias.as_ref().map(|b| &b.0[..]);
+            linear::gated_sums(
+                self.ctx(),
+                (&linear.weight, bias),
+                x,
+                &mut gate_up,
+                &mut workspace.packed_rows,
+            );
+        } else {
+            self.linear(linear, x, &mut gate_up, workspace)?;
+        }
+        self.add_adapters(adapters, (step, x), &mut gate_up, workspace)?;
+        if is_in_pairs {
+            gated::gated_pairs(self.ctx(), activation, &gate_up, linear.weight.rows / 2, out);
+        } else {
+            gated::gated(self.ctx(), activation, self.rounds_to_bf16(), &gate_up, out);
+        }
+        workspace.gate_up = gate_up;
         Ok(())
     }
 

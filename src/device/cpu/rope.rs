@@ -134,6 +134,7 @@ mod tests {
                 q_len: tokens as u32,
                 kv_len: 3 + tokens as u32,
                 first_block: 0,
+                adapter: 0,
             }],
             block_tables: vec![(0..(3 + tokens as u32).div_ceil(16)).collect()],
             logits_at: vec![],

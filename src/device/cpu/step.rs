@@ -1,6 +1,7 @@
 //! A step on the CPU: the batch, the rotations of its positions, and the attention plan that all
 //! layers share.
 
+use super::adapters::AdapterRows;
 use super::math::round_bf16;
 use super::{BLOCK_TOKENS, SPAN_TOKENS};
 use crate::device::batch::{StepBatch, StepSequence};
@@ -13,6 +14,8 @@ pub(super) const TASK_ROWS: usize = 48;
 /// A [`StepBatch`] with the data that its operations share.
 pub struct Step {
     pub(super) batch: StepBatch,
+    /// The rows of each adapter's sequences.
+    pub(super) adapter_rows: Vec<AdapterRows>,
     /// Maximum number of queries in a tile.
     tile_queries_max: u32,
     /// Indices of the block tables of layers without a window. Only these layers share a prefix.
@@ -87,6 +90,7 @@ impl Step {
         });
         Step {
             batch: StepBatch::default(),
+            adapter_rows: Vec::new(),
             tile_queries_max: queries.min().unwrap_or(1) as u32,
             full_tables: (0..tables.len())
                 .filter(|table| tables[*table] == KvSpec::Full)
@@ -100,6 +104,7 @@ impl Step {
 
     pub(super) fn upload(&mut self, batch: &StepBatch) {
         self.batch.clone_from(batch);
+        self.adapter_rows = AdapterRows::of(batch);
         for rotations in &mut self.rotations {
             rotations.gather(&self.batch.positions);
         }
@@ -232,6 +237,7 @@ mod tests {
             q_len,
             kv_len,
             first_block,
+            adapter: 0,
         };
         let batch = StepBatch {
             tokens: vec![0; 62],

@@ -447,11 +447,7 @@ impl Device for Cuda {
         residual: &mut Buffer,
         out: &mut Buffer,
     ) -> Result<(), DeviceError> {
-        let format = if op.for_experts {
-            KernelFormat::Bf16
-        } else {
-            self.format
-        };
+        let format = if op.in_f32 { KernelFormat::Bf16 } else { self.format };
         self.launch_add_norm(&op, residual, (0, residual.rows), format, out)
     }
 

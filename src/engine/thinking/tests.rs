@@ -111,6 +111,7 @@ fn complete(prompt: &str, params: &GenerationParams, preferred: &[u32]) -> (Comp
         params: Arc::new(params.clone()),
         eos: [eos].into(),
         cache_salt: Arc::default(),
+        adapter: 0,
     };
     let (mut state, mut outcome) = SampleState::new(request, constraint, params.max_tokens as usize, &tokenizer);
     let mut nodes = std::collections::VecDeque::new();
@@ -269,6 +270,7 @@ fn the_first_draw_allows_the_shape_and_the_delimiter() {
             params: Arc::new(params),
             eos: Arc::from([]),
             cache_salt: Arc::default(),
+            adapter: 0,
         };
         let (mut state, _) = SampleState::new(request, constraint, 60, &tokenizer);
         state.grammar().into_iter().for_each(GrammarState::prepare);

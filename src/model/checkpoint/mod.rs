@@ -11,6 +11,7 @@ use std::path::Path;
 use rayon::prelude::*;
 
 use crate::model::adapter::Adapter;
+use crate::model::adapters_apart;
 use crate::model::config::Config;
 use crate::model::error::ModelError;
 use crate::model::names::{canonical_name, text_only_name};
@@ -66,6 +67,23 @@ impl Checkpoint {
             }
             None => weights,
         };
+        Ok(Checkpoint { config, weights })
+    }
+
+    /// The checkpoint with adapters beside its weights, each for some sequences of a batch. Their numbers are those of `folders`,
+    /// from 1 on.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open); or an adapter changes a matrix that is changed only where weights are read.
+    pub fn beside(self, folders: &[impl AsRef<Path>]) -> Result<Checkpoint, ModelError> {
+        let Checkpoint { config, weights } = self;
+        let mut adapters = Vec::new();
+        for folder in folders {
+            let adapter = Adapter::open(folder.as_ref(), &config, &weights)?;
+            adapters_apart::check(&adapter, &config)?;
+            adapters.push(adapter);
+        }
+        let weights = weights.beside(adapters);
         Ok(Checkpoint { config, weights })
     }
 

@@ -17,7 +17,7 @@ impl<D: Device> BothWeights<D> {
         lap: &mut dyn FnMut(Operation) -> Result<(), DeviceError>,
     ) -> Result<(), DeviceError> {
         let norm = |delta, weight| AddNorm {
-            for_experts: true,
+            in_f32: true,
             ..stream_norm::<D>(config, delta, weight)
         };
         device.gated_linear(

@@ -33,6 +33,12 @@ impl<D: Device> Transformer<D> {
                     s.kv_len, self.context_tokens
                 ));
             }
+            if s.adapter as usize > self.adapters {
+                return Err(format!(
+                    "sequence {i} is for adapter {}, and the model has {}",
+                    s.adapter, self.adapters
+                ));
+            }
             let positions = &batch.positions[s.first_token as usize..next_token as usize];
             if !positions.iter().copied().eq(s.kv_len - s.q_len..s.kv_len) {
                 return Err(format!(

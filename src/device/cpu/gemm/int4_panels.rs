@@ -5,7 +5,7 @@ use rayon::prelude::*;
 
 use super::int4::{K_MAX, OCTET, OCTET_BYTES};
 use super::int8::QUAD;
-use super::matrix::{Matrix, Panels, gated_row, locate};
+use super::matrix::{Matrix, Panels, gated_order, locate};
 use super::tile::PANEL;
 use crate::device::codes::MIDDLE;
 use crate::device::cpu::aligned::AlignedArray;
@@ -36,7 +36,7 @@ impl Matrix {
     /// As [`pack_codes`](Self::pack_codes), with gate and up panels in turn: see [`pack_gated`](Self::pack_gated).
     pub(crate) fn pack_gated_codes(parts: &[CodedMatrix]) -> Result<Matrix, TensorError> {
         let half = parts.iter().map(|part| part.rows).sum::<usize>() / 2;
-        Matrix::of_codes(parts, 2 * half.div_ceil(PANEL), |lane| gated_row(lane, half))
+        Matrix::of_codes(parts, 2 * half.div_ceil(PANEL), |lane| gated_order(lane, half))
     }
 
     fn of_codes(

@@ -378,6 +378,39 @@ pub(crate) fn gated_panels(
     );
 }
 
+/// The sums of a matrix of [`Matrix::pack_gated`] or [`Matrix::pack_gated_codes`], without the activation: rows in the order of the
+/// panels, 16 gate values and then 16 up values. `bias`: `[gate][up]`.
+pub(crate) fn gated_sums(
+    ctx: ExecContext<'_>,
+    (matrix, bias): (&Matrix, Option<&[f32]>),
+    x: &Buffer,
+    out: &mut Buffer,
+    packed: &mut PackedRows,
+) {
+    let width = matrix.rows / 2;
+    let panel_columns = width.next_multiple_of(PANEL) * 2;
+    let segment = Segment {
+        rows: 0..x.rows,
+        matrix,
+        bias,
+    };
+    let biases = gated_biases(std::slice::from_ref(&segment), width, panel_columns);
+    let rows = Rows { x, picked: None };
+    out.reshape(x.rows, panel_columns);
+    if x.rows == 0 || width == 0 {
+        return;
+    }
+    let in_order = Segment {
+        rows: 0..x.rows,
+        matrix,
+        bias: Some(&biases[0]),
+    };
+    match &matrix.panels {
+        Panels::Int4(_) => linear_int4::multiply(ctx, &[in_order], rows, out, &mut packed.grouped),
+        _ => multiply_int8(ctx, &[in_order], rows, out, &mut packed.quantized),
+    }
+}
+
 /// The biases of a gated operation's segments, in the order of the panels.
 pub(super) fn gated_biases<'a>(segments: &'a [Segment<'_>], width: usize, panel_columns: usize) -> Vec<Cow<'a, [f32]>> {
     let biases: Vec<Cow<'_, [f32]>> = segments

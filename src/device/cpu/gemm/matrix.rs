@@ -112,7 +112,7 @@ impl Matrix {
         let columns = parts.first().map_or(0, |p| p.columns);
         let rows: usize = parts.iter().map(|p| p.rows).sum();
         let half = rows / 2;
-        let row_of = |lane: usize| gated_row(lane, half);
+        let row_of = |lane: usize| gated_order(lane, half);
         let panels = Panels::Int8(Int8Panels::pack(parts, 2 * half.div_ceil(PANEL), columns, row_of)?);
         Ok(Matrix { rows, columns, panels })
     }
@@ -276,7 +276,7 @@ fn pack_as<E: Element>(
 
 /// The row that lane `lane` holds of a gate projection with `half` rows and an up projection below it, where their panels are in
 /// turn. `None`: it holds zeros.
-pub(super) fn gated_row(lane: usize, half: usize) -> Option<usize> {
+pub(crate) fn gated_order(lane: usize, half: usize) -> Option<usize> {
     let pair_of_panels = lane / (2 * PANEL);
     let row = pair_of_panels * PANEL + lane % PANEL;
     let is_up = lane / PANEL % 2 == 1;
