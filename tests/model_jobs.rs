@@ -206,7 +206,17 @@ fn adapters_that_cannot_stand_beside_a_model_are_refused() {
     let model = folder.path().join("model");
     let [all, head] = ["llama-plain-all", "llama-plain-head"].map(files_of);
     let bench = |model: &str, adapters: &[&Path]| {
-        let mut command = vec!["bench", "--model", model, "--requests", "8", "--output-len", "4"];
+        let mut command = vec![
+            "bench",
+            "--model",
+            model,
+            "--requests",
+            "8",
+            "--input-len",
+            "9",
+            "--output-len",
+            "4",
+        ];
         adapters
             .iter()
             .for_each(|adapter| command.extend(["--mix-adapter", arg(adapter)]));

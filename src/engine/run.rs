@@ -1,14 +1,13 @@
 //! The engine: requests in, completions out, one step at a time.
 //!
-//! A step is: plan (scheduler) → begin the step → compute masks of constrained sequences → draw
-//! tokens → apply the tokens to the sequences. Where the model runs ahead, the next step begins
-//! before the drawn tokens are known to the CPU. The scheduler then plans placeholders for the
-//! drawn tokens, and the model reads the tokens from the device. If a sequence has ended after all,
-//! its part of the next step is discarded. Every accepted request gets exactly one result, unless
-//! it is cancelled: a completion, or one line that says why there is no completion.
+//! A step is: plan (scheduler) → begin the step → compute masks of constrained sequences → draw tokens → apply the tokens to the
+//! sequences. Where the model runs ahead, the next step begins before the drawn tokens are known to the CPU. The scheduler then
+//! plans placeholders for the drawn tokens, and the model reads the tokens from the device. If a sequence has ended after all,
+//! its part of the next step is discarded. Every accepted request gets exactly one result, unless it is cancelled: a completion,
+//! or one line that says why there is no completion.
 //!
-//! Greedy requests of one job with the same prompt and parameters have the same answer. A request
-//! that arrives while an equal request waits or runs is not computed. It gets a copy of the result.
+//! Greedy requests of one job with the same prompt and parameters have the same answer. A request that arrives while an equal
+//! request waits or runs is not computed. It gets a copy of the result.
 //!
 //! See docs/decisions/055-equal-greedy-rows-are-computed-once.md and
 //! docs/decisions/057-a-gpu-step-begins-before-the-last-tokens-are-taken.md.
@@ -129,10 +128,9 @@ impl Engine {
     /// Hands a new sample's first sequence to the scheduler.
     fn start_sample(&mut self, state: SampleState, first: SmallVec<[Continuation; 1]>, max_tokens: u32) {
         let key = self.new_key();
-        let deterministic = state.params().deterministic;
         let sharing = self
             .scheduler
-            .sharing(state.cache_salt(), state.adapter(), deterministic);
+            .sharing(state.cache_salt(), state.adapter(), state.params().deterministic);
         let mut sequences = SmallVec::new();
         for Continuation { node, tokens } in first {
             let sequence = self.new_key();

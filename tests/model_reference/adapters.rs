@@ -5,15 +5,16 @@ use std::path::Path;
 
 use gristmill::device::Precision;
 use gristmill::model::config::Config;
-use gristmill::model::{Checkpoint, ModelError, Transformer};
+use gristmill::model::{Checkpoint, KvBudget, LoadOptions, ModelError, Transformer};
 use serde_json::{Value, json};
 
 use super::answers::{RELATIVE_MAX, compare, compare_together};
 use super::bits::assert_same_bits;
 use super::files::{change_bytes, change_header, copy_of};
-use super::harness::{ADAPTERS, Reference, Runner, Sequence, folder, load, options};
+use super::harness::{ADAPTERS, KV_BLOCKS, Reference, Runner, Sequence, folder, load, options};
 use crate::commands::run;
-use crate::support::arg;
+use crate::model_jobs::tokenizer;
+use crate::support::{arg, copy_folder};
 
 const WEIGHTS: &str = "adapter_model.safetensors";
 const CONFIG: &str = "adapter_config.json";
@@ -69,7 +70,10 @@ fn adapters_beside_a_model_compute_what_peft_does() {
         let names: Vec<&str> = [model].into_iter().chain(adapters.iter().copied()).collect();
         let references: Vec<Reference> = names.iter().map(|name| Reference::load(name)).collect();
         let Checkpoint { config, weights } = open_beside(model, &adapters).unwrap();
-        let options = options(&references[0], Precision::F32);
+        let options = LoadOptions {
+            kv: KvBudget::Blocks(4 * KV_BLOCKS),
+            ..options(&references[0], Precision::F32)
+        };
         let mut transformer = Transformer::from_weights(config, &weights, &options).unwrap();
         let together: Vec<_> = references.iter().enumerate().map(|(i, r)| (i as u32, r)).collect();
         for (name, (worst, differ)) in names.iter().zip(compare_together(&mut transformer, &together)) {
@@ -120,18 +124,12 @@ fn logits_together(dir: &Path, adapters: &[&str], reference: &Reference, precisi
 #[test]
 fn sequences_of_other_adapters_change_nothing() {
     let scratch = tempfile::tempdir().unwrap();
-    let in_four_bits = scratch.path().join("w4");
+    let [whole, in_four_bits] = ["whole", "w4"].map(|name| scratch.path().join(name));
     let llama = folder("llama-plain");
-    let quantize = [
-        "quantize",
-        arg(&llama),
-        "--to",
-        "w4a16",
-        "--out",
-        arg(&in_four_bits),
-        "--quiet",
-    ];
-    run(&quantize).expect(0);
+    copy_folder(&llama, &whole);
+    let tokenizer = tokenizer(Reference::load("llama-plain").vocabulary);
+    std::fs::write(whole.join("tokenizer.json"), tokenizer.to_string()).unwrap();
+    run(&["quantize", arg(&whole), "--to", "w4a16", "--out", arg(&in_four_bits)]).expect(0);
     for (model, adapters) in beside() {
         let reference = Reference::load(model);
         let dir = folder(model);

@@ -304,7 +304,8 @@ pub(crate) struct Runner<'a> {
 impl Runner<'_> {
     pub(crate) fn new(model: &mut Transformer) -> Runner<'_> {
         // 7 is coprime to the number of blocks: neighbours in a table are no neighbours in the pool.
-        let free = (0..KV_BLOCKS).map(|i| i * 7 % KV_BLOCKS).collect();
+        let blocks = model.kv_blocks();
+        let free = (0..blocks).map(|i| i * 7 % blocks).collect();
         let free_slots = (0..model.state_slots().unwrap_or(0)).collect();
         Runner {
             model,
