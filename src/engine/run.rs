@@ -128,9 +128,8 @@ impl Engine {
     /// Hands a new sample's first sequence to the scheduler.
     fn start_sample(&mut self, state: SampleState, first: SmallVec<[Continuation; 1]>, max_tokens: u32) {
         let key = self.new_key();
-        let sharing = self
-            .scheduler
-            .sharing(state.cache_salt(), state.adapter(), state.params().deterministic);
+        let (salt, deterministic) = (state.cache_salt(), state.params().deterministic);
+        let sharing = self.scheduler.sharing(salt, state.adapter(), deterministic);
         let mut sequences = SmallVec::new();
         for Continuation { node, tokens } in first {
             let sequence = self.new_key();
