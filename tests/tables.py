@@ -68,6 +68,17 @@ class Peers:
         each = [[side, *(self.cell(side, column) for column in self.columns)] for side in self.sides]
         return rows_of([self.head(), *each, self.best("total_tokens_per_second")])
 
+    def four_bits(self):
+        def ratio(column, others):
+            of = [self.of(side, column, "total_tokens_per_second") for side in others]
+            return f"**{self.of('gristmill-w4a8', column, 'total_tokens_per_second') / max(of):.2f}**"
+
+        peers = [side for side in self.sides if not side.startswith("gristmill")]
+        each = [[side, *(self.cell(side, column) for column in self.columns)] for side in self.sides]
+        return rows_of([self.head(), *each,
+                        ["**gristmill-w4a8 / best peer**", *(ratio(column, peers) for column in self.columns)],
+                        ["**gristmill-w4a8 / gristmill**", *(ratio(column, ["gristmill"]) for column in self.columns)]])
+
     def details(self):
         sides = ("openvino", "gristmill")
         computed = [self.of("gristmill", c, "computed_tokens") / self.of("gristmill", c, "seconds") for c in self.columns]
@@ -206,6 +217,7 @@ MADE = {
     "peers, shares": lambda _: Peers("peers").shares(),
     "peers, others": lambda _: Peers("peers-others").others(),
     "peers, experts": lambda _: Peers("peers-experts").speed(),
+    "peers, four bits": lambda _: Peers("peers-w4").four_bits(),
     "growth": lambda _: growth(),
     "ablations": lambda _: ablations(),
     "constrained": lambda _: constrained(),

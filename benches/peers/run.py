@@ -11,8 +11,8 @@ slow, runs the rows of scale 1 only. Then each round runs every peer and gristmi
 and how many times as fast as the fastest peer gristmill is. Every side runs a first request before its clock starts.
 
 `openvino-int4` has weights in 4 bits, symmetric, in groups of 128; `gristmill-w4a8` runs a checkpoint that is quantized so.
-`openvino-group0` is OpenVINO with `DYNAMIC_QUANTIZATION_GROUP_SIZE=0`; `llamacpp` has weights in Q8_0, `llamacpp-q4_0` and
-`llamacpp-bf16` in other formats; `gristmill-f32` and `gristmill-bf16` are gristmill in other precisions.
+`openvino-group0` is OpenVINO with `DYNAMIC_QUANTIZATION_GROUP_SIZE=0`; `llamacpp` has weights in Q8_0, `llamacpp-q4_0`,
+`llamacpp-q4_k` and `llamacpp-bf16` in other formats; `gristmill-f32` and `gristmill-bf16` are gristmill in other precisions.
 """
 
 import json
