@@ -205,11 +205,11 @@ impl<D: Device> Transformer<D> {
         let random = source.random().filter(|_| device.makes_random_weights());
         // Numbers that were quantized so are used as they are, unless channels were measured for them.
         let keeps_int8 = source.is_int8_by_row() && options.channels.is_none();
-        let canonical = CanonicalWeights::new(source, &config);
-        let source: &dyn WeightSource = if source.is_canonical() { source } else { &canonical };
         if options.precision == Precision::W4a8 && CodedSize::of(source, &config)?.values == 0 {
             return Err(ModelError::Options(CodedSize::refusal(source.path_of(""))));
         }
+        let canonical = CanonicalWeights::new(source, &config);
+        let source: &dyn WeightSource = if source.is_canonical() { source } else { &canonical };
         let balanced = match options.precision {
             // Channels of random weights have equal magnitudes and need no balancing.
             Precision::Int8 if random.is_none() && !keeps_int8 => {
