@@ -11,7 +11,7 @@ use crate::model::kv_layout::{KvLayout, LayerKv};
 use crate::model::random_weights::RandomWeights;
 use crate::model::tensors::{
     AttentionTensors, ExpertTensors, LatentTensors, LayerTensors, LinearTensors, MixerTensors, MlpTensors,
-    ModelTensors, RecurrentTensors, TensorSpec,
+    ModelTensors, RecurrentTensors, TensorSpec, code_group,
 };
 use crate::model::weights::{StoredTensor, WeightSource};
 
@@ -413,19 +413,7 @@ impl<D: Device> Builder<'_, D> {
 
     /// Whether the device keeps the codes of all these matrices: their groups have one size then.
     fn keeps_codes<'t>(&self, linears: impl Iterator<Item = &'t LinearTensors>) -> Result<bool, ModelError> {
-        if !self.device.keeps_codes() {
-            return Ok(false);
-        }
-        let mut first = None;
-        for part in linears.flat_map(|linear| &linear.weights) {
-            let group = self
-                .source
-                .code_group(&part.name, part.rows.unwrap_or(1), part.columns)?;
-            if group.is_none() || *first.get_or_insert(group) != group {
-                return Ok(false);
-            }
-        }
-        Ok(first.is_some())
+        Ok(self.device.keeps_codes() && code_group(self.source, linears)?.is_some())
     }
 
     /// Builds a linear layer, with a bias if there is one, for [`Device::gated_linear`] or others. `coded`: of codes of four

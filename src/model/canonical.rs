@@ -220,7 +220,61 @@ fn reordered(tensor: StoredTensor<'_>, is_vector: bool, head_dim: usize, order: 
 
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
+    use crate::model::coded_weights::{CodedWeights, numbers_of};
+    use crate::model::tensors::ModelTensors;
+
+    /// The rows of a matrix of codes are picked and ordered as those of its numbers.
+    #[test]
+    fn codes_stand_for_the_numbers_of_the_same_rows() {
+        for (architecture, neighbours, extra) in [
+            // A GGUF file's order of heads.
+            ("LlamaForCausalLM", true, json!({})),
+            ("Phi3ForCausalLM", false, json!({"partial_rotary_factor": 0.5})),
+            ("Glm4ForCausalLM", true, json!({"partial_rotary_factor": 0.5})),
+            // A gate beside each query, and parts of recurrence by key heads.
+            (
+                "Qwen3NextForCausalLM",
+                false,
+                json!({"num_experts": 2, "num_experts_per_tok": 1, "full_attention_interval": 2}),
+            ),
+            // Heads of which a part rotates, behind another.
+            (
+                "DeepseekV2ForCausalLM",
+                true,
+                json!({"num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "n_routed_experts": 2, "num_experts_per_tok": 1,
+                    "moe_intermediate_size": 40}),
+            ),
+        ] {
+            let mut text = json!({
+                "architectures": [architecture], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+                "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 200
+            });
+            text.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
+            let mut config = Config::parse(Path::new("config.json"), &text.to_string()).unwrap();
+            config.rotates_neighbours = neighbours;
+            let source = CodedWeights::new(false, |_| Some(8));
+            let canonical = CanonicalWeights::new(&source, &config);
+            let tensors = ModelTensors::of(&config);
+            let linears = tensors.products().into_iter().flatten();
+            for part in linears.flat_map(|linear| &linear.weights) {
+                let (name, rows) = (&part.name, part.rows.unwrap());
+                assert_eq!(
+                    canonical.code_group(name, rows, part.columns).unwrap(),
+                    Some(8),
+                    "{name}"
+                );
+                let codes = canonical.codes(name, rows, part.columns).unwrap();
+                assert_eq!((codes.rows, codes.columns), (rows, part.columns), "{name}");
+                let numbers = canonical.tensor(name, part.rows, part.columns).unwrap();
+                let numbers = numbers.data.as_chunks::<4>().0.iter();
+                let numbers: Vec<f32> = numbers.map(|bytes| f32::from_le_bytes(*bytes)).collect();
+                assert!(numbers_of(&codes) == numbers, "{architecture}: {name} has other rows");
+            }
+        }
+    }
 
     #[test]
     fn rotating_pairs_come_first_and_the_rest_behind() {

@@ -4,10 +4,11 @@
 use std::path::Path;
 
 use crate::device::{Dtype, KvFormat, KvSpec, Precision, cpu, cuda};
+use crate::model::canonical::CanonicalWeights;
 use crate::model::config::{Config, ExpertForm};
 use crate::model::error::ModelError;
 use crate::model::kv_layout::KvLayout;
-use crate::model::tensors::{ModelTensors, OUTPUT_HEAD, TensorSpec};
+use crate::model::tensors::{ModelTensors, TensorSpec, code_group};
 use crate::model::weights::WeightSource;
 
 /// Bytes of a value of a norm or a bias, which are F32 at every precision.
@@ -78,18 +79,24 @@ pub struct CodedSize {
 }
 
 impl CodedSize {
-    /// What `source` has in codes of the model that `config` describes.
+    /// What a CPU keeps in codes of the model that `config` describes.
     ///
     /// # Errors
     /// A matrix is missing or has another shape.
     pub fn of(source: &dyn WeightSource, config: &Config) -> Result<CodedSize, ModelError> {
+        let canonical = CanonicalWeights::new(source, config);
+        let source: &dyn WeightSource = if source.is_canonical() { source } else { &canonical };
         let mut size = CodedSize::default();
-        for tensor in ModelTensors::of(config).all() {
-            let Some(rows) = tensor.rows.filter(|_| !tensor.is_bytes && !is_table(&tensor.name)) else {
+        for product in ModelTensors::of(config).products() {
+            let Some(group) = code_group(source, product.iter().copied())? else {
                 continue;
             };
-            if let Some(group) = source.code_group(&tensor.name, rows, tensor.columns)? {
-                let values = (rows * tensor.columns) as u64;
+            for linear in product {
+                // A matrix that is read twice in a row counts once, as in the number of all values.
+                let mut parts: Vec<&TensorSpec> = linear.weights.iter().collect();
+                parts.dedup();
+                let values: usize = parts.iter().map(|part| part.rows.unwrap_or(1) * part.columns).sum();
+                let values = values as u64;
                 size.values += values;
                 size.bytes += values / 2 + values / group as u64 * (FACTOR_BYTES + 1);
             }
@@ -105,11 +112,6 @@ impl CodedSize {
             model.display()
         )
     }
-}
-
-/// Whether a tensor is an embedding table or the output head, which are never kept in codes.
-fn is_table(name: &str) -> bool {
-    name.contains("embed_tokens") || name == OUTPUT_HEAD
 }
 
 impl ModelSize {

@@ -10,11 +10,13 @@ use crate::model::expert_forms;
 mod beside;
 mod inputs;
 mod latent;
+mod products;
 mod recurrent;
 
 pub(super) use beside::{BothTensors, EXPERT_NORM};
 pub(super) use inputs::{AllInputsTensors, InputTensors};
 pub(super) use latent::{LatentTensors, latent_input};
+pub(super) use products::code_group;
 pub(super) use recurrent::{RecurrentTensors, recurrent_input};
 use recurrent::{recurrent_name, recurrent_parts};
 

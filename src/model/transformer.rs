@@ -215,11 +215,11 @@ impl<D: Device> Transformer<D> {
         if !adapters.is_empty() && !device.keeps_adapters() {
             return Err(ModelError::Options(NO_ADAPTERS_APART.into()));
         }
-        let canonical = CanonicalWeights::new(source, &config);
-        let source: &dyn WeightSource = if source.is_canonical() { source } else { &canonical };
         if options.precision == Precision::W4a8 && CodedSize::of(source, &config)?.values == 0 {
             return Err(ModelError::Options(CodedSize::refusal(source.path_of(""))));
         }
+        let canonical = CanonicalWeights::new(source, &config);
+        let source: &dyn WeightSource = if source.is_canonical() { source } else { &canonical };
         let balanced = match options.precision {
             // Channels of random weights have equal magnitudes and need no balancing.
             Precision::Int8 if random.is_none() && !keeps_int8 => {

@@ -1,17 +1,20 @@
 //! Weights that stay in four bits: near the reference, the same bits however computed, and refused where a checkpoint has none.
 
 use gristmill::device::{KvFormat, Precision};
-use gristmill::model::{LoadOptions, Transformer};
+use gristmill::model::config::Config;
+use gristmill::model::weights::WeightSource;
+use gristmill::model::{Checkpoint, LoadOptions, Transformer};
 
 use super::harness::{Reference, Runner, folder, in_chunks, options};
 use super::precision::{assert_same_bits, distance};
 
 /// Checkpoints with matrices in four bits.
-pub(crate) const FOUR_BITS: [&str; 4] = [
+pub(crate) const FOUR_BITS: [&str; 5] = [
     "mistral-ct-w4a16-zeros",
     "mixtral-awq",
     "qwen3moe-ct-w4a16",
     "qwen2-q4_0-tied",
+    "llama-q4_0",
 ];
 
 /// The most nats of mean KL divergence from transformers that are accepted: half of what INT8 may have. Matrices in four bits are those of
@@ -66,6 +69,59 @@ fn only_the_rounding_of_activations_is_between_the_reference_and_four_bits() {
         }
     }
     assert!(failed.is_empty(), "{failed:#?}");
+}
+
+/// Logits of all prompts' tokens.
+fn logits(mut model: Transformer, reference: &Reference) -> Vec<Vec<f32>> {
+    let mut runner = Runner::new(&mut model);
+    let prompts = reference.prompts.iter().map(|prompt| &prompt.tokens);
+    prompts
+        .flat_map(|tokens| in_chunks(&mut runner, tokens, &[tokens.len()]))
+        .collect()
+}
+
+/// Codes of a matrix that an adapter changes are not its weights.
+#[test]
+fn a_matrix_that_an_adapter_changes_is_not_kept_in_four_bits() {
+    // The adapter's model has the same sizes.
+    let (name, adapter) = ("mistral-ct-w4a16-zeros", "llama-plain-stabilized");
+    let reference = Reference::load(name);
+    let open = |adapter: Option<&str>| {
+        let config = Config::load(&folder(name)).unwrap();
+        Checkpoint::open(&folder(name), adapter.map(folder).as_deref(), config).unwrap()
+    };
+    let adapted = open(Some(adapter));
+    let group = |part: &str, rows: usize| {
+        let name = format!("model.layers.1.{part}.weight");
+        adapted.weights.code_group(&name, rows, 32).unwrap()
+    };
+    assert_eq!(
+        (
+            group("self_attn.q_proj", 32),
+            group("self_attn.o_proj", 32),
+            group("mlp.up_proj", 48)
+        ),
+        (None, Some(8), Some(8))
+    );
+    let run = |adapter: Option<&str>, precision: Precision| {
+        let Checkpoint { config, weights } = open(adapter);
+        let options = LoadOptions {
+            kv_format: KvFormat::F32,
+            ..options(&reference, precision)
+        };
+        logits(
+            Transformer::from_weights(config, &weights, &options).unwrap(),
+            &reference,
+        )
+    };
+    let want = run(Some(adapter), Precision::F32);
+    let (near, _) = distance(&want, &run(Some(adapter), Precision::W4a8));
+    let (far, _) = distance(&want, &run(None, Precision::W4a8));
+    println!("{near:.1e} nats with the adapter, {far:.1e} without it");
+    assert!(
+        near <= 2.0 * NATS_MAX && far > 20.0 * near,
+        "{near:.1e} and {far:.1e} nats"
+    );
 }
 
 #[test]

@@ -126,7 +126,7 @@ pub(crate) const ADAPTERS: [(&str, &str); 7] = [
 ];
 
 /// Converted and quantized by llama.cpp (`fixtures/make_gguf.py`).
-pub(crate) const GGUF: [&str; 26] = [
+pub(crate) const GGUF: [&str; 27] = [
     "command-r-q8_0",
     "cohere2-q8_0",
     "ernie45-bf16",
@@ -141,6 +141,7 @@ pub(crate) const GGUF: [&str; 26] = [
     "granitemoe-q8_0",
     "llama-every-format",
     "llama-linear-f16",
+    "llama-q4_0",
     "llama-q8_0",
     "mixtral-q8_0",
     "olmo2-q8_0",

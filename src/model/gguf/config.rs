@@ -155,8 +155,8 @@ fn own_keys(keys: &Keys<'_>, architecture: Architecture) -> Result<Map<String, V
             "architectures": ["Gemma2ForCausalLM"], "hidden_activation": GELU,
             // The largest published model, of 46 layers, has another than that of its heads' size.
             "query_pre_attn_scalar": query_scalar(keys, layers == 46)?,
-            "attn_logit_softcapping": soft_cap(keys, "attn_logit_softcapping")?,
-            "final_logit_softcapping": soft_cap(keys, "final_logit_softcapping")?,
+            "attn_logit_softcapping": soft_cap(keys, "attn_logit_softcapping", Some(50.0))?,
+            "final_logit_softcapping": soft_cap(keys, "final_logit_softcapping", Some(30.0))?,
             "sliding_window": keys.whole("attention.sliding_window")?.unwrap_or(4096),
             "layer_types": layer_types(keys, layers)?,
         }),
@@ -275,9 +275,9 @@ fn query_scalar(keys: &Keys<'_>, is_largest: bool) -> Result<u64, ModelError> {
     Ok(by_heads.unwrap_or(0))
 }
 
-/// A soft cap; 0 is none.
-fn soft_cap(keys: &Keys<'_>, key: &str) -> Result<Option<f64>, ModelError> {
-    Ok(keys.number(key)?.filter(|cap| *cap != 0.0))
+/// A soft cap; a stored 0 is none. `absent`: the cap of the architecture's files that store none.
+fn soft_cap(keys: &Keys<'_>, key: &str, absent: Option<f64>) -> Result<Option<f64>, ModelError> {
+    Ok(keys.number(key)?.or(absent).filter(|cap| *cap != 0.0))
 }
 
 fn layer_types(keys: &Keys<'_>, layers: u64) -> Result<Option<Value>, ModelError> {
@@ -309,7 +309,7 @@ fn gemma3_keys(keys: &Keys<'_>, layers: u64) -> Result<Value, ModelError> {
         "architectures": ["Gemma3ForCausalLM"], "hidden_activation": GELU,
         // The largest published model, of 62 layers, has another than that of its heads' size.
         "query_pre_attn_scalar": query_scalar(keys, layers == 62)?,
-        "final_logit_softcapping": soft_cap(keys, "final_logit_softcapping")?,
+        "final_logit_softcapping": soft_cap(keys, "final_logit_softcapping", None)?,
         "sliding_window": window.unwrap_or(4096), "layer_types": types,
         "rope_parameters": {
             "full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": window_theta},
@@ -410,52 +410,89 @@ fn glm4_moe_keys(keys: &Keys<'_>, layers: u64, attention_bias: bool, rotary_shar
 
 /// The RoPE object that `config.json` would have. `None`: frequencies are those of the base.
 fn rope_scaling(keys: &Keys<'_>, architecture: Architecture) -> Result<Option<Value>, ModelError> {
+    let kind = keys.text("rope.scaling.type")?.unwrap_or("linear");
+    if !["none", "linear", "yarn", "longrope"].contains(&kind) {
+        let kind = crate::printable::printable_name(kind);
+        let why = format!("is `{kind}`, which is not supported; none, linear, yarn and longrope are");
+        return Err(keys.unsupported("rope.scaling.type", &why));
+    }
     let factor = match keys.number("rope.scaling.factor")? {
         None => keys.number("rope.scale_linear")?,
         factor => factor,
     };
     let factor = factor.filter(|factor| *factor != 0.0 && *factor != 1.0);
     let pretrained = keys.whole("rope.scaling.original_context_length")?;
-    let kind = keys.text("rope.scaling.type")?;
     let attention_factor = keys.number("rope.scaling.attn_factor")?;
-    let factors = [ROPE_FREQS, LONG_FACTORS, SHORT_FACTORS].map(|name| factors(keys, name));
-    let [freqs, long, short] = factors;
-    let (freqs, long, short) = (freqs?, long?, short?);
-    if attention_factor.is_some_and(|factor| factor != 1.0) && long.is_none() {
-        return Err(keys.unsupported(
-            "rope.scaling.attn_factor",
-            "is not supported without factors of frequencies",
-        ));
+    let factors = Factors::of(keys)?;
+    if let (Some(tensor), Some(_)) = (factors.tensor(), factor) {
+        let why = format!("beside the tensor `{tensor}` is not supported");
+        return Err(keys.unsupported("rope.scaling.factor", &why));
     }
-    if let (Some(long), Some(short)) = (long, short) {
+    if let Factors::ByContext { long, short } = factors {
         return Ok(Some(json!({
             "rope_type": "longrope", "long_factor": long, "short_factor": short, "attention_factor": attention_factor,
             "original_max_position_embeddings": pretrained,
         })));
     }
-    if let Some(freqs) = freqs {
-        if factor.is_some() {
-            return Err(keys.unsupported(
-                "rope.scaling.factor",
-                &format!("beside the tensor `{ROPE_FREQS}` is not supported"),
-            ));
-        }
-        // Whatever the context, each frequency has one factor.
-        return Ok(Some(json!({
-            "rope_type": "longrope", "long_factor": freqs, "short_factor": freqs, "attention_factor": 1.0,
-        })));
+    if kind == "longrope" {
+        let why = format!("is longrope, and there is no tensor `{LONG_FACTORS}`: convert the model again");
+        return Err(keys.unsupported("rope.scaling.type", &why));
     }
-    match (kind.unwrap_or("linear"), factor) {
-        ("none", _) | (_, None) => Ok(None),
-        ("linear", Some(factor)) => Ok(Some(json!({"rope_type": "linear", "factor": factor}))),
-        ("yarn", Some(factor)) => yarn(keys, architecture, factor, pretrained).map(Some),
-        (other, Some(_)) => Err(keys.unsupported(
-            "rope.scaling.type",
-            &format!(
-                "is `{}`, which is not supported; none, linear and yarn are",
-                crate::printable::printable_name(other)
-            ),
-        )),
+    if attention_factor.is_some_and(|factor| factor != 1.0) {
+        return Err(keys.unsupported(
+            "rope.scaling.attn_factor",
+            &format!("is not supported without the tensor `{LONG_FACTORS}`"),
+        ));
+    }
+    match (factors, kind, factor) {
+        // Whatever the context, each frequency has one factor.
+        (Factors::Same(freqs), _, _) => Ok(Some(json!({
+            "rope_type": "longrope", "long_factor": freqs, "short_factor": freqs, "attention_factor": 1.0,
+        }))),
+        (_, "linear", Some(factor)) => Ok(Some(json!({"rope_type": "linear", "factor": factor}))),
+        (_, "yarn", Some(factor)) => yarn(keys, architecture, factor, pretrained).map(Some),
+        _ => Ok(None),
+    }
+}
+
+/// The factors of frequencies that a file has as tensors.
+enum Factors {
+    None,
+    /// In any context.
+    Same(Vec<f32>),
+    ByContext {
+        long: Vec<f32>,
+        short: Vec<f32>,
+    },
+}
+
+impl Factors {
+    fn of(keys: &Keys<'_>) -> Result<Factors, ModelError> {
+        let [freqs, long, short] = [ROPE_FREQS, LONG_FACTORS, SHORT_FACTORS].map(|name| factors(keys, name));
+        let alone = |there: &str, missing: &str| {
+            let why = format!("there is a tensor `{there}`, and none `{missing}`: convert the model again");
+            ModelError::broken(keys.path(), why)
+        };
+        match (freqs?, long?, short?) {
+            (None, None, None) => Ok(Factors::None),
+            (Some(freqs), None, None) => Ok(Factors::Same(freqs)),
+            (None, Some(long), Some(short)) => Ok(Factors::ByContext { long, short }),
+            (_, Some(_), None) => Err(alone(LONG_FACTORS, SHORT_FACTORS)),
+            (_, None, Some(_)) => Err(alone(SHORT_FACTORS, LONG_FACTORS)),
+            (Some(_), Some(_), Some(_)) => {
+                let why = format!("the tensor `{ROPE_FREQS}` beside `{LONG_FACTORS}` is not supported");
+                Err(ModelError::unsupported(keys.path(), why))
+            }
+        }
+    }
+
+    /// The name of one of these tensors.
+    fn tensor(&self) -> Option<&'static str> {
+        match self {
+            Factors::None => None,
+            Factors::Same(_) => Some(ROPE_FREQS),
+            Factors::ByContext { .. } => Some(LONG_FACTORS),
+        }
     }
 }
 
@@ -607,9 +644,8 @@ mod tests {
 
     #[test]
     fn what_a_file_has_otherwise_is_known() {
-        let gemma = of("gemma2", &[float("~.attn_logit_softcapping", 50.0)], &[]).unwrap();
+        let gemma = of("gemma2", &[], &[]).unwrap();
         assert!(!gemma.unit_offset_norms && !gemma.rotates_neighbours);
-        assert_eq!((gemma.attention_soft_cap, gemma.logit_soft_cap), (Some(50.0), None));
         assert_eq!(gemma.attention_scale, 1.0 / 8f32.sqrt());
         let largest = of(
             "gemma2",
@@ -645,6 +681,77 @@ mod tests {
         assert!(mixtral.rotates_neighbours);
     }
 
+    /// What llama.cpp takes for a Gemma 2 that does not say.
+    #[test]
+    fn soft_caps_are_the_architectures_unless_a_file_says_otherwise() {
+        let caps = |architecture: &str, changes: &[Key]| {
+            let config = of(architecture, changes, &[]).unwrap();
+            (config.attention_soft_cap, config.logit_soft_cap)
+        };
+        let stored = |attention, logits| {
+            [
+                float("~.attn_logit_softcapping", attention),
+                float("~.final_logit_softcapping", logits),
+            ]
+        };
+        assert_eq!(caps("gemma2", &[]), (Some(50.0), Some(30.0)));
+        assert_eq!(caps("gemma2", &stored(40.0, 20.0)), (Some(40.0), Some(20.0)));
+        assert_eq!(caps("gemma2", &stored(0.0, 0.0)), (None, None));
+        assert_eq!(caps("gemma3", &[]), (None, None));
+    }
+
+    #[test]
+    fn factors_of_frequencies_are_used_or_refused() {
+        let tensors = |names: &[&'static str]| -> Vec<(&'static str, &'static [f32])> {
+            names.iter().map(|name| (*name, &[1.0, 2.0, 3.0, 4.0][..])).collect()
+        };
+        let kind = |kind: &str| ("~.rope.scaling.type", 8, text(kind));
+        let (freqs, long, short) = (ROPE_FREQS, LONG_FACTORS, SHORT_FACTORS);
+        // What llama.cpp's converter writes of Phi-3 since it writes a type, and what it wrote before.
+        let context = whole("~.rope.scaling.original_context_length", 32);
+        let attention = float("~.rope.scaling.attn_factor", 1.25);
+        let phi = [context, attention, kind("longrope")];
+        for keys in [&phi[..], &phi[..2]] {
+            let phi = of("phi3", keys, &tensors(&[long, short])).unwrap();
+            let Scaling::LongRope(rope) = phi.rope.scaling else {
+                panic!("{:?}", phi.rope)
+            };
+            assert_eq!((rope.attention_factor, rope.pretrained_tokens), (1.25, 32));
+        }
+        let alone = |there: &str, missing: &str| format!("there is a tensor `{there}`, and none `{missing}`");
+        let factor = float("~.rope.scaling.factor", 4.0);
+        let beside = |tensor: &str| format!("`llama.rope.scaling.factor` beside the tensor `{tensor}`");
+        let no_tensors = "`llama.rope.scaling.type` is longrope, and there is no tensor".to_owned();
+        for (keys, names, words) in [
+            (vec![], vec![long], alone(long, short)),
+            (vec![], vec![short], alone(short, long)),
+            (vec![], vec![freqs, long], alone(long, short)),
+            (
+                vec![],
+                vec![freqs, long, short],
+                format!("the tensor `{freqs}` beside `{long}`"),
+            ),
+            (vec![factor.clone()], vec![long, short], beside(long)),
+            (vec![factor.clone()], vec![freqs], beside(freqs)),
+            (vec![factor, kind("yarn")], vec![long, short], beside(long)),
+            (vec![kind("longrope")], vec![], no_tensors.clone()),
+            (vec![kind("longrope")], vec![freqs], no_tensors),
+            (
+                vec![kind("dynamic")],
+                vec![],
+                "`llama.rope.scaling.type` is `dynamic`".to_owned(),
+            ),
+            (
+                vec![float("~.rope.scaling.attn_factor", 1.25)],
+                vec![freqs],
+                "`llama.rope.scaling.attn_factor` is not supported".to_owned(),
+            ),
+        ] {
+            let error = of("llama", &keys, &tensors(&names)).expect_err(&words);
+            assert!(error.contains(&words) && !error.contains('\n'), "{words}: {error}");
+        }
+    }
+
     #[test]
     fn ends_are_named_or_known_by_their_texts() {
         let kinds = |kinds: &[u32]| list("tokenizer.ggml.token_type", kinds);
@@ -656,6 +763,21 @@ mod tests {
         let eos = whole("tokenizer.ggml.eos_token_id", 1);
         let config = of("llama", &[tokens, kinds(&[1, 3, 3, 1, 3]), eos], &[]).unwrap();
         assert_eq!(config.eos_token_ids, [1, 2], "a normal token of such a text is none");
+        // Phi-3's answers end there; gpt-oss has messages behind it.
+        for (others, kind, ends) in [
+            (["<|user|>", "<|assistant|>"], 3, vec![1]),
+            (["<|return|>", "<|assistant|>"], 3, vec![1, 2]),
+            (["<|return|>", "<|call|>"], 3, vec![2, 3]),
+            (["<|return|>", "<|call|>"], 1, vec![1]),
+        ] {
+            let tokens = (
+                "tokenizer.ggml.tokens",
+                9,
+                texts(&["a", "<|end|>", others[0], others[1]]),
+            );
+            let config = of("phi3", &[tokens, kinds(&[1, 3, kind, kind])], &[]).unwrap();
+            assert_eq!(config.eos_token_ids, ends, "{others:?}");
+        }
         let eot = [
             whole("tokenizer.ggml.eos_token_id", 5),
             whole("tokenizer.ggml.eot_token_id", 7),

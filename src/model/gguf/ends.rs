@@ -11,7 +11,7 @@ const KEYS: [&str; 3] = [
 
 /// Texts of control tokens that end a turn in the models that have them, as llama.cpp knows them. The other
 /// checkpoints of these models list their ids, for which a GGUF file has no place.
-const TEXTS: [&str; 8] = [
+const TEXTS: [&str; 9] = [
     "<|eot_id|>",
     "<|eom_id|>",
     "<|im_end|>",
@@ -20,7 +20,12 @@ const TEXTS: [&str; 8] = [
     "<end_of_turn>",
     "<|return|>",
     "<|call|>",
+    END,
 ];
+
+/// It ends Phi-3's answers. In gpt-oss another message of the answer may follow it, and it is known by the tokens that end answers there.
+const END: &str = "<|end|>";
+const WHERE_END_IS_NONE: [&str; 2] = ["<|return|>", "<|call|>"];
 
 /// The type of control tokens.
 const CONTROL: u64 = 3;
@@ -41,10 +46,16 @@ pub(super) fn end_ids(metadata: &Header) -> Result<Vec<u64>, String> {
     let tokens = list("tokenizer.ggml.tokens")
         .iter()
         .zip(list("tokenizer.ggml.token_type"));
-    let ends = tokens.zip(0..).filter(|((text, kind), _)| {
-        kind.whole() == Some(CONTROL) && text.text().is_some_and(|text| TEXTS.contains(&text))
-    });
-    ids.extend(ends.map(|(_, id)| id));
+    let control = tokens.zip(0..).filter(|((_, kind), _)| kind.whole() == Some(CONTROL));
+    let control = control.filter_map(|((text, _), id)| Some((text.text()?, id)));
+    let ends: Vec<(&str, u64)> = control.filter(|(text, _)| TEXTS.contains(text)).collect();
+    let has = |end: &&str| ends.iter().any(|(text, _)| text == end);
+    let end_is_none = WHERE_END_IS_NONE.iter().all(has);
+    ids.extend(
+        ends.iter()
+            .filter(|(text, _)| *text != END || !end_is_none)
+            .map(|(_, id)| id),
+    );
     ids.sort_unstable();
     ids.dedup();
     Ok(ids)

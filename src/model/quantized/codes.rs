@@ -133,6 +133,7 @@ mod tests {
     use safetensors::tensor::TensorView;
 
     use super::*;
+    use crate::model::coded_weights::numbers_of;
     use crate::model::config::ExpertForm;
     use crate::model::quantized::Method;
     use crate::model::stored_form::StoredForm;
@@ -189,16 +190,6 @@ mod tests {
             ..ExpertForm::Matrices.into()
         };
         Weights::open(dir.path(), form).unwrap()
-    }
-
-    /// The numbers of a matrix of codes.
-    fn numbers_of(matrix: &CodedMatrix) -> Vec<f32> {
-        let number = |(i, code): (usize, &u8)| {
-            let group = i / matrix.group;
-            let zero = matrix.zeros.as_ref().map_or(MIDDLE, |zeros| zeros[group]);
-            (f32::from(*code) - f32::from(zero)) * matrix.factors[group]
-        };
-        matrix.codes.iter().enumerate().map(number).collect()
     }
 
     fn factors(count: usize) -> Vec<u32> {
