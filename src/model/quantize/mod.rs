@@ -31,7 +31,7 @@ use self::matrices::Matrix;
 use crate::device::cpu::add_gram;
 use crate::device::{Dtype, TensorError};
 use crate::engine::ForwardError;
-use crate::model::balance::{BalancedWeights, ChannelFactors};
+use crate::model::balance::{ChannelFactors, KeptForm, factors_of};
 use crate::model::canonical::CanonicalWeights;
 use crate::model::channels::{ActivationMaxima, Activations, observe};
 use crate::model::checkpoint::Checkpoint;
@@ -178,8 +178,9 @@ impl Quantization<'_> {
             return Ok(HashMap::new());
         }
         let config = &self.checkpoint.config;
-        let canonical = CanonicalWeights::new(&self.checkpoint.weights, config);
-        let mut factors = BalancedWeights::new(&canonical, config, self.channels)?.into_factors();
+        let weights = &self.checkpoint.weights;
+        let canonical = CanonicalWeights::new(weights, config);
+        let mut factors = factors_of(&canonical, config, self.channels, Some(weights))?;
         let parts: HashSet<&str> = layers.iter().flatten().flat_map(Matrix::part_names).collect();
         // The balance names what a model might have.
         let tensors = ModelTensors::of(config);
@@ -379,12 +380,7 @@ impl<'a> Work<'a> {
             }
         };
         let tensor = self.weights.tensor(name, rows, columns)?;
-        // Norms of some families are stored less 1.
-        let offset = if self.quantization.checkpoint.config.unit_offset_norms && name.ends_with("norm.weight") {
-            1.0
-        } else {
-            0.0
-        };
+        let form = KeptForm::of(&self.quantization.checkpoint.config, name, tensor.dtype);
         let mut values = vec![0.0f32; columns];
         let mut bytes = Vec::with_capacity(tensor.data.len());
         for row in 0..tensor.rows {
@@ -395,12 +391,11 @@ impl<'a> Work<'a> {
                     .as_ref()
                     .map_or(1.0, |of| of[if rows.is_none() { i } else { row }]);
                 let factor = of_row * factors.columns.as_ref().map_or(1.0, |of| of[i]);
-                let scaled = (x + offset) * factor - offset;
+                let scaled = form.scaled(*x, factor);
+                // The factors were chosen for the format.
                 if !scaled.is_finite() || !tensor.dtype.append(scaled, &mut bytes) {
-                    return Err(QuantizeError::Refused(format!(
-                        "tensor `{name}` cannot hold the balanced value {scaled} in {}: convert the checkpoint to bf16 first",
-                        tensor.dtype.name()
-                    )));
+                    let why = format!("tensor `{name}` has a number that is not finite");
+                    return Err(ModelError::broken(self.weights.path_of(name), why).into());
                 }
             }
         }
