@@ -87,6 +87,8 @@ pub enum QuantizeError {
     Tensor(#[from] TensorError),
     #[error("cannot write `{}`: {source}", .path.display())]
     Write { path: PathBuf, source: io::Error },
+    #[error("layer {layer}: what `{name}` reads was not observed: this is a mistake of gristmill's, please report it")]
+    Unobserved { layer: usize, name: String },
     #[error("{0}")]
     Refused(String),
 }
@@ -232,12 +234,13 @@ impl Quantization<'_> {
     /// Runs the prompts, and sums the products of what each of these layers' matrices read.
     fn sums(&self, layers: &[Vec<Matrix>], now: &[usize]) -> Result<Sums, QuantizeError> {
         let mut sums = Sums::new();
+        let mut wanted = BTreeMap::new();
         for layer in now {
             for (kind, width) in self.observed(&layers[*layer]) {
-                sums.insert((*layer, kind), vec![0.0; width * width]);
+                wanted.insert((*layer, kind), width);
             }
         }
-        if sums.is_empty() {
+        if wanted.is_empty() {
             return Ok(sums);
         }
         let (config, weights) = (&self.checkpoint.config, &self.checkpoint.weights);
@@ -245,7 +248,9 @@ impl Quantization<'_> {
         let mut failed = None;
         let prompts = self.prompts.iter().map(Vec::as_slice);
         observe(&mut model, prompts, |layer, activations: Activations, buffer| {
-            if let Some(sums) = sums.get_mut(&(layer, activations as u8)) {
+            let key = (layer, activations as u8);
+            if let Some(width) = wanted.get(&key) {
+                let sums = sums.entry(key).or_insert_with(|| vec![0.0; width * width]);
                 let added = add_gram(&self.options.threads, buffer, sums);
                 failed = failed.take().or(added.err());
             }
@@ -275,9 +280,16 @@ impl<'a> Work<'a> {
     ) -> Result<(Vec<FileTensor<'a>>, LayerReport), QuantizeError> {
         let mut inputs = BTreeMap::new();
         for (kind, width) in self.quantization.observed(matrices) {
-            let found = Inputs::of(&sums[&(layer, kind)], width);
+            let Some(sums) = sums.get(&(layer, kind)) else {
+                let reader = matrices
+                    .iter()
+                    .find(|matrix| matrix.input.map(|input| input as u8) == Some(kind));
+                let name = reader.map(|matrix| matrix.name.clone()).unwrap_or_default();
+                return Err(QuantizeError::Unobserved { layer, name });
+            };
+            let found = Inputs::of(sums, width);
             let found = found.map_err(|why| QuantizeError::Refused(format!("layer {layer}: {why}")))?;
-            inputs.insert(kind, found);
+            inputs.extend(found.map(|found| (kind, found)));
         }
         let prefix = format!("model.layers.{layer}.");
         let quantized: HashSet<&str> = matrices.iter().map(|matrix| &matrix.name[..]).collect();
