@@ -60,6 +60,7 @@ mod proxy;
 mod proxy_tests;
 mod published_models;
 mod quantize;
+mod quantize_models;
 mod queue_brokers;
 mod queue_contract;
 mod queue_doors;

@@ -30,7 +30,7 @@ pub(crate) fn tokenizer(vocabulary: usize) -> Value {
 }
 
 /// The job of reference prompts of a model, with an adapter if there is one, in `folder`.
-fn job(folder: &Path, name: &str, adapter: Option<&str>, reference: &Reference) -> std::path::PathBuf {
+pub(crate) fn job(folder: &Path, name: &str, adapter: Option<&str>, reference: &Reference) -> std::path::PathBuf {
     let model = folder.join("model");
     copy_folder(&files_of(name), &model);
     fs::remove_file(model.join("reference.safetensors")).unwrap();

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use gristmill::device::Precision;
 use gristmill::model::config::Config;
@@ -14,7 +15,7 @@ use serde_json::{Value, json};
 use crate::commands::run;
 use crate::model_jobs::tokenizer;
 use crate::model_reference::harness::{MODELS, Reference, Runner, chooses_experts, directory, in_chunks, options};
-use crate::support::{arg, copy_folder, job_in, root};
+use crate::support::{Run, arg, copy_folder, job_in, root};
 
 /// A copy of the demo model, and a job that labels 400 tickets with the model in the folder `model`.
 fn demo(folder: &Path, model: &Path, precision: &str) -> PathBuf {
@@ -341,4 +342,121 @@ fn an_interrupted_run_goes_on_and_another_is_refused() {
     ])
     .expect(2)
     .one_line(&["give a job of that model"]);
+}
+
+/// Changes the record of a folder.
+fn alter_record(folder: &Path, change: impl FnOnce(&mut Value)) {
+    let path = folder.join("quantize.json");
+    let mut record: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    change(&mut record);
+    fs::write(path, record.to_string()).unwrap();
+}
+
+/// A folder's files, without the record: its numbers may lose their last bit where it is read once more.
+fn without_record(mut files: BTreeMap<String, Vec<u8>>) -> BTreeMap<String, Vec<u8>> {
+    assert!(files.remove("quantize.json").is_some());
+    files
+}
+
+#[test]
+fn a_run_goes_on_for_the_same_model_channels_and_prompts_alone() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = folder.path().join("model");
+    copy_folder(&root().join("jobs/demo/model"), &model);
+    let job = demo(&folder.path().join("calibration"), &model, "f32");
+    // Prompts of more tokens than a MiB holds the keys and values of, which is 341.
+    let text = fs::read_to_string(&job).unwrap();
+    let body = ["{{ body }}"; 6].join(" ");
+    fs::write(&job, text.replace("{{ body }}", &format!("{body} ${{LAST}}"))).unwrap();
+    let calibrate = |rows, last| ["--calibrate", arg(&job), "--rows", rows, "--set", last];
+    let prompts = calibrate("8", "LAST=.");
+    let begun = |scheme: &str, more: &[&str]| {
+        let out = folder.path().join(scheme);
+        quantize(&model, scheme, &out, more);
+        let whole = files(&out);
+        alter_record(&out, |record| {
+            record["finished"] = json!(false);
+            record["layers"].as_array_mut().unwrap().truncate(2);
+        });
+        (out, whole)
+    };
+    let goes_on = |scheme: &str, out: &Path, more: &[&str]| {
+        let arguments = ["quantize", arg(&model), "--to", scheme, "--out", arg(out)];
+        run(&[&arguments, more].concat())
+    };
+    let refused = |scheme: &str, out: &Path, more: &[&str]| {
+        let before = files(out);
+        let why = goes_on(scheme, out, more).expect(2);
+        why.one_line(&["was begun for another model, scheme or calibration"]);
+        assert!(files(out) == before);
+    };
+    let (four, whole) = begun("w4a16", &prompts);
+    refused("w4a16", &four, &[]);
+    refused("w4a16", &four, &calibrate("9", "LAST=."));
+    // As many other prompts, and the same ones cut.
+    refused("w4a16", &four, &calibrate("8", "LAST=!"));
+    refused("w4a16", &four, &[&prompts[..], &["--kv-memory", "1"]].concat());
+    let went_on = goes_on("w4a16", &four, &prompts).expect(0);
+    assert!(went_on.stderr.contains("2 of 6 layers"), "{}", went_on.stderr);
+    assert!(without_record(files(&four)) == without_record(whole));
+
+    let (eight, whole) = begun("int8", &[]);
+    run(&["calibrate", arg(&job), "--rows", "8", "--set", "LAST=."]).expect(0);
+    refused("int8", &eight, &[]);
+    fs::remove_file(model.join("channels.safetensors")).unwrap();
+    // One bit of one weight.
+    let weights = model.join("model.safetensors");
+    let stored = fs::read(&weights).unwrap();
+    let mut other = stored.clone();
+    *other.last_mut().unwrap() ^= 1;
+    fs::write(&weights, other).unwrap();
+    refused("int8", &eight, &[]);
+    fs::write(&weights, stored).unwrap();
+    goes_on("int8", &eight, &[]).expect(0);
+    assert!(without_record(files(&eight)) == without_record(whole));
+}
+
+#[test]
+fn one_process_writes_a_folder() {
+    let folder = tempfile::tempdir().unwrap();
+    let (model, out) = (root().join("jobs/demo/model"), folder.path().join("out"));
+    fs::create_dir(&out).unwrap();
+    let other = fs::File::open(&out).unwrap();
+    other.try_lock().unwrap();
+    run(&["quantize", arg(&model), "--to", "int8", "--out", arg(&out)])
+        .expect(2)
+        .one_line(&["another process quantizes into", "wait for it, or give another folder"]);
+    assert!(files(&out).is_empty());
+    drop(other);
+    quantize(&model, "int8", &out, &[]);
+    // Whoever goes on with it waits, too.
+    alter_record(&out, |record| record["finished"] = json!(false));
+    let other = fs::File::open(&out).unwrap();
+    other.try_lock().unwrap();
+    let before = files(&out);
+    run(&["quantize", arg(&model), "--to", "int8", "--out", arg(&out)])
+        .expect(2)
+        .one_line(&["another process quantizes into"]);
+    assert!(files(&out) == before);
+}
+
+/// A limit of a file's size, in place of a disk that is full.
+#[test]
+fn a_file_that_does_not_fit_may_be_tried_again() {
+    let folder = tempfile::tempdir().unwrap();
+    let (model, out) = (root().join("jobs/demo/model"), folder.path().join("out"));
+    let arguments = ["quantize", arg(&model), "--to", "int8", "--out", arg(&out)];
+    let mut limited = Command::new("sh");
+    limited.args([
+        "-c",
+        "trap '' XFSZ; ulimit -f 100; exec \"$0\" \"$@\"",
+        env!("CARGO_BIN_EXE_gristmill"),
+    ]);
+    let failed = Run::of(limited.args(arguments)).expect(1);
+    let said = failed.stderr.lines().last().unwrap();
+    assert!(
+        said.contains("cannot write") && said.contains("model-00002-of-00007.safetensors"),
+        "{said}"
+    );
+    run(&arguments).expect(0);
 }

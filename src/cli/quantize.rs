@@ -18,6 +18,7 @@ use crate::cli::prepare::{PreparedJob, print_warnings};
 use crate::cli::setup::load_options;
 use crate::device::Precision;
 use crate::job::precision::RequestedPrecision;
+use crate::model::channels::cut;
 use crate::model::config::Config;
 use crate::model::quantize::compare::{Distance, distance, logits};
 use crate::model::quantize::{LayerReport, Quantization, QuantizeError, Scheme};
@@ -31,13 +32,13 @@ pub(super) async fn quantize(args: QuantizeArgs) -> Result<Exit, Failure> {
     let files = open_model(&args.model, None, &[]).await?;
     let checkpoint = Checkpoint::open(&files.dir, None, files.config.clone()).map_err(Failure::bad_job)?;
     print_warnings(&checkpoint.config.warnings);
-    let prompts = match &args.calibrate {
+    let mut prompts = match &args.calibrate {
         Some(path) => prompts(&args, path, &files).await?,
         None => Vec::new(),
     };
     let options = options(&files, Precision::F32, &args.engine)?;
     tokio::task::block_in_place(|| {
-        let done = Done::of(&args, &files, &checkpoint, &prompts, &options)?;
+        let done = Done::of(&args, &files, &checkpoint, &mut prompts, &options)?;
         done.print(&args, &prompts);
         Ok(Exit::Done)
     })
@@ -77,11 +78,12 @@ struct Done {
 }
 
 impl Done {
+    /// Quantizes. `prompts` are cut to what runs of them.
     fn of(
         args: &QuantizeArgs,
         files: &ModelFiles,
         checkpoint: &Checkpoint,
-        prompts: &[Vec<u32>],
+        prompts: &mut [Vec<u32>],
         options: &LoadOptions,
     ) -> Result<Done, Failure> {
         let mut reference = Vec::new();
@@ -89,6 +91,10 @@ impl Done {
         if !prompts.is_empty() {
             let original = Transformer::from_weights(checkpoint.config.clone(), &checkpoint.weights, options);
             let mut original = original.map_err(Failure::bad_job)?;
+            // By another memory for keys and values they are cut elsewhere: then the run is another, too.
+            for prompt in prompts.iter_mut() {
+                prompt.truncate(cut(&original, prompt).len());
+            }
             reference = logits(&mut original, prompts).map_err(Failure::bad_job)?;
             if args.to == Scheme::Int8 && ActivationMaxima::check_model(&checkpoint.config).is_ok() {
                 let prompts = prompts.iter().map(Vec::as_slice);
@@ -193,7 +199,7 @@ fn compared(
 
 fn failure(error: QuantizeError) -> Failure {
     match error {
-        QuantizeError::Write { .. } => Failure::from(anyhow::Error::from(error)),
+        QuantizeError::Write { .. } | QuantizeError::Unobserved { .. } => Failure::from(anyhow::Error::from(error)),
         other => Failure::bad_job(other),
     }
 }

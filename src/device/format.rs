@@ -123,17 +123,21 @@ impl Dtype {
 
     /// Appends a number, rounded. `false`: it is finite, and too large for the format.
     pub fn append(self, x: f32, bytes: &mut Vec<u8>) -> bool {
-        let rounded = match self {
-            Dtype::F32 => x,
-            Dtype::F16 => f16::from_f32(x).to_f32(),
-            Dtype::Bf16 => bf16::from_f32(x).to_f32(),
-        };
         match self {
             Dtype::F32 => bytes.extend(x.to_le_bytes()),
             Dtype::F16 => bytes.extend(f16::from_f32(x).to_le_bytes()),
             Dtype::Bf16 => bytes.extend(bf16::from_f32(x).to_le_bytes()),
         }
-        rounded.is_finite() || !x.is_finite()
+        self.rounded(x).is_finite() || !x.is_finite()
+    }
+
+    /// The closest number of the format.
+    pub fn rounded(self, x: f32) -> f32 {
+        match self {
+            Dtype::F32 => x,
+            Dtype::F16 => f16::from_f32(x).to_f32(),
+            Dtype::Bf16 => bf16::from_f32(x).to_f32(),
+        }
     }
 
     /// The name in messages and in JSON.

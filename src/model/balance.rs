@@ -15,6 +15,9 @@
 //! projection (with the down projection). Experts are balanced by estimates, never by measured
 //! magnitudes.
 //!
+//! A checkpoint that is written balanced (`quantize/`) has norms, biases and routers in formats of 16 bits,
+//! which do not hold every product: there, factors are brought nearer to 1 ([`KeptForm`]).
+//!
 //! See docs/decisions/083-weights-are-balanced-before-quantizing.md.
 
 use std::borrow::Cow;
@@ -28,7 +31,7 @@ use crate::model::channels::{ActivationMaxima, Activations, LayerMaxima};
 use crate::model::config::Config;
 use crate::model::error::ModelError;
 use crate::model::tensors::{EXPERT_NORM, NormNames, latent_input, recurrent_input};
-use crate::model::weights::{StoredTensor, WeightSource};
+use crate::model::weights::{StoredTensor, WeightSource, Weights};
 
 /// Maximum magnitude of the exponent of a factor, a power of two.
 const EXPONENT_MAX: f32 = 20.0;
@@ -48,46 +51,88 @@ pub(super) struct BalancedWeights<'a> {
 }
 
 impl<'a> BalancedWeights<'a> {
-    /// Reads all weights once to compute the factors. `channels`: measured magnitudes for a model
-    /// of this shape.
+    /// Balances with the factors of [`factors_of`].
     ///
     /// # Errors
-    /// As [`WeightSource::tensor`]; or magnitudes are given for a model with experts.
+    /// As [`factors_of`].
     pub(super) fn new(
         inner: &'a dyn WeightSource,
         config: &Config,
         channels: Option<&ActivationMaxima>,
     ) -> Result<BalancedWeights<'a>, ModelError> {
-        if channels.is_some() {
-            ActivationMaxima::check_model(config)?;
-        }
-        let layers: Vec<Vec<(String, ChannelFactors)>> = (0..config.layers.len())
-            .into_par_iter()
-            .map(|layer| {
-                let measured = channels.map(|channels| &channels.layers[layer]);
-                BalancedLayer {
-                    inner,
-                    config,
-                    layer,
-                    measured,
-                }
-                .factors()
-            })
-            .collect::<Result<_, _>>()?;
-        Ok(BalancedWeights {
-            inner,
-            factors: layers.into_iter().flatten().collect(),
-        })
+        let factors = factors_of(inner, config, channels, None)?;
+        Ok(BalancedWeights { inner, factors })
     }
 
-    /// As [`into_factors`](Self::into_factors).
+    /// The tensors that are rescaled, with their factors.
     pub(super) fn factors(&self) -> &HashMap<String, ChannelFactors> {
         &self.factors
     }
+}
 
-    /// Tensors that are rescaled, with their factors.
-    pub(super) fn into_factors(self) -> HashMap<String, ChannelFactors> {
-        self.factors
+/// The tensors of a model that are rescaled, with their factors. Reads all weights once. `channels`: measured
+/// magnitudes for a model of this shape. `stored`: the checkpoint, if what is no matrix is stored again in its
+/// own formats.
+///
+/// # Errors
+/// As [`WeightSource::tensor`]; or magnitudes are given for a model with experts.
+pub(super) fn factors_of(
+    inner: &dyn WeightSource,
+    config: &Config,
+    channels: Option<&ActivationMaxima>,
+    stored: Option<&Weights>,
+) -> Result<HashMap<String, ChannelFactors>, ModelError> {
+    if channels.is_some() {
+        ActivationMaxima::check_model(config)?;
+    }
+    let layers: Vec<Vec<(String, ChannelFactors)>> = (0..config.layers.len())
+        .into_par_iter()
+        .map(|layer| {
+            let measured = channels.map(|channels| &channels.layers[layer]);
+            BalancedLayer {
+                inner,
+                config,
+                layer,
+                measured,
+                stored,
+            }
+            .factors()
+        })
+        .collect::<Result<_, _>>()?;
+    Ok(layers.into_iter().flatten().collect())
+}
+
+/// The form in which a checkpoint stores a norm, bias or router.
+pub(super) struct KeptForm {
+    dtype: Dtype,
+    /// What readers add to it: norms of some families are stored less 1.
+    offset: f32,
+}
+
+impl KeptForm {
+    pub(super) fn of(config: &Config, name: &str, dtype: Dtype) -> KeptForm {
+        let is_less_1 = config.unit_offset_norms && name.ends_with("norm.weight");
+        let offset = if is_less_1 { 1.0 } else { 0.0 };
+        KeptForm { dtype, offset }
+    }
+
+    /// What is to be stored in place of `x` where its channel has a factor. It is not rounded to the format.
+    pub(super) fn scaled(&self, x: f32, factor: f32) -> f32 {
+        (x + self.offset) * factor - self.offset
+    }
+
+    /// Whether readers find `x` times the factor in what is stored: exactly, or, where they add 1, as near as
+    /// the closest number of 16 bits. Near -1, what is stored is much coarser than that.
+    fn holds(&self, x: f32, factor: f32) -> bool {
+        let wanted = f64::from(x + self.offset) * f64::from(factor);
+        let found = self.dtype.rounded(self.scaled(x, factor)) + self.offset;
+        let rounding = match (self.offset == 0.0, self.dtype) {
+            (true, _) => 0.0,
+            (false, Dtype::Bf16) => 2f64.powi(-8),
+            // F32 is stored more finely, and nothing of 8 bits needs that.
+            (false, Dtype::F16 | Dtype::F32) => 2f64.powi(-11),
+        };
+        (f64::from(found) - wanted).abs() <= rounding * wanted.abs()
     }
 }
 
@@ -137,6 +182,7 @@ struct BalancedLayer<'a> {
     config: &'a Config,
     layer: usize,
     measured: Option<&'a LayerMaxima>,
+    stored: Option<&'a Weights>,
 }
 
 impl BalancedLayer<'_> {
@@ -166,7 +212,8 @@ impl BalancedLayer<'_> {
             readers.extend([("mlp.gate_proj", mlp), ("mlp.up_proj", mlp)]);
         }
         let magnitudes = self.measured(Activations::AttentionNorm).unwrap_or(&norm);
-        let of_norm = self.of_norm(magnitudes, &readers, hidden)?;
+        let mut of_norm = self.of_norm(magnitudes, &readers, hidden)?;
+        self.hold(&mut of_norm, "input_layernorm.weight")?;
         add(self.name("input_layernorm.weight"), Some(inverse(&of_norm)), None);
         // A norm stands between these values and the output projection: its channels stay.
         let values_stay = c.is_recurrent(self.layer) || c.value_norm || c.latent.is_some();
@@ -194,7 +241,8 @@ impl BalancedLayer<'_> {
             Some(attended) => max_by_value_channel(attended),
             None => self.row_norms("self_attn.v_proj", kv, &norm)?,
         };
-        let of_values = factors(&magnitudes, &weights);
+        let mut of_values = factors(&magnitudes, &weights);
+        self.hold(&mut of_values, "self_attn.v_proj.bias")?;
         add(
             self.name("self_attn.v_proj.weight"),
             Some(inverse(&of_values)),
@@ -272,7 +320,11 @@ impl BalancedLayer<'_> {
             .collect();
         let readers: Vec<(&str, usize)> = readers.iter().map(|(name, width)| (&name[..], *width)).collect();
         let magnitudes = self.measured(Activations::MlpNorm).unwrap_or(&norm);
-        let of_norm = self.of_norm(magnitudes, &readers, hidden)?;
+        let mut of_norm = self.of_norm(magnitudes, &readers, hidden)?;
+        // The norm comes last: routers hold what is nearer to 1, too.
+        for held in routers.iter().chain([&name]) {
+            self.hold(&mut of_norm, held)?;
+        }
         let factors = |rows, columns| ChannelFactors { rows, columns };
         let mut scaled = vec![(self.name(name), factors(Some(inverse(&of_norm)), None))];
         for router in routers {
@@ -306,10 +358,11 @@ impl BalancedLayer<'_> {
                 continue;
             }
             let weights = self.column_maxima(&[(&format!("{mlp}.down_proj"), hidden)], width)?;
-            let of_up = match self.measured(Activations::Gated) {
+            let mut of_up = match self.measured(Activations::Gated) {
                 Some(gated) => factors(gated, &weights),
                 None => factors(&self.row_norms(&format!("{mlp}.up_proj"), width, &norm)?, &weights),
             };
+            self.hold(&mut of_up, &format!("{mlp}.up_proj.bias"))?;
             add(name("up_proj.weight"), Some(inverse(&of_up)), Some(of_norm.clone()));
             add(name("up_proj.bias"), Some(inverse(&of_up)), None);
             add(name("down_proj.weight"), None, Some(of_up));
@@ -332,6 +385,32 @@ impl BalancedLayer<'_> {
             return Ok(vec![1.0; hidden]);
         }
         Ok(factors(magnitudes, &self.column_maxima(readers, hidden)?))
+    }
+
+    /// Brings factors nearer to 1 until the stored tensor holds its channels with them. A vector is divided by
+    /// them; a matrix reads the channels, and is multiplied.
+    fn hold(&self, factors: &mut [f32], rest: &str) -> Result<(), ModelError> {
+        let name = self.name(rest);
+        let Some((stored, (header, location))) = self.stored.and_then(|of| Some((of, of.locate(&name).ok()?))) else {
+            return Ok(());
+        };
+        let rows = match *header.tensors[&location.name].shape {
+            [rows, _] => Some(rows),
+            _ => None,
+        };
+        let tensor = stored.tensor(&name, rows, factors.len())?;
+        let form = KeptForm::of(self.config, &name, tensor.dtype);
+        let mut values = vec![0.0; factors.len()];
+        for row in 0..tensor.rows {
+            tensor.view().read_row(row, &mut values);
+            for (x, factor) in values.iter().zip(&mut *factors) {
+                let own = |factor: f32| if rows.is_none() { 1.0 / factor } else { factor };
+                while *factor != 1.0 && !form.holds(*x, own(*factor)) {
+                    *factor *= if *factor > 1.0 { 0.5 } else { 2.0 };
+                }
+            }
+        }
+        Ok(())
     }
 
     /// A norm's weights; ones if the model has no norms there.
@@ -416,5 +495,46 @@ mod tests {
         assert!((64.0..=128.0).contains(&(found[1] / found[0])), "{found:?}");
         assert!(found.iter().all(|f| f.log2().fract() == 0.0));
         assert_eq!(inverse(&[4.0, 0.5]), [0.25, 2.0]);
+    }
+
+    #[test]
+    fn what_is_stored_less_1_holds_factors_that_keep_it_from_minus_1() {
+        let norm = |dtype| KeptForm { dtype, offset: 1.0 };
+        let bf16 = norm(Dtype::Bf16);
+        // 1.1 / 32 is stored as -0.96484375, which is 2 % off; a sixteenth less 1, as -1.
+        for (x, factor, holds) in [
+            (0.100_585_94, 0.5, true),
+            (0.100_585_94, 1.0 / 32.0, false),
+            (0.100_585_94, 1.0 / 128.0, false),
+            (-0.9375, 1.0 / 32.0, false),
+            (-0.9375, 1.0 / 16.0, true),
+            (-0.9375, 16.0, true),
+            (7.0, 1.0 / 8.0, true),
+            (-1.0, 1.0 / 32.0, true),
+            (f32::INFINITY, 0.5, false),
+        ] {
+            assert_eq!(bf16.holds(x, factor), holds, "{x} {factor}");
+        }
+        // Five bits are lost of F32's 24.
+        assert!(norm(Dtype::F32).holds(0.100_585_94, 1.0 / 32.0));
+        assert!(!norm(Dtype::F16).holds(0.100_585_94, 1.0 / 32.0));
+    }
+
+    #[test]
+    fn what_is_stored_as_it_is_is_held_exactly_or_not() {
+        let form = |dtype| KeptForm { dtype, offset: 0.0 };
+        // F16 has 10 bits behind the point down to 2^-14, and ends above 65504.
+        let x = 1.0 + 2f32.powi(-10);
+        for (factor, holds) in [
+            (2f32.powi(-14), true),
+            (2f32.powi(-15), false),
+            (2f32.powi(15), true),
+            (2f32.powi(16), false),
+        ] {
+            assert_eq!(form(Dtype::F16).holds(x, factor), holds, "{factor}");
+            assert!(form(Dtype::F16).holds(0.0, factor));
+            assert!(form(Dtype::F32).holds(x, factor));
+        }
+        assert!(form(Dtype::Bf16).holds(1.5, 2f32.powi(-20)));
     }
 }

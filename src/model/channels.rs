@@ -70,7 +70,7 @@ pub struct ActivationMaxima {
 }
 
 /// A prompt, cut to the model's context and the capacity of its KV pool.
-pub(super) fn cut<'a>(model: &Transformer, prompt: &'a [u32]) -> &'a [u32] {
+pub fn cut<'a>(model: &Transformer, prompt: &'a [u32]) -> &'a [u32] {
     let in_pool = model.kv_blocks() as usize / model.kv_tables().len() * BLOCK_TOKENS;
     let tokens_max = in_pool.min(model.context_tokens() as usize);
     &prompt[..prompt.len().min(tokens_max)]

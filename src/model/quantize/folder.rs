@@ -3,7 +3,7 @@
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
-use std::fs;
+use std::fs::{self, File, TryLockError};
 use std::path::{Path, PathBuf};
 
 use safetensors::tensor::{Dtype, TensorView};
@@ -15,7 +15,7 @@ use super::form::OutTensor;
 use super::{LayerReport, QuantizeError};
 use crate::mapped::map;
 use crate::model::error::ModelError;
-use crate::replace::replace;
+use crate::replace::{replace, sync_folder_of};
 
 /// What is written, from what, and what is done: a folder is gone on with for the same alone.
 const RECORD: &str = "quantize.json";
@@ -28,6 +28,8 @@ pub(super) struct OutFolder {
     record: Record,
     weight_map: BTreeMap<String, String>,
     bytes: usize,
+    /// Locked as long as this is open.
+    _locked: File,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -72,7 +74,7 @@ impl OutFolder {
     /// weight files.
     ///
     /// # Errors
-    /// The folder holds something else, is finished, or cannot be written.
+    /// Another process writes the folder, or it holds something else, is finished, or cannot be written.
     pub(super) fn open(
         path: &Path,
         identity: &Value,
@@ -92,6 +94,7 @@ impl OutFolder {
             },
             weight_map: BTreeMap::new(),
             bytes: 0,
+            _locked: locked(path)?,
         };
         match fs::read(path.join(RECORD)) {
             Ok(bytes) => {
@@ -172,7 +175,10 @@ impl OutFolder {
     pub(super) fn write_weights(&mut self, number: usize, tensors: &[FileTensor<'_>]) -> Result<(), QuantizeError> {
         let name = self.file_name(number);
         let path = self.path.join(&name);
-        let unwritable = |e: SafeTensorError| QuantizeError::Refused(format!("cannot write `{}`: {e}", path.display()));
+        let unwritable = |e: SafeTensorError| match e {
+            SafeTensorError::IoError(e) => QuantizeError::write(&path, e),
+            other => QuantizeError::Refused(format!("cannot write `{}`: {other}", path.display())),
+        };
         let mut views = Vec::new();
         for tensor in tensors {
             let view = tensor.view().map_err(unwritable)?;
@@ -183,14 +189,17 @@ impl OutFolder {
         let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
         let temporary = path.with_extension("tmp");
         // Like any file that this user makes; the library alone would hide it from others.
-        let file = fs::File::create(&temporary).map_err(|e| QuantizeError::write(&temporary, e))?;
+        let file = File::create(&temporary).map_err(|e| QuantizeError::write(&temporary, e))?;
         let permissions = file
             .metadata()
             .map_err(|e| QuantizeError::write(&temporary, e))?
             .permissions();
         safetensors::serialize_to_file(views, Some(metadata), &temporary).map_err(unwritable)?;
         fs::set_permissions(&temporary, permissions).map_err(|e| QuantizeError::write(&temporary, e))?;
-        fs::rename(&temporary, &path).map_err(|e| QuantizeError::write(&path, e))
+        // On the disk before the record names it: the library gives the file its whole length first.
+        sync(&temporary)?;
+        fs::rename(&temporary, &path).map_err(|e| QuantizeError::write(&path, e))?;
+        sync_folder_of(&path).map_err(|e| QuantizeError::write(&path, e))
     }
 
     /// Writes the index, copies what is no weight from the folder `model`, and writes `config.json` and the
@@ -208,6 +217,7 @@ impl OutFolder {
             if is_copied(&name) && entry.path().is_file() {
                 let target = self.path.join(&name);
                 fs::copy(entry.path(), &target).map_err(|e| QuantizeError::write(&target, e))?;
+                sync(&target)?;
             }
         }
         let source = model.join("config.json");
@@ -238,6 +248,26 @@ fn pretty(value: &Value) -> String {
     format!("{value:#}\n")
 }
 
+/// Locks the folder until the returned file is closed, with the process at the latest.
+fn locked(folder: &Path) -> Result<File, QuantizeError> {
+    let file = File::open(folder).map_err(|e| ModelError::read(folder, e))?;
+    match file.try_lock() {
+        Ok(()) => Ok(file),
+        Err(TryLockError::WouldBlock) => Err(QuantizeError::Refused(format!(
+            "another process quantizes into `{}`: wait for it, or give another folder",
+            folder.display()
+        ))),
+        Err(TryLockError::Error(e)) => Err(QuantizeError::write(folder, e)),
+    }
+}
+
+/// Waits until a file is on the disk.
+fn sync(path: &Path) -> Result<(), QuantizeError> {
+    let synced = File::open(path).and_then(|file| file.sync_all());
+    synced.map_err(|e| QuantizeError::write(path, e))
+}
+
 fn write(path: &Path, bytes: &[u8]) -> Result<(), QuantizeError> {
-    replace(path, bytes).map_err(|e| QuantizeError::write(path, e))
+    let written = replace(path, bytes).and_then(|()| sync_folder_of(path));
+    written.map_err(|e| QuantizeError::write(path, e))
 }

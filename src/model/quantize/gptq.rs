@@ -44,18 +44,20 @@ pub(super) struct Rounded {
 }
 
 impl Inputs {
-    /// `sums`: H, `[columns][columns]`, symmetric.
+    /// `sums`: H, `[columns][columns]`, symmetric. `None`: all inputs were zero, as behind a norm whose weights
+    /// are, and no output tells one rounding from another.
     ///
     /// # Errors
     /// The sums are no finite numbers.
-    pub(super) fn of(sums: &[f32], columns: usize) -> Result<Inputs, String> {
+    pub(super) fn of(sums: &[f32], columns: usize) -> Result<Option<Inputs>, String> {
         let squares: Vec<f32> = (0..columns).map(|i| sums[i * columns + i]).collect();
         let mean = squares.iter().sum::<f32>() / columns.max(1) as f32;
         if !mean.is_finite() {
             return Err("the inputs of a layer are no finite numbers".into());
         }
-        // Without any input, all columns count alike.
-        let mean = if mean > 0.0 { mean } else { 1.0 };
+        if mean == 0.0 {
+            return Ok(None);
+        }
         let mut order: Vec<usize> = (0..columns).collect();
         order.sort_by(|a, b| squares[*a].total_cmp(&squares[*b]));
         let mut damping = DAMPING;
@@ -69,12 +71,12 @@ impl Inputs {
                 row[i] += damping * mean;
             });
             if factorize(&mut root, columns) {
-                return Ok(Inputs {
+                return Ok(Some(Inputs {
                     columns,
                     root: transposed(&root, columns),
                     order,
                     squares,
-                });
+                }));
             }
             damping *= 10.0;
         }
@@ -299,7 +301,7 @@ mod tests {
         let (columns, rows, group) = (96, 21, 32);
         let (x, sums) = inputs(columns);
         let values = numbers(8, rows * columns);
-        let inputs = Inputs::of(&sums, columns).unwrap();
+        let inputs = Inputs::of(&sums, columns).unwrap().unwrap();
         let factors: Vec<f32> = values
             .chunks(group)
             .map(|group| Grid::Int4.factor(group, None, FactorDtype::F32))
@@ -333,7 +335,7 @@ mod tests {
         let identity: Vec<f32> = (0..columns * columns)
             .map(|i| f32::from(i % (columns + 1) == 0))
             .collect();
-        let independent = Inputs::of(&identity, columns).unwrap();
+        let independent = Inputs::of(&identity, columns).unwrap().unwrap();
         assert_eq!(
             independent.round(Grid::Int4, &values, &factors, group).codes,
             plain.codes
@@ -341,11 +343,10 @@ mod tests {
     }
 
     #[test]
-    fn inputs_of_nothing_are_rounded_to_the_nearest() {
-        let values = numbers(5, 2 * 32);
-        let inputs = Inputs::of(&vec![0.0; 32 * 32], 32).unwrap();
-        let rounded = inputs.round(Grid::Int4, &values, &[0.1, 0.2], 32);
-        assert_eq!(rounded.codes, nearest(Grid::Int4, &values, &[0.1, 0.2], 32).codes);
+    fn sums_of_zeros_are_no_inputs() {
+        assert!(Inputs::of(&vec![0.0; 32 * 32], 32).unwrap().is_none());
+        // Of a single column, they are.
+        assert!(Inputs::of(&[0.0, 0.0, 0.0, 1.0], 2).unwrap().is_some());
         assert!(Inputs::of(&[f32::NAN], 1).is_err());
     }
 }

@@ -31,7 +31,7 @@ use self::matrices::Matrix;
 use crate::device::cpu::add_gram;
 use crate::device::{Dtype, TensorError};
 use crate::engine::ForwardError;
-use crate::model::balance::{BalancedWeights, ChannelFactors};
+use crate::model::balance::{ChannelFactors, KeptForm, factors_of};
 use crate::model::canonical::CanonicalWeights;
 use crate::model::channels::{ActivationMaxima, Activations, observe};
 use crate::model::checkpoint::Checkpoint;
@@ -87,6 +87,8 @@ pub enum QuantizeError {
     Tensor(#[from] TensorError),
     #[error("cannot write `{}`: {source}", .path.display())]
     Write { path: PathBuf, source: io::Error },
+    #[error("layer {layer}: what `{name}` reads was not observed: this is a mistake of gristmill's, please report it")]
+    Unobserved { layer: usize, name: String },
     #[error("{0}")]
     Refused(String),
 }
@@ -178,8 +180,9 @@ impl Quantization<'_> {
             return Ok(HashMap::new());
         }
         let config = &self.checkpoint.config;
-        let canonical = CanonicalWeights::new(&self.checkpoint.weights, config);
-        let mut factors = BalancedWeights::new(&canonical, config, self.channels)?.into_factors();
+        let weights = &self.checkpoint.weights;
+        let canonical = CanonicalWeights::new(weights, config);
+        let mut factors = factors_of(&canonical, config, self.channels, Some(weights))?;
         let parts: HashSet<&str> = layers.iter().flatten().flat_map(Matrix::part_names).collect();
         // The balance names what a model might have.
         let tensors = ModelTensors::of(config);
@@ -231,12 +234,13 @@ impl Quantization<'_> {
     /// Runs the prompts, and sums the products of what each of these layers' matrices read.
     fn sums(&self, layers: &[Vec<Matrix>], now: &[usize]) -> Result<Sums, QuantizeError> {
         let mut sums = Sums::new();
+        let mut wanted = BTreeMap::new();
         for layer in now {
             for (kind, width) in self.observed(&layers[*layer]) {
-                sums.insert((*layer, kind), vec![0.0; width * width]);
+                wanted.insert((*layer, kind), width);
             }
         }
-        if sums.is_empty() {
+        if wanted.is_empty() {
             return Ok(sums);
         }
         let (config, weights) = (&self.checkpoint.config, &self.checkpoint.weights);
@@ -244,7 +248,9 @@ impl Quantization<'_> {
         let mut failed = None;
         let prompts = self.prompts.iter().map(Vec::as_slice);
         observe(&mut model, prompts, |layer, activations: Activations, buffer| {
-            if let Some(sums) = sums.get_mut(&(layer, activations as u8)) {
+            let key = (layer, activations as u8);
+            if let Some(width) = wanted.get(&key) {
+                let sums = sums.entry(key).or_insert_with(|| vec![0.0; width * width]);
                 let added = add_gram(&self.options.threads, buffer, sums);
                 failed = failed.take().or(added.err());
             }
@@ -274,9 +280,16 @@ impl<'a> Work<'a> {
     ) -> Result<(Vec<FileTensor<'a>>, LayerReport), QuantizeError> {
         let mut inputs = BTreeMap::new();
         for (kind, width) in self.quantization.observed(matrices) {
-            let found = Inputs::of(&sums[&(layer, kind)], width);
+            let Some(sums) = sums.get(&(layer, kind)) else {
+                let reader = matrices
+                    .iter()
+                    .find(|matrix| matrix.input.map(|input| input as u8) == Some(kind));
+                let name = reader.map(|matrix| matrix.name.clone()).unwrap_or_default();
+                return Err(QuantizeError::Unobserved { layer, name });
+            };
+            let found = Inputs::of(sums, width);
             let found = found.map_err(|why| QuantizeError::Refused(format!("layer {layer}: {why}")))?;
-            inputs.insert(kind, found);
+            inputs.extend(found.map(|found| (kind, found)));
         }
         let prefix = format!("model.layers.{layer}.");
         let quantized: HashSet<&str> = matrices.iter().map(|matrix| &matrix.name[..]).collect();
@@ -379,12 +392,7 @@ impl<'a> Work<'a> {
             }
         };
         let tensor = self.weights.tensor(name, rows, columns)?;
-        // Norms of some families are stored less 1.
-        let offset = if self.quantization.checkpoint.config.unit_offset_norms && name.ends_with("norm.weight") {
-            1.0
-        } else {
-            0.0
-        };
+        let form = KeptForm::of(&self.quantization.checkpoint.config, name, tensor.dtype);
         let mut values = vec![0.0f32; columns];
         let mut bytes = Vec::with_capacity(tensor.data.len());
         for row in 0..tensor.rows {
@@ -395,12 +403,11 @@ impl<'a> Work<'a> {
                     .as_ref()
                     .map_or(1.0, |of| of[if rows.is_none() { i } else { row }]);
                 let factor = of_row * factors.columns.as_ref().map_or(1.0, |of| of[i]);
-                let scaled = (x + offset) * factor - offset;
+                let scaled = form.scaled(*x, factor);
+                // The factors were chosen for the format.
                 if !scaled.is_finite() || !tensor.dtype.append(scaled, &mut bytes) {
-                    return Err(QuantizeError::Refused(format!(
-                        "tensor `{name}` cannot hold the balanced value {scaled} in {}: convert the checkpoint to bf16 first",
-                        tensor.dtype.name()
-                    )));
+                    let why = format!("tensor `{name}` has a number that is not finite");
+                    return Err(ModelError::broken(self.weights.path_of(name), why).into());
                 }
             }
         }
