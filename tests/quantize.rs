@@ -313,8 +313,16 @@ fn an_interrupted_run_goes_on_and_another_is_refused() {
     let again = folder.path().join("again");
     run(&["quantize", arg(&whole), "--to", "int8", "--out", arg(&again)])
         .expect(2)
-        .one_line(&["is not quantized", "it is quantized already"]);
+        .one_line(&["is not quantized", "in other numbers already", "give the checkpoint"]);
     assert!(!again.exists());
+    let to = ["quantize", arg(&model), "--to", "int8", "--out"];
+    run(&[&to[..], &["s3://bucket/model"]].concat())
+        .expect(2)
+        .one_line(&["`s3://bucket/model` is an address", "a folder of this machine"]);
+    run(&[&to[..], &[arg(&again), "--device", "cuda"]].concat())
+        .expect(2)
+        .one_line(&["--device", "on the CPU"]);
+    assert!(!again.exists() && !Path::new("s3:").exists());
     // By its file, and as a folder that has a `config.json`, too.
     let gguf = folder.path().join("gguf");
     copy_folder(&directory("qwen2-q4_0-tied"), &gguf);

@@ -4,14 +4,14 @@
 use std::io::IsTerminal;
 use std::path::Path;
 
-use anyhow::{Context, anyhow};
+use anyhow::{Context, anyhow, bail};
 use indicatif::ProgressBar;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
 use crate::cli::args::{EngineArgs, JobArgs, QuantizeArgs};
 use crate::cli::calibrate;
-use crate::cli::device_choice::ResolvedDevice;
+use crate::cli::device_choice::{DeviceChoice, ResolvedDevice};
 use crate::cli::exit::{Exit, Failure};
 use crate::cli::model_source::open_model;
 use crate::cli::prepare::{PreparedJob, print_warnings};
@@ -29,6 +29,7 @@ use crate::say;
 use crate::worker::model::{Formats, ModelFiles};
 
 pub(super) async fn quantize(args: QuantizeArgs) -> Result<Exit, Failure> {
+    check(&args).map_err(Failure::bad_job)?;
     let files = open_model(&args.model, None, &[]).await?;
     let checkpoint = Checkpoint::open(&files.dir, None, files.config.clone()).map_err(Failure::bad_job)?;
     print_warnings(&checkpoint.config.warnings);
@@ -42,6 +43,20 @@ pub(super) async fn quantize(args: QuantizeArgs) -> Result<Exit, Failure> {
         done.print(&args, &prompts);
         Ok(Exit::Done)
     })
+}
+
+/// Refuses what would be taken for something else.
+fn check(args: &QuantizeArgs) -> anyhow::Result<()> {
+    let out = args.out.to_string_lossy();
+    if out.contains("://") {
+        bail!(
+            "--out `{out}` is an address, and a checkpoint is written to a folder of this machine: name one, and copy it afterwards"
+        );
+    }
+    if matches!(args.engine.device, DeviceChoice::Cuda(_)) {
+        bail!("--device names a GPU, and checkpoints are quantized on the CPU: leave it out");
+    }
+    Ok(())
 }
 
 /// The prompts of the job at `path`, which must be of this model: tokens of another would mean nothing.

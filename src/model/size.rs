@@ -107,8 +107,8 @@ impl CodedSize {
     /// Why a model without such matrices is not run in four bits.
     pub fn refusal(model: &Path) -> String {
         format!(
-            "`{}`: `precision` is w4a8, and no matrix of this model is stored in whole numbers of 4 bits with factors of groups: \
-             choose `int8`, or a checkpoint that is quantized so (docs/models.md)",
+            "`{}`: `precision` is w4a8, and no matrix of this model is stored in whole numbers of 4 bits with factors of groups, in the order of \
+             its columns (not GPTQ's `desc_act`): choose `int8`, or a checkpoint that is quantized so (docs/models.md)",
             model.display()
         )
     }

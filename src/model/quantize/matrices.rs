@@ -34,20 +34,23 @@ pub(super) const JOINED_EXPERTS: &str = "the experts of a layer are one tensor";
 /// Why a model is refused.
 pub(super) fn refusal(config: &Config) -> Option<&'static str> {
     let is_other = |other: bool, what: &'static str| other.then_some(what);
-    is_other(config.quantization.is_some(), "it is quantized already")
-        .or(is_other(config.latent.is_some(), "its layers keep latents"))
-        .or(is_other(config.recurrent.is_some(), "it has recurrent layers"))
-        .or(is_other(config.has_lone_parts(), "it has layers of one part"))
-        .or(is_other(
-            config.layer_inputs.is_some(),
-            "its layers have inputs of their own",
-        ))
-        .or(is_other(config.attention_gates, "its attention has gates"))
-        .or(is_other(config.expert_form() != ExpertForm::Matrices, JOINED_EXPERTS))
-        .or(is_other(
-            config.experts.as_ref().is_some_and(|experts| experts.beside_mlp),
-            "it has experts beside an MLP",
-        ))
+    is_other(
+        config.quantization.is_some(),
+        "its weights are in other numbers already: give the checkpoint that it was made of",
+    )
+    .or(is_other(config.latent.is_some(), "its layers keep latents"))
+    .or(is_other(config.recurrent.is_some(), "it has recurrent layers"))
+    .or(is_other(config.has_lone_parts(), "it has layers of one part"))
+    .or(is_other(
+        config.layer_inputs.is_some(),
+        "its layers have inputs of their own",
+    ))
+    .or(is_other(config.attention_gates, "its attention has gates"))
+    .or(is_other(config.expert_form() != ExpertForm::Matrices, JOINED_EXPERTS))
+    .or(is_other(
+        config.experts.as_ref().is_some_and(|experts| experts.beside_mlp),
+        "it has experts beside an MLP",
+    ))
 }
 
 /// The matrices of a layer: all projections of attention, MLP and experts. Routers and the output head stay.
