@@ -156,7 +156,7 @@ fn prompts_make_four_bits_better() {
 
 /// What models are refused for, and their names.
 const REFUSED: [(&str, &[&str]); 7] = [
-    ("it is quantized already", &["qwen3-fp8", "deepseek3-fp8"]),
+    ("in other numbers already", &["qwen3-fp8", "deepseek3-fp8"]),
     (
         "the experts of a layer are one tensor",
         &[

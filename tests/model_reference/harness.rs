@@ -305,7 +305,7 @@ pub(crate) struct Runner<'a> {
 impl Runner<'_> {
     pub(crate) fn new(model: &mut Transformer) -> Runner<'_> {
         // 7 is coprime to the number of blocks: neighbours in a table are no neighbours in the pool.
-        let blocks = model.kv_blocks();
+        let blocks = model.kv_blocks() / model.kv_tables().len() as u32;
         let free = (0..blocks).map(|i| i * 7 % blocks).collect();
         let free_slots = (0..model.state_slots().unwrap_or(0)).collect();
         Runner {
