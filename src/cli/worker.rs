@@ -68,18 +68,7 @@ pub(super) async fn worker(args: WorkerArgs) -> Result<Exit, Failure> {
         ModelSearch::Nothing { refused } => return report_early_end(&args, Some(refused), &stop),
     };
     print_warnings(&wanted.files.config.warnings);
-    let hashes = wanted
-        .files
-        .hashes(wanted.formats.precision)
-        .map_err(Failure::bad_job)?;
-    let loaded = LoadedModel::load(
-        wanted.files,
-        wanted.formats,
-        wanted.context,
-        hashes,
-        device,
-        &args.engine,
-    )?;
+    let loaded = load(&wanted, device, &args)?;
     let meter = Arc::new(Meter::default());
     let worker = Arc::new(Worker::new(WorkerConfig {
         name: worker_name(&args)?,
@@ -178,6 +167,17 @@ struct WantedModel {
     context: Option<u32>,
     /// Outputs whose stores failed during the search for a model, with their errors.
     failing_outputs: Vec<(String, anyhow::Error)>,
+}
+
+fn load(wanted: &WantedModel, device: ResolvedDevice, args: &WorkerArgs) -> Result<LoadedModel, Failure> {
+    let WantedModel {
+        files,
+        formats,
+        context,
+        ..
+    } = wanted;
+    let hashes = files.hashes(formats.precision).map_err(Failure::bad_job)?;
+    LoadedModel::load(files.clone(), *formats, *context, hashes, device, &args.engine)
 }
 
 /// Result of the search for a model.

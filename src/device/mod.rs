@@ -435,7 +435,8 @@ pub trait Device: Send + Sync {
     /// As [`gated_linear`](Self::gated_linear), where the adapters of the step's sequences add to gate and up.
     fn adapted_gated_linear(
         &self,
-        (_linear, _adapters): (&Linear<Self::Matrix, Self::Vector>, &AdapterParts<Self::Matrix>),
+        _linear: &Linear<Self::Matrix, Self::Vector>,
+        _adapters: &AdapterParts<Self::Matrix>,
         _activation: Activation,
         (_step, _x): (&Self::Step, &Self::Buffer),
         _out: &mut Self::Buffer,

@@ -86,8 +86,7 @@ impl<D: Device> AdaptedLinear<D> {
         if !adapted || self.adapters.is_empty() {
             return device.gated_linear(&self.linear, activation, x, out, workspace);
         }
-        let linear = (&self.linear, &self.adapters[..]);
-        device.adapted_gated_linear(linear, activation, (step, x), out, workspace)
+        device.adapted_gated_linear(&self.linear, &self.adapters, activation, (step, x), out, workspace)
     }
 }
 

@@ -264,18 +264,7 @@ impl<D: Device> Transformer<D> {
             step_tokens_max: None,
             adapters: adapters.len(),
         };
-        if let KvBudget::Profiled {
-            step_tokens,
-            sequences,
-            bytes,
-        } = options.kv
-        {
-            let tokens = transformer.run_largest_step(step_tokens, sequences)?;
-            transformer.run_tuning_steps(tokens, sequences)?;
-            transformer.pools.clear();
-            transformer.kv_blocks = pool::blocks_in_free_memory(&transformer.device, &transformer.config, bytes)?;
-            transformer.pools = pool::allocate(&transformer.device, &transformer.config, transformer.kv_blocks)?;
-        }
+        transformer.fill_memory(options.kv)?;
         Ok(transformer)
     }
 

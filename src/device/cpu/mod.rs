@@ -561,7 +561,8 @@ impl Device for Cpu {
 
     fn adapted_gated_linear(
         &self,
-        (linear, adapters): (&Linear<Matrix, Vector>, &AdapterParts<Matrix>),
+        linear: &Linear<Matrix, Vector>,
+        adapters: &AdapterParts<Matrix>,
         activation: Activation,
         (step, x): (&Step, &Buffer),
         out: &mut Buffer,

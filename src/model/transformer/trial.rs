@@ -4,7 +4,7 @@ use super::{Buffers, Transformer};
 use crate::device::draw::Draw;
 use crate::device::{Device, DeviceError};
 use crate::model::error::ModelError;
-use crate::model::pool;
+use crate::model::pool::{self, KvBudget};
 use crate::model::times::Times;
 
 /// Minimum rows for which a device measures its matmul kernels. For fewer rows, it uses the choice
@@ -12,9 +12,27 @@ use crate::model::times::Times;
 const TUNED_ROWS_MIN: u32 = 16;
 
 impl<D: Device> Transformer<D> {
+    /// Gives keys and values what trial steps leave of the device's memory, if they are to have that.
+    pub(super) fn fill_memory(&mut self, budget: KvBudget) -> Result<(), ModelError> {
+        let KvBudget::Profiled {
+            step_tokens,
+            sequences,
+            bytes,
+        } = budget
+        else {
+            return Ok(());
+        };
+        let tokens = self.run_largest_step(step_tokens, sequences)?;
+        self.run_tuning_steps(tokens, sequences)?;
+        self.pools.clear();
+        self.kv_blocks = pool::blocks_in_free_memory(&self.device, &self.config, bytes)?;
+        self.pools = pool::allocate(&self.device, &self.config, self.kv_blocks)?;
+        Ok(())
+    }
+
     /// Runs a trial step of the maximum size, so that all memory besides the KV pool is allocated;
     /// if it does not fit in memory, smaller ones. Returns the tokens of the step that fits.
-    pub(super) fn run_largest_step(&mut self, step_tokens: u32, sequences: u32) -> Result<u32, ModelError> {
+    fn run_largest_step(&mut self, step_tokens: u32, sequences: u32) -> Result<u32, ModelError> {
         let mut tokens = step_tokens;
         loop {
             match self.run_trial_step(tokens, sequences) {
@@ -35,7 +53,7 @@ impl<D: Device> Transformer<D> {
     /// Runs trial steps at each power of two of tokens, and of sequences, below the largest step.
     /// At each size the device measures its matmul kernels, and libraries load theirs. Both need
     /// memory, so this precedes the allocation of the pool.
-    pub(super) fn run_tuning_steps(&mut self, step_tokens: u32, sequences: u32) -> Result<(), ModelError> {
+    fn run_tuning_steps(&mut self, step_tokens: u32, sequences: u32) -> Result<(), ModelError> {
         if !self.device.autotunes_matmuls() {
             return Ok(());
         }
