@@ -1,6 +1,6 @@
 """Measures what LoRA adapters beside a model cost: requests of the model alone, and of it and three adapters in turn.
 
-    cargo build --release && python3 benches/adapters.py --data DIR [--models q05b] [--workloads W1,W2] [--rounds 3] [--out FILE.json]
+    cargo build --release && python3 benches/adapters.py --data DIR [--models q05b] [--workloads W1,W2,W3] [--rounds 3] [--out FILE.json]
 
 Models and traces are those of benches/peers/run.py, which is to be run first, with the same --data; the adapters are of random numbers,
 of rank 16, for all projections of attention and MLPs. Both sides run the same requests, one after the other, in INT8. An
