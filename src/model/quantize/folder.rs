@@ -74,7 +74,7 @@ impl OutFolder {
     /// weight files.
     ///
     /// # Errors
-    /// Another process writes the folder, or it holds something else, is finished, or cannot be written.
+    /// Another process writes the folder, or it holds something else, or cannot be written.
     pub(super) fn open(
         path: &Path,
         identity: &Value,
@@ -107,9 +107,6 @@ impl OutFolder {
                     let why = "was begun for another model, scheme or calibration: give another folder, or remove it";
                     return Err(refuse(why.to_owned()));
                 }
-                if begun.finished {
-                    return Err(refuse("is finished already".to_owned()));
-                }
                 folder.record = begun;
             }
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
@@ -138,23 +135,41 @@ impl OutFolder {
         format!("model-{:05}-of-{:05}.safetensors", number + 1, self.files)
     }
 
-    /// Reads which tensors the file of a layer that is done holds. `false`: the layer is not done.
-    ///
-    /// # Errors
-    /// The file cannot be read.
-    pub(super) fn goes_on_behind(&mut self, layer: usize) -> Result<bool, QuantizeError> {
+    /// Reads which tensors the file of a layer that is done holds. `false`: the layer is not done, or its file is not whole.
+    pub(super) fn goes_on_behind(&mut self, layer: usize) -> bool {
         if self.record.layers.iter().all(|report| report.layer != layer) {
-            return Ok(false);
+            return false;
         }
-        let name = self.file_name(layer + 1);
-        let path = self.path.join(&name);
-        let bytes = map(&path).map_err(|e| ModelError::read(&path, e))?;
-        let (_, metadata) = SafeTensors::read_metadata(&bytes).map_err(|e| ModelError::broken(&path, e.to_string()))?;
-        for (tensor, info) in metadata.tensors() {
-            self.bytes += info.data_offsets.1 - info.data_offsets.0;
+        let is_whole = self.note_tensors(layer + 1);
+        if !is_whole {
+            let path = self.path.join(self.file_name(layer + 1));
+            tracing::warn!("`{}` is missing or damaged: it is written again", path.display());
+            self.record.layers.retain(|report| report.layer != layer);
+        }
+        is_whole
+    }
+
+    /// Whether a run before this one has written everything, and all of it is there.
+    pub(super) fn is_whole(&mut self) -> bool {
+        let are_there = ["config.json", INDEX].iter().all(|name| self.path.join(name).exists());
+        self.record.finished && are_there && self.record.layers.len() + 1 == self.files && self.note_tensors(0)
+    }
+
+    /// Notes the tensors of a file of weights. `false`: it is missing or damaged.
+    fn note_tensors(&mut self, number: usize) -> bool {
+        let name = self.file_name(number);
+        let Ok(bytes) = map(&self.path.join(&name)) else {
+            return false;
+        };
+        // Compares the file's length with the header, too.
+        let Ok(tensors) = SafeTensors::deserialize(&bytes) else {
+            return false;
+        };
+        for (tensor, view) in tensors.tensors() {
+            self.bytes += view.data().len();
             self.weight_map.insert(tensor, name.clone());
         }
-        Ok(true)
+        true
     }
 
     /// Writes the file of a layer, and that it is done.

@@ -106,7 +106,8 @@ impl QuantizeError {
 type Sums = BTreeMap<(usize, u8), Vec<f32>>;
 
 impl Quantization<'_> {
-    /// Writes the quantized checkpoint into the folder `out`. `progress` gets the number of finished layers.
+    /// Writes the quantized checkpoint into the folder `out`, or what is missing of it there. `progress` gets the number of
+    /// finished layers.
     ///
     /// # Errors
     /// The model is of a kind that is not quantized, a file cannot be read or written, or `out` holds something
@@ -129,9 +130,12 @@ impl Quantization<'_> {
         let mut folder = OutFolder::open(out, &self.identity, groups, layers.len() + 1)?;
         let mut pending = Vec::new();
         for layer in 0..layers.len() {
-            if !folder.goes_on_behind(layer)? {
+            if !folder.goes_on_behind(layer) {
                 pending.push(layer);
             }
+        }
+        if pending.is_empty() && folder.is_whole() {
+            return Ok(folder.layers().to_vec());
         }
         progress(folder.layers().len());
         let work = Work {
