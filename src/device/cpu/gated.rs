@@ -131,16 +131,10 @@ pub(super) fn gated(
 ) {
     let width = gate_up.width / if activation.has_gate() { 2 } else { 1 };
     out.reshape(gate_up.rows, width);
-    let elements = out.data.len();
-    let mut parts: Vec<_> = out.parts_mut(ctx.threads.parts(elements)).collect();
-    ctx.threads.parallel_for_each(elements, &mut parts, |_, parts| {
-        for (first, part) in parts {
-            for (i, y) in part.chunks_exact_mut(width).enumerate() {
-                let row = gate_up.row(*first + i);
-                let (gate, up) = (&row[..width], &row[row.len() - width..]);
-                gated_row_on(ctx.isa, activation, gate, up, round_to_bf16, y);
-            }
-        }
+    out.each_row(ctx, |i, y| {
+        let row = gate_up.row(i);
+        let (gate, up) = (&row[..width], &row[row.len() - width..]);
+        gated_row_on(ctx.isa, activation, gate, up, round_to_bf16, y);
     });
 }
 
@@ -155,25 +149,19 @@ pub(super) fn gated_pairs(
 ) {
     assert_eq!(pairs.width, 2 * width.next_multiple_of(PANEL));
     out.reshape(pairs.rows, width);
-    let elements = out.data.len();
-    let mut parts: Vec<_> = out.parts_mut(ctx.threads.parts(elements)).collect();
-    ctx.threads.parallel_for_each(elements, &mut parts, |_, parts| {
-        for (first, part) in parts {
-            for (i, y) in part.chunks_exact_mut(width).enumerate() {
-                let panel_pairs = pairs.row(*first + i).as_chunks().0;
-                gated_tile_on(
-                    ctx.isa,
-                    &GatedTile {
-                        activation,
-                        panel_pairs,
-                        pairs_per_row: panel_pairs.len(),
-                        out: y.as_mut_ptr(),
-                        out_stride: width,
-                        columns: width,
-                    },
-                );
-            }
-        }
+    out.each_row(ctx, |i, y| {
+        let panel_pairs = pairs.row(i).as_chunks().0;
+        gated_tile_on(
+            ctx.isa,
+            &GatedTile {
+                activation,
+                panel_pairs,
+                pairs_per_row: panel_pairs.len(),
+                out: y.as_mut_ptr(),
+                out_stride: width,
+                columns: width,
+            },
+        );
     });
 }
 

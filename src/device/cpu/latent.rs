@@ -56,42 +56,29 @@ pub(super) fn rows(
         ..
     } = scratch;
     plain.reshape(count * tokens, shape.plain_dim);
-    let elements = plain.data.len();
-    let mut parts: Vec<_> = plain.parts_mut(ctx.threads.parts(elements)).collect();
-    ctx.threads.parallel_for_each(elements, &mut parts, |_, parts| {
-        for (first, part) in parts {
-            for (i, out) in part.chunks_exact_mut(shape.plain_dim).enumerate() {
-                let (head, token) = ((*first + i) / tokens, (*first + i) % tokens);
-                out.copy_from_slice(&queries.row(token)[head * query_dim..][..shape.plain_dim]);
-            }
-        }
+    plain.each_row(ctx, |i, out| {
+        let (head, token) = (i / tokens, i % tokens);
+        out.copy_from_slice(&queries.row(token)[head * query_dim..][..shape.plain_dim]);
     });
     // Attention reads queries in F32 at every precision: these are not rounded a second time.
     let segments = segments(op.heads, tokens);
     let read = Rows { x: plain, picked: None };
     grouped_linear(ctx, &segments, rank, false, read, products, packed);
     qkv.reshape(tokens, op.place.row_width());
-    let (width, elements) = (qkv.width, qkv.data.len());
-    let mut parts: Vec<_> = qkv.parts_mut(ctx.threads.parts(elements)).collect();
-    ctx.threads.parallel_for_each(elements, &mut parts, |_, parts| {
-        for (first, part) in parts {
-            for (i, row) in part.chunks_exact_mut(width).enumerate() {
-                let token = *first + i;
-                let rotation = &rotations[token * shape.rope_dim..][..shape.rope_dim];
-                let (own, key) = row.split_at_mut(count * shape.kept());
-                for (head, own) in own.chunks_exact_mut(shape.kept()).enumerate() {
-                    let (product, rotating) = own.split_at_mut(rank);
-                    product.copy_from_slice(products.row(head * tokens + token));
-                    let query = &queries.row(token)[head * query_dim..][..query_dim];
-                    rotating.copy_from_slice(&query[shape.plain_dim..]);
-                    rotate_heads_on(ctx.isa, rotating, None, rotation, round_to_bf16);
-                }
-                key.copy_from_slice(latents.row(token));
-                let (latent, rotating) = key.split_at_mut(rank);
-                normalise_heads_on(ctx.isa, latent, (&op.norm.0, op.eps), round_to_bf16);
-                rotate_heads_on(ctx.isa, rotating, None, rotation, round_to_bf16);
-            }
+    qkv.each_row(ctx, |token, row| {
+        let rotation = &rotations[token * shape.rope_dim..][..shape.rope_dim];
+        let (own, key) = row.split_at_mut(count * shape.kept());
+        for (head, own) in own.chunks_exact_mut(shape.kept()).enumerate() {
+            let (product, rotating) = own.split_at_mut(rank);
+            product.copy_from_slice(products.row(head * tokens + token));
+            let query = &queries.row(token)[head * query_dim..][..query_dim];
+            rotating.copy_from_slice(&query[shape.plain_dim..]);
+            rotate_heads_on(ctx.isa, rotating, None, rotation, round_to_bf16);
         }
+        key.copy_from_slice(latents.row(token));
+        let (latent, rotating) = key.split_at_mut(rank);
+        normalise_heads_on(ctx.isa, latent, (&op.norm.0, op.eps), round_to_bf16);
+        rotate_heads_on(ctx.isa, rotating, None, rotation, round_to_bf16);
     });
 }
 
@@ -126,15 +113,9 @@ pub(super) fn values(
     );
     (latents.rows, latents.width) = (rows, row_width);
     out.reshape(tokens, count * width);
-    let elements = out.data.len();
-    let mut parts: Vec<_> = out.parts_mut(ctx.threads.parts(elements)).collect();
-    ctx.threads.parallel_for_each(elements, &mut parts, |_, parts| {
-        for (first, part) in parts {
-            for (i, row) in part.chunks_exact_mut(count * width).enumerate() {
-                for (head, value) in row.chunks_exact_mut(width).enumerate() {
-                    value.copy_from_slice(products.row(head * tokens + *first + i));
-                }
-            }
+    out.each_row(ctx, |token, row| {
+        for (head, value) in row.chunks_exact_mut(width).enumerate() {
+            value.copy_from_slice(products.row(head * tokens + token));
         }
     });
 }

@@ -46,15 +46,15 @@ pub(super) fn add(
     let (projected, weight) = (op.projected, &op.norm.0[..]);
     assert_eq!((projected.rows, projected.width), (inputs.rows, inputs.width));
     assert!(inputs.width.is_multiple_of(weight.len()));
-    let (elements, width) = (inputs.data.len(), inputs.width);
-    let mut parts: Vec<_> = inputs.parts_mut(ctx.threads.parts(elements)).collect();
-    ctx.threads.parallel_for_each(elements, &mut parts, |_, parts| {
-        for (first, part) in parts {
-            for (i, row) in part.chunks_exact_mut(width).enumerate() {
-                let projected = projected.row(*first + i);
-                add_row_on(ctx.isa, projected, weight, (op.eps, op.scale), round_to_bf16, row);
-            }
-        }
+    inputs.each_row(ctx, |i, row| {
+        add_row_on(
+            ctx.isa,
+            projected.row(i),
+            weight,
+            (op.eps, op.scale),
+            round_to_bf16,
+            row,
+        );
     });
 }
 
@@ -70,15 +70,9 @@ pub(super) fn gate(
     let width = gate.width;
     assert!(gate.rows == inputs.rows && (layer + 1) * width <= inputs.width);
     out.reshape(gate.rows, width);
-    let elements = out.data.len();
-    let mut parts: Vec<_> = out.parts_mut(ctx.threads.parts(elements)).collect();
-    ctx.threads.parallel_for_each(elements, &mut parts, |_, parts| {
-        for (first, part) in parts {
-            for (i, row) in part.chunks_exact_mut(width).enumerate() {
-                let input = &inputs.row(*first + i)[layer * width..][..width];
-                gated_row_on(ctx.isa, activation, gate.row(*first + i), input, round_to_bf16, row);
-            }
-        }
+    out.each_row(ctx, |i, row| {
+        let input = &inputs.row(i)[layer * width..][..width];
+        gated_row_on(ctx.isa, activation, gate.row(i), input, round_to_bf16, row);
     });
 }
 

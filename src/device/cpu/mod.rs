@@ -192,6 +192,19 @@ impl Buffer {
         parts.enumerate().map(move |(i, part)| (i * rows, part))
     }
 
+    /// Calls `run` with each row's index and its numbers, on all threads.
+    fn each_row(&mut self, ctx: ExecContext<'_>, run: impl Fn(usize, &mut [f32]) + Sync) {
+        let (elements, width) = (self.data.len(), self.width.max(1));
+        let mut parts: Vec<_> = self.parts_mut(ctx.threads.parts(elements)).collect();
+        ctx.threads.parallel_for_each(elements, &mut parts, |_, parts| {
+            for (first, part) in parts {
+                for (i, row) in part.chunks_exact_mut(width).enumerate() {
+                    run(*first + i, row);
+                }
+            }
+        });
+    }
+
     fn row_mut(&mut self, i: usize) -> &mut [f32] {
         &mut self.data[i * self.width..(i + 1) * self.width]
     }
