@@ -67,6 +67,15 @@ pub struct ModelHashes {
     pub apart: Vec<String>,
 }
 
+impl ModelHashes {
+    /// 0 for a job of the model itself, the number of the adapter for a job with one. `None`: the job is for another model.
+    fn number_of(&self, identity: &JobIdentity) -> Option<u32> {
+        let mut all = std::iter::once(&self.own).chain(&self.apart);
+        all.position(|hash| *hash == identity.model_hash)
+            .map(|number| number as u32)
+    }
+}
+
 impl From<String> for ModelHashes {
     fn from(own: String) -> ModelHashes {
         ModelHashes { own, apart: Vec::new() }
@@ -285,12 +294,11 @@ impl Model {
     /// Why a job with this identity cannot run on this model; `None`: it can.
     pub fn refusal(&self, identity: &JobIdentity) -> Option<String> {
         let short = |hash: &str| hash.get(..12).unwrap_or(hash).to_string();
-        let ModelHashes { own, apart } = &self.hashes;
-        if identity.model_hash != *own && !apart.contains(&identity.model_hash) {
+        if self.hashes.number_of(identity).is_none() {
             return Some(format!(
                 "it is for model {}, this worker has {} ({})",
                 short(&identity.model_hash),
-                short(own),
+                short(&self.hashes.own),
                 self.name()
             ));
         }
@@ -307,14 +315,12 @@ impl Model {
     /// # Errors
     /// The job is for another model.
     pub fn adapter_of(&self, identity: &JobIdentity) -> anyhow::Result<u32> {
-        let ModelHashes { own, apart } = &self.hashes;
-        if apart.is_empty() || identity.model_hash == *own {
+        // A recheck has the job's model in another precision, and with that another hash.
+        if self.hashes.apart.is_empty() {
             return Ok(0);
         }
-        match apart.iter().position(|hash| *hash == identity.model_hash) {
-            Some(index) => Ok(index as u32 + 1),
-            None => anyhow::bail!("the job is for another model"),
-        }
+        let number = self.hashes.number_of(identity);
+        number.ok_or_else(|| anyhow::anyhow!("the job is for another model"))
     }
 
     /// The folder that tells this model from others for a job with this adapter: the adapter's, or the checkpoint's.
