@@ -740,17 +740,22 @@ fn a_shared_prefix_is_computed_once_even_when_rows_start_together() {
     );
 }
 
-/// Requests with one prompt and one salt: neither blocks nor answers go from one adapter to another.
-#[test]
-fn requests_of_different_adapters_share_nothing() {
-    let greedy = GenerationParams {
+/// Greedy, of six tokens.
+fn greedy() -> GenerationParams {
+    GenerationParams {
         sampling: Sampling {
             temperature: 0.0,
             ..Sampling::default()
         },
         max_tokens: 6,
         ..GenerationParams::default()
-    };
+    }
+}
+
+/// Requests with one prompt and one salt: neither blocks nor answers go from one adapter to another.
+#[test]
+fn requests_of_different_adapters_share_nothing() {
+    let greedy = greedy();
     let prompt: Vec<u32> = (0..100).map(|t| 30 + t % 50).collect();
     let of_adapter = |row: u64| Request {
         adapter: row as u32 % 3,
@@ -779,14 +784,7 @@ fn requests_of_different_adapters_share_nothing() {
 
 #[test]
 fn equal_greedy_requests_are_computed_once() {
-    let greedy = GenerationParams {
-        sampling: Sampling {
-            temperature: 0.0,
-            ..Sampling::default()
-        },
-        max_tokens: 6,
-        ..GenerationParams::default()
-    };
+    let greedy = greedy();
     let longer = GenerationParams {
         max_tokens: 9,
         ..greedy.clone()
@@ -841,14 +839,7 @@ fn equal_greedy_requests_are_computed_once() {
 
 #[test]
 fn a_cancelled_row_leaves_its_equals() {
-    let params = GenerationParams {
-        sampling: Sampling {
-            temperature: 0.0,
-            ..Sampling::default()
-        },
-        max_tokens: 6,
-        ..GenerationParams::default()
-    };
+    let params = greedy();
     let (mut engine, _) = engine(&ROOMY);
     for row in 0..3 {
         engine.submit(request(row, &[30, 31, 32], &params)).unwrap();
