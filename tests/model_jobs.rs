@@ -287,3 +287,21 @@ fn a_job_in_fp8_of_a_model_without_gpu_is_refused_everywhere() {
         assert!(!folder.path().join("out").exists());
     }
 }
+
+/// A tokenizer of far fewer tokens than the model has is another one's: answers would be wrong without a word.
+#[test]
+fn a_tokenizer_of_another_model_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let reference = Reference::load("llama-plain");
+    let job = job(folder.path(), "llama-plain", None, &reference);
+    let model = folder.path().join("model");
+    let own = reference.vocabulary;
+    for (tokens, is_named) in [(own, false), (own * 3 / 4, false), (own / 2, true)] {
+        fs::write(model.join("tokenizer.json"), tokenizer(tokens).to_string()).unwrap();
+        for command in [&["inspect", arg(&model)][..], &["plan", arg(&job)]] {
+            let said = run(command).stderr;
+            let words = format!("the tokenizer has {tokens} tokens, and the model {own}");
+            assert_eq!(said.contains(&words), is_named, "{command:?}: {said}");
+        }
+    }
+}

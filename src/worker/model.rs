@@ -112,7 +112,8 @@ impl ModelFiles {
         let config = Config::load(&dir)?;
         folder::check_weights(&dir)?;
         let tokenizer = Arc::new(Tokenizer::load(&dir)?);
-        let Checkpoint { config, weights } = Checkpoint::open(&dir, adapter.as_deref(), config)?.beside(&apart)?;
+        let Checkpoint { mut config, weights } = Checkpoint::open(&dir, adapter.as_deref(), config)?.beside(&apart)?;
+        config.warnings.extend(tokenizer.warning(&dir, config.vocab_size));
         Ok(ModelFiles {
             dir,
             adapter,
