@@ -46,6 +46,41 @@ fn status(output: &Path) -> Value {
 }
 
 #[test]
+fn wrong_arguments_are_one_line() {
+    for (arguments, words) in [
+        (
+            &["run", "job.yaml", "--colour"][..],
+            ["unexpected argument '--colour'", "gristmill run --help"],
+        ),
+        (&["verify"], ["<OUTPUT>", "gristmill verify --help"]),
+        (
+            &["quantize", "m", "--to", "int3", "--out", "x"],
+            ["it is int8, fp8, w4a16", "gristmill quantize --help"],
+        ),
+        (
+            &["run", "job.yaml", "--limit", "a\nb"],
+            ["invalid value", "gristmill run --help"],
+        ),
+        (
+            &["--log-format", "xml", "status", "x"],
+            ["[possible values: text, json]", "gristmill status --help"],
+        ),
+        (
+            &["explode"],
+            ["unrecognized subcommand 'explode'", "`gristmill --help`"],
+        ),
+    ] {
+        run(arguments).expect(2).one_line(&words);
+    }
+    // For a program that reads the log.
+    let logged = run(&["--log-format", "json", "run", "job.yaml", "--limit", "0"]).expect(2);
+    let line: Value = serde_json::from_str(logged.stderr.trim_end()).unwrap();
+    assert!(line["level"] == "ERROR" && line["message"].as_str().unwrap().starts_with("invalid value '0'"));
+    let help = run(&["run", "--help"]).expect(0);
+    assert!(help.stdout.contains("Usage:") && help.stderr.is_empty());
+}
+
+#[test]
 fn submit_writes_the_ledger_and_again_says_what_is_left() {
     let folder = tempfile::tempdir().unwrap();
     let (job, output) = small_job(folder.path(), &[]);

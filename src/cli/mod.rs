@@ -48,10 +48,12 @@ mod worker;
 use std::io::ErrorKind;
 use std::process::ExitCode;
 
-use clap::Parser;
+use clap::error::ErrorKind as ArgumentError;
+use clap::{CommandFactory, Parser};
 
 use crate::cli::args::{Arguments, Command};
 use crate::cli::exit::{Exit, Failure, one_line};
+use crate::cli::log::LogFormat;
 use crate::say;
 use crate::signing::Signing;
 use crate::traces;
@@ -61,7 +63,10 @@ const STDOUT_CLOSED: u8 = 141;
 
 /// Parses the arguments, runs the command and maps its outcome to an exit code.
 pub fn main() -> ExitCode {
-    let arguments = Arguments::parse();
+    let arguments = match Arguments::try_parse() {
+        Ok(arguments) => arguments,
+        Err(error) => return bad_arguments(&error),
+    };
     log::init(arguments.log_format, default_log_filter(&arguments.command));
     disable_core_dumps();
     let result = tokio::runtime::Builder::new_multi_thread()
@@ -83,6 +88,49 @@ pub fn main() -> ExitCode {
             failure.exit.into()
         }
     }
+}
+
+/// Prints help or the version where they were asked for, and otherwise what is wrong with the arguments, on one line.
+fn bad_arguments(error: &clap::Error) -> ExitCode {
+    if !error.use_stderr() || error.kind() == ArgumentError::DisplayHelpOnMissingArgumentOrSubcommand {
+        error.exit();
+    }
+    let given: Vec<String> = std::env::args_os()
+        .skip(1)
+        .map(|argument| argument.to_string_lossy().into_owned())
+        .collect();
+    // Whoever reads the program's lines by machine reads this one, too.
+    let is_json = std::env::var("GRISTMILL_LOG_FORMAT").is_ok_and(|format| format == "json")
+        || given.iter().any(|argument| argument == "--log-format=json")
+        || given
+            .windows(2)
+            .any(|pair| pair[0] == "--log-format" && pair[1] == "json");
+    log::init(if is_json { LogFormat::Json } else { LogFormat::Text }, "warn");
+    say::error(format_args!("{}", arguments_line(&error.render().to_string(), &given)));
+    Exit::BadJob.into()
+}
+
+/// clap's message without usage, and with the command whose help has it. `given`: the command line.
+fn arguments_line(message: &str, given: &[String]) -> String {
+    let is_end = |line: &&str| line.starts_with("Usage:") || line.starts_with("For more information");
+    let lines = message.lines().map(str::trim);
+    let mut said = String::new();
+    for line in lines.take_while(|line| !is_end(line)).filter(|line| !line.is_empty()) {
+        if !said.is_empty() {
+            said.push_str(if said.ends_with(':') || line.starts_with('[') {
+                " "
+            } else {
+                "; "
+            });
+        }
+        said.push_str(line.strip_prefix("error: ").unwrap_or(line));
+    }
+    let commands = Arguments::command();
+    let command = given
+        .iter()
+        .find(|argument| commands.find_subcommand(argument).is_some());
+    let command = command.map(|name| format!("{name} ")).unwrap_or_default();
+    format!("{said}; see `gristmill {command}--help`")
 }
 
 /// What the log shows without `RUST_LOG`. A service says when a batch begins and ends; other

@@ -44,7 +44,7 @@ class Line(str):
 
     @classmethod
     def parse(cls, text: str) -> Line:
-        """Reads a line of stderr: a JSON object, or text from the parser of the command line."""
+        """Reads a line of stderr: a JSON object, or text of what is not the program's."""
         text = text.rstrip("\n")
         try:
             entry = json.loads(text)
@@ -95,13 +95,10 @@ def _last_object(stdout: str) -> dict[str, Any] | None:
 
 
 def _message(lines: Sequence[Line]) -> str:
-    """What went wrong: the last error, else the last line. The parser of the command line writes `error: ` and a paragraph."""
-    for number, line in reversed(list(enumerate(lines))):
+    """What went wrong: the last error, else the last line."""
+    for line in reversed(lines):
         if line.level == "ERROR":
             return str(line)
-        if line.startswith("error: "):
-            paragraph = "\n".join(lines[number:]).split("\n\n")[0]
-            return paragraph.removeprefix("error: ")
     return next((str(line) for line in reversed(lines) if line.strip()), "")
 
 
