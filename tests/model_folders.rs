@@ -153,6 +153,10 @@ fn weights_in_other_forms() {
     folder_refused(&[("original/params.json", "{}")], &["original", "Hugging Face layout"]);
     folder_refused(&[("a.gguf", "GGUF")], &["a.gguf", "ends within its version"]);
     folder_refused(
+        &[("a.gguf", "GGUF"), ("other.safetensors", "")],
+        &["a GGUF file beside `other.safetensors`", "name it (`", "a.gguf`)"],
+    );
+    folder_refused(
         &[("a.gguf", "GGUF"), ("b.gguf", "GGUF")],
         &["several models as GGUF (`a.gguf`, `b.gguf`)", "give the file of one"],
     );

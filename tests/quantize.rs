@@ -2,8 +2,9 @@
 
 use std::collections::BTreeMap;
 use std::fs;
+use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 
 use gristmill::device::Precision;
 use gristmill::model::config::Config;
@@ -15,7 +16,7 @@ use serde_json::{Value, json};
 use crate::commands::run;
 use crate::model_jobs::tokenizer;
 use crate::model_reference::harness::{MODELS, Reference, Runner, chooses_experts, directory, in_chunks, options};
-use crate::support::{Run, arg, copy_folder, job_in, root};
+use crate::support::{Run, arg, copy_folder, gristmill, job_in, root};
 
 /// A copy of the demo model, and a job that labels 400 tickets with the model in the folder `model`.
 fn demo(folder: &Path, model: &Path, precision: &str) -> PathBuf {
@@ -284,8 +285,15 @@ fn an_interrupted_run_goes_on_and_another_is_refused() {
     let record: Value = serde_json::from_slice(&bytes["quantize.json"]).unwrap();
     // The fourth file was written, and that was not noted.
     let done = record["layers"].as_array().unwrap()[..2].to_vec();
-    let begun = json!({"identity": record["identity"], "group": null, "finished": false, "layers": done});
+    let begun = json!({
+        "identity": record["identity"], "group": null, "finished": false, "layers": done, "files": record["files"],
+    });
     fs::write(part.join("quantize.json"), begun.to_string()).unwrap();
+    let found = run(&["inspect", arg(&part)]).expect(2).stdout;
+    assert!(
+        found.contains("`gristmill quantize` was interrupted") && found.contains("--to int8 --out"),
+        "{found}"
+    );
     let refused = |scheme: &str, out: &Path, words: &[&str]| {
         run(&["quantize", arg(&model), "--to", scheme, "--out", arg(out)])
             .expect(2)
@@ -325,6 +333,14 @@ fn an_interrupted_run_goes_on_and_another_is_refused() {
         run(&["quantize", arg(&model), "--to", "int8", "--out", arg(&part)]).expect(0);
         assert!(files(&part)[name] == bytes[name], "{name}");
     }
+    // One bit of a number, of a layer and of what belongs to none.
+    for name in ["model-00002-of-00007.safetensors", "model-00001-of-00007.safetensors"] {
+        let mut other = bytes[name].clone();
+        *other.last_mut().unwrap() ^= 1;
+        fs::write(part.join(name), other).unwrap();
+        run(&["quantize", arg(&model), "--to", "int8", "--out", arg(&part)]).expect(0);
+        assert!(files(&part)[name] == bytes[name], "{name}");
+    }
     for name in [
         "model-00004-of-00007.safetensors",
         "config.json",
@@ -348,6 +364,14 @@ fn an_interrupted_run_goes_on_and_another_is_refused() {
         .expect(2)
         .one_line(&["--device", "on the CPU"]);
     assert!(!again.exists() && !Path::new("s3:").exists());
+    for out in [half.clone(), half.join("below")] {
+        fs::write(&half, "half").unwrap();
+        run(&[&to[..], &[arg(&out)]].concat()).expect(2).one_line(&[
+            "--out",
+            "model-00006-of-00007.tmp` is a file",
+            "name one that is new",
+        ]);
+    }
     // By its file, and as a folder that has a `config.json`, too.
     let gguf = folder.path().join("gguf");
     copy_folder(&directory("qwen2-q4_0-tied"), &gguf);
@@ -447,6 +471,38 @@ fn a_run_goes_on_for_the_same_model_channels_and_prompts_alone() {
     fs::write(&weights, stored).unwrap();
     goes_on("int8", &eight, &[]).expect(0);
     assert!(without_record(files(&eight)) == without_record(whole));
+}
+
+#[test]
+fn a_signal_ends_a_run_and_the_same_command_goes_on() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = root().join("jobs/demo/model");
+    let job = demo(&folder.path().join("calibration"), &model, "f32");
+    // A pass over the prompts for each layer.
+    let prompts = ["--calibrate", arg(&job), "--rows", "64", "--sums-memory", "1"];
+    let whole = folder.path().join("whole");
+    quantize(&model, "w4a16", &whole, &prompts);
+    for signal in ["-TERM", "-INT"] {
+        let out = folder.path().join(signal);
+        let arguments = ["quantize", arg(&model), "--to", "w4a16", "--out", arg(&out)];
+        let arguments = [&arguments, &prompts[..]].concat();
+        let mut child = gristmill(&arguments).stderr(Stdio::piped()).spawn().unwrap();
+        let mut lines = BufReader::new(child.stderr.take().unwrap()).lines().map(Result::unwrap);
+        lines.find(|line| line.contains("2 of 6 layers")).unwrap();
+        Run::of(Command::new("kill").args([signal, &child.id().to_string()])).expect(0);
+        let said: Vec<String> = lines.collect();
+        assert_eq!(child.wait().unwrap().code(), Some(6), "{said:?}");
+        assert!(
+            said.last().unwrap().contains("interrupted: the same command goes on"),
+            "{said:?}"
+        );
+        assert!(!out.join("config.json").exists());
+        let went_on = run(&arguments).expect(0).stderr;
+        assert!(!went_on.contains("1 of 6 layers"), "{went_on}");
+        let mut found = without_record(files(&out));
+        found.retain(|name, _| !name.ends_with(".tmp"));
+        assert!(found == without_record(files(&whole)));
+    }
 }
 
 #[test]

@@ -15,7 +15,7 @@ use crate::cli::device_choice::{DeviceChoice, ResolvedDevice};
 use crate::cli::exit::{Exit, Failure};
 use crate::cli::model_source::open_model;
 use crate::cli::prepare::{PreparedJob, print_warnings};
-use crate::cli::setup::load_options;
+use crate::cli::setup::{exit_on_signals, load_options};
 use crate::device::Precision;
 use crate::job::precision::RequestedPrecision;
 use crate::model::channels::cut;
@@ -30,6 +30,8 @@ use crate::worker::model::{Formats, ModelFiles};
 
 pub(super) async fn quantize(args: QuantizeArgs) -> Result<Exit, Failure> {
     check(&args).map_err(Failure::bad_job)?;
+    // A layer's file and the record are replaced whole, so a run may end between any two of its instructions.
+    exit_on_signals("interrupted: the same command goes on with what is not written yet")?;
     let files = open_model(&args.model, None, &[]).await?;
     let checkpoint = Checkpoint::open(&files.dir, None, files.config.clone()).map_err(Failure::bad_job)?;
     print_warnings(&checkpoint.config.warnings);
@@ -51,6 +53,14 @@ fn check(args: &QuantizeArgs) -> anyhow::Result<()> {
     if out.contains("://") {
         bail!(
             "--out `{out}` is an address, and a checkpoint is written to a folder of this machine: name one, and copy it afterwards"
+        );
+    }
+    if let Some(file) = args.out.ancestors().find(|path| path.exists())
+        && !file.is_dir()
+    {
+        bail!(
+            "--out `{out}`: `{}` is a file, and a checkpoint is written to a folder: name one that is new, or the one of an interrupted run",
+            file.display()
         );
     }
     if matches!(args.engine.device, DeviceChoice::Cuda(_)) {

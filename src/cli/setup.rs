@@ -1,5 +1,6 @@
 //! Shared setup of `run` and `worker`: loading the model onto its device, threads, signals.
 
+use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,7 +20,8 @@ use crate::model::Checkpoint;
 use crate::model::config::Config;
 use crate::model::size::{CodedSize, ModelSize, read_as};
 use crate::model::weights::WeightSource;
-use crate::model::{Adapter, KvBudget, LoadOptions, Transformer};
+use crate::model::{KvBudget, LoadOptions, Transformer, kept_values};
+use crate::say;
 use crate::worker::model::{Formats, Model, ModelFiles, ModelHashes};
 use crate::worker::step_watchdog::StepWatchdog;
 use crate::worker::stop::{Stop, StopCause};
@@ -117,7 +119,7 @@ pub(super) fn load_on_device(
     }
     check_cpu(options.precision, options.kv_format).map_err(Failure::bad_job)?;
     let mut size = ModelSize::of(&config);
-    size.adapters = weights.adapters_apart().iter().map(Adapter::bytes).sum();
+    size.adapters = kept_values(weights.adapters_apart(), &config);
     if options.precision == Precision::W4a8 {
         size = size.with_codes(CodedSize::of(weights, &config).map_err(Failure::bad_job)?);
     }
@@ -199,6 +201,25 @@ pub(super) fn render_threads(args: &EngineArgs) -> Result<rayon::ThreadPool, Fai
 pub(super) fn threads(args: &EngineArgs) -> usize {
     args.threads
         .unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from))
+}
+
+/// SIGINT and SIGTERM end the process at once with the line `said`: for work whose files are whole or not there.
+pub(super) fn exit_on_signals(said: &'static str) -> Result<(), Failure> {
+    use tokio::signal::unix::{SignalKind, signal};
+    let (mut interrupt, mut terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
+    tokio::spawn(async move {
+        tokio::select! {
+            _ = interrupt.recv() => {}
+            _ = terminate.recv() => {}
+        }
+        if std::io::stderr().is_terminal() {
+            // Behind a progress bar.
+            eprintln!("");
+        }
+        say::error(format_args!("{said}"));
+        std::process::exit(Exit::Interrupted as i32);
+    });
+    Ok(())
 }
 
 /// SIGINT and SIGTERM end the work once finished rows are written.

@@ -143,11 +143,6 @@ impl Adapter {
         &self.header.path
     }
 
-    /// Bytes of the file that holds its matrices.
-    pub fn bytes(&self) -> u64 {
-        self.map.len() as u64
-    }
-
     /// The names of the matrices that it changes.
     pub(super) fn changed(&self) -> impl Iterator<Item = &str> {
         self.changes.keys().map(String::as_str)

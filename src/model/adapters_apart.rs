@@ -24,18 +24,7 @@ use crate::printable::printable_name;
 /// Refuses an adapter that changes other matrices than those of attention's projections and of plain MLPs.
 pub(super) fn check(adapter: &Adapter, config: &Config) -> Result<(), ModelError> {
     let tensors = ModelTensors::of(config);
-    let linears = tensors.layers.iter().flat_map(|layer| {
-        let mixer: Vec<&LinearTensors> = match &layer.mixer {
-            Some(MixerTensors::Attention(attention)) => attention.gate.iter().chain([&attention.qkv]).collect(),
-            _ => Vec::new(),
-        };
-        let mlp: Vec<&LinearTensors> = match &layer.mlp {
-            Some(MlpTensors::Plain(mlp)) => vec![&mlp.gate_up, &mlp.down],
-            _ => Vec::new(),
-        };
-        mixer.into_iter().chain(&layer.o).chain(mlp)
-    });
-    let names: HashSet<&str> = linears
+    let names: HashSet<&str> = linears(&tensors)
         .flat_map(LinearTensors::stored)
         .map(|spec| spec.name.as_str())
         .collect();
@@ -50,6 +39,42 @@ pub(super) fn check(adapter: &Adapter, config: &Config) -> Result<(), ModelError
             Err(ModelError::unsupported(adapter.path(), why))
         }
     }
+}
+
+/// The linear operations that adapters beside a model may change.
+fn linears(tensors: &ModelTensors) -> impl Iterator<Item = &LinearTensors> {
+    tensors.layers.iter().flat_map(|layer| {
+        let mixer: Vec<&LinearTensors> = match &layer.mixer {
+            Some(MixerTensors::Attention(attention)) => attention.gate.iter().chain([&attention.qkv]).collect(),
+            _ => Vec::new(),
+        };
+        let mlp: Vec<&LinearTensors> = match &layer.mlp {
+            Some(MlpTensors::Plain(mlp)) => vec![&mlp.gate_up, &mlp.down],
+            _ => Vec::new(),
+        };
+        mixer.into_iter().chain(&layer.o).chain(mlp)
+    })
+}
+
+/// How many numbers a device keeps of these adapters: more than their files hold, because where parts of a matrix have changes of
+/// their own, the second matrix of the whole has zeros between them.
+pub fn kept_values(adapters: &[Adapter], config: &Config) -> u64 {
+    let tensors = ModelTensors::of(config);
+    let of_linear = |adapter: &Adapter, linear: &LinearTensors| {
+        let source = UpMatrices(adapter);
+        let canonical = CanonicalWeights::new(&source, config);
+        let stored: HashSet<String> = linear
+            .weights
+            .iter()
+            .map(|part| canonical.stored_name(&part.name))
+            .collect();
+        let rank: usize = stored.iter().filter_map(|name| adapter.rank(name)).sum();
+        let rows: usize = linear.weights.iter().map(|part| part.rows.unwrap_or(1)).sum();
+        let columns = linear.weights.first().map_or(0, |part| part.columns);
+        (rank * (rows + columns)) as u64
+    };
+    let of_adapter = |adapter| linears(&tensors).map(|linear| of_linear(adapter, linear)).sum::<u64>();
+    adapters.iter().map(of_adapter).sum()
 }
 
 /// A linear operation of a model, and what adapters add to it.

@@ -17,6 +17,8 @@ use crate::regular::{self, first_bytes};
 const CONFIG: &str = "config.json";
 const WEIGHTS: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
+/// What `gristmill quantize` writes first; it writes `config.json` last.
+const QUANTIZE_RECORD: &str = "quantize.json";
 const TOKENIZER: &str = "tokenizer.json";
 const OTHER_TOKENIZERS: [&str; 3] = ["tekken.json", "tokenizer.model", "tiktoken.model"];
 /// Maximum size of the small JSON files that are parsed here.
@@ -187,6 +189,12 @@ impl ModelFolder<'_> {
         if self.has(CONFIG) {
             return None;
         }
+        if self.has(QUANTIZE_RECORD) {
+            return Some(self.unfinished_message());
+        }
+        if let Some(message) = self.gguf_message() {
+            return Some(message);
+        }
         if let Some(message) = self.native_layout_message() {
             return Some(message);
         }
@@ -214,6 +222,28 @@ impl ModelFolder<'_> {
             )),
             _ => None,
         }
+    }
+
+    /// The error message for a folder that `gristmill quantize` was writing when it ended.
+    fn unfinished_message(&self) -> String {
+        let record = self.json(QUANTIZE_RECORD);
+        let layers = record["layers"].as_array().map_or(0, Vec::len);
+        let to = record["identity"]["to"].as_str().unwrap_or("SCHEME");
+        let to: String = to.chars().take(20).filter(|c| !c.is_control()).collect();
+        format!(
+            "`gristmill quantize` was interrupted while it wrote this folder ({layers} layers are done): run the same command once more,              which finishes it (`gristmill quantize MODEL --to {to} --out {}`, with the options that it had)",
+            self.dir.display()
+        )
+    }
+
+    /// The error message for a GGUF file beside safetensors, where neither counts as the folder's model.
+    fn gguf_message(&self) -> Option<String> {
+        let gguf = *gguf::models(self.names.iter().map(String::as_str)).first()?;
+        let other = self.find(|name| name.ends_with(".safetensors"))?;
+        Some(format!(
+            "it holds no `{CONFIG}`, and a GGUF file beside `{other}`: to run the GGUF file, name it (`{}`) in place of the folder",
+            self.dir.join(gguf).display()
+        ))
     }
 
     fn hub_cache_message(&self) -> String {

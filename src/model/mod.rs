@@ -36,6 +36,7 @@ pub mod transformer;
 pub mod weights;
 
 pub use adapter::Adapter;
+pub use adapters_apart::kept_values;
 pub use channels::ActivationMaxima;
 pub use checkpoint::Checkpoint;
 pub use error::ModelError;

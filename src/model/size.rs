@@ -65,7 +65,7 @@ pub struct ModelSize {
     pub unused_by_a_token: u64,
     /// None, unless it is [set](Self::with_codes).
     pub coded: CodedSize,
-    /// Bytes of the files of adapters beside the model.
+    /// Values of the matrices that adapters beside the model add.
     pub adapters: u64,
 }
 
@@ -184,8 +184,12 @@ impl ModelSize {
             (Place::Cpu, _) => (self.linear + self.tables) * u64::from(precision.bits()) / 8,
             (Place::Gpu, _) => self.linear_bytes(precision) + self.gpu_table_bytes(),
         };
-        // A file in 16 bits may be kept in 32.
-        matrices + vectors + 2 * self.adapters
+        let adapter_value = if precision == Precision::F32 {
+            Dtype::F32
+        } else {
+            Dtype::Bf16
+        };
+        matrices + vectors + self.adapters * adapter_value.bytes() as u64
     }
 
     /// Bytes of the embedding table and the output head on a GPU, which keeps them in BF16.
@@ -284,8 +288,10 @@ mod tests {
             );
         }
         let with_adapters = ModelSize { adapters: 5, ..size };
-        let bytes = |size: ModelSize| size.weight_bytes(Place::Cpu, Precision::Int8, Dtype::Bf16);
-        assert_eq!(bytes(with_adapters), bytes(size) + 10);
+        for (precision, more) in [(Precision::Int8, 10), (Precision::Bf16, 10), (Precision::F32, 20)] {
+            let bytes = |size: ModelSize| size.weight_bytes(Place::Cpu, precision, Dtype::Bf16);
+            assert_eq!(bytes(with_adapters), bytes(size) + more);
+        }
     }
 
     #[test]

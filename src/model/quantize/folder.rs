@@ -6,10 +6,12 @@ use std::collections::{BTreeMap, HashMap};
 use std::fs::{self, File, TryLockError};
 use std::path::{Path, PathBuf};
 
+use data_encoding::HEXLOWER;
 use safetensors::tensor::{Dtype, TensorView};
 use safetensors::{SafeTensorError, SafeTensors};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
+use sha2::{Digest, Sha256};
 
 use super::form::OutTensor;
 use super::{LayerReport, QuantizeError};
@@ -40,6 +42,9 @@ struct Record {
     finished: bool,
     /// What rounding changed in the layers that are done.
     layers: Vec<LayerReport>,
+    /// SHA-256 in hex of the files of weights that are done, by their names.
+    #[serde(default)]
+    files: BTreeMap<String, String>,
 }
 
 /// A tensor of a file: written anew, or as it is.
@@ -70,6 +75,11 @@ impl FileTensor<'_> {
 }
 
 impl OutFolder {
+    /// Whether a run of this command has begun the folder.
+    pub(super) fn is_begun(path: &Path) -> bool {
+        path.join(RECORD).exists()
+    }
+
     /// Makes the folder, or goes on with one that was begun for the same `identity`. `files`: number of
     /// weight files.
     ///
@@ -91,6 +101,7 @@ impl OutFolder {
                 group,
                 finished: false,
                 layers: Vec::new(),
+                files: BTreeMap::new(),
             },
             weight_map: BTreeMap::new(),
             bytes: 0,
@@ -143,7 +154,10 @@ impl OutFolder {
         let is_whole = self.note_tensors(layer + 1);
         if !is_whole {
             let path = self.path.join(self.file_name(layer + 1));
-            tracing::warn!("`{}` is missing or damaged: it is written again", path.display());
+            tracing::warn!(
+                "`{}` is missing, or is not what was written: it is written again",
+                path.display()
+            );
             self.record.layers.retain(|report| report.layer != layer);
         }
         is_whole
@@ -155,13 +169,15 @@ impl OutFolder {
         self.record.finished && are_there && self.record.layers.len() + 1 == self.files && self.note_tensors(0)
     }
 
-    /// Notes the tensors of a file of weights. `false`: it is missing or damaged.
+    /// Notes the tensors of a file of weights. `false`: it is missing, or other bytes than were written.
     fn note_tensors(&mut self, number: usize) -> bool {
         let name = self.file_name(number);
         let Ok(bytes) = map(&self.path.join(&name)) else {
             return false;
         };
-        // Compares the file's length with the header, too.
+        if self.record.files.get(&name) != Some(&sha256(&bytes)) {
+            return false;
+        }
         let Ok(tensors) = SafeTensors::deserialize(&bytes) else {
             return false;
         };
@@ -213,6 +229,9 @@ impl OutFolder {
         fs::set_permissions(&temporary, permissions).map_err(|e| QuantizeError::write(&temporary, e))?;
         // On the disk before the record names it: the library gives the file its whole length first.
         sync(&temporary)?;
+        let hash = map(&temporary).map(|bytes| sha256(&bytes));
+        let hash = hash.map_err(|e| ModelError::read(&temporary, e))?;
+        self.record.files.insert(name, hash);
         fs::rename(&temporary, &path).map_err(|e| QuantizeError::write(&path, e))?;
         sync_folder_of(&path).map_err(|e| QuantizeError::write(&path, e))
     }
@@ -257,6 +276,10 @@ fn is_copied(name: &str) -> bool {
         .iter()
         .any(|start| name.starts_with(start));
     (ends.iter().any(|end| name.ends_with(end)) || is_licence) && !name.starts_with('.') && !stays.contains(&name)
+}
+
+fn sha256(bytes: &[u8]) -> String {
+    HEXLOWER.encode(&Sha256::digest(bytes))
 }
 
 fn pretty(value: &Value) -> String {

@@ -125,7 +125,12 @@ impl Quantization<'_> {
         let layers = tensors.layers.iter().enumerate();
         let layers: Vec<Vec<Matrix>> = layers.map(|(i, layer)| matrices::of_layer(config, i, layer)).collect();
         let group = self.group(&layers)?;
-        let factors = self.factors(&layers)?;
+        // Before a folder is made, since factors may be refused; where one is begun, once it is known that work is left.
+        let early = if OutFolder::is_begun(out) {
+            None
+        } else {
+            Some(self.factors(&layers)?)
+        };
         let groups = (self.scheme == Scheme::W4a16).then_some(group);
         let mut folder = OutFolder::open(out, &self.identity, groups, layers.len() + 1)?;
         let mut pending = Vec::new();
@@ -137,6 +142,7 @@ impl Quantization<'_> {
         if pending.is_empty() && folder.is_whole() {
             return Ok(folder.layers().to_vec());
         }
+        let factors = early.map_or_else(|| self.factors(&layers), Ok)?;
         progress(folder.layers().len());
         let work = Work {
             quantization: self,
