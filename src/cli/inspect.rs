@@ -121,7 +121,7 @@ impl Inspection {
         found.add_config(dir);
         let tokenizer = found.open_tokenizer(dir);
         if let (Some(tokenizer), Some(architecture)) = (&tokenizer, &found.architecture) {
-            found.warnings.extend(tokenizer.warning(dir, architecture.vocabulary));
+            found.warnings.extend(tokenizer.warnings(dir, architecture.vocabulary));
         }
         found.add_chat(dir, tokenizer.as_ref());
         found.add_sampling(dir);

@@ -171,6 +171,10 @@ impl WeightSource for BalancedWeights<'_> {
         })
     }
 
+    fn shown(&self, name: &str) -> String {
+        self.inner.shown(name)
+    }
+
     fn path_of(&self, name: &str) -> &Path {
         self.inner.path_of(name)
     }

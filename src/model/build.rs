@@ -357,7 +357,8 @@ impl<D: Device> Builder<'_, D> {
         let mut number = [0.0];
         stored.view().read_row(0, &mut number);
         if !number[0].is_finite() {
-            let what = format!("tensor `{}` holds {}, which is not finite", tensor.name, number[0]);
+            let name = self.source.shown(&tensor.name);
+            let what = format!("tensor `{name}` holds {}, which is not finite", number[0]);
             return Err(ModelError::broken(self.source.path_of(&tensor.name), what));
         }
         Ok(number[0])
@@ -533,7 +534,8 @@ impl<D: Device> Builder<'_, D> {
         match error {
             TensorError::NotFinite { part, .. } => {
                 let name = &parts[part].name;
-                ModelError::broken(self.source.path_of(name), format!("tensor `{name}`: {error}"))
+                let shown = self.source.shown(name);
+                ModelError::broken(self.source.path_of(name), format!("tensor `{shown}`: {error}"))
             }
             TensorError::Device(error) => error.into(),
         }

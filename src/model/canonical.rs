@@ -35,6 +35,12 @@ pub(super) struct CanonicalWeights<'a> {
 }
 
 impl<'a> CanonicalWeights<'a> {
+    /// The name of the stored tensor that holds `name`, or its expert's. `None`: it is stored by itself.
+    fn name_in_files(&self, name: &str) -> Option<String> {
+        let of_expert = || expert_forms::stored_name(self.expert_form, name);
+        self.fused(name).map(|(stored, _)| stored).or_else(of_expert)
+    }
+
     pub(super) fn new(source: &'a dyn WeightSource, config: &Config) -> CanonicalWeights<'a> {
         let latent = config.latent.map(|latent| latent.shape);
         let head_dim = latent.map_or(config.heads.head_dim, |latent| latent.rope_dim);
@@ -144,10 +150,12 @@ impl WeightSource for CanonicalWeights<'_> {
         })
     }
 
+    fn shown(&self, name: &str) -> String {
+        self.source.shown(self.name_in_files(name).as_deref().unwrap_or(name))
+    }
+
     fn path_of(&self, name: &str) -> &Path {
-        let of_expert = || expert_forms::stored_name(self.expert_form, name);
-        let stored = self.fused(name).map(|(stored, _)| stored).or_else(of_expert);
-        self.source.path_of(stored.as_deref().unwrap_or(name))
+        self.source.path_of(self.name_in_files(name).as_deref().unwrap_or(name))
     }
 }
 

@@ -89,6 +89,10 @@ impl WeightSource for CodedWeights {
         Ok(self.matrix(name, rows, columns, group))
     }
 
+    fn shown(&self, name: &str) -> String {
+        self.inner.shown(name)
+    }
+
     fn path_of(&self, name: &str) -> &Path {
         self.inner.path_of(name)
     }

@@ -13,6 +13,7 @@ use crate::mapped::map;
 use crate::model::config::ExpertForm;
 use crate::model::error::ModelError;
 use crate::model::expert_names;
+use crate::model::gguf::{Architecture, stored_name};
 use crate::printable::printable_name;
 
 /// What describes a checkpoint of safetensors.
@@ -38,6 +39,8 @@ pub struct Header {
     pub(super) split: BTreeMap<String, Vec<String>>,
     /// What says which tensors a file must hold, for error messages.
     pub(super) described_by: &'static str,
+    /// Of a GGUF file, whose tensors have other names, its architecture.
+    pub(super) gguf: Option<Architecture>,
 }
 
 /// A tensor's entry in the header of its file.
@@ -64,6 +67,16 @@ impl Headers {
     pub(super) fn described_by(&self) -> &'static str {
         self.files.first().map_or(CONFIG_JSON, |file| file.described_by)
     }
+
+    /// The name of a tensor as it stands in the files, for error messages.
+    pub(super) fn shown(&self, name: &str) -> String {
+        shown(self.files.first().and_then(|file| file.gguf), name)
+    }
+}
+
+fn shown(gguf: Option<Architecture>, name: &str) -> String {
+    let stored = gguf.and_then(|architecture| stored_name(name, architecture));
+    printable_name(stored.as_deref().unwrap_or(name))
 }
 
 impl Header {
@@ -89,7 +102,7 @@ impl Header {
     }
 
     fn wrong_dtype(&self, name: &str, dtype: safetensors::Dtype, read: &str) -> ModelError {
-        let name = printable_name(name);
+        let name = shown(self.gguf, name);
         ModelError::unsupported(&self.path, format!("tensor `{name}` is stored as {dtype:?}; {read}"))
     }
 
@@ -100,9 +113,8 @@ impl Header {
         columns: usize,
     ) -> Result<safetensors::Dtype, ModelError> {
         let Some(entry) = self.tensors.get(name) else {
-            return Err(missing(&self.path, name));
+            return Err(missing(&self.path, &shown(self.gguf, name)));
         };
-        let name = printable_name(name);
         let expected: Vec<usize> = rows.into_iter().chain([columns]).collect();
         // A convolution of each channel by itself has a dimension of 1 between its two.
         let is_conv = name.ends_with(".conv1d.weight")
@@ -112,7 +124,8 @@ impl Header {
             return Err(ModelError::broken(
                 &self.path,
                 format!(
-                    "tensor `{name}` has shape {shape}; {} makes it {expected:?}",
+                    "tensor `{}` has shape {shape}; {} makes it {expected:?}",
+                    shown(self.gguf, name),
                     self.described_by
                 ),
             ));
@@ -193,6 +206,7 @@ impl Header {
                 tensors,
                 split,
                 described_by: CONFIG_JSON,
+                gguf: None,
             },
             map,
         ))

@@ -67,6 +67,10 @@ pub trait WeightSource: Sync {
     }
     /// The file that holds `name`, for error messages.
     fn path_of(&self, name: &str) -> &Path;
+    /// The name of the tensor `name` in its file, for error messages.
+    fn shown(&self, name: &str) -> String {
+        printable_name(name)
+    }
     /// `Some`: the weights are random, and a device may generate them itself.
     fn random(&self) -> Option<&RandomWeights> {
         None
@@ -382,6 +386,10 @@ impl WeightSource for Weights {
         let (header, location) = self.locate(name)?;
         header.check_tensor(&location.name, Some(rows), columns)?;
         Ok(codes_of_blocks(&self.data(header, location), rows, columns))
+    }
+
+    fn shown(&self, name: &str) -> String {
+        self.headers.shown(name)
     }
 
     fn path_of(&self, name: &str) -> &Path {

@@ -296,16 +296,18 @@ impl Tokenizer {
         self.bytes.len()
     }
 
-    /// A warning if it has far fewer tokens than the model in `dir`, whose vocabulary has `vocabulary` ids: texts would be cut into
-    /// other tokens than those that the model has learned. Vocabularies are padded by less than that.
-    pub fn warning(&self, dir: &Path, vocabulary: usize) -> Option<String> {
+    /// Warnings if it has far fewer tokens than the model in `dir`, whose vocabulary has `vocabulary` ids, or others than a GGUF
+    /// file says: texts would be cut into other tokens than those that the model has learned. Vocabularies are padded by less than
+    /// that.
+    pub fn warnings(&self, dir: &Path, vocabulary: usize) -> Vec<String> {
         let own = self.vocab_size();
-        (own < vocabulary / 4 * 3).then(|| {
+        let has_few = (own < vocabulary / 4 * 3).then(|| {
             format!(
                 "`{}`: the tokenizer has {own} tokens, and the model {vocabulary}: it may be another model's, and answers wrong",
                 dir.display()
             )
-        })
+        });
+        has_few.into_iter().chain(foreign::gguf_warning(dir)).collect()
     }
 
     /// The bytes that a token adds to a text when it is decoded after other tokens.

@@ -113,7 +113,7 @@ impl ModelFiles {
         folder::check_weights(&dir)?;
         let tokenizer = Arc::new(Tokenizer::load(&dir)?);
         let Checkpoint { mut config, weights } = Checkpoint::open(&dir, adapter.as_deref(), config)?.beside(&apart)?;
-        config.warnings.extend(tokenizer.warning(&dir, config.vocab_size));
+        config.warnings.extend(tokenizer.warnings(&dir, config.vocab_size));
         Ok(ModelFiles {
             dir,
             adapter,

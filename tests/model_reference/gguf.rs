@@ -53,7 +53,7 @@ fn damaged_files_are_refused_by_what_is_wrong() {
         change(&path);
         refused(name, &path, words);
     };
-    let missing = "tensor `model.layers.1.mlp.up_proj.weight` is missing";
+    let missing = "tensor `blk.1.ffn_up.weight` is missing";
     with(
         &|path| replace(path, "blk.1.ffn_up.weight", "blk.1.ffn_xy.weight"),
         &[
@@ -78,6 +78,16 @@ fn damaged_files_are_refused_by_what_is_wrong() {
         &["`llama.feed_forward_length` is missing"],
     );
     with(
+        &|path| {
+            replace(
+                path,
+                "llama.attention.layer_norm_rms_epsilon",
+                "other.attention.layer_norm_rms_epsilon",
+            );
+        },
+        &["`llama.attention.layer_norm_rms_epsilon` is missing"],
+    );
+    with(
         &|path| replace(path, "general.architecture", "general.architectury"),
         &["no `general.architecture`"],
     );
@@ -85,6 +95,37 @@ fn damaged_files_are_refused_by_what_is_wrong() {
     with(
         &|path| fs::write(path, "version https://git-lfs.github.com/spec/v1\noid sha256:0\n").unwrap(),
         &["does not begin as a GGUF file does"],
+    );
+}
+
+/// A tokenizer beside a file counts in its place, and another model's would make answers wrong without a word.
+#[test]
+fn a_tokenizer_with_other_tokens_than_the_file_is_named() {
+    let dir = copy_of("qwen2-q4_0-tied");
+    let warned = |vocabulary: &serde_json::Value| {
+        let tokenizer = json!({"version": "1.0", "model": {"type": "BPE", "vocab": vocabulary, "merges": []}});
+        fs::write(dir.path().join("tokenizer.json"), tokenizer.to_string()).unwrap();
+        run(&["inspect", arg(dir.path())]).stderr
+    };
+    let set = gristmill::gguf::GgufSet::open(dir.path()).unwrap().unwrap();
+    let tokens = set.metadata().get("tokenizer.ggml.tokens").unwrap().list().unwrap();
+    let own: Vec<&str> = tokens.iter().map(|token| token.text().unwrap()).collect();
+    let vocabulary = |tokens: &[&str]| {
+        let ids = tokens
+            .iter()
+            .enumerate()
+            .map(|(id, token)| ((*token).to_owned(), json!(id)));
+        serde_json::Value::Object(ids.collect())
+    };
+    let words = "counts in place of the tokenizer of";
+    let same = warned(&vocabulary(&own));
+    assert!(!same.contains(words), "{same}");
+    let mut other = own.clone();
+    other.swap(40, 41);
+    let said = warned(&vocabulary(&other));
+    assert!(
+        said.contains(words) && said.contains("2 of its tokens are others there (the first is 40)"),
+        "{said}"
     );
 }
 

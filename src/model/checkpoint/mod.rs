@@ -243,14 +243,15 @@ pub fn check_headers(config: &Config, headers: &Headers) -> Result<bool, ModelEr
         let instead = unexpected.first().map(|(_, location)| {
             format!(
                 "; the file has `{}`, which {} does not mention",
-                printable_name(location.1),
+                headers.shown(location.1),
                 headers.described_by()
             )
         });
         return Err(ModelError::broken(
             headers.path(),
             format!(
-                "tensor `{name}` is missing{}{}",
+                "tensor `{}` is missing{}{}",
+                headers.shown(name),
                 and_more(others.len()),
                 instead.unwrap_or_default()
             ),
@@ -494,7 +495,7 @@ impl UnexpectedTensor {
             &headers.files[file].path,
             format!(
                 "tensor `{}`{} {why}",
-                printable_name(name),
+                headers.shown(name),
                 in_brackets(unread_count - 1)
             ),
         )

@@ -42,6 +42,7 @@ fn headers(config: &Config) -> Headers {
             tensors: tensors.collect(),
             split: BTreeMap::new(),
             described_by: crate::model::headers::CONFIG_JSON,
+            gguf: None,
         }],
         index: None,
     }
@@ -54,6 +55,7 @@ fn sharded(headers: Headers) -> Headers {
         tensors: BTreeMap::new(),
         split: BTreeMap::new(),
         described_by: crate::model::headers::CONFIG_JSON,
+        gguf: None,
     });
     let mut index = Vec::new();
     for (name, entry) in headers.files.into_iter().flat_map(|file| file.tensors) {

@@ -23,7 +23,7 @@ const LAYERS_MAX: u64 = 1 << 12;
 pub fn config(set: &GgufSet) -> Result<Config, ModelError> {
     let architecture = Architecture::of(set)?;
     let keys = Keys::new(set, architecture.name());
-    let mut map = common_keys(&keys)?;
+    let mut map = common_keys(&keys, architecture)?;
     let more = own_keys(&keys, architecture)?;
     map.extend(more);
     if !matches!(architecture, Architecture::Gemma3 | Architecture::Olmo2) {
@@ -53,7 +53,7 @@ pub fn config(set: &GgufSet) -> Result<Config, ModelError> {
 }
 
 /// The keys that all architectures have.
-fn common_keys(keys: &Keys<'_>) -> Result<Map<String, Value>, ModelError> {
+fn common_keys(keys: &Keys<'_>, architecture: Architecture) -> Result<Map<String, Value>, ModelError> {
     let hidden = keys.required("embedding_length")?;
     let heads = keys.required("attention.head_count")?;
     let kv_heads = keys.whole("attention.head_count_kv")?.unwrap_or(heads);
@@ -98,6 +98,17 @@ fn common_keys(keys: &Keys<'_>) -> Result<Map<String, Value>, ModelError> {
     ] {
         if let Some(epsilon) = keys.number(key)? {
             map.insert(name.into(), json!(epsilon));
+        }
+    }
+    // As in llama.cpp: what a default would answer is not what the model does.
+    let needed: &[&str] = match architecture {
+        Architecture::CommandR | Architecture::Cohere2 => &["attention.layer_norm_epsilon", "logit_scale"],
+        Architecture::Granite | Architecture::GraniteMoe => &["attention.layer_norm_rms_epsilon", "logit_scale"],
+        _ => &["attention.layer_norm_rms_epsilon"],
+    };
+    for key in needed {
+        if keys.number(key)?.is_none() {
+            return Err(keys.broken(key, "is missing"));
         }
     }
     Ok(map)
@@ -881,7 +892,11 @@ mod tests {
             &[flag("~.rope.scaling.finetuned", false)],
             "a Granite without positions",
         );
-        refused("cohere2", &[], "`cohere2.attention.sliding_window` is missing");
+        let of_cohere = [
+            float("~.attention.layer_norm_epsilon", 1e-5),
+            float("~.logit_scale", 0.25),
+        ];
+        refused("cohere2", &of_cohere, "`cohere2.attention.sliding_window` is missing");
         refused(
             "cohere2",
             &[

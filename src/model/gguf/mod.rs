@@ -23,7 +23,7 @@ use std::path::Path;
 pub(super) use architecture::Architecture;
 pub use config::config;
 pub(super) use sampling::sampling;
-pub(super) use tensors::header;
+pub(super) use tensors::{header, stored_name};
 
 use crate::gguf::{GgufError, GgufSet, Problem};
 use crate::model::error::ModelError;

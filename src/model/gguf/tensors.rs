@@ -78,6 +78,7 @@ pub(in crate::model) fn header(file: &GgufFile, architecture: Architecture) -> R
         tensors,
         split: BTreeMap::new(),
         described_by: "its metadata",
+        gguf: Some(architecture),
     })
 }
 
@@ -144,6 +145,23 @@ fn canonical_name(name: &str, architecture: Architecture) -> Option<String> {
         _ => PARTS.iter().find(|(stored, _)| *stored == part)?.1,
     };
     Some(format!("model.layers.{layer}.{part}.{kind}"))
+}
+
+/// The name in a GGUF file of the tensor that is called `name` elsewhere. `None`: it has none there.
+pub(in crate::model) fn stored_name(name: &str, architecture: Architecture) -> Option<String> {
+    let (stem, kind) = name.rsplit_once('.')?;
+    if let Some((stored, _)) = TOP.iter().find(|(_, top)| *top == stem) {
+        return Some(format!("{stored}.{kind}"));
+    }
+    let (layer, part) = stem.strip_prefix("model.layers.")?.split_once('.')?;
+    if let Some((_, part)) = part.strip_prefix("mlp.experts.").and_then(|rest| rest.split_once('.')) {
+        let (stored, _) = EXPERT_PARTS.iter().find(|(_, expert)| *expert == part)?;
+        return Some(format!("blk.{layer}.{stored}.{kind}"));
+    }
+    let others = ["ffn_norm", "post_ffw_norm", "attn_sinks"];
+    let parts = PARTS.iter().map(|(stored, _)| *stored).chain(others);
+    let mut names = parts.map(|stored| format!("blk.{layer}.{stored}.{kind}"));
+    names.find(|stored| canonical_name(stored, architecture).is_some_and(|found| found == name))
 }
 
 /// Each expert's part of a tensor whose first dimension is that of experts.

@@ -13,7 +13,8 @@ use super::added_token;
 use super::sentencepiece::{Piece, Pieces, Prefix, UNKNOWN};
 use super::splits::Split;
 use crate::gguf::{GgufError, GgufSet, Header, Value};
-use crate::tokenizer::{Tokenizer, TokenizerConfig, TokenizerError};
+use crate::tokenizer::config::read_limited;
+use crate::tokenizer::{TOKENIZER_BYTES_MAX, Tokenizer, TokenizerConfig, TokenizerError};
 
 const PREFIX: &str = "tokenizer.";
 const TEMPLATE: &str = "tokenizer.chat_template";
@@ -72,10 +73,47 @@ pub(in crate::tokenizer) fn config(dir: &Path) -> Result<Option<TokenizerConfig>
     })
 }
 
+/// A warning if a `tokenizer.json` beside a GGUF model gives an id to another token than the file does: texts would be cut into
+/// tokens that the model has not learned. Added tokens, whose texts are converted, are not compared.
+/// Nor is there a warning where one of the two cannot be read, which is reported as such.
+pub(in crate::tokenizer) fn warning(dir: &Path) -> Option<String> {
+    let path = dir.join("tokenizer.json");
+    if !path.exists() {
+        return None;
+    }
+    let set = open_model(dir).ok()??;
+    let bytes = read_limited(&path, TOKENIZER_BYTES_MAX).ok()?;
+    let tokenizer: Json = serde_json::from_slice(&bytes).ok()?;
+    let metadata = Metadata(set.metadata());
+    let tokens = metadata.tokens().ok()?;
+    let types = metadata.types(tokens.len()).ok()?;
+    let vocabulary = tokenizer["model"]["vocab"].as_object();
+    let mut other = vocabulary.into_iter().flatten().filter_map(|(token, id)| {
+        let id = usize::try_from(id.as_u64()?).ok()?;
+        let differs = match types.get(id) {
+            None => true,
+            Some(kind) => *kind == NORMAL && tokens[id] != token,
+        };
+        differs.then_some(id)
+    });
+    let first = other.next()?;
+    let (differing, first) = other.fold((1, first), |(count, first), id| (count + 1, first.min(id)));
+    Some(format!(
+        "`{}` counts in place of the tokenizer of `{}`, and {differing} of its tokens are others there (the first is {first}): it may be \
+         another model's, and answers wrong; without it, the GGUF file's own is read",
+        path.display(),
+        set.path().display()
+    ))
+}
+
 fn open(dir: &Path) -> Result<Option<GgufSet>, TokenizerError> {
     if dir.join("tokenizer.json").exists() {
         return Ok(None);
     }
+    open_model(dir)
+}
+
+fn open_model(dir: &Path) -> Result<Option<GgufSet>, TokenizerError> {
     GgufSet::open(dir).map_err(|error| match error {
         GgufError::Read { path, source } => TokenizerError::Read { path, source },
         GgufError::File { path, problem } => TokenizerError::Broken {

@@ -19,7 +19,7 @@ use data_encoding::HEXLOWER;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
-pub(super) use gguf::config as gguf_config;
+pub(super) use gguf::{config as gguf_config, warning as gguf_warning};
 
 use super::config::{TokenizerConfig, read_limited};
 use super::{Tokenizer, TokenizerError};
