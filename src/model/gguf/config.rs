@@ -889,9 +889,12 @@ mod tests {
         refused("llama", &groups, "`llama.expert_group_count` is above 1");
         refused(
             "granite",
-            &[flag("~.rope.scaling.finetuned", false)],
+            &[float("~.logit_scale", 8.0), flag("~.rope.scaling.finetuned", false)],
             "a Granite without positions",
         );
+        // What llama.cpp does not run without.
+        refused("granite", &[], "`granite.logit_scale` is missing");
+        refused("cohere2", &[], "`cohere2.attention.layer_norm_epsilon` is missing");
         let of_cohere = [
             float("~.attention.layer_norm_epsilon", 1e-5),
             float("~.logit_scale", 0.25),
@@ -900,9 +903,13 @@ mod tests {
         refused(
             "cohere2",
             &[
-                whole("~.attention.sliding_window", 9),
-                list("~.attention.sliding_window_pattern", &[1]),
-            ],
+                &of_cohere[..],
+                &[
+                    whole("~.attention.sliding_window", 9),
+                    list("~.attention.sliding_window_pattern", &[1]),
+                ],
+            ]
+            .concat(),
             "says of no layer",
         );
         // What is not set, and what other programs note.
