@@ -8,7 +8,6 @@ use crate::device::batch::StepBatch;
 use crate::device::draw::{Draw, DrawError, DrawnToken};
 use crate::device::random::RandomMatrix;
 
-mod adapters;
 pub mod batch;
 pub mod codes;
 pub mod cpu;
@@ -22,7 +21,6 @@ mod latent;
 pub mod random;
 pub mod recurrent;
 
-pub use adapters::{AdapterParts, LowRank};
 pub use codes::CodedMatrix;
 pub use error::{DeviceError, TensorError};
 use error::{no_adapters, no_codes, no_latents, no_layer_inputs, no_mlps_without_gates, no_recurrent_layers};
@@ -197,6 +195,8 @@ pub trait Device: Send + Sync {
     type Matrix: Send + Sync;
     /// Biases.
     type Vector: Send + Sync;
+    /// What an adapter adds to a linear operation.
+    type LowRank: Send + Sync;
     /// A norm's weights, in F32 at every precision: some differ from 1 only slightly, and rounding
     /// would lose the difference.
     type Norm: Send + Sync;
@@ -413,19 +413,17 @@ pub trait Device: Send + Sync {
         false
     }
     /// Uploads what an adapter adds to a linear operation, whose matrix was made by [`gated_matrix`](Self::gated_matrix) if
-    /// `is_gated`. Errors as in [`matrix`](Self::matrix).
-    fn low_rank(
-        &self,
-        _down: Tensor<'_>,
-        _up: Tensor<'_>,
-        _is_gated: bool,
-    ) -> Result<LowRank<Self::Matrix>, TensorError> {
+    /// `is_gated`: `y += up (down x)`, where `down` is `[rank][in features]` and `up` `[out features][rank]`. All adapters of an
+    /// operation have one rank there. Errors as in [`matrix`](Self::matrix).
+    fn low_rank(&self, _down: Tensor<'_>, _up: Tensor<'_>, _is_gated: bool) -> Result<Self::LowRank, TensorError> {
         Err(no_adapters().into())
     }
-    /// Adds to `out`, the result of [`linear`](Self::linear) for `x`, what the adapters of the step's sequences add.
-    fn add_adapters(
+    /// As [`linear`](Self::linear), with what the adapters of the step's sequences add. `adapters`: in their order; `None` leaves the
+    /// operation as it is.
+    fn adapted_linear(
         &self,
-        _adapters: &AdapterParts<Self::Matrix>,
+        _linear: &Linear<Self::Matrix, Self::Vector>,
+        _adapters: &[Option<Self::LowRank>],
         (_step, _x): (&Self::Step, &Self::Buffer),
         _out: &mut Self::Buffer,
         _workspace: &mut Self::Workspace,
@@ -436,7 +434,7 @@ pub trait Device: Send + Sync {
     fn adapted_gated_linear(
         &self,
         _linear: &Linear<Self::Matrix, Self::Vector>,
-        _adapters: &AdapterParts<Self::Matrix>,
+        _adapters: &[Option<Self::LowRank>],
         _activation: Activation,
         (_step, _x): (&Self::Step, &Self::Buffer),
         _out: &mut Self::Buffer,

@@ -11,7 +11,7 @@ use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 use std::path::Path;
 
-use crate::device::{Activation, Device, DeviceError, Dtype, Linear, LowRank, Tensor};
+use crate::device::{Activation, Device, DeviceError, Dtype, Linear, Tensor};
 use crate::model::adapter::Adapter;
 use crate::model::balance::ChannelFactors;
 use crate::model::canonical::CanonicalWeights;
@@ -56,32 +56,44 @@ fn linears(tensors: &ModelTensors) -> impl Iterator<Item = &LinearTensors> {
     })
 }
 
-/// How many numbers a device keeps of these adapters: more than their files hold, because where parts of a matrix have changes of
-/// their own, the second matrix of the whole has zeros between them.
+/// First matrices are kept in panels of as many rows.
+const PANEL_ROWS: usize = 16;
+
+/// How many numbers a device keeps of these adapters: somewhat more than their files hold, because all adapters of an operation have
+/// the largest one's rank there.
 pub fn kept_values(adapters: &[Adapter], config: &Config) -> u64 {
     let tensors = ModelTensors::of(config);
-    let of_linear = |adapter: &Adapter, linear: &LinearTensors| {
+    linears(&tensors).map(|linear| kept_of(adapters, config, linear)).sum()
+}
+
+fn kept_of(adapters: &[Adapter], config: &Config, linear: &LinearTensors) -> u64 {
+    let of_adapter = |adapter: &Adapter| {
         let source = UpMatrices(adapter);
         let canonical = CanonicalWeights::new(&source, config);
-        let stored: HashSet<String> = linear
-            .weights
-            .iter()
-            .map(|part| canonical.stored_name(&part.name))
-            .collect();
-        let rank: usize = stored.iter().filter_map(|name| adapter.rank(name)).sum();
-        let rows: usize = linear.weights.iter().map(|part| part.rows.unwrap_or(1)).sum();
-        let columns = linear.weights.first().map_or(0, |part| part.columns);
-        (rank * (rows + columns)) as u64
+        // Parts that are rows of one stored matrix have one first matrix.
+        let (mut known, mut rank, mut second) = (HashSet::new(), 0, 0);
+        for part in &linear.weights {
+            let stored = canonical.stored_name(&part.name);
+            let own = adapter.rank(&stored).unwrap_or(0);
+            second += own * part.rows.unwrap_or(1);
+            if known.insert(stored) {
+                rank += own;
+            }
+        }
+        (rank, second)
     };
-    let of_adapter = |adapter| linears(&tensors).map(|linear| of_linear(adapter, linear)).sum::<u64>();
-    adapters.iter().map(of_adapter).sum()
+    let kept: Vec<(usize, usize)> = adapters.iter().map(of_adapter).filter(|(rank, _)| *rank > 0).collect();
+    let rank = kept.iter().map(|(rank, _)| *rank).max().unwrap_or(0);
+    let columns = linear.weights.first().map_or(0, |part| part.columns);
+    let first = rank.next_multiple_of(PANEL_ROWS) * columns;
+    kept.iter().map(|(_, second)| (first + second) as u64).sum()
 }
 
 /// A linear operation of a model, and what adapters add to it.
 pub(super) struct AdaptedLinear<D: Device> {
     pub linear: Linear<D::Matrix, D::Vector>,
     /// Empty: no adapter adds anything.
-    pub adapters: Vec<Option<LowRank<D::Matrix>>>,
+    pub adapters: Vec<Option<D::LowRank>>,
 }
 
 impl<D: Device> AdaptedLinear<D> {
@@ -92,23 +104,22 @@ impl<D: Device> AdaptedLinear<D> {
         out: &mut D::Buffer,
         workspace: &mut D::Workspace,
     ) -> Result<(), DeviceError> {
-        device.linear(&self.linear, x, out, workspace)?;
         if self.adapters.is_empty() {
-            return Ok(());
+            return device.linear(&self.linear, x, out, workspace);
         }
-        device.add_adapters(&self.adapters, (step, x), out, workspace)
+        device.adapted_linear(&self.linear, &self.adapters, (step, x), out, workspace)
     }
 
-    /// As [`run`](Self::run), of a gate and an up projection. `adapted`: whether a sequence of the step has an adapter.
+    /// As [`run`](Self::run), of a gate and an up projection.
     pub(super) fn run_gated(
         &self,
         device: &D,
-        (activation, adapted): (Activation, bool),
+        activation: Activation,
         (step, x): (&D::Step, &D::Buffer),
         out: &mut D::Buffer,
         workspace: &mut D::Workspace,
     ) -> Result<(), DeviceError> {
-        if !adapted || self.adapters.is_empty() {
+        if self.adapters.is_empty() {
             return device.gated_linear(&self.linear, activation, x, out, workspace);
         }
         device.adapted_gated_linear(&self.linear, &self.adapters, activation, (step, x), out, workspace)
@@ -167,11 +178,11 @@ struct PartChange {
 
 impl Change {
     /// The second matrix of the whole, `[rows of all parts][rank]`, with its rows: zeros where a part has nothing to do with a first
-    /// matrix.
-    fn up(&self) -> (usize, Vec<f32>) {
+    /// matrix. `rank`: at least the change's.
+    fn up(&self, rank: usize) -> (usize, Vec<f32>) {
         let rows = self.parts.iter().map(|part| part.rows).sum();
-        let mut up = vec![0.0f32; rows * self.rank];
-        let mut rest = up.chunks_exact_mut(self.rank);
+        let mut up = vec![0.0f32; rows * rank];
+        let mut rest = up.chunks_exact_mut(rank);
         for part in &self.parts {
             let width = part.columns.len();
             for (index, row) in rest.by_ref().take(part.rows).enumerate() {
@@ -189,14 +200,21 @@ impl LowRanks<'_> {
         device: &D,
         tensors: &LinearTensors,
         is_gated: bool,
-    ) -> Result<Vec<Option<LowRank<D::Matrix>>>, ModelError> {
+    ) -> Result<Vec<Option<D::LowRank>>, ModelError> {
         let columns = tensors.weights.first().map_or(0, |part| part.columns);
-        let upload = |adapter: &Adapter| {
-            let change = self.change(adapter, tensors, columns)?;
+        let changes = self
+            .adapters
+            .iter()
+            .map(|adapter| self.change(adapter, tensors, columns));
+        let mut changes: Vec<Change> = changes.collect::<Result<_, _>>()?;
+        // The rows of all adapters are multiplied at once, so all have one rank here: what some lack is zeros.
+        let rank = changes.iter().map(|change| change.rank).max().unwrap_or(0);
+        let upload = |(adapter, change): (&Adapter, &mut Change)| {
             if change.rank == 0 {
                 return Ok(None);
             }
-            let (rows, up) = change.up();
+            let (rows, up) = change.up(rank);
+            change.down.resize(rank * columns, 0.0);
             let (down, up) = (bytes_of(&change.down), bytes_of(&up));
             let tensor = |rows, columns, data| Tensor {
                 dtype: Dtype::F32,
@@ -204,13 +222,18 @@ impl LowRanks<'_> {
                 columns,
                 data,
             };
-            let (down, up) = (tensor(change.rank, columns, &down), tensor(rows, change.rank, &up));
+            let (down, up) = (tensor(rank, columns, &down), tensor(rows, rank, &up));
             device.low_rank(down, up, is_gated).map(Some).map_err(|error| {
                 let name = tensors.weights.first().map_or("", |part| part.name.as_str());
                 ModelError::broken(adapter.path(), format!("the change of `{name}`: {error}"))
             })
         };
-        let parts: Vec<_> = self.adapters.iter().map(upload).collect::<Result<_, _>>()?;
+        let parts: Vec<_> = self
+            .adapters
+            .iter()
+            .zip(&mut changes)
+            .map(upload)
+            .collect::<Result<_, _>>()?;
         let changes_it = parts.iter().any(Option::is_some);
         Ok(if changes_it { parts } else { Vec::new() })
     }

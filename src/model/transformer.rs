@@ -393,8 +393,13 @@ impl<D: Device> Transformer<D> {
                 }
                 if let (true, Some(MlpWeights::Plain { gate_up, .. })) = (config.parallel_mlp, &layer.mlp) {
                     observe(index, Activations::MlpNorm, &b.normed);
-                    let op = (config.activation, adapted);
-                    gate_up.run_gated(device, op, (step, &b.normed), &mut b.gated, &mut b.workspace)?;
+                    gate_up.run_gated(
+                        device,
+                        config.activation,
+                        (step, &b.normed),
+                        &mut b.gated,
+                        &mut b.workspace,
+                    )?;
                     lap(Operation::GatedLinear)?;
                 }
                 match mixer {
@@ -445,8 +450,7 @@ impl<D: Device> Transformer<D> {
                 MlpWeights::Plain { gate_up, down } => {
                     if !config.parallel_mlp {
                         observe(index, Activations::MlpNorm, input);
-                        let op = (config.activation, adapted);
-                        gate_up.run_gated(device, op, (step, input), &mut b.gated, &mut b.workspace)?;
+                        gate_up.run_gated(device, config.activation, (step, input), &mut b.gated, &mut b.workspace)?;
                         lap(Operation::GatedLinear)?;
                     }
                     observe(index, Activations::Gated, &b.gated);

@@ -183,6 +183,7 @@ impl Routes {
                 rows: rows.start - piece.rows.start..rows.end - piece.rows.start,
                 matrix: &linear.weight,
                 bias: linear.bias.as_ref().map(|bias| &bias.0[..]),
+                added: None,
             }
         };
         self.segments[piece.segments.clone()].iter().map(segment).collect()
@@ -312,6 +313,7 @@ impl<'a> Mlps<'a> {
             rows: 0..rows,
             matrix: &linear.weight,
             bias: linear.bias.as_ref().map(|bias| &bias.0[..]),
+            added: None,
         };
         Mlps {
             gate_up: vec![segment(gate_up)],
@@ -442,6 +444,7 @@ fn route(op: &ExpertsOp<'_>, x: &Buffer, picked: &[u32], logits: &mut Buffer, pa
         rows: 0..picked.len(),
         matrix: weight,
         bias: bias.as_ref().map(|bias| &bias.0[..]),
+        added: None,
     };
     let rows = Rows {
         x,

@@ -138,33 +138,6 @@ pub(super) fn gated(
     });
 }
 
-/// Writes `activation(gate) * up`, of `width` numbers a row, to `out`. Rows of `pairs` have the order of panels: 16 gate values and
-/// then 16 up values.
-pub(super) fn gated_pairs(
-    ctx: ExecContext<'_>,
-    activation: Activation,
-    pairs: &Buffer,
-    width: usize,
-    out: &mut Buffer,
-) {
-    assert_eq!(pairs.width, 2 * width.next_multiple_of(PANEL));
-    out.reshape(pairs.rows, width);
-    out.each_row(ctx, |i, y| {
-        let panel_pairs = pairs.row(i).as_chunks().0;
-        gated_tile_on(
-            ctx.isa,
-            &GatedTile {
-                activation,
-                panel_pairs,
-                pairs_per_row: panel_pairs.len(),
-                out: y.as_mut_ptr(),
-                out_stride: width,
-                columns: width,
-            },
-        );
-    });
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

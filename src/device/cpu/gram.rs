@@ -32,10 +32,7 @@ pub fn add_gram(threads: &Threads, x: &Buffer, sums: &mut [f32]) -> Result<(), T
         isa: Isa::detect(),
         threads,
     };
-    let epilogue = Epilogue {
-        bias: None,
-        round_to_bf16: false,
-    };
+    let epilogue = Epilogue::default();
     let mut products = Buffer::default();
     linear(
         ctx,

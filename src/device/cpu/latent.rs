@@ -30,6 +30,7 @@ fn segments(heads: &[Linear<Matrix, Vector>], tokens: usize) -> Vec<Segment<'_>>
             rows: head * tokens..(head + 1) * tokens,
             matrix: &linear.weight,
             bias: None,
+            added: None,
         })
         .collect()
 }

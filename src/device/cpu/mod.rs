@@ -16,9 +16,9 @@ use std::sync::Arc;
 use crate::device::batch::StepBatch;
 use crate::device::draw::{Draw, DrawError, DrawnToken};
 use crate::device::{
-    Activation, AdapterParts, AddNorm, Attention, AttentionInput, CodedMatrix, Device, DeviceError, ExpertInput,
-    ExpertWeights, HeadShape, KvFormat, KvShape, KvSpec, LatentInput, LatentStore, LayerInputs, Linear, LowRank,
-    OutputHead, Precision, RecurrentShape, RecurrentWeights, RopeSpec, RopeStore, Tensor, TensorError,
+    Activation, AddNorm, Attention, AttentionInput, CodedMatrix, Device, DeviceError, ExpertInput, ExpertWeights,
+    HeadShape, KvFormat, KvShape, KvSpec, LatentInput, LatentStore, LayerInputs, Linear, OutputHead, Precision,
+    RecurrentShape, RecurrentWeights, RopeSpec, RopeStore, Tensor, TensorError,
 };
 
 mod adapters;
@@ -47,9 +47,11 @@ pub(crate) mod testing;
 mod threads;
 pub mod vocabulary;
 
+use crate::device::cpu::gemm::low_rank::Added;
 use crate::device::cpu::gemm::matrix::Panels;
 pub use crate::device::cpu::gemm::matrix::{Matrix, Vector};
 use crate::device::cpu::gemm::{bf16, linear};
+pub use adapters::LowRank;
 pub use gram::add_gram;
 pub use isa::Isa;
 pub use kv::KvPool;
@@ -128,6 +130,48 @@ impl Cpu {
     /// Whether linear layers use the processor's dot products of BF16 pairs.
     fn uses_bf16_pairs(&self) -> bool {
         self.precision == Precision::Bf16 && bf16::is_available(self.isa)
+    }
+
+    /// A linear operation, and what adapters add to it.
+    fn multiply(
+        &self,
+        Linear { weight, bias }: &Linear<Matrix, Vector>,
+        added: Option<&Added<'_>>,
+        x: &Buffer,
+        out: &mut Buffer,
+        packed_rows: &mut linear::PackedRows,
+    ) {
+        let epilogue = linear::Epilogue {
+            bias: bias.as_ref().map(|b| &b.0[..]),
+            added,
+            round_to_bf16: self.rounds_to_bf16(),
+        };
+        linear::linear(self.ctx(), weight, weight.rows, epilogue, x, out, packed_rows);
+    }
+
+    /// As [`multiply`](Self::multiply), with an activation.
+    fn multiply_gated(
+        &self,
+        (linear, activation): (&Linear<Matrix, Vector>, Activation),
+        added: Option<&Added<'_>>,
+        x: &Buffer,
+        out: &mut Buffer,
+        (gate_up, packed_rows): (&mut Buffer, &mut linear::PackedRows),
+    ) {
+        if let (true, Panels::Int8(_) | Panels::Int4(_)) = (activation.has_gate(), &linear.weight.panels) {
+            let segment = linear::Segment {
+                rows: 0..x.rows,
+                matrix: &linear.weight,
+                bias: linear.bias.as_ref().map(|b| &b.0[..]),
+                added,
+            };
+            let width = linear.weight.rows / 2;
+            let rows = linear::Rows { x, picked: None };
+            linear::gated_panels(self.ctx(), &[segment], (width, activation), rows, out, packed_rows);
+        } else {
+            self.multiply(linear, added, x, gate_up, packed_rows);
+            gated::gated(self.ctx(), activation, self.rounds_to_bf16(), gate_up, out);
+        }
     }
 
     fn norm_op<'a>(&'a self, op: &AddNorm<'a, Buffer, Vector>) -> norm::NormOp<'a> {
@@ -216,7 +260,7 @@ impl Buffer {
 pub struct Workspace {
     packed_rows: linear::PackedRows,
     /// Rows of `[gate][up]`, for all formats except INT8 and four bits, whose kernels apply the activation
-    /// themselves unless adapters add to these rows.
+    /// themselves.
     gate_up: Buffer,
     adapters: adapters::Scratch,
     experts: experts::Scratch,
@@ -269,6 +313,7 @@ impl<'a, E> SharedMut<'a, E> {
 impl Device for Cpu {
     type Matrix = Matrix;
     type Vector = Vector;
+    type LowRank = LowRank;
     type Norm = Vector;
     type Buffer = Buffer;
     type KvPool = KvPool;
@@ -433,20 +478,7 @@ impl Device for Cpu {
         out: &mut Buffer,
         workspace: &mut Workspace,
     ) -> Result<(), DeviceError> {
-        let epilogue = linear::Epilogue {
-            bias: linear.bias.as_ref().map(|b| &b.0[..]),
-            round_to_bf16: self.rounds_to_bf16(),
-        };
-        let weight = &linear.weight;
-        linear::linear(
-            self.ctx(),
-            weight,
-            weight.rows,
-            epilogue,
-            x,
-            out,
-            &mut workspace.packed_rows,
-        );
+        self.multiply(linear, None, x, out, &mut workspace.packed_rows);
         Ok(())
     }
 
@@ -519,35 +551,10 @@ impl Device for Cpu {
         out: &mut Buffer,
         workspace: &mut Workspace,
     ) -> Result<(), DeviceError> {
-        let bias = linear.bias.as_ref().map(|b| &b.0[..]);
         let Workspace {
             packed_rows, gate_up, ..
         } = workspace;
-        if let (true, Panels::Int8(_) | Panels::Int4(_)) = (activation.has_gate(), &linear.weight.panels) {
-            let segment = linear::Segment {
-                rows: 0..x.rows,
-                matrix: &linear.weight,
-                bias,
-            };
-            let width = linear.weight.rows / 2;
-            let rows = linear::Rows { x, picked: None };
-            linear::gated_panels(self.ctx(), &[segment], (width, activation), rows, out, packed_rows);
-        } else {
-            let epilogue = linear::Epilogue {
-                bias,
-                round_to_bf16: self.rounds_to_bf16(),
-            };
-            linear::linear(
-                self.ctx(),
-                &linear.weight,
-                linear.weight.rows,
-                epilogue,
-                x,
-                gate_up,
-                packed_rows,
-            );
-            gated::gated(self.ctx(), activation, self.rounds_to_bf16(), gate_up, out);
-        }
+        self.multiply_gated((linear, activation), None, x, out, (gate_up, packed_rows));
         Ok(())
     }
 
@@ -555,53 +562,48 @@ impl Device for Cpu {
         true
     }
 
-    fn low_rank(&self, down: Tensor<'_>, up: Tensor<'_>, is_gated: bool) -> Result<LowRank<Matrix>, TensorError> {
+    fn low_rank(&self, down: Tensor<'_>, up: Tensor<'_>, is_gated: bool) -> Result<LowRank, TensorError> {
         let in_pairs = is_gated && matches!(self.precision, Precision::Int8 | Precision::W4a8);
         self.pack_low_rank(down, up, in_pairs)
     }
 
-    fn add_adapters(
+    fn adapted_linear(
         &self,
-        adapters: &AdapterParts<Matrix>,
+        linear: &Linear<Matrix, Vector>,
+        adapters: &[Option<LowRank>],
         (step, x): (&Step, &Buffer),
         out: &mut Buffer,
         workspace: &mut Workspace,
     ) -> Result<(), DeviceError> {
-        let scratch = (&mut workspace.adapters, &mut workspace.packed_rows);
-        adapters::add((self.ctx(), self.rounds_to_bf16()), adapters, (step, x), out, scratch);
+        let Workspace {
+            packed_rows,
+            adapters: scratch,
+            ..
+        } = workspace;
+        let op = (self.ctx(), self.rounds_to_bf16());
+        let added = adapters::added(op, adapters, (step, x), scratch, packed_rows);
+        self.multiply(linear, added.as_ref(), x, out, packed_rows);
         Ok(())
     }
 
     fn adapted_gated_linear(
         &self,
         linear: &Linear<Matrix, Vector>,
-        adapters: &AdapterParts<Matrix>,
+        adapters: &[Option<LowRank>],
         activation: Activation,
         (step, x): (&Step, &Buffer),
         out: &mut Buffer,
         workspace: &mut Workspace,
     ) -> Result<(), DeviceError> {
-        let mut gate_up = std::mem::take(&mut workspace.gate_up);
-        let is_in_pairs = activation.has_gate() && matches!(linear.weight.panels, Panels::Int8(_) | Panels::Int4(_));
-        if is_in_pairs {
-            let bias = linear.bias.as_ref().map(|b| &b.0[..]);
-            linear::gated_sums(
-                self.ctx(),
-                (&linear.weight, bias),
-                x,
-                &mut gate_up,
-                &mut workspace.packed_rows,
-            );
-        } else {
-            self.linear(linear, x, &mut gate_up, workspace)?;
-        }
-        self.add_adapters(adapters, (step, x), &mut gate_up, workspace)?;
-        if is_in_pairs {
-            gated::gated_pairs(self.ctx(), activation, &gate_up, linear.weight.rows / 2, out);
-        } else {
-            gated::gated(self.ctx(), activation, self.rounds_to_bf16(), &gate_up, out);
-        }
-        workspace.gate_up = gate_up;
+        let Workspace {
+            packed_rows,
+            gate_up,
+            adapters: scratch,
+            ..
+        } = workspace;
+        let op = (self.ctx(), self.rounds_to_bf16());
+        let added = adapters::added(op, adapters, (step, x), scratch, packed_rows);
+        self.multiply_gated((linear, activation), added.as_ref(), x, out, (gate_up, packed_rows));
         Ok(())
     }
 
@@ -665,10 +667,7 @@ impl Device for Cpu {
 
     fn logits(&self, head: OutputHead<'_, Matrix>, x: &Buffer, workspace: &mut Workspace) -> Result<(), DeviceError> {
         // Logits stay in F32 even at BF16 precision: rounding would only create ties.
-        let epilogue = linear::Epilogue {
-            bias: None,
-            round_to_bf16: false,
-        };
+        let epilogue = linear::Epilogue::default();
         let Workspace {
             packed_rows, logits, ..
         } = workspace;

@@ -1,7 +1,8 @@
 //! A step on the CPU: the batch, the rotations of its positions, and the attention plan that all
 //! layers share.
 
-use super::adapters::AdapterRows;
+use super::adapters;
+use super::gemm::low_rank::AdapterRows;
 use super::math::round_bf16;
 use super::{BLOCK_TOKENS, SPAN_TOKENS};
 use crate::device::batch::{StepBatch, StepSequence};
@@ -15,7 +16,7 @@ pub(super) const TASK_ROWS: usize = 48;
 pub struct Step {
     pub(super) batch: StepBatch,
     /// The rows of each adapter's sequences.
-    pub(super) adapter_rows: Vec<AdapterRows>,
+    pub(super) adapter_rows: Vec<(u32, AdapterRows)>,
     /// Maximum number of queries in a tile.
     tile_queries_max: u32,
     /// Indices of the block tables of layers without a window. Only these layers share a prefix.
@@ -104,7 +105,7 @@ impl Step {
 
     pub(super) fn upload(&mut self, batch: &StepBatch) {
         self.batch.clone_from(batch);
-        self.adapter_rows = AdapterRows::of(batch);
+        self.adapter_rows = adapters::rows_of(batch);
         for rotations in &mut self.rotations {
             rotations.gather(&self.batch.positions);
         }

@@ -274,6 +274,7 @@ fn not_supported(what: &str) -> DeviceError {
 impl Device for Cuda {
     type Matrix = Matrix;
     type Vector = Vector;
+    type LowRank = ();
     type Norm = Norm;
     type Buffer = Buffer;
     type KvPool = KvPool;

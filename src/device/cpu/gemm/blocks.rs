@@ -9,6 +9,7 @@ use std::ops::Range;
 
 use super::int8;
 use super::linear::Epilogue;
+use super::low_rank::{Added, Part};
 use super::matrix::Int8Panels;
 use super::row_tiles::RowTiles;
 use super::tile::{Element, F32Gemm, PANEL, matmul};
@@ -188,19 +189,29 @@ impl WorkBlock<'_> {
                 row.copy_from_slice(&tile[r * PANEL..r * PANEL + rest_columns]);
             }
         }
-        if epilogue.bias.is_none() && !epilogue.round_to_bf16 {
-            return;
-        }
         let columns = (self.panel_range.end * PANEL).min(self.width) - first_column;
-        for r in 0..rows {
+        if epilogue.bias.is_some() || epilogue.round_to_bf16 {
+            for r in 0..rows {
+                // SAFETY: within this block's rows and columns.
+                let row = unsafe { out.slice((first_row + r) * self.width + first_column, columns) };
+                if let Some(bias) = epilogue.bias {
+                    row.iter_mut().zip(&bias[first_column..]).for_each(|(y, b)| *y += b);
+                }
+                if epilogue.round_to_bf16 {
+                    row.iter_mut().for_each(|y| *y = round_bf16(*y));
+                }
+            }
+        }
+        if let Some(added) = epilogue.added {
+            let part = Part {
+                rows: first_row..first_row + rows,
+                panels: self.panel_range.clone(),
+                columns,
+                c: out.ptr_at(first_column),
+                c_stride: self.width,
+            };
             // SAFETY: within this block's rows and columns.
-            let row = unsafe { out.slice((first_row + r) * self.width + first_column, columns) };
-            if let Some(bias) = epilogue.bias {
-                row.iter_mut().zip(&bias[first_column..]).for_each(|(y, b)| *y += b);
-            }
-            if epilogue.round_to_bf16 {
-                row.iter_mut().for_each(|y| *y = round_bf16(*y));
-            }
+            unsafe { added.add(isa, &part) };
         }
     }
 
@@ -253,7 +264,7 @@ impl WorkBlock<'_> {
         &self,
         isa: Isa,
         activation: Activation,
-        (bias, memory): (&[f32], PanelMemory),
+        (bias, added, memory): (&[f32], Option<&Added<'_>>, PanelMemory),
         (out, width): (&SharedMut, usize),
         run: impl Fn(Range<usize>, *const f32, (*mut f32, usize), int8::RowTile),
     ) {
@@ -269,15 +280,21 @@ impl WorkBlock<'_> {
                 .as_flattened_mut()
                 .as_mut_ptr()
                 .wrapping_sub(tile.first_row * gate_up_stride);
+            let rows = tile.first_row..tile.first_row + tile.rows;
             run(self.panel_range.clone(), bias, (c, gate_up_stride), tile);
+            if let Some(added) = added {
+                let part = Part::whole(rows.clone(), self.panel_range.clone(), (c, gate_up_stride));
+                // SAFETY: the memory of the gate and up values is this call's alone.
+                unsafe { added.add(isa, &part) };
+            }
             let pairs_per_row = self.panel_range.len() / 2;
             gated_tile_on(
                 isa,
                 &GatedTile {
                     activation,
-                    panel_pairs: &gate_up[..tile.rows * pairs_per_row],
+                    panel_pairs: &gate_up[..rows.len() * pairs_per_row],
                     pairs_per_row,
-                    out: out.ptr_at(tile.first_row * width + column),
+                    out: out.ptr_at(rows.start * width + column),
                     out_stride: width,
                     columns,
                 },
@@ -291,7 +308,8 @@ impl WorkBlock<'_> {
     /// As [`run`](Self::run).
     pub(super) unsafe fn run_with_epilogue(
         &self,
-        (bias, zeros): (Option<&[f32]>, &[f32]),
+        isa: Isa,
+        (bias, zeros, added): (Option<&[f32]>, &[f32], Option<&Added<'_>>),
         memory: PanelMemory,
         out: &SharedMut,
         run: impl Fn(Range<usize>, *const f32, (*mut f32, usize), int8::RowTile),
@@ -302,7 +320,15 @@ impl WorkBlock<'_> {
             // These panels lie within the output's width, and so within the bias.
             let bias = bias.unwrap_or(zeros)[column..].as_ptr();
             for tile in self.tiles_with_prefetch(&full, memory) {
-                run(full.clone(), bias, (out.ptr_at(column), self.width), tile);
+                let (c, rows) = (
+                    (out.ptr_at(column), self.width),
+                    tile.first_row..tile.first_row + tile.rows,
+                );
+                run(full.clone(), bias, c, tile);
+                if let Some(added) = added {
+                    // SAFETY: within this block's rows and columns.
+                    unsafe { added.add(isa, &Part::whole(rows, full.clone(), c)) };
+                }
             }
         }
         if rest_columns > 0 {
@@ -316,10 +342,18 @@ impl WorkBlock<'_> {
                 let mut panel = [0.0f32; TILE_ROWS_MAX * PANEL];
                 // The kernel counts rows from the matmul's first row.
                 let c = panel.as_mut_ptr().wrapping_sub(tile.first_row * PANEL);
-                run(full.end..self.panel_range.end, last_bias.as_ptr(), (c, PANEL), tile);
-                for r in 0..tile.rows {
+                let (last, rows) = (
+                    full.end..self.panel_range.end,
+                    tile.first_row..tile.first_row + tile.rows,
+                );
+                run(last.clone(), last_bias.as_ptr(), (c, PANEL), tile);
+                if let Some(added) = added {
+                    // SAFETY: the panel's memory is this call's alone.
+                    unsafe { added.add(isa, &Part::whole(rows.clone(), last, (c, PANEL))) };
+                }
+                for (r, row) in rows.enumerate() {
                     // SAFETY: within this block's rows and columns.
-                    let row = unsafe { out.slice((tile.first_row + r) * self.width + full.end * PANEL, rest_columns) };
+                    let row = unsafe { out.slice(row * self.width + full.end * PANEL, rest_columns) };
                     row.copy_from_slice(&panel[r * PANEL..r * PANEL + rest_columns]);
                 }
             }

@@ -13,6 +13,7 @@ use std::borrow::Cow;
 use std::ops::Range;
 
 use super::blocks::{PanelMemory, WorkBlock, for_blocks};
+use super::low_rank::Added;
 use super::matrix::{Int8Panels, Matrix, Panels};
 use super::row_tiles::{RowTiles, split_by_tiles};
 use super::tile::{PANEL, max_rows, panels_at_once};
@@ -23,10 +24,12 @@ use crate::device::cpu::quantize_groups::GroupedRows;
 use crate::device::cpu::{Buffer, ExecContext, SharedMut};
 
 /// The operations of a linear layer after the matmul.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Default)]
 pub(crate) struct Epilogue<'a> {
     /// Added to each row of the output; at least as long as a row.
     pub bias: Option<&'a [f32]>,
+    /// What adapters add.
+    pub added: Option<&'a Added<'a>>,
     /// Round results to BF16 values.
     pub round_to_bf16: bool,
 }
@@ -38,6 +41,8 @@ pub(crate) struct Segment<'a> {
     pub matrix: &'a Matrix,
     /// At least as long as a row of the output, or of both factors of a gated activation.
     pub bias: Option<&'a [f32]>,
+    /// What adapters add to these rows.
+    pub added: Option<&'a Added<'a>>,
 }
 
 /// The rows of a product.
@@ -83,6 +88,7 @@ pub(crate) fn linear(
         rows: 0..x.rows,
         matrix,
         bias: epilogue.bias,
+        added: epilogue.added,
     };
     let rows = Rows { x, picked: None };
     grouped_linear(ctx, &[segment], width, epilogue.round_to_bf16, rows, out, packed);
@@ -167,9 +173,12 @@ fn multiply(
         |rows| panels_at_once(ctx.isa, rows),
         (k, width),
         |segment, block| {
-            let Segment { matrix, bias, .. } = &segments[segment];
+            let Segment {
+                matrix, bias, added, ..
+            } = &segments[segment];
             let epilogue = Epilogue {
                 bias: *bias,
+                added: *added,
                 round_to_bf16,
             };
             // SAFETY: blocks own disjoint (rows, columns) of the output; `run` checks the panels'
@@ -208,9 +217,9 @@ fn multiply_int8(
             // SAFETY: the block guarantees output and bias; sizes were asserted.
             unsafe { int8::matmul(ctx.isa, &block.int8_gemm(panels, range, bias, x, c), tile) };
         };
-        let bias = segments[segment].bias;
+        let Segment { bias, added, .. } = segments[segment];
         // SAFETY: blocks own disjoint (rows, columns) of the output.
-        unsafe { block.run_with_epilogue((bias, &panels.zero_bias), memory, &target, run) };
+        unsafe { block.run_with_epilogue(ctx.isa, (bias, &panels.zero_bias, added), memory, &target, run) };
     });
 }
 
@@ -230,9 +239,9 @@ fn pack_bf16_pairs(ctx: ExecContext<'_>, rows: Rows<'_>, tiles: &[RowTiles], dep
                     continue;
                 }
                 bf16::round_row_on(ctx.isa, values, &mut row);
-                let slots = part[r * bf16::PAIR..].chunks_mut(tile_rows * bf16::PAIR);
-                for (pair, slot) in row.as_chunks::<{ bf16::PAIR }>().0.iter().zip(slots) {
-                    slot[..bf16::PAIR].copy_from_slice(pair);
+                let (pairs, slots) = (row.as_chunks::<{ bf16::PAIR }>().0, part.as_chunks_mut().0);
+                for i in 0..pairs.len() {
+                    slots[i * tile_rows + r] = pairs[i];
                 }
             }
         }
@@ -282,9 +291,9 @@ fn multiply_bf16_pairs(
                 // SAFETY: the block guarantees output and bias; sizes were asserted above.
                 unsafe { bf16::matmul(ctx.isa, &gemm, tile) };
             };
-            let bias = segments[segment].bias;
+            let Segment { bias, added, .. } = segments[segment];
             // SAFETY: blocks own disjoint (rows, columns) of the output.
-            unsafe { block.run_with_epilogue((bias, &panels.zero_bias), memory, &target, run) };
+            unsafe { block.run_with_epilogue(ctx.isa, (bias, &panels.zero_bias, added), memory, &target, run) };
         },
     );
 }
@@ -372,43 +381,11 @@ pub(crate) fn gated_panels(
                 // SAFETY: the block guarantees its memory; sizes were asserted.
                 unsafe { int8::matmul(ctx.isa, &block.int8_gemm(panels, range, bias, x, c), tile) };
             };
+            let added = segments[segment].added;
             // SAFETY: blocks own disjoint (rows, columns) of the output; sizes were asserted.
-            unsafe { block.run_gated(ctx.isa, activation, (bias, memory), (&target, width), run) };
+            unsafe { block.run_gated(ctx.isa, activation, (bias, added, memory), (&target, width), run) };
         },
     );
-}
-
-/// The sums of a matrix of [`Matrix::pack_gated`] or [`Matrix::pack_gated_codes`], without the activation: rows in the order of the
-/// panels, 16 gate values and then 16 up values. `bias`: `[gate][up]`.
-pub(crate) fn gated_sums(
-    ctx: ExecContext<'_>,
-    (matrix, bias): (&Matrix, Option<&[f32]>),
-    x: &Buffer,
-    out: &mut Buffer,
-    packed: &mut PackedRows,
-) {
-    let width = matrix.rows / 2;
-    let panel_columns = width.next_multiple_of(PANEL) * 2;
-    let segment = Segment {
-        rows: 0..x.rows,
-        matrix,
-        bias,
-    };
-    let biases = gated_biases(std::slice::from_ref(&segment), width, panel_columns);
-    let rows = Rows { x, picked: None };
-    out.reshape(x.rows, panel_columns);
-    if x.rows == 0 || width == 0 {
-        return;
-    }
-    let in_order = Segment {
-        rows: 0..x.rows,
-        matrix,
-        bias: Some(&biases[0]),
-    };
-    match &matrix.panels {
-        Panels::Int4(_) => linear_int4::multiply(ctx, &[in_order], rows, out, &mut packed.grouped),
-        _ => multiply_int8(ctx, &[in_order], rows, out, &mut packed.quantized),
-    }
 }
 
 /// The biases of a gated operation's segments, in the order of the panels.
@@ -471,6 +448,7 @@ mod tests {
         let bias = numbers(7, n);
         let epilogue = Epilogue {
             bias: with_bias.then_some(&bias[..]),
+            added: None,
             round_to_bf16: false,
         };
         let out = product_of(ctx_with_threads(isa, threads), &matrix, n, epilogue, &x);
@@ -541,6 +519,7 @@ mod tests {
             {
                 let epilogue = Epilogue {
                     bias: Some(&bias),
+                    added: None,
                     round_to_bf16: false,
                 };
                 let out = product_of(ctx_with_threads(isa, threads), &matrix, width, epilogue, &x);
@@ -587,6 +566,7 @@ mod tests {
                 let run = |threads, width, round_to_bf16, values: &[f32]| {
                     let epilogue = Epilogue {
                         bias: Some(&bias),
+                        added: None,
                         round_to_bf16,
                     };
                     let x = buffer(values, values.len() / k, k);
@@ -632,6 +612,7 @@ mod tests {
             let one = buffer(&x[i * k..(i + 1) * k], 1, k);
             let epilogue = Epilogue {
                 bias: Some(&bias),
+                added: None,
                 round_to_bf16: false,
             };
             let out = product_of(ctx(Isa::detect()), &matrix, n, epilogue, &one);
@@ -651,10 +632,7 @@ mod tests {
         };
         let matrix = Matrix::pack(&[tensor], Precision::F32).unwrap();
         let x = buffer(&numbers(2, 2 * 4), 2, 4);
-        let epilogue = Epilogue {
-            bias: None,
-            round_to_bf16: false,
-        };
+        let epilogue = Epilogue::default();
         let all = product_of(ctx(Isa::detect()), &matrix, 20, epilogue, &x);
         let some = product_of(ctx(Isa::detect()), &matrix, 18, epilogue, &x);
         assert_eq!(some.width, 18);

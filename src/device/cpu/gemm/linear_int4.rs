@@ -110,9 +110,9 @@ pub(super) fn multiply(
             // SAFETY: the block guarantees output and bias; sizes were asserted.
             unsafe { int4::matmul(ctx.isa, &panels.gemm(range, bias, x, c), tile) };
         };
-        let bias = segments[segment].bias;
+        let Segment { bias, added, .. } = segments[segment];
         // SAFETY: blocks own disjoint (rows, columns) of the output.
-        unsafe { block.run_with_epilogue((bias, &panels.zero_bias), panels.memory(), &target, run) };
+        unsafe { block.run_with_epilogue(ctx.isa, (bias, &panels.zero_bias, added), panels.memory(), &target, run) };
     });
 }
 
@@ -139,9 +139,17 @@ pub(super) fn gated(
                 // SAFETY: the block guarantees its memory; sizes were asserted.
                 unsafe { int4::matmul(ctx.isa, &panels.gemm(range, bias, x, c), tile) };
             };
-            let (bias, memory): (&[f32], _) = (&biases[segment], panels.memory());
+            let (bias, added): (&[f32], _) = (&biases[segment], segments[segment].added);
             // SAFETY: blocks own disjoint (rows, columns) of the output; sizes were asserted.
-            unsafe { block.run_gated(ctx.isa, activation, (bias, memory), (&target, width), run) };
+            unsafe {
+                block.run_gated(
+                    ctx.isa,
+                    activation,
+                    (bias, added, panels.memory()),
+                    (&target, width),
+                    run,
+                )
+            };
         },
     );
 }
@@ -220,6 +228,7 @@ mod tests {
                 for (threads, width, rows) in [(1, n + 3, m), (2, n + 3, m), (2, n.div_ceil(2), m), (2, n + 3, 1)] {
                     let epilogue = Epilogue {
                         bias: Some(&bias),
+                        added: None,
                         round_to_bf16: false,
                     };
                     let x = buffer(&values[..rows * k], rows, k);
@@ -255,6 +264,7 @@ mod tests {
             rows: rows.clone(),
             matrix,
             bias: Some(bias),
+            added: None,
         };
         runs.iter().zip(matrices).map(segment).collect()
     }

@@ -9,6 +9,7 @@ pub(crate) mod int4_panels;
 pub(crate) mod int8;
 pub(crate) mod linear;
 mod linear_int4;
+pub(crate) mod low_rank;
 pub(crate) mod matrix;
 pub(crate) mod row_tiles;
 pub(crate) mod tile;

@@ -1,0 +1,458 @@
+//! The second matrix of an adapter, and the kernel that adds its products to the result of a linear operation, while the kernel of
+//! that operation has just written it.
+//!
+//! `c[r][n] += sum over k of low[r][k] * up[n][k]`, with fused multiply-adds in the order of k, which begin with the result of the
+//! linear operation. The order is the same for every row count, instruction set and division of the work, so results do not depend on
+//! the batch.
+
+#![expect(unsafe_code, reason = "kernels take addresses of parts of a buffer")]
+
+use std::ops::Range;
+
+use super::tile::{Bf16, Element, PANEL};
+use crate::device::cpu::Buffer;
+use crate::device::cpu::isa::{Isa, multiversion};
+use crate::device::cpu::math::round_bf16;
+use crate::device::{Dtype, Tensor, TensorError};
+
+/// Rows whose sums with a panel are in registers at once.
+const ROWS: usize = 4;
+
+/// A matrix of few columns, in panels of 16 rows. Each panel has only those columns in which one of its rows has a number other
+/// than 0, since several projections in one matrix each have first matrices of their own.
+pub(crate) struct UpPanels {
+    values: Values,
+    panels: Vec<Panel>,
+    columns: usize,
+}
+
+/// `[k][16]` for each panel.
+enum Values {
+    F32(Vec<[f32; PANEL]>),
+    Bf16(Vec<[Bf16; PANEL]>),
+}
+
+struct Panel {
+    /// Where its values lie.
+    values: Range<usize>,
+    first_column: usize,
+}
+
+impl UpPanels {
+    /// `row_of(panel * 16 + lane)` is the row of `matrix` in this lane, or `None` for zeros. `panels`: their number.
+    ///
+    /// # Errors
+    /// If a number is not finite once it is stored as `dtype`, F32 or BF16.
+    pub(crate) fn pack(
+        matrix: Tensor<'_>,
+        dtype: Dtype,
+        panels: usize,
+        row_of: impl Fn(usize) -> Option<usize>,
+    ) -> Result<UpPanels, TensorError> {
+        let mut packed = UpPanels {
+            values: match dtype {
+                Dtype::F32 => Values::F32(Vec::new()),
+                _ => Values::Bf16(Vec::new()),
+            },
+            panels: Vec::with_capacity(panels),
+            columns: matrix.columns,
+        };
+        let mut rows = vec![0.0f32; PANEL * matrix.columns];
+        for panel in 0..panels {
+            rows.fill(0.0);
+            for (lane, values) in rows.chunks_exact_mut(matrix.columns.max(1)).enumerate() {
+                let Some(row) = row_of(panel * PANEL + lane) else {
+                    continue;
+                };
+                matrix.read_row(row, values);
+                let is_stored = |x: &f32| x.is_finite() && (dtype == Dtype::F32 || round_bf16(*x).is_finite());
+                if !values.iter().all(is_stored) {
+                    return Err(TensorError::NotFinite { part: 0, row });
+                }
+            }
+            packed.push(&rows);
+        }
+        Ok(packed)
+    }
+
+    /// Adds a panel with these rows.
+    fn push(&mut self, rows: &[f32]) {
+        let value = |lane: usize, k: usize| rows[lane * self.columns + k];
+        let is_used = |k: &usize| (0..PANEL).any(|lane| value(lane, *k) != 0.0);
+        let first = (0..self.columns).find(is_used).unwrap_or(0);
+        let end = (0..self.columns).rfind(is_used).map_or(first, |last| last + 1);
+        let values = match &mut self.values {
+            Values::F32(values) => append(values, first..end, value),
+            Values::Bf16(values) => append(values, first..end, value),
+        };
+        self.panels.push(Panel {
+            values,
+            first_column: first,
+        });
+    }
+}
+
+/// Appends these columns of a panel, and returns where they lie.
+fn append<E: Element>(
+    values: &mut Vec<[E; PANEL]>,
+    columns: Range<usize>,
+    value: impl Fn(usize, usize) -> f32,
+) -> Range<usize> {
+    let start = values.len();
+    values.extend(columns.map(|k| std::array::from_fn(|lane| E::narrow(value(lane, k)))));
+    start..values.len()
+}
+
+/// The rows of a step that belong to one adapter's sequences.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct AdapterRows {
+    /// Ascending.
+    rows: Vec<u32>,
+    /// For each row of the step, and for their number: how many of these rows are before it.
+    before: Vec<u32>,
+}
+
+impl AdapterRows {
+    /// `rows`: ascending, below `count`, the number of the step's rows.
+    pub(crate) fn new(rows: Vec<u32>, count: usize) -> AdapterRows {
+        let mut before = Vec::with_capacity(count + 1);
+        for (i, row) in rows.iter().enumerate() {
+            before.resize(*row as usize + 1, i as u32);
+        }
+        before.resize(count + 1, rows.len() as u32);
+        AdapterRows { rows, before }
+    }
+
+    pub(crate) fn rows(&self) -> &[u32] {
+        &self.rows
+    }
+
+    /// The places in [`rows`](Self::rows) of those that are in `range`.
+    fn places(&self, range: &Range<usize>) -> Range<usize> {
+        self.before[range.start] as usize..self.before[range.end] as usize
+    }
+}
+
+/// What an adapter adds to some rows.
+pub(crate) struct AddedRun<'a> {
+    pub rows: &'a AdapterRows,
+    /// The row of [`Added::low`] that belongs to the first of them; those of the others follow.
+    pub first: usize,
+    pub up: &'a UpPanels,
+}
+
+/// What adapters add to the result of a linear operation.
+pub(crate) struct Added<'a> {
+    /// Of different adapters, whose rows are different, too.
+    pub runs: Vec<AddedRun<'a>>,
+    /// The rows after the first matrix.
+    pub low: &'a Buffer,
+    /// Round results to BF16 values.
+    pub round_to_bf16: bool,
+}
+
+/// A part of a result: rows, panels and the columns of the last one.
+pub(super) struct Part {
+    pub rows: Range<usize>,
+    pub panels: Range<usize>,
+    /// Columns of the result from the first panel on; those behind them are left alone.
+    pub columns: usize,
+    /// Row 0 of the result, at the first panel's first column. Only the part's rows need valid memory.
+    pub c: *mut f32,
+    pub c_stride: usize,
+}
+
+impl Part {
+    /// All columns of these panels.
+    pub(super) fn whole(rows: Range<usize>, panels: Range<usize>, (c, c_stride): (*mut f32, usize)) -> Part {
+        Part {
+            columns: panels.len() * PANEL,
+            rows,
+            panels,
+            c,
+            c_stride,
+        }
+    }
+}
+
+impl Added<'_> {
+    /// Adds to a part of the result.
+    ///
+    /// # Safety
+    /// The memory of the part's rows and columns is valid, and no other code reads or writes it during the call.
+    pub(super) unsafe fn add(&self, isa: Isa, part: &Part) {
+        for run in &self.runs {
+            let places = run.rows.places(&part.rows);
+            for start in places.clone().step_by(ROWS) {
+                // Without a row, the last one is computed once more, to the same result.
+                let places: [usize; ROWS] = std::array::from_fn(|i| (start + i).min(places.end - 1));
+                let c = places.map(|at| part.c.wrapping_add(run.rows.rows[at] as usize * part.c_stride));
+                let tile = LowTile {
+                    low: places.map(|at| self.low.row(run.first + at)),
+                    panels: &run.up.panels[part.panels.clone()],
+                    columns: part.columns,
+                    c,
+                };
+                match &run.up.values {
+                    Values::F32(values) => multiply_f32(isa, &tile, values),
+                    Values::Bf16(values) => multiply_bf16(isa, &tile, values),
+                }
+                if self.round_to_bf16 {
+                    for c in c {
+                        // SAFETY: within the part, whose memory is the caller's alone.
+                        let c = unsafe { std::slice::from_raw_parts_mut(c, part.columns) };
+                        c.iter_mut().for_each(|x| *x = round_bf16(*x));
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// A few rows and panels.
+struct LowTile<'a> {
+    low: [&'a [f32]; ROWS],
+    panels: &'a [Panel],
+    columns: usize,
+    /// The rows of the result, `[columns]` each, at the first panel's first column; valid and the caller's alone.
+    c: [*mut f32; ROWS],
+}
+
+// Loops over indices: the compiler inlines no closures into functions with other instruction sets.
+#[inline(always)]
+#[expect(clippy::needless_range_loop)]
+fn multiply_panels<E: Element>(tile: &LowTile<'_>, values: &[[E; PANEL]]) {
+    for p in 0..tile.panels.len() {
+        let panel = &tile.panels[p];
+        let values = &values[panel.values.start..panel.values.end];
+        let (first, count) = (panel.first_column, values.len());
+        let [x0, x1, x2, x3] = tile.low;
+        let low = [
+            &x0[first..first + count],
+            &x1[first..first + count],
+            &x2[first..first + count],
+            &x3[first..first + count],
+        ];
+        let columns = tile.columns - p * PANEL;
+        let mut totals = [[0.0f32; PANEL]; ROWS];
+        for r in 0..ROWS {
+            let c = tile.c[r].wrapping_add(p * PANEL);
+            if columns >= PANEL {
+                // SAFETY: within the tile's memory.
+                totals[r] = unsafe { c.cast::<[f32; PANEL]>().read() };
+            } else {
+                for lane in 0..columns {
+                    // SAFETY: as above.
+                    totals[r][lane] = unsafe { *c.add(lane) };
+                }
+            }
+        }
+        for k in 0..count {
+            let mut widened = [0.0f32; PANEL];
+            for lane in 0..PANEL {
+                widened[lane] = values[k][lane].widen();
+            }
+            for r in 0..ROWS {
+                let x = low[r][k];
+                for lane in 0..PANEL {
+                    totals[r][lane] = x.mul_add(widened[lane], totals[r][lane]);
+                }
+            }
+        }
+        for r in 0..ROWS {
+            let c = tile.c[r].wrapping_add(p * PANEL);
+            if columns >= PANEL {
+                // SAFETY: as above.
+                unsafe { c.cast::<[f32; PANEL]>().write(totals[r]) };
+            } else {
+                for lane in 0..columns {
+                    // SAFETY: as above.
+                    unsafe { *c.add(lane) = totals[r][lane] };
+                }
+            }
+        }
+    }
+}
+
+multiversion! {
+    fn multiply_f32(tile: &LowTile<'_>, values: &[[f32; PANEL]]) = multiply_panels;
+}
+
+multiversion! {
+    fn multiply_bf16(tile: &LowTile<'_>, values: &[[Bf16; PANEL]]) = multiply_panels;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::Precision;
+    use crate::device::cpu::gemm::linear::{Epilogue, PackedRows, linear};
+    use crate::device::cpu::gemm::matrix::Matrix;
+    use crate::device::cpu::testing::{buffer, bytes_of, ctx_with_threads, numbers};
+
+    /// A matrix of two parts below each other, the first with numbers in its first 3 columns only, the second in the others.
+    fn ups(seed: u64, rows: usize, columns: usize) -> Vec<f32> {
+        let mut values = numbers(seed, rows * columns);
+        for (i, x) in values.iter_mut().enumerate() {
+            if (i / columns < 20) != (i % columns < 3) {
+                *x = 0.0;
+            }
+        }
+        values
+    }
+
+    fn tensor(data: &[u8], rows: usize, columns: usize) -> Tensor<'_> {
+        Tensor {
+            dtype: Dtype::F32,
+            rows,
+            columns,
+            data,
+        }
+    }
+
+    #[test]
+    fn rows_of_adapters_get_what_is_theirs_in_any_batch() {
+        let (rows, width, k, rank) = (29, 53, 40, 7);
+        let weights = bytes_of(&numbers(1, width * k), Dtype::F32);
+        let x = buffer(&numbers(2, rows * k), rows, k);
+        let lows = numbers(3, rows * rank);
+        // Every fifth row has no adapter.
+        let of_adapter = |adapter: u32| move |row: &u32| row % 5 > 0 && row % 2 == adapter;
+        for (precision, dtype) in [
+            (Precision::F32, Dtype::F32),
+            (Precision::Int8, Dtype::Bf16),
+            (Precision::Bf16, Dtype::Bf16),
+        ] {
+            let matrix = Matrix::pack(&[tensor(&weights, width, k)], precision).unwrap();
+            let stored = |x: f32| if dtype == Dtype::Bf16 { round_bf16(x) } else { x };
+            let values: Vec<Vec<f32>> = (4..6).map(|seed| ups(seed, width, rank)).collect();
+            let packed = |values: &Vec<f32>| {
+                let row_of = |lane: usize| (lane < width).then_some(lane);
+                UpPanels::pack(
+                    tensor(&bytes_of(values, Dtype::F32), width, rank),
+                    dtype,
+                    width.div_ceil(PANEL),
+                    row_of,
+                )
+            };
+            let panels: Vec<UpPanels> = values.iter().map(|values| packed(values).unwrap()).collect();
+            let round_to_bf16 = precision == Precision::Bf16;
+            let product = |isa, threads, x: &Buffer, rows: [Vec<u32>; 2], low: &Buffer| {
+                let first = [0, rows[0].len()];
+                let rows = rows.map(|rows| AdapterRows::new(rows, x.rows));
+                let runs = rows.iter().zip(first).zip(&panels);
+                let added = Added {
+                    runs: runs.map(|((rows, first), up)| AddedRun { rows, first, up }).collect(),
+                    low,
+                    round_to_bf16,
+                };
+                let epilogue = Epilogue {
+                    bias: None,
+                    added: Some(&added),
+                    round_to_bf16,
+                };
+                let (mut out, ctx) = (Buffer::default(), ctx_with_threads(isa, threads));
+                linear(ctx, &matrix, width, epilogue, x, &mut out, &mut PackedRows::default());
+                out
+            };
+            let picked = [0, 1].map(|adapter| (0..rows as u32).filter(of_adapter(adapter)).collect::<Vec<_>>());
+            let order: Vec<u32> = picked.iter().flatten().copied().collect();
+            let low_rows: Vec<f32> = order
+                .iter()
+                .flat_map(|row| &lows[*row as usize * rank..][..rank])
+                .copied()
+                .collect();
+            let low = buffer(&low_rows, order.len(), rank);
+            let mut first: Option<Vec<f32>> = None;
+            for isa in Isa::available() {
+                let plain = product(isa, 2, &x, [Vec::new(), Vec::new()], &low);
+                let out = product(isa, 2, &x, picked.clone(), &low);
+                let place = |row: usize| order.iter().position(|r| *r as usize == row);
+                for (row, column) in (0..rows).flat_map(|row| (0..width).map(move |column| (row, column))) {
+                    let (got, base) = (out.row(row)[column], plain.row(row)[column]);
+                    if place(row).is_none() {
+                        assert_eq!(got, base, "{isa:?} {precision:?} ({row}, {column})");
+                        continue;
+                    }
+                    let up = &values[row % 2][column * rank..][..rank];
+                    let products = up.iter().zip(&lows[row * rank..]);
+                    let want = f64::from(base)
+                        + products
+                            .map(|(u, l)| f64::from(stored(*u)) * f64::from(*l))
+                            .sum::<f64>();
+                    let bound = if round_to_bf16 { want.abs() / 256.0 } else { 1e-5 };
+                    assert!(
+                        (f64::from(got) - want).abs() <= bound,
+                        "{isa:?} {precision:?} ({row}, {column}): {got} {want}"
+                    );
+                }
+                assert_eq!(
+                    *first.get_or_insert_with(|| out.data.clone()),
+                    out.data,
+                    "{isa:?} {precision:?}"
+                );
+                assert_eq!(
+                    product(isa, 1, &x, picked.clone(), &low).data,
+                    out.data,
+                    "{isa:?} {precision:?}"
+                );
+                // A row by itself.
+                for row in [1, 2, 28] {
+                    let mut own = [Vec::new(), Vec::new()];
+                    own[row % 2] = vec![0];
+                    let alone = product(
+                        isa,
+                        2,
+                        &buffer(x.row(row), 1, k),
+                        own,
+                        &buffer(&lows[row * rank..][..rank], 1, rank),
+                    );
+                    assert_eq!(alone.data, out.row(row), "{isa:?} {precision:?} {row}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn rows_of_an_adapter_are_found_by_their_place() {
+        let rows = AdapterRows::new(vec![1, 2, 5], 7);
+        let found = [0..1, 0..2, 1..3, 2..5, 3..5, 5..7, 6..7].map(|range| rows.places(&range));
+        assert_eq!(found, [0..0, 0..1, 0..2, 1..2, 2..2, 2..3, 3..3]);
+        assert_eq!(AdapterRows::new(Vec::new(), 2).places(&(0..2)), 0..0);
+    }
+
+    #[test]
+    fn columns_of_zeros_are_not_kept() {
+        let (rows, rank) = (40, 7);
+        let data = bytes_of(&ups(1, rows, rank), Dtype::F32);
+        let row_of = |lane: usize| (lane < rows).then_some(lane);
+        let up = UpPanels::pack(tensor(&data, rows, rank), Dtype::F32, 3, row_of).unwrap();
+        let kept: Vec<_> = up
+            .panels
+            .iter()
+            .map(|panel| (panel.first_column, panel.values.len()))
+            .collect();
+        // Rows 0 to 15, 16 to 31 (of both parts), 32 to 39.
+        assert_eq!(kept, [(0, 3), (0, 7), (3, 4)]);
+    }
+
+    #[test]
+    fn numbers_that_cannot_be_stored_are_refused() {
+        let refused = |x: f32, dtype: Dtype| {
+            let mut values = vec![0.5; 20 * 2];
+            values[17 * 2 + 1] = x;
+            let data = bytes_of(&values, Dtype::F32);
+            let row_of = |lane: usize| (lane < 20).then_some(lane);
+            UpPanels::pack(tensor(&data, 20, 2), dtype, 2, row_of).err()
+        };
+        assert!(matches!(
+            refused(f32::NAN, Dtype::F32),
+            Some(TensorError::NotFinite { row: 17, .. })
+        ));
+        assert!(matches!(
+            refused(f32::MAX, Dtype::Bf16),
+            Some(TensorError::NotFinite { row: 17, .. })
+        ));
+        assert!(refused(f32::MAX, Dtype::F32).is_none());
+    }
+}
