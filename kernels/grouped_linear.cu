@@ -13,29 +13,15 @@
 #include "linear_tile.cuh"
 #include "experts.cuh"
 
-#define NONE 0xffffffffu
-
-// Rows of x in the order of sorted rows.
-struct PickedRows {
-    const u8* from;
-    // For each row of the tile, the row of x, or NONE.
-    const u32* rows;
-    __device__ bool exists(int row) const { return rows[row] != NONE; }
-    __device__ u64 at(int row) const { return rows[row]; }
-};
-
 extern "C" __global__ void __launch_bounds__(THREADS)
     grouped_linear(const u8* x, const u8* w, const float* row_scales, const float* column_scales, const Bf16* bias, Result* y,
                    const RowTile* tiles, const u32* tile_count, const u32* picked, int columns, int bytes) {
     DYNAMIC_SHARED(shared);
-    __shared__ u32 rows[TILE];
+    __shared__ u32 rows[TILE_ROWS];
     if (blockIdx.x >= *tile_count) return;
     const RowTile tile = tiles[blockIdx.x];
-    int first_column = int(blockIdx.y) * TILE;
-    if (threadIdx.x < TILE) {
-        u32 row = tile.first + threadIdx.x;
-        rows[threadIdx.x] = row >= tile.end ? NONE : picked ? picked[row] : row;
-    }
+    int first_column = int(blockIdx.y) * TILE_COLUMNS;
+    if (threadIdx.x < TILE_ROWS) rows[threadIdx.x] = row_of_x(tile, threadIdx.x, picked);
     __syncthreads();
     u64 first_feature = u64(tile.expert) * columns;
     TileSums sums = {};

@@ -14,7 +14,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) linear(const u8* x, const 
                                                             const float* column_scales, const Bf16* bias, Result* y, int rows,
                                                             int columns, int bytes, int stride) {
     DYNAMIC_SHARED(shared);
-    int first_row = int(blockIdx.x) * TILE, first_column = int(blockIdx.y) * TILE;
+    int first_row = int(blockIdx.x) * TILE_ROWS, first_column = int(blockIdx.y) * TILE_COLUMNS;
     TileSums sums = {};
     add_products<STEPS>(sums, Rows{x, first_row, rows}, Rows{w, first_column, columns}, bytes, shared);
     write_tile(

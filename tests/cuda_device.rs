@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
 
+use crate::model_reference::harness::Reference;
 use crate::support::{Run, arg, gristmill, job_in, python, root};
 
 /// The stand-ins, built once.
@@ -38,7 +39,7 @@ fn on_card(card: &str, arguments: &[&str]) -> Command {
 #[test]
 fn every_operation_agrees_with_the_cpu_on_hopper() {
     forget_products(false);
-    examine("9.0", &["bf16", "int8", "fp8"]);
+    examine("9.0", &["bf16", "int8", "fp8", "w4a8"]);
     // One product of each format is large enough to be measured in more than one tile.
     let kept = products(false);
     assert!(
@@ -70,7 +71,7 @@ fn forget_products(by_library: bool) {
 #[test]
 fn every_operation_agrees_with_the_cpu_on_ada_and_ampere() {
     examine("8.9", &["fp8"]);
-    examine("8.0", &["bf16", "int8"]);
+    examine("8.0", &["bf16", "int8", "w4a8"]);
 }
 
 /// The doctor's quick examination; all that is wrong is shown. Linear operations are right by the library, too, where it computes them.
@@ -160,6 +161,104 @@ fn a_job_runs_on_the_card() {
         // The first four tickets are ones that the model knows.
         assert_eq!(json["agreement"]["equal"], 4, "{json}");
     }
+}
+
+/// Token ids and logprobs of the answers of a trial of the job in `folder`, row by row.
+fn answers_of(folder: &Path) -> Vec<(Vec<u64>, Vec<f64>)> {
+    let read = "import sys, glob, json, pyarrow.parquet as pq\n\
+                parts = glob.glob(sys.argv[1] + '/_limit/*/*.parquet')\n\
+                rows = [r for p in parts for r in pq.read_table(p, columns=['row', 'token_ids', 'logprobs']).to_pylist()]\n\
+                print(json.dumps([[r['token_ids'], r['logprobs']] for r in sorted(rows, key=lambda r: r['row'])]))";
+    let run = Run::of(Command::new(python()).args(["-c", read, arg(folder)])).expect(0);
+    serde_json::from_str(&run.stdout).unwrap()
+}
+
+/// The demo's model in four bits: on the card, too, its matrices stay as they are stored, and the answers are those of a CPU.
+#[test]
+fn a_job_in_four_bits_runs_on_the_card_as_on_a_cpu() {
+    let folder = tempfile::tempdir().unwrap();
+    let (demo, model) = (root().join("jobs/demo"), folder.path().join("model"));
+    let demo_model = demo.join("model");
+    let quantize = ["quantize", arg(&demo_model), "--to", "w4a16", "--out", arg(&model)];
+    Run::of(&mut gristmill(&quantize)).expect(0);
+    let answers = |device: &str| {
+        let folder = tempfile::tempdir().unwrap();
+        let (job, trace) = (folder.path().join("job.yaml"), folder.path().join("trace"));
+        let text = format!(
+            "name: some\nmodel: {}\nprecision: w4a8\ninput: {{uri: {}/tickets.parquet}}\n\
+             prompt: {{messages: [{{role: user, content: '{{{{ subject }}}}'}}]}}\n\
+             generate: {{max_tokens: 2, temperature: 0, logprobs: true, ignore_eos: true}}\n\
+             output: {{uri: out, token_ids: true}}\n",
+            arg(&model),
+            arg(&demo)
+        );
+        std::fs::write(&job, text).unwrap();
+        let few = [
+            "--limit",
+            "4",
+            "--step-tokens",
+            "512",
+            "--sequences",
+            "4",
+            "--kv-memory",
+            "64",
+        ];
+        let mut command = on_card("8.0", &["run", arg(&job), "--quiet", "--device", device]);
+        Run::of(command.args(few).env("EMULATOR_TRACE", &trace)).expect(0);
+        (
+            answers_of(folder.path()),
+            std::fs::read_to_string(trace).unwrap_or_default(),
+        )
+    };
+    let ((cpu, _), (card, trace)) = (answers("cpu"), answers("cuda:0"));
+    assert!(
+        trace.lines().any(|line| line.starts_with("coded_linear grid")),
+        "{trace}"
+    );
+    // The demo's own matrices, one and all.
+    assert!(!trace.lines().any(|line| line.starts_with("quantize grid")), "{trace}");
+    assert_eq!((cpu.len(), card.len()), (4, 4));
+    for ((ids, want), (also, got)) in cpu.iter().zip(&card) {
+        assert_eq!(ids, also);
+        // The card rounds to BF16 between operations.
+        assert!(
+            want.iter().zip(got).all(|(want, got)| (want - got).abs() < 0.05),
+            "{want:?} {got:?}"
+        );
+    }
+}
+
+/// Experts in four bits, whose groups of 16 columns are padded on the card.
+#[test]
+fn experts_in_four_bits_run_on_the_card() {
+    let name = "qwen3moe-ct-w4a16";
+    let reference = Reference::load(name);
+    let folder = tempfile::tempdir().unwrap();
+    let job = crate::model_jobs::job(folder.path(), name, None, &reference);
+    let text = std::fs::read_to_string(&job).unwrap();
+    std::fs::write(&job, text.replace("precision: f32", "precision: w4a8")).unwrap();
+    let mut command = on_card(
+        "9.0",
+        &["run", arg(&job), "--quiet", "--device", "cuda:0", "--kv-memory", "64"],
+    );
+    command.args(["--step-tokens", "512", "--sequences", "8"]);
+    let trace = folder.path().join("trace");
+    Run::of(command.env("EMULATOR_TRACE", &trace)).expect(0);
+    let trace = std::fs::read_to_string(trace).unwrap();
+    let launches = |kernel: &str| trace.lines().filter(|line| line.starts_with(kernel)).count();
+    assert!(launches("grouped_coded_linear grid") > 0 && launches("grouped_linear grid") == 0);
+    let rows = crate::bad_input::rows_of(&folder.path().join("out"));
+    assert_eq!(rows.len(), reference.prompts.len());
+    let is_same = |(row, prompt): (&serde_json::Value, &crate::model_reference::harness::Prompt)| {
+        row["token_ids"][0] == serde_json::json!(prompt.tokens[prompt.length])
+    };
+    let same = rows
+        .iter()
+        .zip(&reference.prompts)
+        .filter(|pair| is_same(*pair))
+        .count();
+    // A rounding may decide between tokens that are nearly as likely.
+    assert!(same * 4 >= rows.len() * 3, "{same} of {}", rows.len());
 }
 
 /// On a card that does nothing before it is waited for, by our own kernels alone: what is read too early is what was there before.

@@ -7,11 +7,12 @@ use std::fmt::Write as _;
 use std::path::PathBuf;
 use std::process::Command;
 
-use gristmill::device::Activation;
+use gristmill::device::cuda::coded_plan::{CodeGroups, expert_tile_rows};
 use gristmill::device::cuda::compile::{self, CompileTarget, Kernel, KernelCompiler};
 use gristmill::device::cuda::expert_plan::{self, ExpertShape};
 use gristmill::device::cuda::nvrtc::Nvrtc;
 use gristmill::device::cuda::plan::{self, AttentionShape, KernelFormat, Launch, LinearShape, Tile};
+use gristmill::device::{Activation, Precision};
 use gristmill::model::config::Config;
 use gristmill::model::shapes;
 use rayon::prelude::*;
@@ -110,6 +111,7 @@ fn expert_launches(format: KernelFormat, rows: usize) -> Vec<Launch> {
     let shape = ExpertShape {
         experts,
         rows: rows * per_token,
+        tile_rows: 128,
     };
     let clamped = Activation::ClampedSwiglu {
         alpha: 1.702,
@@ -124,6 +126,59 @@ fn expert_launches(format: KernelFormat, rows: usize) -> Vec<Launch> {
         shape.grouped_linear(format, hidden),
         expert_plan::combine_experts(rows),
     ]
+}
+
+/// What a step of `rows` tokens launches for the linear operations of a layer with weights in codes, of which a group has `group`
+/// columns; and for those of Qwen3-30B-A3B's experts.
+fn coded_launches(config: &Config, group: usize, rows: usize) -> Vec<Launch> {
+    let groups = |columns: usize| CodeGroups {
+        columns,
+        group: group.min(columns),
+    };
+    let mut all: Vec<Launch> = linear_shapes(config)
+        .into_iter()
+        .flat_map(|[columns, width]| [groups(width).quantize(rows), groups(width).linear(rows, columns)])
+        .collect();
+    let (experts, per_token, hidden, width) = (128, 8, 2048, 768);
+    let shape = ExpertShape {
+        experts,
+        rows: rows * per_token,
+        tile_rows: expert_tile_rows(rows * per_token, experts),
+    };
+    let by_experts = groups(hidden);
+    all.extend([
+        by_experts.quantize(rows),
+        shape.sort_rows(),
+        by_experts.grouped_linear(&shape, 2 * width),
+    ]);
+    all
+}
+
+/// Output and input features of a layer's linear operations.
+fn linear_shapes(config: &Config) -> [[usize; 2]; 4] {
+    let (hidden, mlp) = (config.hidden_size, config.intermediate_size);
+    let attended = config.heads.heads * config.heads.head_dim;
+    [
+        [config.heads.qkv_width(), hidden],
+        [hidden, attended],
+        [2 * mlp, hidden],
+        [hidden, mlp],
+    ]
+}
+
+/// Bytes of weights, with their scales, that the linear operations of all layers read in a step of one token.
+fn bytes_of_a_decode_step(config: &Config, precision: Precision) -> usize {
+    let of_matrix = |[rows, columns]: [usize; 2]| match precision {
+        Precision::W4a8 => {
+            let (codes, factors) = CodeGroups { columns, group: 128 }.matrix_bytes(rows);
+            codes + factors
+        }
+        _ => {
+            let format = KernelFormat::of(precision).unwrap();
+            rows * columns * format.bytes() + if format.is_scaled() { rows * 4 } else { 0 }
+        }
+    };
+    config.layers.len() * linear_shapes(config).map(of_matrix).iter().sum::<usize>()
 }
 
 #[test]
@@ -159,6 +214,28 @@ fn launch_plans_of_published_models() {
         writeln!(found, "experts of gpt-oss-20b, Int8, {rows} rows").unwrap();
         for launch in expert_launches(KernelFormat::Int8, rows) {
             writeln!(found, "  {launch}").unwrap();
+        }
+    }
+    for rows in [1, 64, 2048] {
+        writeln!(
+            found,
+            "linear operations in codes, groups of 128, llama-3.1-8b, {rows} rows"
+        )
+        .unwrap();
+        for launch in coded_launches(&shape("llama-3.1-8b"), 128, rows) {
+            writeln!(found, "  {launch}").unwrap();
+            assert!(launch.shared_bytes <= 99 << 10 && launch.threads <= 1024, "{launch}");
+        }
+    }
+    writeln!(
+        found,
+        "bytes of weights that the linear layers read in a step of one token"
+    )
+    .unwrap();
+    for name in ["llama-3.1-8b", "llama-3.1-70b", "qwen3-32b", "qwen2.5-0.5b"] {
+        for precision in [Precision::Bf16, Precision::Int8, Precision::W4a8] {
+            let bytes = bytes_of_a_decode_step(&shape(name), precision);
+            writeln!(found, "  {name}, {}: {bytes}", precision.name()).unwrap();
         }
     }
     check("launch_plans.txt", &found);
@@ -257,6 +334,15 @@ fn every_kernel_compiles_for_every_card_without_spills() {
                     };
                     let f32_outputs = [false, format == KernelFormat::Bf16];
                     all.extend(f32_outputs.map(|f32_output| plan::linear_sm90(&shape(f32_output), tile, 132).kernel));
+                }
+            }
+            for group in [32, 64, 128, usize::MAX] {
+                for rows in [1, 64, 2048] {
+                    all.extend(
+                        coded_launches(&shape("llama-3.1-8b"), group, rows)
+                            .into_iter()
+                            .map(|launch| launch.kernel),
+                    );
                 }
             }
             all.extend([plan::sample(1), plan::random_weights(8), plan::scale_sums(1, 8)].map(|launch| launch.kernel));

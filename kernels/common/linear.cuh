@@ -1,9 +1,13 @@
-// Shared by linear.cu and linear_sm90.cu: types of accumulators and results, and how accumulators
+// Shared by the kernels of linear operations: types of accumulators and results, and how accumulators
 // become results.
 //
-// FORMAT: 0 INT8, 1 FP8 (E4M3), 2 BF16. WIDE: 0 for results in BF16, 1 for F32.
+// FORMAT: 0 INT8, 1 FP8 (E4M3), 2 BF16, 4 codes of four bits, whose sums are scaled before they come
+// here. WIDE: 0 for results in BF16, 1 for F32.
 #pragma once
 #include "types.cuh"
+
+// Whether a result is a sum times the scales of its row and its column.
+#define SCALED (FORMAT < 2)
 
 #if FORMAT == 0
 typedef int Sum;
@@ -25,7 +29,7 @@ __device__ inline void write_pair(Result* y_row, int column, int columns, Sum lo
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         if (column + i >= columns) continue;
-#if FORMAT != 2
+#if SCALED
         values[i] *= row_scale * column_scales[column + i];
 #endif
         if (bias) values[i] += widen(bias[column + i]);

@@ -1,7 +1,7 @@
 // A tile of y = x W^T in the registers of a thread block, with `mma.sync`: shared by linear.cu and
-// grouped_linear.cu.
+// grouped_linear.cu, and parts of it by coded_tile.cuh, which has tiles of other sizes.
 //
-// FORMAT, WIDE: see linear.cuh. A thread block of 8 warps computes TILE x TILE values of y, a warp
+// FORMAT, WIDE: see linear.cuh. A thread block of 8 warps computes 128 x 128 values of y, a warp
 // 64 x 32. Stages of 128 bytes of each row are copied ahead. The 16-byte parts of a row are swizzled
 // by the row's number, so that reading 8 rows uses every bank once. FP8's accumulator keeps about 14
 // bits of a sum (DeepSeek-V3 technical report, 2024, section 3.3.2), so sums move to F32 registers
@@ -9,28 +9,33 @@
 #pragma once
 #include "linear.cuh"
 
-#define TILE 128
-#define STAGE 128
-#define STAGES 3
+#ifndef TILE_ROWS
+#define TILE_ROWS 128
+#define TILE_COLUMNS 128
 #define WARP_ROWS 64
 #define WARP_COLUMNS 32
-#define THREADS 256
+#define STAGES 3
+#endif
+#define THREADS (TILE_ROWS / WARP_ROWS * (TILE_COLUMNS / WARP_COLUMNS) * 32)
+#define STAGE 128
 // Steps of a product over a stage.
 #define STEPS (STAGE / 32)
-#define TILE_SHARED_BYTES (STAGES * 2 * TILE * STAGE)
+#define STAGE_BYTES ((TILE_ROWS + TILE_COLUMNS) * STAGE)
+#define TILE_SHARED_BYTES (STAGES * STAGE_BYTES)
 
 // A thread's part of the tile.
 typedef Sum TileSums[WARP_ROWS / 16][WARP_COLUMNS / 8][4];
 
 // The first row and the first column of a warp's part of the tile.
 __device__ inline int warp_row() {
-    return int(threadIdx.x) / 32 % (TILE / WARP_ROWS) * WARP_ROWS;
+    return int(threadIdx.x) / 32 % (TILE_ROWS / WARP_ROWS) * WARP_ROWS;
 }
 
 __device__ inline int warp_column() {
-    return int(threadIdx.x) / 32 / (TILE / WARP_ROWS) * WARP_COLUMNS;
+    return int(threadIdx.x) / 32 / (TILE_ROWS / WARP_ROWS) * WARP_COLUMNS;
 }
 
+#if FORMAT < 3
 __device__ inline void multiply_add(Sum (&c)[4], const u32 (&a)[4], const u32* b) {
 #if FORMAT == 0
     multiply(c, a, b);
@@ -40,6 +45,7 @@ __device__ inline void multiply_add(Sum (&c)[4], const u32 (&a)[4], const u32* b
     multiply(Bf16Pairs{}, c, a, b);
 #endif
 }
+#endif
 
 // Offset of part `part` (16 bytes) of row `row` in a stage.
 __device__ inline int place(int row, int part) {
@@ -54,11 +60,11 @@ struct Rows {
     __device__ u64 at(int row) const { return u64(first + row); }
 };
 
-// Begins to copy a stage: byte `at` and the following bytes of the operand's rows, of which only
-// some exist.
-template <class Operand> __device__ inline void copy_stage(u8* to, const Operand& operand, int at, int bytes) {
+// Begins to copy a stage of COUNT rows: byte `at` and the following bytes of the operand's rows, of
+// which only some exist.
+template <int COUNT, class Operand> __device__ inline void copy_stage(u8* to, const Operand& operand, int at, int bytes) {
 #pragma unroll
-    for (int i = 0; i < TILE * STAGE / 16 / THREADS; i++) {
+    for (int i = 0; i < COUNT * STAGE / 16 / THREADS; i++) {
         int task = i * THREADS + int(threadIdx.x);
         int row = task / (STAGE / 16), part = task % (STAGE / 16);
         bool exists = operand.exists(row) && at + part * 16 < bytes;
@@ -67,6 +73,7 @@ template <class Operand> __device__ inline void copy_stage(u8* to, const Operand
     }
 }
 
+#if FORMAT < 3
 // Adds up the tile's products of rows of x and rows of W, `bytes` long. `sums` is zero before.
 // `shared`: TILE_SHARED_BYTES. UNROLL: steps that the compiler may take at once, up to STEPS: fewer
 // take fewer registers.
@@ -76,9 +83,9 @@ __device__ inline void add_products(TileSums& sums, const Operand& x, const Rows
 #pragma unroll
     for (int s = 0; s < STAGES - 1; s++) {
         if (s < stages) {
-            u8* stage = shared + s * 2 * TILE * STAGE;
-            copy_stage(stage, x, s * STAGE, bytes);
-            copy_stage(stage + TILE * STAGE, w, s * STAGE, bytes);
+            u8* stage = shared + s * STAGE_BYTES;
+            copy_stage<TILE_ROWS>(stage, x, s * STAGE, bytes);
+            copy_stage<TILE_COLUMNS>(stage + TILE_ROWS * STAGE, w, s * STAGE, bytes);
         }
         copy_group();
     }
@@ -89,13 +96,13 @@ __device__ inline void add_products(TileSums& sums, const Operand& x, const Rows
         __syncthreads();
         int ahead = s + STAGES - 1;
         if (ahead < stages) {
-            u8* stage = shared + ahead % STAGES * 2 * TILE * STAGE;
-            copy_stage(stage, x, ahead * STAGE, bytes);
-            copy_stage(stage + TILE * STAGE, w, ahead * STAGE, bytes);
+            u8* stage = shared + ahead % STAGES * STAGE_BYTES;
+            copy_stage<TILE_ROWS>(stage, x, ahead * STAGE, bytes);
+            copy_stage<TILE_COLUMNS>(stage + TILE_ROWS * STAGE, w, ahead * STAGE, bytes);
         }
         copy_group();
-        const u8* a_stage = shared + s % STAGES * 2 * TILE * STAGE;
-        const u8* b_stage = a_stage + TILE * STAGE;
+        const u8* a_stage = shared + s % STAGES * STAGE_BYTES;
+        const u8* b_stage = a_stage + TILE_ROWS * STAGE;
 #if FORMAT == 1
         TileSums partial = {};
 #else
@@ -128,6 +135,7 @@ __device__ inline void add_products(TileSums& sums, const Operand& x, const Rows
 #endif
     }
 }
+#endif
 
 // Writes the thread's part of the tile, whose first column is `first_column`. `row_of(row)`: the row
 // of y for a row of the tile, or -1 if there is none; `scale_of(row)`: the scale of a row of the
@@ -142,7 +150,7 @@ __device__ inline void write_tile(const TileSums& sums, const RowOf& row_of, con
         for (int half = 0; half < 2; half++) {
             int in_tile = warp_row() + m * 16 + half * 8 + lane / 4, row = row_of(in_tile);
             if (row < 0) continue;
-            float row_scale = FORMAT == 2 ? 1.0f : scale_of(in_tile);
+            float row_scale = SCALED ? scale_of(in_tile) : 1.0f;
 #pragma unroll
             for (int n = 0; n < WARP_COLUMNS / 8; n++) {
                 int column = first_column + warp_column() + n * 8 + lane % 4 * 2;

@@ -98,6 +98,11 @@ __device__ inline void copy_async(void* to, const void* from, int bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes) : "memory");
 }
 
+// As copy_async, four bytes.
+__device__ inline void copy_word_async(void* to, const void* from, int bytes) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes) : "memory");
+}
+
 // Makes a group of all copies that this thread has begun since the last call.
 __device__ inline void copy_group() {
     asm volatile("cp.async.commit_group;" ::: "memory");

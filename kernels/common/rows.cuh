@@ -5,13 +5,10 @@
 // min(1024, the least power of two >= WIDTH / 32)). OUTPUT: 0 INT8, 1 FP8 (E4M3), 2 BF16: the
 // format in which the row is written.
 #pragma once
-#include "types.cuh"
+#include "eight_bits.cuh"
 
 #define WARPS (THREADS / 32)
 #define VECTORS ((WIDTH / 8 + THREADS - 1) / THREADS)
-
-// A row whose maximum magnitude is below this is written as zeros: the inverse would overflow.
-#define LEAST 1e-30f
 
 static_assert(WIDTH % 8 == 0 && THREADS % 32 == 0 && VECTORS <= 8, "a row of whole vectors, of which a thread's registers hold its own");
 
@@ -68,41 +65,32 @@ __device__ inline void write_row(const Row& row, void* out, float* scales, float
     for (int v = 0; v < VECTORS; v++)
         if (column_of(v) < WIDTH) *(Vec16*)((Bf16*)out + at + column_of(v)) = row.vectors[v];
 #else
-    const float top = OUTPUT == 0 ? 127.0f : 448.0f;
-    float most = 0, not_finite = 0;
+    Magnitude seen = {};
 #pragma unroll
     for (int v = 0; v < VECTORS; v++) {
         if (column_of(v) >= WIDTH) continue;
         float x[8];
         unpack(row.vectors[v], x);
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-            most = fmaxf(most, fabsf(x[i]));
-            not_finite = fmaf(x[i], 0.0f, not_finite);
-        }
+        seen.see(x);
     }
-    // A maximum ignores NaN, so NaN is tracked separately.
-    most = reduce(not_finite == 0 ? most : bits_to_float(0x7f800000), scratch, [](float a, float b) { return fmaxf(a, b); });
-    bool finite = most < bits_to_float(0x7f800000);
-    float inverse = most < LEAST || !finite ? 0.0f : top / most;
-    if (threadIdx.x == 0) scales[blockIdx.x] = !finite ? bits_to_float(0x7fc00000) : most < LEAST ? 0.0f : most / top;
+    float most = reduce(seen.bound(), scratch, [](float a, float b) { return fmaxf(a, b); });
+    Steps steps = steps_of(most, OUTPUT == 0 ? 127.0f : 448.0f);
+    if (threadIdx.x == 0) scales[blockIdx.x] = steps.scale;
 #pragma unroll
     for (int v = 0; v < VECTORS; v++) {
         if (column_of(v) >= WIDTH) continue;
         float x[8];
         unpack(row.vectors[v], x);
+#if OUTPUT == 0
+        u64 bytes = to_int8(x, steps.inverse);
+#else
         u32 words[2] = {};
 #pragma unroll
-        for (int i = 0; i < 8; i += 2) {
-#if OUTPUT == 0
-            u32 low = float_to_bits(fmaf(x[i], inverse, 12582912.0f)) & 0xff;
-            u32 high = float_to_bits(fmaf(x[i + 1], inverse, 12582912.0f)) & 0xff;
-            words[i / 4] |= (low | high << 8) << i % 4 * 8;
-#else
-            words[i / 4] |= u32(floats_to_e4m3(x[i] * inverse, x[i + 1] * inverse)) << i % 4 * 8;
+        for (int i = 0; i < 8; i += 2)
+            words[i / 4] |= u32(floats_to_e4m3(x[i] * steps.inverse, x[i + 1] * steps.inverse)) << i % 4 * 8;
+        u64 bytes = u64(words[0]) | u64(words[1]) << 32;
 #endif
-        }
-        *(u64*)((u8*)out + at + column_of(v)) = u64(words[0]) | u64(words[1]) << 32;
+        *(u64*)((u8*)out + at + column_of(v)) = bytes;
     }
 #endif
 }

@@ -17,7 +17,7 @@ use crate::device::cpu::Threads;
 use crate::device::cuda::plan::Tile;
 use crate::device::cuda::{Ceilings, Cuda, MatmulBackend};
 use crate::device::{KvFormat, Precision};
-use crate::doctor::models::{ModelFinding, TestModel, families};
+use crate::doctor::models::{ModelFinding, TestModel, families, families_in_codes};
 use crate::doctor::{Comparison, Extent, Finding, LibraryResult, models};
 
 /// All findings.
@@ -110,6 +110,7 @@ fn examine(args: &DoctorArgs, folders: &[PathBuf]) -> Result<DoctorReport, Failu
         println!("{HEADER}");
     }
     let mut subjects = families()?;
+    let in_codes = families_in_codes()?;
     for dir in folders {
         let subject = TestModel::open(dir).map_err(Failure::bad_job)?;
         print_warnings(subject.warnings());
@@ -150,7 +151,7 @@ fn examine(args: &DoctorArgs, folders: &[PathBuf]) -> Result<DoctorReport, Failu
         };
         comparison.operations(&mut report_finding)?;
         // INT8 accumulators are exact in any order, so tiles need no bitwise comparison.
-        if card.is_hopper() && precision != Precision::Int8 {
+        if card.is_hopper() && !matches!(precision, Precision::Int8 | Precision::W4a8) {
             let mut device = open(MatmulBackend::Kernels).map_err(Failure::bad_job)?;
             comparison.bitwise_equal(&mut device, Tile::ALL, Cuda::fix_tile, &mut report_finding)?;
         }
@@ -165,6 +166,9 @@ fn examine(args: &DoctorArgs, folders: &[PathBuf]) -> Result<DoctorReport, Failu
             report.models.push(FormatModelFinding { format, finding });
         };
         let open = || open(MatmulBackend::Kernels);
+        if precision == Precision::W4a8 {
+            models(&in_codes, open, (precision, kv), &threads, &mut report_finding)?;
+        }
         models(&subjects, open, (precision, kv), &threads, &mut report_finding)?;
     }
     if !quiet {

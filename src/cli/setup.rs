@@ -18,7 +18,7 @@ use crate::engine::plan::Policy;
 use crate::engine::{Engine, EngineOptions, Forward, Generator};
 use crate::model::Checkpoint;
 use crate::model::config::Config;
-use crate::model::size::{CodedSize, ModelSize, read_as};
+use crate::model::size::{ModelSize, read_as};
 use crate::model::weights::WeightSource;
 use crate::model::{KvBudget, LoadOptions, Transformer, kept_values};
 use crate::say;
@@ -118,11 +118,8 @@ pub(super) fn load_on_device(
         return Ok(Box::new(model));
     }
     check_cpu(options.precision, options.kv_format).map_err(Failure::bad_job)?;
-    let mut size = ModelSize::of(&config);
+    let mut size = ModelSize::at(options.precision, weights, &config).map_err(Failure::bad_job)?;
     size.adapters = kept_values(weights.adapters_apart(), &config);
-    if options.precision == Precision::W4a8 {
-        size = size.with_codes(CodedSize::of(weights, &config).map_err(Failure::bad_job)?);
-    }
     memory::check(size, stored, options.precision, args.kv_memory).map_err(Failure::bad_job)?;
     let model = Transformer::from_weights(config, weights, options).map_err(Failure::bad_job)?;
     Ok(Box::new(model))

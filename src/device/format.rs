@@ -18,7 +18,7 @@ pub enum Precision {
     /// As [`Int8`](Self::Int8), in E4M3 and with accumulation in F32; GPU only.
     Fp8,
     /// Linear weights in four bits where the checkpoint has them so, with its factors per group of a row, and activations in 8
-    /// bits, with a scale per token and group. Other matrices are as in [`Int8`](Self::Int8); CPU only.
+    /// bits, with a scale per token and group. Other matrices are as in [`Int8`](Self::Int8).
     W4a8,
 }
 
@@ -66,7 +66,7 @@ impl Precision {
     /// The precisions that a CPU computes in.
     pub const ON_CPU: [Precision; 4] = [Precision::F32, Precision::Bf16, Precision::Int8, Precision::W4a8];
     /// The precisions that a GPU computes in.
-    pub const ON_GPU: [Precision; 3] = [Precision::Bf16, Precision::Int8, Precision::Fp8];
+    pub const ON_GPU: [Precision; 4] = [Precision::Bf16, Precision::Int8, Precision::Fp8, Precision::W4a8];
 
     /// The name in job files and records.
     pub fn name(self) -> &'static str {

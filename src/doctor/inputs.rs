@@ -20,10 +20,10 @@ pub(super) fn numbers(seed: u64, count: usize) -> Vec<f32> {
 /// result.
 pub(super) fn exact_rows(precision: Precision, seed: u64, rows: usize, width: usize) -> Vec<f32> {
     let mut values = numbers(seed, rows * width);
-    if !matches!(precision, Precision::Int8 | Precision::Fp8) {
+    if !matches!(precision, Precision::Int8 | Precision::Fp8 | Precision::W4a8) {
         return values;
     }
-    let int8 = precision == Precision::Int8;
+    let int8 = precision != Precision::Fp8;
     // The largest magnitude of each row, which determines its scale: 127 or 448 times a power of
     // two.
     let magnitude_max = if int8 { 127.0 / 128.0 } else { 448.0 / 512.0 };
@@ -54,6 +54,7 @@ fn round_to_four_bits(x: f32) -> f32 {
 }
 
 /// A matrix in BF16, as a checkpoint would store it.
+#[derive(Clone)]
 pub(super) struct TestTensor {
     rows: usize,
     columns: usize,

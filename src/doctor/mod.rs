@@ -5,6 +5,7 @@
 //! number format: see [`tolerance`].
 
 mod attention;
+mod coded;
 mod experts;
 mod inputs;
 pub mod models;
@@ -110,6 +111,10 @@ impl<'a, D: Device> Comparison<'a, D> {
         operations::check_norms(self, report)?;
         operations::check_picked_rows(self, report)?;
         operations::check_linears(self, report)?;
+        if self.device.keeps_codes() {
+            coded::check_linears(self, report)?;
+            coded::check_experts(self, report)?;
+        }
         experts::check_experts(self, report)?;
         operations::check_logits(self, report)
     }

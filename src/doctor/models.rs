@@ -9,9 +9,11 @@ use crate::device::batch::StepBatch;
 use crate::device::cpu::Threads;
 use crate::device::{Device, DeviceError, Dtype, KvFormat, Precision};
 use crate::engine::Forward;
+use crate::model::coded_weights::CodedWeights;
 use crate::model::config::Config;
 use crate::model::folder;
 use crate::model::random_weights::RandomWeights;
+use crate::model::size::CodedSize;
 use crate::model::weights::WeightSource;
 use crate::model::{Checkpoint, KvBudget, LoadOptions, ModelError, Transformer};
 
@@ -49,8 +51,8 @@ fn divergence_max(precision: Precision, kv: KvFormat) -> f64 {
             _ => 0.002,
         }
     };
-    format_max(precision == Precision::Int8, precision == Precision::Fp8)
-        .max(format_max(kv == KvFormat::Int8, kv == KvFormat::Fp8))
+    let is_int8 = matches!(precision, Precision::Int8 | Precision::W4a8);
+    format_max(is_int8, precision == Precision::Fp8).max(format_max(kv == KvFormat::Int8, kv == KvFormat::Fp8))
 }
 
 /// A model to check.
@@ -74,6 +76,11 @@ impl TestModel {
             config: checkpoint.config,
             weights: Box::new(checkpoint.weights),
         })
+    }
+
+    /// Whether the model is run at a precision: in four bits only if it has weights in codes.
+    fn runs_in(&self, precision: Precision) -> Result<bool, ModelError> {
+        Ok(precision != Precision::W4a8 || CodedSize::of(&*self.weights, &self.config)?.values > 0)
     }
 
     /// Warnings about the model's files.
@@ -143,24 +150,62 @@ fn shapes() -> [(&'static str, &'static str, serde_json::Value); 17] {
 /// None with the sizes given here.
 pub fn families() -> Result<Vec<TestModel>, ModelError> {
     let test_model = |(name, architecture, overrides): (&str, &str, serde_json::Value)| {
-        let mut map = serde_json::json!({
-            "architectures": [architecture], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 200, "rope_theta": 10000.0,
-            "rms_norm_eps": 1e-5, "max_position_embeddings": 512, "hidden_act": "silu",
-        });
-        if let (Some(map), Some(overrides)) = (map.as_object_mut(), overrides.as_object()) {
-            map.extend(overrides.clone());
-        }
-        Ok(TestModel {
-            name: name.into(),
-            config: Config::parse(Path::new(architecture), &map.to_string())?,
-            weights: Box::new(RandomWeights {
-                seed: 20,
-                dtype: Dtype::Bf16,
-            }),
-        })
+        let weights = RandomWeights {
+            seed: 20,
+            dtype: Dtype::Bf16,
+        };
+        small_model(name.into(), architecture, &overrides, Box::new(weights))
     };
     shapes().into_iter().map(test_model).collect()
+}
+
+/// As [`families`], models with weights in codes of four bits: in several groups of a row, in one, in neither, and of experts.
+///
+/// # Errors
+/// As [`families`].
+pub fn families_in_codes() -> Result<Vec<TestModel>, ModelError> {
+    // Rows of 64, 96 and 128 columns.
+    let groups: [fn(&str) -> Option<usize>; 2] = [
+        |name| is_product(name).then_some(32),
+        |name| is_product(name).then_some(64),
+    ];
+    let coded = |(name, architecture, overrides): (&str, &str, serde_json::Value)| {
+        let with_groups = |(group, size): (fn(&str) -> Option<usize>, u32)| {
+            let name = format!("{name}, groups of {size}");
+            small_model(name, architecture, &overrides, Box::new(CodedWeights::new(true, group)))
+        };
+        groups.into_iter().zip([32, 64]).map(with_groups).collect::<Vec<_>>()
+    };
+    let chosen = ["llama", "qwen2, biases", "olmoe, experts, norms of all heads"];
+    let chosen = shapes().into_iter().filter(|(name, ..)| chosen.contains(name));
+    chosen.flat_map(coded).collect()
+}
+
+/// Whether a matrix is none of a table's.
+fn is_product(name: &str) -> bool {
+    !name.contains("embed") && !name.contains("head")
+}
+
+/// A model of two layers of this architecture, with what differs from the common keys.
+fn small_model(
+    name: String,
+    architecture: &str,
+    overrides: &serde_json::Value,
+    weights: Box<dyn WeightSource>,
+) -> Result<TestModel, ModelError> {
+    let mut map = serde_json::json!({
+        "architectures": [architecture], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 200, "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-5, "max_position_embeddings": 512, "hidden_act": "silu",
+    });
+    if let (Some(map), Some(overrides)) = (map.as_object_mut(), overrides.as_object()) {
+        map.extend(overrides.clone());
+    }
+    Ok(TestModel {
+        name,
+        config: Config::parse(Path::new(architecture), &map.to_string())?,
+        weights,
+    })
 }
 
 /// Checks each model in these formats, on a device that `new_device` creates for the model.
@@ -174,7 +219,11 @@ pub fn models<D: Device + 'static>(
     threads: &Arc<Threads>,
     report: &mut dyn FnMut(ModelFinding),
 ) -> Result<(), ModelError> {
-    for TestModel { name, config, weights } in test_models {
+    for test_model in test_models {
+        if !test_model.runs_in(precision)? {
+            continue;
+        }
+        let TestModel { name, config, weights } = test_model;
         let options = |precision, kv_format, blocks| LoadOptions {
             precision,
             kv_format,

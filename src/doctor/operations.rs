@@ -245,24 +245,25 @@ fn linear_shapes(extent: Extent) -> Vec<(usize, usize, usize)> {
 }
 
 /// Inputs of a linear operation.
-struct LinearInput {
-    x: Vec<f32>,
-    weight: TestTensor,
-    bias: Option<TestTensor>,
-    columns: usize,
-    gated: Option<Activation>,
+#[derive(Clone)]
+pub(super) struct LinearInput {
+    pub x: Vec<f32>,
+    pub weight: TestTensor,
+    pub bias: Option<TestTensor>,
+    pub columns: usize,
+    pub gated: Option<Activation>,
 }
 
-struct PreparedLinear<D: Device> {
+pub(super) struct PreparedLinear<D: Device> {
     linear: Linear<D::Matrix, D::Vector>,
     x: D::Buffer,
-    out: D::Buffer,
+    pub out: D::Buffer,
     workspace: D::Workspace,
     gated: Option<Activation>,
 }
 
 impl<D: Device> PreparedLinear<D> {
-    fn new(device: &D, input: &LinearInput) -> Result<PreparedLinear<D>, DeviceError> {
+    pub(super) fn new(device: &D, input: &LinearInput) -> Result<PreparedLinear<D>, DeviceError> {
         let tensor = input.weight.tensor();
         let weight = if input.gated.is_some() {
             let (gate, up) = tensor.data.split_at(tensor.data.len() / 2);
@@ -275,6 +276,15 @@ impl<D: Device> PreparedLinear<D> {
         } else {
             to_device_error(device.matrix(&[tensor]))?
         };
+        PreparedLinear::with_weight(device, input, weight)
+    }
+
+    /// The operation with these weights in place of the input's.
+    pub(super) fn with_weight(
+        device: &D,
+        input: &LinearInput,
+        weight: D::Matrix,
+    ) -> Result<PreparedLinear<D>, DeviceError> {
         let bias = input
             .bias
             .as_ref()
@@ -293,7 +303,7 @@ impl<D: Device> PreparedLinear<D> {
         })
     }
 
-    fn run(&mut self, device: &D) -> Result<(), DeviceError> {
+    pub(super) fn run(&mut self, device: &D) -> Result<(), DeviceError> {
         match self.gated {
             Some(activation) => {
                 device.gated_linear(&self.linear, activation, &self.x, &mut self.out, &mut self.workspace)

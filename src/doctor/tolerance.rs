@@ -61,7 +61,7 @@ impl Tolerance {
 
     /// For rows that are rounded `roundings` times to BF16 and then quantized.
     pub fn rounded_rows(precision: Precision, roundings: u32) -> Tolerance {
-        Tolerance::for_roundings(f64::from(roundings), eight_bit_error(precision), 1.0)
+        Tolerance::for_roundings(f64::from(roundings), written_error(precision), 1.0)
     }
 
     /// For matmuls of operands that the format represents exactly. The result is rounded to BF16.
@@ -72,7 +72,7 @@ impl Tolerance {
     /// For `activation(gate) * up` after such matmuls. The two matmuls, the activation and the
     /// result are rounded to BF16, and the result is quantized.
     pub fn gated(precision: Precision) -> Tolerance {
-        Tolerance::with_peak(16.0, 5.0, eight_bit_error(precision), 1.0)
+        Tolerance::with_peak(16.0, 5.0, written_error(precision), 1.0)
     }
 
     /// For experts: their gated rows are as in [`gated`](Self::gated), and are then multiplied and
@@ -90,6 +90,15 @@ impl Tolerance {
             KvFormat::Fp8 => E4M3_ERROR,
         };
         Tolerance::for_roundings(6.0, eight_bit_error, 4.0)
+    }
+}
+
+/// Error of the quantization of rows that an operation writes. In four bits rows are quantized where they are read, so these are
+/// not.
+fn written_error(precision: Precision) -> f64 {
+    match precision {
+        Precision::W4a8 => 0.0,
+        others => eight_bit_error(others),
     }
 }
 

@@ -380,9 +380,9 @@ impl<D: Device> Builder<'_, D> {
         experts: impl Iterator<Item = &'t LinearTensors> + Clone,
         is_gated: bool,
     ) -> Result<Linears<D>, ModelError> {
+        // One product multiplies by the matrices of all experts.
+        let coded = self.keeps_codes(experts.clone())?;
         if !self.device.stacks_experts() {
-            // One product multiplies by the matrices of all experts.
-            let coded = self.keeps_codes(experts.clone())?;
             return experts.map(|expert| self.linear_in(expert, is_gated, coded)).collect();
         }
         let (weights, biases): (Vec<_>, Vec<_>) = experts.map(|e| (&e.weights[..], &e.biases[..])).unzip();
@@ -391,7 +391,7 @@ impl<D: Device> Builder<'_, D> {
             biases: biases.concat(),
             stored_instead: None,
         };
-        Ok(vec![self.linear_in(&stacked, is_gated, false)?])
+        Ok(vec![self.linear_in(&stacked, is_gated, coded)?])
     }
 
     /// A linear operation, with what adapters add to it.

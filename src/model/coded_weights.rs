@@ -1,9 +1,9 @@
-//! A source of weights in codes of four bits, for tests.
+//! Random weights in codes of four bits: a model of any size without a checkpoint, for `doctor` and for tests.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::sync::Mutex;
+use std::sync::{Mutex, PoisonError};
 
 use crate::device::codes::{CODES, MIDDLE};
 use crate::device::random::uniform;
@@ -13,17 +13,19 @@ use crate::model::random_weights::RandomWeights;
 use crate::model::weights::{StoredTensor, WeightSource};
 
 /// Random weights, of which matrices are stored in codes.
-pub(super) struct CodedWeights {
+pub struct CodedWeights {
     inner: RandomWeights,
     is_canonical: bool,
     /// Columns of a group of a matrix, by its name.
     group: fn(&str) -> Option<usize>,
     /// The matrices whose codes were read, each with its number of values.
-    pub read: Mutex<BTreeMap<String, usize>>,
+    pub(super) read: Mutex<BTreeMap<String, usize>>,
 }
 
 impl CodedWeights {
-    pub(super) fn new(is_canonical: bool, group: fn(&str) -> Option<usize>) -> CodedWeights {
+    /// `group`: the columns of a group of a matrix, by its name; `None`: it is not in codes. `is_canonical`: see
+    /// [`WeightSource::is_canonical`].
+    pub fn new(is_canonical: bool, group: fn(&str) -> Option<usize>) -> CodedWeights {
         CodedWeights {
             inner: RandomWeights {
                 seed: 1,
@@ -47,7 +49,10 @@ impl CodedWeights {
             columns,
             group,
             codes: codes(random.seed, rows * columns),
-            factors: (0..groups).map(|i| 0.01 * uniform(!random.seed, i as u64)).collect(),
+            // So weights are about as large as those of the random matrix.
+            factors: (0..groups)
+                .map(|i| random.scale / 16.0 * (2.0 + uniform(!random.seed, i as u64)))
+                .collect(),
             zeros: Some(codes(random.seed ^ 1, groups)),
         }
     }
@@ -84,8 +89,10 @@ impl WeightSource for CodedWeights {
     }
 
     fn codes(&self, name: &str, rows: usize, columns: usize) -> Result<CodedMatrix, ModelError> {
-        let group = self.code_group(name, rows, columns)?.expect("a matrix in codes");
-        self.read.lock().unwrap().insert(name.to_owned(), rows * columns);
+        let group = self.code_group(name, rows, columns)?;
+        let group = group.ok_or_else(|| ModelError::Options(format!("tensor `{name}` is not in codes")))?;
+        let mut read = self.read.lock().unwrap_or_else(PoisonError::into_inner);
+        read.insert(name.to_owned(), rows * columns);
         Ok(self.matrix(name, rows, columns, group))
     }
 

@@ -11,8 +11,7 @@ mod build;
 mod canonical;
 pub mod channels;
 pub mod checkpoint;
-#[cfg(test)]
-mod coded_weights;
+pub mod coded_weights;
 pub mod config;
 pub mod error;
 mod expert_forms;

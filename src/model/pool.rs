@@ -147,11 +147,10 @@ pub(super) fn largest_step(tokens: u32, sequences: u32, context: u32, block_toke
 
 /// Refuses a model whose weights alone exceed the device's free memory. Linear layers count in the
 /// precision's format, the embedding table and the output head in BF16.
-pub(super) fn check_fits<D: Device>(device: &D, config: &Config, precision: Precision) -> Result<(), ModelError> {
+pub(super) fn check_fits<D: Device>(device: &D, size: &ModelSize, precision: Precision) -> Result<(), ModelError> {
     let Some(free) = device.free_bytes()? else {
         return Ok(());
     };
-    let size = ModelSize::of(config);
     let (linear, tables) = (size.linear_bytes(precision), size.gpu_table_bytes());
     if linear + tables <= free {
         return Ok(());

@@ -69,7 +69,7 @@ pub struct ModelSize {
     pub adapters: u64,
 }
 
-/// The part of the linear layers' matrices that is stored in codes of four bits which a CPU keeps.
+/// The part of the linear layers' matrices that is stored in codes of four bits which devices keep.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct CodedSize {
     /// Values of these matrices.
@@ -79,7 +79,7 @@ pub struct CodedSize {
 }
 
 impl CodedSize {
-    /// What a CPU keeps in codes of the model that `config` describes.
+    /// What a device keeps in codes of the model that `config` describes.
     ///
     /// # Errors
     /// A matrix is missing or has another shape.
@@ -150,6 +150,22 @@ impl ModelSize {
         size
     }
 
+    /// The size of a model at a precision: in four bits, with the weights that stay so.
+    ///
+    /// # Errors
+    /// In four bits: no weights are stored so; a matrix is missing or has another shape.
+    pub fn at(precision: Precision, source: &dyn WeightSource, config: &Config) -> Result<ModelSize, ModelError> {
+        let size = ModelSize::of(config);
+        if precision != Precision::W4a8 {
+            return Ok(size);
+        }
+        let coded = CodedSize::of(source, config)?;
+        if coded.values == 0 {
+            return Err(ModelError::Options(CodedSize::refusal(source.path_of(""))));
+        }
+        Ok(size.with_codes(coded))
+    }
+
     /// The model of which these weights are stored in codes of four bits.
     #[must_use]
     pub fn with_codes(self, coded: CodedSize) -> ModelSize {
@@ -166,9 +182,13 @@ impl ModelSize {
         self.parameters() - self.unused_by_a_token
     }
 
-    /// Bytes of the linear layers' matrices at a precision, without scales and padding.
+    /// Bytes of the linear layers' matrices at a precision, without scales and padding, but with the factors of codes.
     pub fn linear_bytes(&self, precision: Precision) -> u64 {
-        self.linear * u64::from(precision.bits()) / 8
+        let coded = match precision {
+            Precision::W4a8 => self.coded,
+            _ => CodedSize::default(),
+        };
+        self.linear.saturating_sub(coded.values) * u64::from(precision.bits()) / 8 + coded.bytes
     }
 
     /// Bytes of the weights on a device, without scales and padding. `stored` is the format of the
@@ -177,11 +197,7 @@ impl ModelSize {
         let vectors = self.vectors * VECTOR_VALUE_BYTES;
         let matrices = match (place, precision) {
             (Place::Cpu, Precision::F32) => (self.linear + self.tables) * stored.bytes() as u64,
-            (Place::Cpu, Precision::W4a8) => {
-                let others = self.linear.saturating_sub(self.coded.values) + self.tables;
-                others * u64::from(precision.bits()) / 8 + self.coded.bytes
-            }
-            (Place::Cpu, _) => (self.linear + self.tables) * u64::from(precision.bits()) / 8,
+            (Place::Cpu, _) => self.linear_bytes(precision) + self.tables * u64::from(precision.bits()) / 8,
             (Place::Gpu, _) => self.linear_bytes(precision) + self.gpu_table_bytes(),
         };
         let adapter_value = if precision == Precision::F32 {
@@ -280,6 +296,7 @@ mod tests {
             (Place::Gpu, Precision::Bf16, Dtype::F32, 2240),
             (Place::Gpu, Precision::Int8, Dtype::Bf16, 1240),
             (Place::Gpu, Precision::Fp8, Dtype::Bf16, 1240),
+            (Place::Gpu, Precision::W4a8, Dtype::Bf16, 865),
         ] {
             assert_eq!(
                 size.weight_bytes(place, precision, stored),

@@ -29,7 +29,7 @@ use crate::model::error::ModelError;
 use crate::model::kv_layout::KvLayout;
 use crate::model::pool::{self, KvBudget};
 use crate::model::random_weights::RandomWeights;
-use crate::model::size::CodedSize;
+use crate::model::size::ModelSize;
 use crate::model::times::{Operation, Times};
 use crate::model::weights::WeightSource;
 
@@ -199,7 +199,8 @@ impl<D: Device> Transformer<D> {
         if !device.runs_recurrent_layers() {
             config.refuse_on_gpu()?;
         }
-        pool::check_fits(&device, &config, options.precision)?;
+        let size = ModelSize::at(options.precision, source, &config)?;
+        pool::check_fits(&device, &size, options.precision)?;
         // A device without its own memory is synchronous: timing its operations costs no wait.
         let times_operations = device.free_bytes()?.is_none();
         let layout = KvLayout::of(&config);
@@ -214,9 +215,6 @@ impl<D: Device> Transformer<D> {
         let adapters = source.adapters_apart();
         if !adapters.is_empty() && !device.keeps_adapters() {
             return Err(ModelError::Options(NO_ADAPTERS_APART.into()));
-        }
-        if options.precision == Precision::W4a8 && CodedSize::of(source, &config)?.values == 0 {
-            return Err(ModelError::Options(CodedSize::refusal(source.path_of(""))));
         }
         let canonical = CanonicalWeights::new(source, &config);
         let source: &dyn WeightSource = if source.is_canonical() { source } else { &canonical };

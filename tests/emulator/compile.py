@@ -36,6 +36,7 @@ def shapes(name, card):
     heads = [MODEL | {"HEAD_DIM": dim, "ROW_WARPS": warps} for dim, warps in HEADS]
     hopper_heads = [MODEL | {"HEAD_DIM": dim, "ROW_WARPS": warps} for dim, warps in HOPPER_HEADS]
     hopper_heads += [shape | {"HEADS": heads} for shape in hopper_heads if shape["HEAD_DIM"] in (64, 128) for heads in (8, 40, 56, 128)]
+    coded = [{"ROWS": rows, "GROUP_STEPS": steps} for rows in (16, 64, 128) for steps in (0, 1, 2, 3, 4, 8, 70)]
     return {
         "add_norm": [shape | {"DELTA_NORM": norm, "CENTERED": centered} for shape in rows for norm in (0, 1) for centered in (0, 1)],
         "gated": [shape | {"ACTIVATION": activation} for shape in rows for activation in (0, 1, 2)],
@@ -44,6 +45,9 @@ def shapes(name, card):
         "embed": [{"WIDTH": 4096}],
         "linear": [{"WIDE": wide} for wide in (0, 1)],
         "grouped_linear": [{"WIDE": 0}],
+        "coded_linear": coded,
+        "grouped_coded_linear": coded,
+        "quantize_groups": [{"GROUP": group} for group in (8, 32, 64, 96, 128, 2048)],
         "linear_sm90": [tile | {"WIDE": wide} for tile in tiles for wide in (0, 1)],
         "attention": heads + [shape | {"SOFT_CAP": SOFT_CAP, "WINDOW": 4096} for shape in heads if shape["HEAD_DIM"] >= 128],
         "attention_sm90": hopper_heads + [shape | {"SOFT_CAP": SOFT_CAP, "WINDOW": 4096} for shape in hopper_heads],

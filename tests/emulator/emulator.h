@@ -31,7 +31,7 @@ namespace emulator {
 struct Dim { unsigned x, y, z; };
 
 // Copies that a thread has begun: they arrive when it waits for them, and not before.
-struct Copy { void* to; unsigned char bytes[16]; };
+struct Copy { void* to; unsigned size; unsigned char bytes[16]; };
 struct Copies { std::vector<Copy> open; std::vector<std::vector<Copy>> groups; std::vector<size_t> unfenced; };
 
 // Sums of products that a thread has begun: what they are, while the registers hold nonsense; and how many products still add to them.
@@ -151,7 +151,7 @@ inline Copies& copies() { return self().copies; }
 
 // Writes what a copy brings.
 inline void arrive(const Copy& copy) {
-    std::memcpy(copy.to, copy.bytes, 16);
+    std::memcpy(copy.to, copy.bytes, copy.size);
     size_t at = size_t((unsigned char*)copy.to - block().shared) / 16;
     if (at >= block().unfenced.size()) block().unfenced.resize(at + 1);
     block().unfenced[at] = true;

@@ -191,7 +191,7 @@ static void check_sorting(const char* name, const std::vector<u32>& choices, int
 
 // Experts' products of rows, some of which are used twice, and some by nobody.
 static void check_products(const std::vector<u32>& choices, int experts, int per_token, int columns, int bytes) {
-    Sorted of = sorted(choices, experts, per_token, TILE);
+    Sorted of = sorted(choices, experts, per_token, TILE_ROWS);
     int entries = of.entries, tokens = entries / per_token, terms = bytes / SIZE;
     const u8 *x = random_matrix(entries, bytes), *w = random_matrix(experts * columns, bytes);
     const float *row_scales = random_floats(entries, true), *column_scales = random_floats(experts * columns, true);
@@ -200,7 +200,7 @@ static void check_products(const std::vector<u32>& choices, int experts, int per
     for (bool is_picked : {true, false}) {
         const Bf16* bias = is_picked ? some : nullptr;
         std::memset((void*)y, 0xff, size_t(entries) * columns * 2);
-        check::run(grouped_linear, of.tiles_most, (columns + TILE - 1) / TILE, 256, TILE_SHARED_BYTES, is_picked ? 6 : 1, x, w, row_scales,
+        check::run(grouped_linear, of.tiles_most, (columns + TILE_COLUMNS - 1) / TILE_COLUMNS, 256, TILE_SHARED_BYTES, is_picked ? 6 : 1, x, w, row_scales,
                    column_scales, bias, y, of.tiles, of.tile_count, is_picked ? of.tokens : nullptr, columns, bytes);
         check::Worst worst;
         for (int i = 0; i < entries; i++) {

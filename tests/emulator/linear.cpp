@@ -34,7 +34,7 @@ static void launch(const u8* x, const u8* w, const float* row_scales, const floa
     check::run(linear_sm90, 2, 1, BLOCK_THREADS, STAGES * STAGE_BYTES + 1024, seed, map(x, c.rows, ROWS), map(w, c.columns, COLUMNS),
                row_scales, column_scales, bias, y, c.rows, c.columns, c.bytes, stride);
 #else
-    check::run(linear, (c.rows + TILE - 1) / TILE, (c.columns + TILE - 1) / TILE, THREADS, STAGES * 2 * TILE * STAGE, seed, x, w,
+    check::run(linear, (c.rows + TILE_ROWS - 1) / TILE_ROWS, (c.columns + TILE_COLUMNS - 1) / TILE_COLUMNS, THREADS, TILE_SHARED_BYTES, seed, x, w,
                row_scales, column_scales, bias, y, c.rows, c.columns, c.bytes, stride);
 #endif
 }

@@ -113,11 +113,23 @@ inline unsigned int shared_address(const void* pointer) {
     return (unsigned int)((const unsigned char*)pointer - emulator::block().shared_start());
 }
 
-inline void copy_async(void* to, const void* from, int bytes) {
-    emulator::Copy copy{to, {}};
+namespace emulator {
+// Begins to copy so many bytes, of which those after the first `bytes` are zeros.
+inline void begin_copy(void* to, const void* from, int bytes, unsigned size) {
+    if ((uintptr_t)to % size || (uintptr_t)from % size) fail("begins a copy that is not aligned");
+    Copy copy{to, size, {}};
     std::memcpy(copy.bytes, from, bytes);
-    if (emulator::block().seed % 2 == 1) emulator::arrive(copy);
-    emulator::copies().open.push_back(copy);
+    if (block().seed % 2 == 1) arrive(copy);
+    copies().open.push_back(copy);
+}
+}  // namespace emulator
+
+inline void copy_async(void* to, const void* from, int bytes) {
+    emulator::begin_copy(to, from, bytes, 16);
+}
+
+inline void copy_word_async(void* to, const void* from, int bytes) {
+    emulator::begin_copy(to, from, bytes, 4);
 }
 
 inline void copy_group() {

@@ -1,6 +1,6 @@
 #!/bin/bash
 # Runs kernels in the emulator against references in doubles, in every format: tests/emulator/run.sh [--quick] [PROGRAM]..., of encodings, linear,
-# experts, rows, attention, sample and client (the libraries that stand in for NVIDIA's). Needs a C++ compiler alone. Fails where an error is larger than its
+# coded, experts, rows, attention, sample and client (the libraries that stand in for NVIDIA's). Needs a C++ compiler alone. Fails where an error is larger than its
 # check says. --quick, as every run of the tests has it, leaves out shapes (`slow`) whose code others run, too, and runs others in one of the three
 # formats (`turns`): a third of the time.
 set -euo pipefail
@@ -48,6 +48,21 @@ linear() {
 
 experts() {
     for format in 0 1 2; do run experts FORMAT=$format; done
+}
+
+coded() {
+    run coded ROWS=16 GROUP_STEPS=1 GROUP=32
+    run coded ROWS=64 GROUP_STEPS=2 GROUP=64
+    run coded ROWS=128 GROUP_STEPS=4 GROUP=128
+    run coded ROWS=16 GROUP_STEPS=0 GROUP=8
+    slow run coded ROWS=64 GROUP_STEPS=0 GROUP=24
+    run coded ROWS=128 GROUP_STEPS=0 GROUP=96
+    slow run coded ROWS=128 GROUP_STEPS=1 GROUP=16
+    run coded ROWS=16 GROUP_STEPS=3 GROUP=256
+    slow run coded ROWS=64 GROUP_STEPS=8 GROUP=264
+    # Sums that do not fit in a mantissa.
+    slow run coded ROWS=16 GROUP_STEPS=70 GROUP=2240
+    slow run coded ROWS=16 GROUP_STEPS=4 GROUP=512
 }
 
 rows() {
@@ -101,7 +116,7 @@ client() {
     "$built/client" "$built/lib" || failed=1
 }
 
-for part in "${@:-encodings linear experts rows attention sample client}"; do
+for part in "${@:-encodings linear coded experts rows attention sample client}"; do
     for name in $part; do "$name"; done
 done
 exit $failed

@@ -11,10 +11,11 @@ use super::nvrtc::{Compiled, Nvrtc};
 use crate::device::DeviceError;
 
 /// Sources by stem; the stem is also the name of the kernel function.
-const SOURCES: [(&str, &str); 21] = [
+const SOURCES: [(&str, &str); 24] = [
     ("embed", include_str!("../../../kernels/embed.cu")),
     ("add_norm", include_str!("../../../kernels/add_norm.cu")),
     ("quantize", include_str!("../../../kernels/quantize.cu")),
+    ("quantize_groups", include_str!("../../../kernels/quantize_groups.cu")),
     ("gated", include_str!("../../../kernels/gated.cu")),
     ("norm_heads", include_str!("../../../kernels/norm_heads.cu")),
     ("rope_store", include_str!("../../../kernels/rope_store.cu")),
@@ -22,11 +23,16 @@ const SOURCES: [(&str, &str); 21] = [
     ("attention_sm90", include_str!("../../../kernels/attention_sm90.cu")),
     ("merge", include_str!("../../../kernels/merge.cu")),
     ("linear", include_str!("../../../kernels/linear.cu")),
+    ("coded_linear", include_str!("../../../kernels/coded_linear.cu")),
     ("linear_sm90", include_str!("../../../kernels/linear_sm90.cu")),
     ("router", include_str!("../../../kernels/router.cu")),
     ("choose_experts", include_str!("../../../kernels/choose_experts.cu")),
     ("sort_rows", include_str!("../../../kernels/sort_rows.cu")),
     ("grouped_linear", include_str!("../../../kernels/grouped_linear.cu")),
+    (
+        "grouped_coded_linear",
+        include_str!("../../../kernels/grouped_coded_linear.cu"),
+    ),
     ("combine_experts", include_str!("../../../kernels/combine_experts.cu")),
     ("scale_sums", include_str!("../../../kernels/scale_sums.cu")),
     ("soft_cap", include_str!("../../../kernels/soft_cap.cu")),
@@ -35,10 +41,11 @@ const SOURCES: [(&str, &str); 21] = [
     ("sample", include_str!("../../../kernels/sample.cu")),
 ];
 
-const HEADERS: [(&str, &str); 9] = [
+const HEADERS: [(&str, &str); 11] = [
     ("types.cuh", include_str!("../../../kernels/common/types.cuh")),
     ("ptx.cuh", include_str!("../../../kernels/common/ptx.cuh")),
     ("drawn.cuh", include_str!("../../../kernels/common/drawn.cuh")),
+    ("eight_bits.cuh", include_str!("../../../kernels/common/eight_bits.cuh")),
     ("rows.cuh", include_str!("../../../kernels/common/rows.cuh")),
     ("attention.cuh", include_str!("../../../kernels/common/attention.cuh")),
     ("linear.cuh", include_str!("../../../kernels/common/linear.cuh")),
@@ -46,6 +53,7 @@ const HEADERS: [(&str, &str); 9] = [
         "linear_tile.cuh",
         include_str!("../../../kernels/common/linear_tile.cuh"),
     ),
+    ("coded_tile.cuh", include_str!("../../../kernels/common/coded_tile.cuh")),
     ("experts.cuh", include_str!("../../../kernels/common/experts.cuh")),
     ("hopper.cuh", include_str!("../../../kernels/common/hopper.cuh")),
 ];

@@ -11,13 +11,14 @@ pub struct ExpertShape {
     pub experts: usize,
     /// Rows that are sorted by expert.
     pub rows: usize,
+    /// Rows of a tile, which are of one expert: at most those of the products' tiles.
+    pub tile_rows: usize,
 }
 
 impl ExpertShape {
-    /// Maximum number of tiles of [`grouped_linear`](Self::grouped_linear): each expert that has rows
-    /// may have one that is not full.
+    /// Maximum number of tiles: each expert that has rows may have one that is not full.
     pub fn tiles_max(&self) -> usize {
-        self.rows / Tile::MMA_SYNC.rows() as usize + self.experts.min(self.rows)
+        self.rows / self.tile_rows + self.experts.min(self.rows)
     }
 
     /// Launch that sorts rows by expert.
@@ -86,14 +87,21 @@ mod tests {
             (vec![127, 127, 257], 3),
             (vec![1; 5], 200),
         ] {
-            let shape = ExpertShape {
-                experts,
-                rows: spread.iter().sum(),
-            };
-            let tiles: usize = spread.iter().map(|rows| rows.div_ceil(128)).sum();
-            assert!(tiles <= shape.tiles_max(), "{spread:?} of {experts}");
+            for tile_rows in [16, 128] {
+                let shape = ExpertShape {
+                    experts,
+                    rows: spread.iter().sum(),
+                    tile_rows,
+                };
+                let tiles: usize = spread.iter().map(|rows| rows.div_ceil(tile_rows)).sum();
+                assert!(tiles <= shape.tiles_max(), "{spread:?} of {experts}");
+            }
         }
-        let none = ExpertShape { experts: 4, rows: 0 };
+        let none = ExpertShape {
+            experts: 4,
+            rows: 0,
+            tile_rows: 128,
+        };
         assert_eq!(none.tiles_max(), 0);
     }
 }

@@ -8,6 +8,7 @@
 
 use std::sync::Arc;
 
+use super::coded_plan::expert_tile_rows;
 use super::driver::{Argument, Context, Memory};
 use super::expert_plan::{self, ExpertShape};
 use super::memory::{Buffer, Workspace, address, ensure_capacity};
@@ -41,14 +42,14 @@ impl ExpertsScratch {
 }
 
 /// Addresses of the arrays of kernels `choose_experts` and `sort_rows`.
-struct Routes {
-    shape: ExpertShape,
+pub(super) struct Routes {
+    pub shape: ExpertShape,
     chosen: Argument,
     weights: Argument,
     tokens: Argument,
     rows: Argument,
-    tiles: Argument,
-    tile_count: Argument,
+    pub tiles: Argument,
+    pub tile_count: Argument,
 }
 
 impl Routes {
@@ -67,6 +68,20 @@ impl Routes {
             tiles: at(4 * entries),
             tile_count: at(4 * entries + tiles),
         })
+    }
+}
+
+/// The products of `count` experts with so many sorted rows. Those with codes have tiles of several sizes.
+fn shape_of(experts: &ExpertWeights<Matrix, Vector>, count: usize, rows: usize) -> ExpertShape {
+    let mut linears = experts.gate_up.iter().chain(&experts.down);
+    ExpertShape {
+        experts: count,
+        rows,
+        tile_rows: if linears.all(|linear| linear.weight.codes.is_some()) {
+            expert_tile_rows(rows, count)
+        } else {
+            Tile::MMA_SYNC.rows() as usize
+        },
     }
 }
 
@@ -97,11 +112,12 @@ impl Cuda {
         let routes = self.route(experts, input.router_rows, scratch)?;
         let width = down.weight.rows / routes.shape.experts;
         out.reshape(&self.context, x.rows, width, KernelFormat::Bf16)?;
-        let read = self.in_format(x, gate_up.weight.format, quantized)?;
+        let read = self.rows_for(&gate_up.weight, x, quantized)?;
         self.multiply_grouped(gate_up, &routes, (read, routes.tokens), both)?;
         self.activate(activation, both, &mut scratch.gated)?;
         let sorted = Argument::Address(0);
-        self.multiply_grouped(down, &routes, (&scratch.gated, sorted), &mut scratch.outputs)?;
+        let read = self.rows_for(&down.weight, &scratch.gated, quantized)?;
+        self.multiply_grouped(down, &routes, (read, sorted), &mut scratch.outputs)?;
         let (mut shared, mut shared_logits) = (Argument::Address(0), Argument::Address(0));
         if let Some(mlp) = &experts.shared {
             self.linear_into(&mlp.gate_up, x, both, (quantized, *deterministic))?;
@@ -149,10 +165,7 @@ impl Cuda {
         let (stride, count) = (weight.rows, weight.rows - usize::from(is_weighted));
         assert!(x.format == KernelFormat::Bf16 && weight.format == KernelFormat::F32);
         assert!(x.width == weight.columns && (1..=count).contains(&per_token));
-        let shape = ExpertShape {
-            experts: count,
-            rows: x.rows * per_token,
-        };
+        let shape = shape_of(experts, count, x.rows * per_token);
         let routes = Routes::reserve(&self.context, &mut scratch.routes, shape)?;
         let logits = &mut scratch.router_logits;
         ensure_capacity(&self.context, logits, x.rows * stride * 4, "a router's logits")?;
@@ -204,7 +217,7 @@ impl Cuda {
                 routes.tile_count,
                 Argument::Int(shape.rows as i32),
                 per_token,
-                Argument::Int(Tile::MMA_SYNC.rows() as i32),
+                Argument::Int(shape.tile_rows as i32),
             ],
         )?;
         Ok(routes)
@@ -220,6 +233,9 @@ impl Cuda {
         out: &mut Buffer,
     ) -> Result<(), DeviceError> {
         let weight = &linear.weight;
+        if let Some(codes) = &weight.codes {
+            return self.multiply_grouped_codes((linear, codes), routes, (x, picked), out);
+        }
         let (shape, format) = (routes.shape, weight.format);
         let columns = weight.rows / shape.experts;
         assert!(x.format == format && x.width == weight.columns && weight.rows.is_multiple_of(shape.experts));

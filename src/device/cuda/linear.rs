@@ -28,13 +28,17 @@ pub(super) struct LinearCall<'a> {
 }
 
 impl Cuda {
-    /// `x` in `format`: `x` itself, or a copy that is quantized into `quantized`.
-    pub(super) fn in_format<'a>(
+    /// `x` as `weight` multiplies it: `x` itself, or a copy that is quantized into `quantized`.
+    pub(super) fn rows_for<'a>(
         &self,
+        weight: &Matrix,
         x: &'a Buffer,
-        format: KernelFormat,
         quantized: &'a mut Buffer,
     ) -> Result<&'a Buffer, DeviceError> {
+        if let Some(codes) = &weight.codes {
+            return self.in_groups(x, codes.groups, quantized);
+        }
+        let format = weight.format;
         if x.format == format {
             return Ok(x);
         }
@@ -51,6 +55,7 @@ impl Cuda {
     #[expect(clippy::too_many_lines, reason = "closures share its arguments")]
     fn multiply(&self, call: &LinearCall<'_>) -> Result<(), DeviceError> {
         let LinearCall { x, weight, .. } = *call;
+        assert!(weight.codes.is_none() && x.format == weight.format);
         let shape = LinearShape {
             format: weight.format,
             rows: call.rows,
@@ -160,7 +165,10 @@ impl Cuda {
         (quantized, deterministic): (&mut Buffer, bool),
     ) -> Result<(), DeviceError> {
         let weight = &linear.weight;
-        let x = self.in_format(x, weight.format, quantized)?;
+        let x = self.rows_for(weight, x, quantized)?;
+        if let Some(codes) = &weight.codes {
+            return self.multiply_codes((linear, codes), x, out);
+        }
         out.reshape(&self.context, x.rows, weight.rows, KernelFormat::Bf16)?;
         self.multiply(&LinearCall {
             x,

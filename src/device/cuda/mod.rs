@@ -1,7 +1,7 @@
 //! The CUDA device: the operations of [`Device`] as kernels on one card.
 //!
 //! Activations are stored in BF16. Linear layers multiply in BF16, INT8 or E4M3, with one scale per
-//! row for the 8-bit formats. Accumulators are INT32 (INT8 matmuls, exact) or F32.
+//! row for the 8-bit formats; weights may stay in codes of four bits. Accumulators are INT32 (INT8 matmuls, exact) or F32.
 //!
 //! [`driver`] is the only file that calls NVIDIA's driver, [`nvrtc`] the only one that calls the
 //! run-time compiler, `cublaslt` the only one that calls cuBLASLt. [`plan`] and [`items`] describe
@@ -16,14 +16,16 @@ use crate::device::batch::{BlockCopy, StepBatch};
 use crate::device::draw::{Draw, DrawError, DrawnToken};
 use crate::device::random::RandomMatrix;
 use crate::device::{
-    Activation, AddNorm, Attention, AttentionInput, Device, DeviceError, ExpertInput, ExpertWeights, HeadShape,
-    KvFormat, KvShape, KvSpec, Linear, OutputHead, Precision, RopeSpec, RopeStore, Tensor, TensorError,
+    Activation, AddNorm, Attention, AttentionInput, CodedMatrix, Device, DeviceError, ExpertInput, ExpertWeights,
+    HeadShape, KvFormat, KvShape, KvSpec, Linear, OutputHead, Precision, RopeSpec, RopeStore, Tensor, TensorError,
 };
 
 mod attention;
 mod by_library;
 mod cache;
 mod ceilings;
+mod coded;
+pub mod coded_plan;
 pub mod compile;
 mod cublaslt;
 mod draw;
@@ -73,8 +75,12 @@ pub struct Cuda {
     fixed_tile: Option<Tile>,
     /// cuBLASLt, which computes all matmuls or those that it is faster at.
     cublaslt: Option<CublasLtMatmul>,
-    /// Format of linear layers.
+    /// Format of linear layers whose weights are not in codes.
     format: KernelFormat,
+    /// Format in which norms and activations write what linear layers read.
+    row_format: KernelFormat,
+    /// Whether weights may be in codes of four bits.
+    keeps_codes: bool,
     kv_format: KernelFormat,
 }
 
@@ -110,7 +116,7 @@ impl Cuda {
     pub fn open(ordinal: u32, precision: Precision, kv: KvFormat, backend: MatmulBackend) -> Result<Cuda, DeviceError> {
         let unsupported = |what: &str, name: &str| {
             DeviceError::Unsupported(format!(
-                "a GPU does not {what} {name}: ask for `bf16`, `int8` or `fp8`, or compute with `--device cpu`"
+                "a GPU does not {what} {name}: ask for `bf16`, `int8`, `fp8` or, for a checkpoint in four bits, `w4a8`, or compute with `--device cpu`"
             ))
         };
         let format = KernelFormat::of(precision).ok_or_else(|| unsupported("compute in", precision.name()))?;
@@ -137,6 +143,7 @@ impl Cuda {
         let compiler = KernelCompiler::new(nvrtc, target);
         let context = Arc::new(context);
         let cublaslt = CublasLtMatmul::open(&context, format, backend)?;
+        let keeps_codes = precision == Precision::W4a8;
         let version = cublaslt.as_ref().map(CublasLtMatmul::version);
         Ok(Cuda {
             tuning: Tuning::open(&compiler, context.card(), version),
@@ -147,6 +154,9 @@ impl Cuda {
             fixed_tile: None,
             cublaslt,
             format,
+            // Each matrix of codes quantizes rows in its own groups.
+            row_format: if keeps_codes { KernelFormat::Bf16 } else { format },
+            keeps_codes,
             kv_format,
         })
     }
@@ -220,9 +230,9 @@ impl Cuda {
             Activation::SquaredRelu => return Err(super::no_mlps_without_gates()),
         };
         let width = gate_up.width / 2;
-        out.reshape(&self.context, gate_up.rows, width, self.format)?;
+        out.reshape(&self.context, gate_up.rows, width, self.row_format)?;
         self.launch(
-            &plan::gated(width, self.format, activation, gate_up.rows),
+            &plan::gated(width, self.row_format, activation, gate_up.rows),
             &[
                 gate_up.data(),
                 out.data(),
@@ -288,6 +298,14 @@ impl Device for Cuda {
 
     fn gated_matrix(&self, parts: &[Tensor<'_>]) -> Result<Matrix, TensorError> {
         self.load_tensors(parts, self.format)
+    }
+
+    fn keeps_codes(&self) -> bool {
+        self.keeps_codes
+    }
+
+    fn coded_matrix(&self, parts: &[CodedMatrix], _is_gated: bool) -> Result<Matrix, TensorError> {
+        self.load_codes(parts)
     }
 
     fn stacks_experts(&self) -> bool {
@@ -448,7 +466,7 @@ impl Device for Cuda {
         residual: &mut Buffer,
         out: &mut Buffer,
     ) -> Result<(), DeviceError> {
-        let format = if op.in_f32 { KernelFormat::Bf16 } else { self.format };
+        let format = if op.in_f32 { KernelFormat::Bf16 } else { self.row_format };
         self.launch_add_norm(&op, residual, (0, residual.rows), format, out)
     }
 

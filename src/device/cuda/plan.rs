@@ -40,12 +40,13 @@ pub enum KernelFormat {
 }
 
 impl KernelFormat {
-    /// Format of linear layers' weights and activations; `None`: the card does not support it.
+    /// Format of linear layers' weights and activations, but for weights in codes of four bits; `None`: the card does not support
+    /// it.
     pub fn of(precision: Precision) -> Option<KernelFormat> {
         match precision {
-            Precision::F32 | Precision::W4a8 => None,
+            Precision::F32 => None,
             Precision::Bf16 => Some(KernelFormat::Bf16),
-            Precision::Int8 => Some(KernelFormat::Int8),
+            Precision::Int8 | Precision::W4a8 => Some(KernelFormat::Int8),
             Precision::Fp8 => Some(KernelFormat::E4m3),
         }
     }

@@ -8,6 +8,7 @@ use half::{bf16, f16};
 use rayon::prelude::*;
 
 use super::Cuda;
+use super::coded::Codes;
 use super::driver::{Argument, Context, Memory, Pinned, StreamEvent};
 use super::plan::{self, KernelFormat};
 use crate::device::random::RandomMatrix;
@@ -21,10 +22,12 @@ pub struct Matrix {
     pub(super) rows: usize,
     pub(super) columns: usize,
     pub(super) format: KernelFormat,
-    /// `[rows][columns]`.
+    /// `[rows][columns]`, or codes of four bits.
     pub(super) data: Memory,
     /// `[rows]`; 8-bit formats only.
     pub(super) scales: Option<Memory>,
+    /// Of a matrix in codes of four bits, which multiplies rows in INT8.
+    pub(super) codes: Option<Codes>,
 }
 
 impl Cuda {
@@ -69,6 +72,7 @@ impl Cuda {
             format,
             data,
             scales,
+            codes: None,
         })
     }
 
@@ -98,6 +102,7 @@ impl Cuda {
             format: KernelFormat::F32,
             data: self.load_f32(parts, "a router's weights")?,
             scales: None,
+            codes: None,
         })
     }
 
@@ -127,7 +132,7 @@ impl Cuda {
 }
 
 /// Refuses matrices whose rows the kernels do not read.
-fn check_width(columns: usize) -> Result<(), DeviceError> {
+pub(super) fn check_width(columns: usize) -> Result<(), DeviceError> {
     if !columns.is_multiple_of(16) || columns == 0 || columns > 65536 {
         return Err(DeviceError::Unsupported(format!(
             "a matrix has rows of {columns} numbers; the GPU's kernels take multiples of 16 up to 65,536"
