@@ -10,7 +10,7 @@ use std::sync::OnceLock;
 use crate::support::{Run, arg, gristmill, job_in, python, root};
 
 /// The stand-ins, built once.
-fn stand_ins() -> &'static Path {
+pub(crate) fn stand_ins() -> &'static Path {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();
     BUILT.get_or_init(|| {
         let folder = root().join("target/emulator");

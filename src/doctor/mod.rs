@@ -9,6 +9,7 @@ mod experts;
 mod inputs;
 pub mod models;
 mod operations;
+mod recurrent;
 mod sampling;
 pub mod tolerance;
 
@@ -111,6 +112,7 @@ impl<'a, D: Device> Comparison<'a, D> {
         operations::check_picked_rows(self, report)?;
         operations::check_linears(self, report)?;
         experts::check_experts(self, report)?;
+        recurrent::check_recurrent(self, report)?;
         operations::check_logits(self, report)
     }
 
