@@ -15,6 +15,7 @@ mod configs;
 mod contract;
 mod cuda_device;
 mod cuda_kernels;
+mod cuda_recurrent;
 mod dataset_compressed;
 mod dataset_csv;
 mod dataset_lines;

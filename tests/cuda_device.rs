@@ -11,7 +11,7 @@ use crate::model_reference::harness::Reference;
 use crate::support::{Run, arg, gristmill, job_in, python, root};
 
 /// The stand-ins, built once.
-fn stand_ins() -> &'static Path {
+pub(crate) fn stand_ins() -> &'static Path {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();
     BUILT.get_or_init(|| {
         let folder = root().join("target/emulator");

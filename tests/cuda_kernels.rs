@@ -12,7 +12,8 @@ use gristmill::device::cuda::compile::{self, CompileTarget, Kernel, KernelCompil
 use gristmill::device::cuda::expert_plan::{self, ExpertShape};
 use gristmill::device::cuda::nvrtc::Nvrtc;
 use gristmill::device::cuda::plan::{self, AttentionShape, KernelFormat, Launch, LinearShape, Tile};
-use gristmill::device::{Activation, Precision};
+use gristmill::device::cuda::recurrent_plan;
+use gristmill::device::{Activation, Precision, RecurrentKind, RecurrentShape};
 use gristmill::model::config::Config;
 use gristmill::model::shapes;
 use rayon::prelude::*;
@@ -181,6 +182,38 @@ fn bytes_of_a_decode_step(config: &Config, precision: Precision) -> usize {
     config.layers.len() * linear_shapes(config).map(of_matrix).iter().sum::<usize>()
 }
 
+/// Recurrent layers of Qwen3-Next 80B, of Qwen3.5 27B, of Granite 4.0 H Small and of Nemotron-H 56B.
+fn recurrent_shapes() -> [(&'static str, RecurrentShape); 4] {
+    let shape = |kind, key_heads, value_heads, key_dim, value_dim| RecurrentShape {
+        kind,
+        key_heads,
+        value_heads,
+        key_dim,
+        value_dim,
+        conv_width: 4,
+    };
+    let (delta, mamba) = (RecurrentKind::DeltaNet, RecurrentKind::Mamba2);
+    [
+        ("qwen3-next-80b", shape(delta, 16, 32, 128, 128)),
+        ("qwen3.5-27b", shape(delta, 16, 48, 128, 128)),
+        ("granite-4.0-h-small", shape(mamba, 1, 128, 128, 64)),
+        ("nemotron-h-56b", shape(mamba, 8, 256, 256, 64)),
+    ]
+}
+
+/// What a step of `sequences` sequences with `rows` tokens launches in a recurrent layer, and for the gates of an attention.
+fn recurrent_launches(shape: &RecurrentShape, (sequences, rows): (usize, usize)) -> Vec<Launch> {
+    let mut all = vec![
+        recurrent_plan::recurrent(shape, sequences),
+        recurrent_plan::keep_inputs(shape, sequences),
+    ];
+    if shape.kind == RecurrentKind::Mamba2 {
+        all.push(plan::norm_heads(shape.value_width() / shape.key_heads, rows));
+    }
+    all.push(recurrent_plan::gate(rows * 4096));
+    all
+}
+
 #[test]
 fn launch_plans_of_published_models() {
     let mut found = String::new();
@@ -236,6 +269,20 @@ fn launch_plans_of_published_models() {
         for precision in [Precision::Bf16, Precision::Int8, Precision::W4a8] {
             let bytes = bytes_of_a_decode_step(&shape(name), precision);
             writeln!(found, "  {name}, {}: {bytes}", precision.name()).unwrap();
+        }
+    }
+    for (name, shape) in recurrent_shapes() {
+        for sizes in [(64, 64), (3, 2048)] {
+            writeln!(
+                found,
+                "recurrent layer of {name}, {} sequences with {} rows",
+                sizes.0, sizes.1
+            )
+            .unwrap();
+            for launch in recurrent_launches(&shape, sizes) {
+                writeln!(found, "  {launch}").unwrap();
+                assert!(launch.threads <= 1024, "{launch}");
+            }
         }
     }
     check("launch_plans.txt", &found);
@@ -346,6 +393,13 @@ fn every_kernel_compiles_for_every_card_without_spills() {
                 }
             }
             all.extend([plan::sample(1), plan::random_weights(8), plan::scale_sums(1, 8)].map(|launch| launch.kernel));
+            for (_, shape) in recurrent_shapes() {
+                all.extend(
+                    recurrent_launches(&shape, (1, 1))
+                        .into_iter()
+                        .map(|launch| launch.kernel),
+                );
+            }
             all.into_iter().map(move |kernel| (card, kernel))
         })
         .collect();

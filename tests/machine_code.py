@@ -35,6 +35,8 @@ CARD = "sm_90a"
 
 LLAMA = {"HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": 128}
 KV = LLAMA | {"BLOCK": 64}
+# A recurrent layer of Qwen3-Next 80B.
+QWEN = {"KIND": 0, "KEY_HEADS": 16, "VALUE_HEADS": 32, "KEY_DIM": 128, "VALUE_DIM": 128, "CONV": 4, "LANES": 4, "THREADS": 512}
 # Kernels with the shapes of Llama-3.1-8B (of Gemma-2-9B where what is added goes through a norm). FORMAT, OUTPUT, STORE: 0 INT8, 1 E4M3, 2 BF16.
 KERNELS = [
     ("add_norm", {"WIDTH": 4096, "OUTPUT": 1, "THREADS": 128, "DELTA_NORM": 0}),
@@ -42,6 +44,8 @@ KERNELS = [
     ("gated", {"WIDTH": 14336, "OUTPUT": 1, "THREADS": 512, "ACTIVATION": 0}),
     ("quantize", {"WIDTH": 4096, "OUTPUT": 1, "THREADS": 128}),
     ("embed", {"WIDTH": 4096}),
+    ("recurrent", QWEN),
+    ("gate", {}),
     ("soft_cap", {}),
     ("scale_sums", {}),
     ("merge", LLAMA),

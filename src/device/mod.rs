@@ -442,8 +442,9 @@ pub trait Device: Send + Sync {
     ) -> Result<(), DeviceError> {
         Err(no_adapters())
     }
-    /// Whether the device has [`recurrent`](Self::recurrent) and [`gate`](Self::gate).
-    fn runs_recurrent_layers(&self) -> bool {
+    /// Whether the device runs every model. Otherwise it runs those that
+    /// [`Config::refuse_on_gpu`](crate::model::config::Config::refuse_on_gpu) does not refuse.
+    fn runs_every_model(&self) -> bool {
         false
     }
     /// Runs a recurrent layer on the rows that its [input](RecurrentWeights::input) projection made,

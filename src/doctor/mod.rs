@@ -10,6 +10,7 @@ mod experts;
 mod inputs;
 pub mod models;
 mod operations;
+mod recurrent;
 mod sampling;
 pub mod tolerance;
 
@@ -116,6 +117,7 @@ impl<'a, D: Device> Comparison<'a, D> {
             coded::check_experts(self, report)?;
         }
         experts::check_experts(self, report)?;
+        recurrent::check_recurrent(self, report)?;
         operations::check_logits(self, report)
     }
 

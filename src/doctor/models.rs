@@ -90,7 +90,7 @@ impl TestModel {
 }
 
 /// Small models that together have all that families differ in: name, architecture, and what differs from the common keys.
-fn shapes() -> [(&'static str, &'static str, serde_json::Value); 17] {
+fn shapes() -> [(&'static str, &'static str, serde_json::Value); 20] {
     use serde_json::json;
     let capped = json!({"sliding_window": 40, "query_pre_attn_scalar": 4, "attn_logit_softcapping": 2.0,
         "final_logit_softcapping": 4.0});
@@ -107,6 +107,16 @@ fn shapes() -> [(&'static str, &'static str, serde_json::Value); 17] {
         "layer_types": ["full_attention", "full_attention"], "rope_scaling": {"rope_type": "yarn", "factor": 2.0,
         "original_max_position_embeddings": 256, "truncate": false}});
     let layer_types = json!({"sliding_window": 40, "layer_types": ["sliding_attention", "full_attention"]});
+    let delta = json!({"layer_types": ["full_attention", "linear_attention"],
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 24, "linear_value_head_dim": 16,
+        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.5}});
+    let delta_experts = json!({"layer_types": ["linear_attention", "full_attention"], "num_experts": 2,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 24, "linear_value_head_dim": 16,
+        "partial_rotary_factor": 0.5});
+    let mamba = json!({"layer_types": ["attention", "mamba"], "num_local_experts": 0,
+        "shared_intermediate_size": 96, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 10, "mamba_n_groups": 2,
+        "mamba_d_conv": 3, "position_embedding_type": "nope", "residual_multiplier": 0.5, "head_dim": 16});
     [
         ("llama", "LlamaForCausalLM", json!({})),
         ("mistral, window", "MistralForCausalLM", json!({"sliding_window": 40})),
@@ -141,6 +151,13 @@ fn shapes() -> [(&'static str, &'static str, serde_json::Value); 17] {
         ("olmoe, experts, norms of all heads", "OlmoeForCausalLM", experts),
         ("gpt-oss, sinks, bounded experts", "GptOssForCausalLM", gpt_oss),
         ("command-r, layer norms", "CohereForCausalLM", json!({})),
+        ("qwen3.5, delta networks", "Qwen3_5ForCausalLM", delta),
+        (
+            "qwen3-next, delta networks, experts",
+            "Qwen3NextForCausalLM",
+            delta_experts,
+        ),
+        ("granite 4, mamba-2", "GraniteMoeHybridForCausalLM", mamba),
     ]
 }
 
@@ -273,6 +290,7 @@ fn logits<D: Device>(model: &mut Transformer<D>, only_sequence: Option<usize>) -
             // Each sequence has eight blocks of its own.
             let table = (0..to.div_ceil(model.block_tokens())).map(|b| i as u32 * 8 + b);
             batch.push((from..to).map(|p| (p * 37 + i as u32 * 11) % 200), to, table);
+            batch.state_slots.extend(model.state_slots().map(|_| i as u32));
         }
         batch.logits_at = (0..batch.tokens.len() as u32).collect();
         let vocabulary = model.vocab_size();

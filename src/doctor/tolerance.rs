@@ -22,7 +22,7 @@
 //! E4M3 adds at most 2^-4 of the value, two and a half times the expected error. Among many sums of
 //! errors, the largest is about six standard deviations.
 
-use crate::device::{KvFormat, Precision};
+use crate::device::{KvFormat, Precision, RecurrentKind};
 
 /// Maximum errors of a result, relative to the RMS of the correct values.
 #[derive(Debug, Clone, Copy, PartialEq, serde::Serialize)]
@@ -79,6 +79,21 @@ impl Tolerance {
     /// added up, with a rounding to BF16 after each.
     pub fn experts(precision: Precision) -> Tolerance {
         Tolerance::with_peak(6.0, 7.0, eight_bit_error(precision), 1.0)
+    }
+
+    /// For recurrent layers, whose rows are exact in BF16: states are F32, and outputs are rounded, in Mamba-2
+    /// before their norm as well. They are normalised values times `SiLU`: products of two.
+    pub fn recurrent(kind: RecurrentKind) -> Tolerance {
+        let roundings = match kind {
+            RecurrentKind::DeltaNet => 1.0,
+            RecurrentKind::Mamba2 => 2.0,
+        };
+        Tolerance::with_peak(16.0, roundings, 0.0, 0.0)
+    }
+
+    /// For values times the sigmoid of a gate, which are rounded once.
+    pub fn gate() -> Tolerance {
+        Tolerance::for_roundings(1.0, 0.0, 0.0)
     }
 
     /// For attention: queries (twice, because of their rotation), keys, weights, values and the

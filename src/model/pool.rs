@@ -37,24 +37,57 @@ pub enum KvBudget {
 /// In a budget of bytes, there is a slot of states for so many tokens with keys and values.
 const TOKENS_PER_SLOT: u32 = 1024;
 
-/// The number of slots for states of recurrent layers, one for each running sequence: those of the
-/// budget, of which [`first_blocks`] gives the rest to keys and values. 0 without such layers.
+/// The number of slots for states of recurrent layers with which a model is loaded, one for each running
+/// sequence: those of the budget, of which [`first_blocks`] gives the rest to keys and values, or the one
+/// of trial steps. 0 without such layers.
 pub(super) fn state_slots<D: Device>(device: &D, config: &Config, budget: KvBudget) -> u32 {
-    let state = config.state_bytes();
-    if state == 0 {
-        return 0;
-    }
     match budget {
+        _ if config.recurrent.is_none() => 0,
         KvBudget::Blocks(blocks) => blocks,
-        KvBudget::Bytes(bytes) => {
-            let tables = KvLayout::of(config).tables.len() as u64;
-            let blocks = u64::from(TOKENS_PER_SLOT.div_ceil(device.block_tokens())) * tables;
-            let slots = bytes / (state + blocks * block_bytes(device, config));
-            slots.clamp(1, u64::from(u32::MAX)) as u32
-        }
-        // Only for devices with a memory of their own, and none of these runs recurrent layers.
-        KvBudget::Profiled { .. } => 0,
+        KvBudget::Bytes(bytes) => slots_in_bytes(device, config, bytes),
+        KvBudget::Profiled { .. } => 1,
     }
+}
+
+/// The number of slots that a budget of bytes has.
+fn slots_in_bytes<D: Device>(device: &D, config: &Config, bytes: u64) -> u32 {
+    let tables = KvLayout::of(config).tables.len() as u64;
+    let blocks = u64::from(TOKENS_PER_SLOT.div_ceil(device.block_tokens())) * tables;
+    let slots = bytes / (config.state_bytes() + blocks * block_bytes(device, config));
+    slots.clamp(1, u64::from(u32::MAX)) as u32
+}
+
+/// The number of slots and of blocks that fit into `bytes`, or, for `None`, into the device's free memory
+/// less `MARGIN_BYTES`. A pool has no more slots than `sequences` running sequences and the states kept
+/// beside them use.
+pub(super) fn settle<D: Device>(
+    device: &D,
+    config: &Config,
+    bytes: Option<u64>,
+    sequences: u32,
+) -> Result<(u32, u32), ModelError> {
+    let Some(recurrent) = &config.recurrent else {
+        return Ok((0, blocks_in_free_memory(device, config, bytes)?));
+    };
+    let free = match bytes {
+        Some(bytes) => bytes,
+        None => device.free_bytes()?.unwrap_or(0).saturating_sub(MARGIN_BYTES),
+    };
+    let slots_max = sequences.saturating_add(sequences / 3).saturating_add(1);
+    let slots = slots_in_bytes(device, config, free).min(slots_max);
+    let rest = free.saturating_sub(u64::from(slots) * config.state_bytes());
+    let blocks = blocks_in_bytes(device, config, rest).map_err(|error| match error {
+        ModelError::Options(why) => {
+            let layers = recurrent.layers.iter().filter(|is_recurrent| **is_recurrent).count();
+            ModelError::Options(format!(
+                "{why}, beside a sequence's states of {layers} recurrent layers, {} MiB, of {} MiB: use fewer `--step-tokens`, or an 8-bit `precision`",
+                config.state_bytes().div_ceil(1 << 20),
+                free >> 20
+            ))
+        }
+        other => other,
+    })?;
+    Ok((slots, blocks))
 }
 
 /// Allocates the pools of `slots` slots, one for each recurrent layer.

@@ -196,7 +196,7 @@ impl<D: Device> Transformer<D> {
         options: &LoadOptions,
     ) -> Result<Transformer<D>, ModelError> {
         let context_tokens = config.context_tokens(options.max_context)?;
-        if !device.runs_recurrent_layers() {
+        if !device.runs_every_model() {
             config.refuse_on_gpu()?;
         }
         let size = ModelSize::at(options.precision, source, &config)?;

@@ -21,6 +21,9 @@ HEADS = [(32, 1), (64, 4), (80, 4), (96, 4), (128, 1), (128, 4), (192, 4), (256,
 HOPPER_HEADS = [(dim, warps) for dim in (32, 64, 80, 96, 112, 128) for warps in (4, 8, 12)]
 # The bits of 50.0f.
 SOFT_CAP = 1112014848
+# Qwen3-Next, a wide value, Granite 4 and Nemotron-H 56B: sizes of recurrent layers.
+RECURRENT = [(0, 16, 32, 128, 128, 4, 512), (0, 4, 4, 32, 512, 1, 512), (1, 1, 128, 128, 64, 8, 512), (1, 8, 256, 256, 64, 8, 512)]
+RECURRENT_MACROS = ("KIND", "KEY_HEADS", "VALUE_HEADS", "KEY_DIM", "VALUE_DIM", "LANES", "THREADS")
 MODEL = {"HEADS": 32, "KV_HEADS": 8, "BLOCK": 64, "WINDOW": 0}
 
 
@@ -54,6 +57,8 @@ def shapes(name, card):
         "peak": [{"WARPGROUPS": groups} for groups in ((0, 1) if card == "sm_90a" else (0,))],
         "merge": heads,
         "rope_store": heads,
+        "recurrent": [dict(zip(RECURRENT_MACROS, sizes), CONV=conv) for sizes in RECURRENT for conv in (4, 8)],
+        "keep_inputs": [{"CONV": conv} for conv in (2, 4, 8)],
     }.get(name, [{}])
 
 

@@ -1,6 +1,6 @@
 #!/bin/bash
 # Runs kernels in the emulator against references in doubles, in every format: tests/emulator/run.sh [--quick] [PROGRAM]..., of encodings, linear,
-# coded, experts, rows, attention, sample and client (the libraries that stand in for NVIDIA's). Needs a C++ compiler alone. Fails where an error is larger than its
+# coded, experts, rows, recurrent, attention, sample and client (the libraries that stand in for NVIDIA's). Needs a C++ compiler alone. Fails where an error is larger than its
 # check says. --quick, as every run of the tests has it, leaves out shapes (`slow`) whose code others run, too, and runs others in one of the three
 # formats (`turns`): a third of the time.
 set -euo pipefail
@@ -75,6 +75,22 @@ rows() {
     done
 }
 
+# recurrent_shape KIND KEY_HEADS VALUE_HEADS KEY_DIM VALUE_DIM CONV LANES THREADS
+recurrent_shape() {
+    run recurrent KIND=$1 KEY_HEADS=$2 VALUE_HEADS=$3 KEY_DIM=$4 VALUE_DIM=$5 CONV=$6 LANES=$7 THREADS=$8
+}
+
+recurrent() {
+    # Heads of published models, and some that fill no warp.
+    recurrent_shape 0 1 2 128 128 4 4 512
+    recurrent_shape 0 2 6 10 7 3 32 224
+    recurrent_shape 0 3 3 9 80 4 4 320
+    slow recurrent_shape 0 1 1 24 300 1 1 320
+    recurrent_shape 1 1 3 128 64 4 8 512
+    recurrent_shape 1 2 4 10 4 2 32 128
+    slow recurrent_shape 1 1 2 256 64 4 8 512
+}
+
 attention() {
     # The bits of 2.0f.
     local cap=1073741824
@@ -116,7 +132,7 @@ client() {
     "$built/client" "$built/lib" || failed=1
 }
 
-for part in "${@:-encodings linear coded experts rows attention sample client}"; do
+for part in "${@:-encodings linear coded experts rows recurrent attention sample client}"; do
     for name in $part; do "$name"; done
 done
 exit $failed

@@ -607,7 +607,7 @@ impl Device for Cpu {
         Ok(())
     }
 
-    fn runs_recurrent_layers(&self) -> bool {
+    fn runs_every_model(&self) -> bool {
         true
     }
 

@@ -11,7 +11,7 @@ use super::nvrtc::{Compiled, Nvrtc};
 use crate::device::DeviceError;
 
 /// Sources by stem; the stem is also the name of the kernel function.
-const SOURCES: [(&str, &str); 24] = [
+const SOURCES: [(&str, &str); 27] = [
     ("embed", include_str!("../../../kernels/embed.cu")),
     ("add_norm", include_str!("../../../kernels/add_norm.cu")),
     ("quantize", include_str!("../../../kernels/quantize.cu")),
@@ -35,13 +35,16 @@ const SOURCES: [(&str, &str); 24] = [
     ),
     ("combine_experts", include_str!("../../../kernels/combine_experts.cu")),
     ("scale_sums", include_str!("../../../kernels/scale_sums.cu")),
+    ("recurrent", include_str!("../../../kernels/recurrent.cu")),
+    ("keep_inputs", include_str!("../../../kernels/keep_inputs.cu")),
+    ("gate", include_str!("../../../kernels/gate.cu")),
     ("soft_cap", include_str!("../../../kernels/soft_cap.cu")),
     ("peak", include_str!("../../../kernels/peak.cu")),
     ("random_weights", include_str!("../../../kernels/random_weights.cu")),
     ("sample", include_str!("../../../kernels/sample.cu")),
 ];
 
-const HEADERS: [(&str, &str); 11] = [
+const HEADERS: [(&str, &str); 12] = [
     ("types.cuh", include_str!("../../../kernels/common/types.cuh")),
     ("ptx.cuh", include_str!("../../../kernels/common/ptx.cuh")),
     ("drawn.cuh", include_str!("../../../kernels/common/drawn.cuh")),
@@ -55,6 +58,7 @@ const HEADERS: [(&str, &str); 11] = [
     ),
     ("coded_tile.cuh", include_str!("../../../kernels/common/coded_tile.cuh")),
     ("experts.cuh", include_str!("../../../kernels/common/experts.cuh")),
+    ("recurrent.cuh", include_str!("../../../kernels/common/recurrent.cuh")),
     ("hopper.cuh", include_str!("../../../kernels/common/hopper.cuh")),
 ];
 

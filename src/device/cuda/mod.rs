@@ -17,7 +17,8 @@ use crate::device::draw::{Draw, DrawError, DrawnToken};
 use crate::device::random::RandomMatrix;
 use crate::device::{
     Activation, AddNorm, Attention, AttentionInput, CodedMatrix, Device, DeviceError, ExpertInput, ExpertWeights,
-    HeadShape, KvFormat, KvShape, KvSpec, Linear, OutputHead, Precision, RopeSpec, RopeStore, Tensor, TensorError,
+    HeadShape, KvFormat, KvShape, KvSpec, Linear, OutputHead, Precision, RecurrentShape, RecurrentWeights, RopeSpec,
+    RopeStore, Tensor, TensorError,
 };
 
 mod attention;
@@ -33,12 +34,15 @@ pub mod driver;
 mod embed;
 pub mod expert_plan;
 mod experts;
+mod gated;
 pub mod items;
 pub mod libraries;
 mod linear;
 mod memory;
 pub mod nvrtc;
 pub mod plan;
+mod recurrent;
+pub mod recurrent_plan;
 mod rope;
 mod step;
 mod tuning;
@@ -56,6 +60,8 @@ pub use memory::{Buffer, KvPool, Workspace, kv_block_bytes};
 use memory::{Logits, block_bytes, block_pair_bytes};
 use nvrtc::Nvrtc;
 use plan::{AttentionShape, BLOCK_TOKENS, KernelFormat, Launch, Tile};
+pub use recurrent::StatePool;
+pub use recurrent_plan::check_recurrent;
 pub use step::Step;
 use tuning::Tuning;
 use weights::Loader;
@@ -222,27 +228,6 @@ impl Cuda {
         }
     }
 
-    /// Combines the gate and the up projection of each row.
-    fn activate(&self, activation: Activation, gate_up: &Buffer, out: &mut Buffer) -> Result<(), DeviceError> {
-        let (alpha, limit) = match activation {
-            Activation::ClampedSwiglu { alpha, limit } => (alpha, limit),
-            Activation::Silu | Activation::GeluTanh => (0.0, 0.0),
-            Activation::SquaredRelu => return Err(super::no_mlps_without_gates()),
-        };
-        let width = gate_up.width / 2;
-        out.reshape(&self.context, gate_up.rows, width, self.row_format)?;
-        self.launch(
-            &plan::gated(width, self.row_format, activation, gate_up.rows),
-            &[
-                gate_up.data(),
-                out.data(),
-                out.scales(),
-                Argument::Float(alpha),
-                Argument::Float(limit),
-            ],
-        )
-    }
-
     /// Adds the delta, then normalises all rows, or those listed at address `row_indices` (0: all).
     fn launch_add_norm(
         &self,
@@ -288,7 +273,7 @@ impl Device for Cuda {
     type Norm = Norm;
     type Buffer = Buffer;
     type KvPool = KvPool;
-    type StatePool = ();
+    type StatePool = StatePool;
     type Step = Step;
     type Workspace = Workspace;
 
@@ -407,6 +392,10 @@ impl Device for Cuda {
         block_pair_bytes(shapes, self.kv_format)
     }
 
+    fn state_pool(&self, shape: RecurrentShape, slots: usize) -> Result<StatePool, DeviceError> {
+        self.allocate_states(shape, slots)
+    }
+
     fn free_bytes(&self) -> Result<Option<u64>, DeviceError> {
         self.end_loading();
         self.context.free_bytes().map(Some)
@@ -437,6 +426,10 @@ impl Device for Cuda {
             }
         }
         Ok(())
+    }
+
+    fn copy_states(&self, step: &Step, pool: &mut StatePool) -> Result<(), DeviceError> {
+        self.copy_slots(&step.state_copies, pool)
     }
 
     fn embed(
@@ -534,6 +527,21 @@ impl Device for Cuda {
         } = workspace;
         self.linear_into(linear, x, gate_up, (quantized, *deterministic))?;
         self.activate(activation, gate_up, out)
+    }
+
+    fn recurrent(
+        &self,
+        weights: &RecurrentWeights<Matrix, Vector>,
+        input: &Buffer,
+        step: &Step,
+        pool: &mut StatePool,
+        out: &mut Buffer,
+    ) -> Result<(), DeviceError> {
+        self.run_recurrent(weights, input, step, pool, out)
+    }
+
+    fn gate(&self, gate: &Buffer, out: &mut Buffer) -> Result<(), DeviceError> {
+        self.gate_rows(gate, out)
     }
 
     fn experts(

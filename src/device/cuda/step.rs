@@ -7,6 +7,7 @@ use super::driver::{Context, Memory, PinnedTransfer};
 use super::items::{AttentionItem, AttentionPlan};
 use super::memory::{ensure_capacity, reuse_staging};
 use super::plan::{AttentionShape, BLOCK_TOKENS};
+use super::recurrent;
 use crate::device::batch::{BlockCopy, StepBatch};
 use crate::device::{DeviceError, HeadShape, KvSpec, RopeSpec};
 
@@ -20,6 +21,9 @@ pub struct Step {
     /// Tokens whose logits are computed.
     pub(super) logits_rows: usize,
     pub(super) block_copies: Vec<BlockCopy>,
+    pub(super) state_copies: Vec<BlockCopy>,
+    /// Sequences whose recurrent states are updated.
+    pub(super) states: usize,
     /// One entry per kind of block table.
     pub(super) attention: Vec<AttentionStep>,
     offsets: ArrayOffsets,
@@ -37,6 +41,7 @@ struct ArrayOffsets {
     tokens: usize,
     positions: usize,
     logits_at: usize,
+    state_sequences: usize,
     /// One entry per block table, as in `tables`.
     slots: Vec<usize>,
     tables: Vec<usize>,
@@ -111,6 +116,8 @@ impl Step {
             tokens: 0,
             logits_rows: 0,
             block_copies: Vec::new(),
+            state_copies: Vec::new(),
+            states: 0,
             attention,
             offsets: ArrayOffsets::default(),
             memory: None,
@@ -130,11 +137,14 @@ impl Step {
         self.tokens = batch.tokens.len();
         self.logits_rows = batch.logits_at.len();
         self.block_copies.clone_from(&batch.block_copies);
+        self.state_copies.clone_from(&batch.state_copies);
+        self.states = batch.state_slots.len();
         self.bytes.clear();
         self.offsets = ArrayOffsets {
             tokens: append_array(&mut self.bytes, &tokens(batch)),
             positions: append_array(&mut self.bytes, &batch.positions),
             logits_at: append_array(&mut self.bytes, &batch.logits_at),
+            state_sequences: append_array(&mut self.bytes, &recurrent::sequences(batch)),
             slots: Vec::new(),
             tables: Vec::new(),
         };
@@ -198,6 +208,10 @@ impl Step {
 
     pub(super) fn logits_at(&self) -> u64 {
         self.address_of(self.offsets.logits_at)
+    }
+
+    pub(super) fn state_sequences(&self) -> u64 {
+        self.address_of(self.offsets.state_sequences)
     }
 
     pub(super) fn tables(&self, table: usize) -> u64 {

@@ -318,9 +318,7 @@ impl Config {
     /// # Errors
     /// The model has what GPUs do not compute, or their kernels do not take its heads.
     pub fn refuse_on_gpu(&self) -> Result<(), ModelError> {
-        let why = if self.recurrent.is_some() || self.attention_gates {
-            "recurrent layers"
-        } else if self.has_lone_parts() {
+        let why = if self.has_lone_parts() {
             "layers of one part"
         } else if self.latent.is_some() {
             "latents in place of keys and values"
@@ -345,6 +343,9 @@ impl Config {
         } else if self.value_norm || self.layer_scalars {
             "norms of values or factors of layers"
         } else {
+            if let Some(recurrent) = &self.recurrent {
+                cuda::check_recurrent(recurrent.shape)?;
+            }
             return Ok(cuda::check_heads(self.heads)?);
         };
         Err(ModelError::Options(format!(

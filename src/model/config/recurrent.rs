@@ -226,13 +226,13 @@ mod tests {
         assert_eq!((config.heads.head_dim, config.rotary_dims), (256, 64));
         // 32 heads of 128 by 128, and 3 tokens of 8,192 channels.
         assert_eq!(config.state_bytes(), (32 * 128 * 128 + 3 * 8192) * 4);
-        let error = config.refuse_on_gpu().unwrap_err().to_string();
-        assert!(
-            error.contains("Qwen 3.5 does not run on a GPU yet, because it has recurrent layers"),
-            "{error}"
-        );
+        assert!(config.refuse_on_gpu().is_ok());
+        // Layers that a GPU's kernels do not compute.
+        let wide = parse(json!({"linear_key_head_dim": 300})).unwrap();
+        let error = wide.refuse_on_gpu().unwrap_err().to_string();
+        assert!(error.contains("recurrent layers with 32 heads of 300 x 128"), "{error}");
         let attention = parse(json!({"full_attention_interval": 1})).unwrap();
-        assert!(attention.recurrent.is_none() && attention.refuse_on_gpu().is_err());
+        assert!(attention.recurrent.is_none() && attention.refuse_on_gpu().is_ok());
     }
 
     #[test]
@@ -293,7 +293,8 @@ mod tests {
         assert_eq!(config.rotates, [false; 5]);
         assert!(!config.attention_gates && !config.unit_offset_norms && !config.qk_norm);
         assert_eq!((config.intermediate_size, config.experts.clone()), (24, None));
-        assert!(config.refuse_on_gpu().is_err());
+        // 128 values, and heads of 16 numbers; not heads of 8.
+        assert!(granite(json!({"head_dim": 16})).unwrap().refuse_on_gpu().is_ok());
         for (stored, bias) in [(json!(null), false), (json!(false), false), (json!(true), true)] {
             let config = granite(json!({"mamba_conv_bias": stored})).unwrap();
             assert_eq!(config.recurrent.unwrap().conv_bias, bias);

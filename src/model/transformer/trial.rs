@@ -12,7 +12,7 @@ use crate::model::times::Times;
 const TUNED_ROWS_MIN: u32 = 16;
 
 impl<D: Device> Transformer<D> {
-    /// Gives keys and values what trial steps leave of the device's memory, if they are to have that.
+    /// Gives keys and values, and recurrent states, what trial steps leave of the device's memory, if they are to have that.
     pub(super) fn fill_memory(&mut self, budget: KvBudget) -> Result<(), ModelError> {
         let KvBudget::Profiled {
             step_tokens,
@@ -25,7 +25,9 @@ impl<D: Device> Transformer<D> {
         let tokens = self.run_largest_step(step_tokens, sequences)?;
         self.run_tuning_steps(tokens, sequences)?;
         self.pools.clear();
-        self.kv_blocks = pool::blocks_in_free_memory(&self.device, &self.config, bytes)?;
+        self.state_pools.clear();
+        (self.state_slots, self.kv_blocks) = pool::settle(&self.device, &self.config, bytes, sequences)?;
+        self.state_pools = pool::allocate_states(&self.device, &self.config, self.state_slots)?;
         self.pools = pool::allocate(&self.device, &self.config, self.kv_blocks)?;
         Ok(())
     }
@@ -74,7 +76,11 @@ impl<D: Device> Transformer<D> {
     /// Runs a step of `tokens` tokens with logits for `rows` rows and discards its results.
     fn run_trial_step(&mut self, tokens: u32, rows: u32) -> Result<(), DeviceError> {
         let step = pool::largest_step(tokens, rows, self.context_tokens, self.device.block_tokens());
-        let step = step.with_tables(self.layout.tables.len());
+        let mut step = step.with_tables(self.layout.tables.len());
+        if self.config.recurrent.is_some() {
+            // The one slot that there is: results are discarded.
+            step.state_slots = vec![0; step.sequences.len()];
+        }
         let draws = vec![Draw::GREEDY; step.logits_at.len()];
         self.run(&step, None)?;
         self.device.draw(self.vocab_size, &draws, &mut self.buffers.workspace)?;
