@@ -265,7 +265,7 @@ fn each_gguf_file_answers_a_job_as_transformers_does() {
 fn a_job_in_fp8_of_a_model_without_gpu_is_refused_everywhere() {
     for (name, why) in [
         ("deepseek3-groups", "latents"),
-        ("qwen3next-experts", "recurrent layers"),
+        ("nemotronh-dense", "layers of one part"),
     ] {
         let reference = Reference::load(name);
         let folder = tempfile::tempdir().unwrap();

@@ -211,7 +211,7 @@ pub(super) fn exit_on_signals(said: &'static str) -> Result<(), Failure> {
         }
         if std::io::stderr().is_terminal() {
             // Behind a progress bar.
-            eprintln!();
+            eprintln!("");
         }
         say::error(format_args!("{said}"));
         std::process::exit(Exit::Interrupted as i32);

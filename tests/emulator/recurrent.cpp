@@ -144,7 +144,7 @@ static void check_sequences(const Weights& w) {
     std::fill(states, states + SLOTS * STRIDE, NAN);
     std::vector<Bf16> cut;
     int at = 0, step = 0;
-    for (int tokens : {7, 1, 1, 2, 36}) {
+    for (int tokens : {1, 7, 1, 2, 36}) {
         std::vector<Sequence> sequences = {{0, u32(tokens), 1, u32(at == 0)}};
         const Bf16* from = rows + size_t(at) * WIDTH;
         if (step == 2) {

@@ -32,6 +32,10 @@ const MULTIPLICATIONS_PER_ELEMENT: usize = 16;
 /// weights takes most of the time.
 const STREAMED_ROWS: usize = 16;
 
+/// Begins with a cache line, so that no row of a panel lies in two.
+#[repr(align(64))]
+struct Aligned<T>(T);
+
 /// Panel groups and tiles of one segment that one thread multiplies.
 struct Task {
     segment: usize,
@@ -268,7 +272,8 @@ impl WorkBlock<'_> {
         (out, width): (&SharedMut, usize),
         run: impl Fn(Range<usize>, *const f32, (*mut f32, usize), int8::RowTile),
     ) {
-        let mut gate_up = [[0.0f32; 2 * PANEL]; TILE_ROWS_MAX];
+        let mut aligned = Aligned([[0.0f32; 2 * PANEL]; TILE_ROWS_MAX]);
+        let gate_up = &mut aligned.0;
         let gate_up_stride = self.panel_range.len() * PANEL;
         let bias = bias[self.panel_range.start * PANEL..].as_ptr();
         let column = self.panel_range.start / 2 * PANEL;
@@ -339,7 +344,8 @@ impl WorkBlock<'_> {
                 last_bias[..rest_columns].copy_from_slice(&bias[full.end * PANEL..][..rest_columns]);
             }
             for tile in self.tiles_with_prefetch(&(full.end..self.panel_range.end), memory) {
-                let mut panel = [0.0f32; TILE_ROWS_MAX * PANEL];
+                let mut aligned = Aligned([0.0f32; TILE_ROWS_MAX * PANEL]);
+                let panel = &mut aligned.0;
                 // The kernel counts rows from the matmul's first row.
                 let c = panel.as_mut_ptr().wrapping_sub(tile.first_row * PANEL);
                 let (last, rows) = (

@@ -225,53 +225,61 @@ fn multiply_panels<E: Element>(tile: &LowTile<'_>, values: &[[E; PANEL]]) {
     for p in 0..tile.panels.len() {
         let panel = &tile.panels[p];
         let values = &values[panel.values.start..panel.values.end];
-        let (first, count) = (panel.first_column, values.len());
+        let (first, end) = (panel.first_column, panel.first_column + values.len());
         let [x0, x1, x2, x3] = tile.low;
-        let low = [
-            &x0[first..first + count],
-            &x1[first..first + count],
-            &x2[first..first + count],
-            &x3[first..first + count],
-        ];
+        let low = [&x0[first..end], &x1[first..end], &x2[first..end], &x3[first..end]];
         let columns = tile.columns - p * PANEL;
-        let mut totals = [[0.0f32; PANEL]; ROWS];
-        for r in 0..ROWS {
-            let c = tile.c[r].wrapping_add(p * PANEL);
-            if columns >= PANEL {
-                // SAFETY: within the tile's memory.
-                totals[r] = unsafe { c.cast::<[f32; PANEL]>().read() };
-            } else {
-                for lane in 0..columns {
-                    // SAFETY: as above.
-                    totals[r][lane] = unsafe { *c.add(lane) };
-                }
-            }
-        }
-        for k in 0..count {
-            let mut widened = [0.0f32; PANEL];
-            for lane in 0..PANEL {
-                widened[lane] = values[k][lane].widen();
-            }
+        if columns >= PANEL {
+            let mut sums = [[0.0f32; PANEL]; ROWS];
             for r in 0..ROWS {
-                let x = low[r][k];
-                for lane in 0..PANEL {
-                    totals[r][lane] = x.mul_add(widened[lane], totals[r][lane]);
-                }
+                // SAFETY: within the tile's memory.
+                sums[r] = unsafe { tile.c[r].add(p * PANEL).cast::<[f32; PANEL]>().read() };
             }
-        }
-        for r in 0..ROWS {
-            let c = tile.c[r].wrapping_add(p * PANEL);
-            if columns >= PANEL {
+            let sums = add_products(sums, low, values);
+            for r in 0..ROWS {
                 // SAFETY: as above.
-                unsafe { c.cast::<[f32; PANEL]>().write(totals[r]) };
-            } else {
+                unsafe { tile.c[r].add(p * PANEL).cast::<[f32; PANEL]>().write(sums[r]) };
+            }
+        } else {
+            // Arrays of their own: those with places that are known at run time alone are kept in memory.
+            let mut before = [[0.0f32; PANEL]; ROWS];
+            for r in 0..ROWS {
                 for lane in 0..columns {
                     // SAFETY: as above.
-                    unsafe { *c.add(lane) = totals[r][lane] };
+                    before[r][lane] = unsafe { *tile.c[r].add(p * PANEL + lane) };
+                }
+            }
+            let after = add_products(before, low, values);
+            for r in 0..ROWS {
+                for lane in 0..columns {
+                    // SAFETY: as above.
+                    unsafe { *tile.c[r].add(p * PANEL + lane) = after[r][lane] };
                 }
             }
         }
     }
+}
+
+#[inline(always)]
+#[expect(clippy::needless_range_loop)]
+fn add_products<E: Element>(
+    mut sums: [[f32; PANEL]; ROWS],
+    low: [&[f32]; ROWS],
+    values: &[[E; PANEL]],
+) -> [[f32; PANEL]; ROWS] {
+    for k in 0..values.len() {
+        let mut widened = [0.0f32; PANEL];
+        for lane in 0..PANEL {
+            widened[lane] = values[k][lane].widen();
+        }
+        for r in 0..ROWS {
+            let x = low[r][k];
+            for lane in 0..PANEL {
+                sums[r][lane] = x.mul_add(widened[lane], sums[r][lane]);
+            }
+        }
+    }
+    sums
 }
 
 multiversion! {
