@@ -261,7 +261,6 @@ fn multiply_panels<E: Element>(tile: &LowTile<'_>, values: &[[E; PANEL]]) {
 }
 
 #[inline(always)]
-#[expect(clippy::needless_range_loop)]
 fn add_products<E: Element>(
     mut sums: [[f32; PANEL]; ROWS],
     low: [&[f32]; ROWS],
@@ -325,7 +324,7 @@ mod tests {
         let x = buffer(&numbers(2, rows * k), rows, k);
         let lows = numbers(3, rows * rank);
         // Every fifth row has no adapter.
-        let of_adapter = |adapter: u32| move |row: &u32| row % 5 > 0 && row % 2 == adapter;
+        let of_adapter = |adapter: u32| move |row: &u32| !row.is_multiple_of(5) && row % 2 == adapter;
         for (precision, dtype) in [
             (Precision::F32, Dtype::F32),
             (Precision::Int8, Dtype::Bf16),
