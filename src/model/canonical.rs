@@ -19,6 +19,7 @@ use crate::model::error::ModelError;
 use crate::model::expert_forms;
 use crate::model::tensors::{FusedPart, fused_parts};
 use crate::model::weights::{StoredTensor, WeightSource};
+use crate::printable::printable_name;
 
 /// A checkpoint's weights in the transformer's form.
 pub(super) struct CanonicalWeights<'a> {
@@ -151,7 +152,11 @@ impl WeightSource for CanonicalWeights<'_> {
     }
 
     fn shown(&self, name: &str) -> String {
-        self.source.shown(self.name_in_files(name).as_deref().unwrap_or(name))
+        // An error counts the rows of a part, so it has the part's name.
+        match self.name_in_files(name) {
+            Some(_) => printable_name(name),
+            None => self.source.shown(name),
+        }
     }
 
     fn path_of(&self, name: &str) -> &Path {
