@@ -17,8 +17,8 @@ use crate::regular::{self, first_bytes};
 const CONFIG: &str = "config.json";
 const WEIGHTS: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
-/// What `gristmill quantize` writes first; it writes `config.json` last.
-const QUANTIZE_RECORD: &str = "quantize.json";
+/// What `gristmill quantize` writes first: from what the folder is made, and what is done. `config.json` is written last.
+pub(super) const QUANTIZE_RECORD: &str = "quantize.json";
 const TOKENIZER: &str = "tokenizer.json";
 const OTHER_TOKENIZERS: [&str; 3] = ["tekken.json", "tokenizer.model", "tiktoken.model"];
 /// Maximum size of the small JSON files that are parsed here.
@@ -231,7 +231,7 @@ impl ModelFolder<'_> {
         let to = record["identity"]["to"].as_str().unwrap_or("SCHEME");
         let to: String = to.chars().take(20).filter(|c| !c.is_control()).collect();
         format!(
-            "`gristmill quantize` was interrupted while it wrote this folder ({layers} layers are done): run the same command once more,              which finishes it (`gristmill quantize MODEL --to {to} --out {}`, with the options that it had)",
+            "`gristmill quantize` was interrupted while it wrote this folder ({layers} layers are done): run the same command once more, which finishes it (`gristmill quantize MODEL --to {to} --out {}`, with the options that it had)",
             self.dir.display()
         )
     }

@@ -17,10 +17,9 @@ use super::form::OutTensor;
 use super::{LayerReport, QuantizeError};
 use crate::mapped::map;
 use crate::model::error::ModelError;
+use crate::model::folder::QUANTIZE_RECORD;
 use crate::replace::{replace, sync_folder_of};
 
-/// What is written, from what, and what is done: a folder is gone on with for the same alone.
-const RECORD: &str = "quantize.json";
 const INDEX: &str = "model.safetensors.index.json";
 
 /// The folder, and which tensors its files hold.
@@ -77,7 +76,7 @@ impl FileTensor<'_> {
 impl OutFolder {
     /// Whether a run of this command has begun the folder.
     pub(super) fn is_begun(path: &Path) -> bool {
-        path.join(RECORD).exists()
+        path.join(QUANTIZE_RECORD).exists()
     }
 
     /// Makes the folder, or goes on with one that was begun for the same `identity`. `files`: number of
@@ -107,11 +106,11 @@ impl OutFolder {
             bytes: 0,
             _locked: locked(path)?,
         };
-        match fs::read(path.join(RECORD)) {
+        match fs::read(path.join(QUANTIZE_RECORD)) {
             Ok(bytes) => {
                 let begun: Record = serde_json::from_slice(&bytes).map_err(|e| {
                     refuse(format!(
-                        "has a `{RECORD}` that is none of this command's ({e}): give a new folder"
+                        "has a `{QUANTIZE_RECORD}` that is none of this command's ({e}): give a new folder"
                     ))
                 })?;
                 if begun.identity != *identity {
@@ -127,14 +126,14 @@ impl OutFolder {
                 }
                 folder.write_record()?;
             }
-            Err(error) => return Err(ModelError::read(&path.join(RECORD), error).into()),
+            Err(error) => return Err(ModelError::read(&path.join(QUANTIZE_RECORD), error).into()),
         }
         Ok(folder)
     }
 
     fn write_record(&self) -> Result<(), QuantizeError> {
         let record = serde_json::to_value(&self.record).map_err(|e| QuantizeError::Refused(e.to_string()))?;
-        write(&self.path.join(RECORD), pretty(&record).as_bytes())
+        write(&self.path.join(QUANTIZE_RECORD), pretty(&record).as_bytes())
     }
 
     /// What rounding changed in the layers that are done, ascending.
@@ -271,7 +270,7 @@ impl OutFolder {
 /// Whether a file of a model's folder is copied: tokenizers, templates, sampling values, licences.
 fn is_copied(name: &str) -> bool {
     let ends = [".json", ".jinja", ".txt", ".model", ".tiktoken", ".md"];
-    let stays = ["config.json", INDEX, RECORD, "README.md"];
+    let stays = ["config.json", INDEX, QUANTIZE_RECORD, "README.md"];
     let is_licence = ["LICENSE", "LICENCE", "NOTICE"]
         .iter()
         .any(|start| name.starts_with(start));
