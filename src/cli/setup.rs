@@ -7,6 +7,8 @@ use std::time::Duration;
 
 use anyhow::{Context, anyhow};
 
+use tokio::signal::unix::{Signal, SignalKind, signal};
+
 use crate::cli::args::{EngineArgs, StepLimitArgs};
 use crate::cli::device_choice::ResolvedDevice;
 use crate::cli::exit::{Exit, Failure};
@@ -200,15 +202,34 @@ pub(super) fn threads(args: &EngineArgs) -> usize {
         .unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from))
 }
 
+/// SIGINT and SIGTERM, which end nothing by themselves from here on.
+struct Signals {
+    interrupt: Signal,
+    terminate: Signal,
+}
+
+impl Signals {
+    fn new() -> std::io::Result<Signals> {
+        Ok(Signals {
+            interrupt: signal(SignalKind::interrupt())?,
+            terminate: signal(SignalKind::terminate())?,
+        })
+    }
+
+    /// Waits for one of them.
+    async fn next(&mut self) {
+        tokio::select! {
+            _ = self.interrupt.recv() => {}
+            _ = self.terminate.recv() => {}
+        }
+    }
+}
+
 /// SIGINT and SIGTERM end the process at once with the line `said`: for work whose files are whole or not there.
 pub(super) fn exit_on_signals(said: &'static str) -> Result<(), Failure> {
-    use tokio::signal::unix::{SignalKind, signal};
-    let (mut interrupt, mut terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
+    let mut signals = Signals::new()?;
     tokio::spawn(async move {
-        tokio::select! {
-            _ = interrupt.recv() => {}
-            _ = terminate.recv() => {}
-        }
+        signals.next().await;
         if std::io::stderr().is_terminal() {
             // Behind a progress bar.
             eprintln!("");
@@ -221,19 +242,12 @@ pub(super) fn exit_on_signals(said: &'static str) -> Result<(), Failure> {
 
 /// SIGINT and SIGTERM end the work once finished rows are written.
 pub(super) fn stop_on_signals(stop: Stop) -> Result<(), Failure> {
-    use tokio::signal::unix::{SignalKind, signal};
-    let (mut interrupt, mut terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
+    let mut signals = Signals::new()?;
     tokio::spawn(async move {
-        tokio::select! {
-            _ = interrupt.recv() => {}
-            _ = terminate.recv() => {}
-        }
+        signals.next().await;
         stop.set(StopCause::Interrupted);
         // A second signal exits at once, without waiting for the store.
-        tokio::select! {
-            _ = interrupt.recv() => {}
-            _ = terminate.recv() => {}
-        }
+        signals.next().await;
         std::process::exit(Exit::Interrupted as i32);
     });
     Ok(())
