@@ -33,11 +33,8 @@ fn prefill_batch(tokens: Vec<u32>, logits_at: Vec<u32>, block_tokens: u32) -> St
     batch
 }
 
-fn upload_step<D: Device>(
-    device: &D,
-    (tokens, logits_at): (&[u32], &[u32]),
-    workspace: &mut D::Workspace,
-) -> Result<D::Step, DeviceError> {
+/// A step of any heads: for operations that do not read them.
+pub(super) fn step_without_attention<D: Device>(device: &D) -> Result<D::Step, DeviceError> {
     let heads = HeadShape {
         heads: 1,
         kv_heads: 1,
@@ -47,7 +44,15 @@ fn upload_step<D: Device>(
         inverse_frequencies: vec![1.0; 32],
         scale: 1.0,
     };
-    let mut step = device.step(&[heads], vec![rope], &[KvSpec::Full])?;
+    device.step(&[heads], vec![rope], &[KvSpec::Full])
+}
+
+fn upload_step<D: Device>(
+    device: &D,
+    (tokens, logits_at): (&[u32], &[u32]),
+    workspace: &mut D::Workspace,
+) -> Result<D::Step, DeviceError> {
+    let mut step = step_without_attention(device)?;
     let batch = prefill_batch(tokens.to_vec(), logits_at.to_vec(), device.block_tokens());
     device.upload(&batch, &mut step, workspace)?;
     Ok(step)

@@ -1,13 +1,11 @@
 //! Checks recurrent layers, and gates of attention.
 
 use super::inputs::{TestTensor, numbers};
-use super::operations::to_device_error;
+use super::operations::{step_without_attention, to_device_error};
 use super::tolerance::Tolerance;
 use super::{Comparison, Extent, Finding, compare};
 use crate::device::batch::{BlockCopy, StepBatch};
-use crate::device::{
-    Device, DeviceError, HeadShape, KvSpec, Linear, RecurrentKind, RecurrentShape, RecurrentWeights, RopeSpec,
-};
+use crate::device::{Device, DeviceError, Linear, RecurrentKind, RecurrentShape, RecurrentWeights};
 
 const EPS: f32 = 1e-5;
 /// Tokens of two sequences.
@@ -57,15 +55,6 @@ impl<D: Device> Prepared<D> {
         let is_mamba = shape.kind == RecurrentKind::Mamba2;
         let optional = |seed: u64, count: usize| is_mamba.then(|| vector(seed, count, 0.5)).transpose();
         let norm = if is_mamba { shape.value_width() } else { shape.value_dim };
-        let heads = HeadShape {
-            heads: 1,
-            kv_heads: 1,
-            head_dim: 64,
-        };
-        let rope = RopeSpec {
-            inverse_frequencies: vec![1.0; 32],
-            scale: 1.0,
-        };
         Ok(Prepared {
             weights: RecurrentWeights {
                 shape,
@@ -83,7 +72,7 @@ impl<D: Device> Prepared<D> {
                 norm_eps: EPS,
             },
             pool: device.state_pool(shape, 3)?,
-            step: device.step(&[heads], vec![rope], &[KvSpec::Full])?,
+            step: step_without_attention(device)?,
             workspace: device.workspace(),
             rows: device.buffer(),
             out: device.buffer(),

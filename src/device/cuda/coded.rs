@@ -77,19 +77,12 @@ impl Cuda {
         x: &Buffer,
         out: &mut Buffer,
     ) -> Result<(), DeviceError> {
-        let Linear { weight, bias } = linear;
+        let weight = &linear.weight;
         let groups = codes.groups;
         assert!(x.format == KernelFormat::Int8 && x.width == groups.row_bytes());
         out.reshape(&self.context, x.rows, weight.rows, KernelFormat::Bf16)?;
         let sizes = [x.rows, weight.rows, x.width, groups.count(), weight.rows];
-        let mut arguments = vec![
-            x.data(),
-            Argument::Address(weight.data.address()),
-            codes.records(),
-            x.scales(),
-            Argument::Address(bias.as_ref().map_or(0, |bias| bias.0.address())),
-            out.data(),
-        ];
+        let mut arguments = operands((linear, codes), x, out).to_vec();
         arguments.extend(sizes.map(|n| Argument::Int(n as i32)));
         self.launch(&groups.linear(x.rows, weight.rows), &arguments)
     }
@@ -103,27 +96,30 @@ impl Cuda {
         (x, picked): (&Buffer, Argument),
         out: &mut Buffer,
     ) -> Result<(), DeviceError> {
-        let Linear { weight, bias } = linear;
+        let weight = &linear.weight;
         let (shape, groups) = (routes.shape, codes.groups);
         let columns = weight.rows / shape.experts;
         assert!(x.format == KernelFormat::Int8 && x.width == groups.row_bytes());
         // So an expert's panels are whole, and its rows of results aligned.
         assert!(weight.rows.is_multiple_of(shape.experts) && columns.is_multiple_of(16));
         out.reshape(&self.context, shape.rows, columns, KernelFormat::Bf16)?;
-        let mut arguments = vec![
-            x.data(),
-            Argument::Address(weight.data.address()),
-            codes.records(),
-            x.scales(),
-            Argument::Address(bias.as_ref().map_or(0, |bias| bias.0.address())),
-            out.data(),
-            routes.tiles,
-            routes.tile_count,
-            picked,
-        ];
+        let mut arguments = operands((linear, codes), x, out).to_vec();
+        arguments.extend([routes.tiles, routes.tile_count, picked]);
         arguments.extend([x.rows, columns, x.width, groups.count()].map(|n| Argument::Int(n as i32)));
         self.launch(&groups.grouped_linear(&shape, columns), &arguments)
     }
+}
+
+/// What each kernel of a linear operation with codes takes first.
+fn operands((linear, codes): (&Linear<Matrix, Vector>, &Codes), x: &Buffer, out: &Buffer) -> [Argument; 6] {
+    [
+        x.data(),
+        Argument::Address(linear.weight.data.address()),
+        codes.records(),
+        x.scales(),
+        Argument::Address(linear.bias.as_ref().map_or(0, |bias| bias.0.address())),
+        out.data(),
+    ]
 }
 
 /// Codes, and factors with zero points, of stacked matrices in the kernels' layout. Features and columns that are not there have
