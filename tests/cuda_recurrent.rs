@@ -11,16 +11,15 @@ use gristmill::device::cuda::{Cuda, MatmulBackend};
 use gristmill::device::draw::Sampling;
 use gristmill::device::random::uniform;
 use gristmill::device::{Dtype, KvFormat, Precision};
+use gristmill::engine::Forward;
 use gristmill::engine::params::GenerationParams;
-use gristmill::engine::request::{Request, SampleId};
-use gristmill::engine::{Engine, EngineOptions, Forward, Generator};
 use gristmill::model::config::Config;
 use gristmill::model::weights::{StoredTensor, WeightSource};
 use gristmill::model::{KvBudget, LoadOptions, ModelError, Transformer};
-use gristmill::tokenizer::Tokenizer;
 use serde_json::{Value, json};
 
 use crate::cuda_device::stand_ins;
+use crate::model_reference::engine::{self, Answers};
 
 /// Set in the process that has the emulated card.
 const ON_CARD: &str = "GRISTMILL_TEST_ON_CARD";
@@ -185,22 +184,8 @@ fn options(precision: Precision, kv_format: KvFormat, blocks: u32) -> LoadOption
     }
 }
 
-/// Tokens and bits of log probabilities of each row, how many of its tokens were shared, and how many rows were preempted.
-struct Answers {
-    rows: Vec<(u64, Vec<u32>, Vec<u32>)>,
-    cached_tokens: u32,
-    preemptions: u64,
-}
-
 fn answers(model: Box<dyn Forward + Send>, schedule: &Schedule, (rows, new_tokens): (&[u64], u32)) -> Answers {
-    let options = EngineOptions {
-        max_step_tokens: schedule.step_tokens,
-        max_sequences: schedule.sequences,
-        ..EngineOptions::default()
-    };
-    let tokenizer = Arc::new(Tokenizer::from_words(&[], &["<end>"]).unwrap());
-    let mut engine = Engine::new(model, tokenizer, options);
-    let params = Arc::new(GenerationParams {
+    let params = GenerationParams {
         sampling: Sampling {
             temperature: 0.0,
             ..Sampling::default()
@@ -209,39 +194,10 @@ fn answers(model: Box<dyn Forward + Send>, schedule: &Schedule, (rows, new_token
         logprobs: true,
         deterministic: true,
         ..GenerationParams::default()
-    });
-    for &row in rows {
-        let id = SampleId {
-            job: 0,
-            row,
-            sample: 0,
-            attempt: 0,
-        };
-        let request = Request {
-            id,
-            prompt: prompt(row),
-            params: Arc::clone(&params),
-            eos: [].into(),
-            cache_salt: Arc::default(),
-            adapter: 0,
-        };
-        engine.submit(request).unwrap();
-    }
-    let (mut all, mut cached_tokens) = (Vec::new(), 0);
-    while !engine.is_idle() {
-        for finished in engine.step().unwrap() {
-            let done = finished.result.unwrap();
-            let bits = done.logprobs.unwrap().iter().map(|p| p.to_bits()).collect();
-            cached_tokens += done.cached_tokens;
-            all.push((finished.id.row, done.token_ids, bits));
-        }
-    }
-    all.sort();
-    Answers {
-        rows: all,
-        cached_tokens,
-        preemptions: engine.load().preemptions,
-    }
+    };
+    let prompts = rows.iter().map(|row| (*row, prompt(*row)));
+    let engine = engine::engine(model, schedule.step_tokens, schedule.sequences);
+    engine::answers(engine, params, prompts)
 }
 
 /// Answers of a model on the card.
@@ -268,7 +224,7 @@ fn check(name: &str, config: &Config, precision: Precision, kv_format: KvFormat)
         assert_eq!(found.rows, alone, "{what}");
         assert!(found.cached_tokens > 0, "{what}: nothing was shared");
     }
-    let different = alone.windows(2).filter(|pair| pair[0].1 != pair[1].1).count();
+    let different = alone.windows(2).filter(|pair| pair[0].1.0 != pair[1].1.0).count();
     assert!(
         different >= 4,
         "the rows' answers differ, or the test shows nothing: {alone:?}"
@@ -282,7 +238,7 @@ fn check(name: &str, config: &Config, precision: Precision, kv_format: KvFormat)
     let reference = answers(Box::new(reference), &SCHEDULES[1], (&all, NEW_TOKENS)).rows;
     // Rounding may decide between tokens that are nearly as likely; what follows then is another text.
     let (mut same, mut worst) = (0, 0.0f32);
-    for ((_, tokens, bits), (_, want_tokens, want_bits)) in alone.iter().zip(&reference) {
+    for ((_, (tokens, bits)), (_, (want_tokens, want_bits))) in alone.iter().zip(&reference) {
         let equal = tokens.iter().zip(want_tokens).take_while(|(a, b)| a == b).count();
         same += equal;
         for (got, want) in bits.iter().zip(want_bits).take(equal) {

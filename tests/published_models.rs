@@ -12,14 +12,14 @@ use std::sync::Arc;
 use gristmill::device::draw::Sampling;
 use gristmill::device::{Dtype, KvSpec, Precision, cpu};
 use gristmill::engine::params::GenerationParams;
-use gristmill::engine::request::{Request, SampleId};
-use gristmill::engine::{Engine, EngineOptions, Generator};
+use gristmill::engine::{Engine, EngineOptions};
 use gristmill::model::config::Config;
 use gristmill::model::{KvBudget, LoadOptions, Transformer};
 use gristmill::tokenizer::Tokenizer;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
+use crate::model_reference::engine::{self, Answer};
 use crate::support::root;
 
 const NEW_TOKENS: u32 = 6;
@@ -169,7 +169,7 @@ fn reduced(full: &Config) -> Config {
 }
 
 /// Greedy answers to prompts of several lengths, in one engine.
-fn answers(config: &Config, threads: &Arc<cpu::Threads>, rows: &[u64]) -> Vec<(u64, Vec<u32>, Vec<u32>)> {
+fn answers(config: &Config, threads: &Arc<cpu::Threads>, rows: &[u64]) -> Vec<(u64, Answer)> {
     let options = LoadOptions {
         precision: Precision::F32,
         kv_format: Precision::F32.kv_format(),
@@ -182,8 +182,8 @@ fn answers(config: &Config, threads: &Arc<cpu::Threads>, rows: &[u64]) -> Vec<(u
     };
     let model = Transformer::random(config.clone(), 7, Dtype::Bf16, &options).unwrap();
     let tokenizer = Arc::new(Tokenizer::with_vocab_size(VOCABULARY).unwrap());
-    let mut engine = Engine::new(Box::new(model), tokenizer, EngineOptions::default());
-    let params = Arc::new(GenerationParams {
+    let engine = Engine::new(Box::new(model), tokenizer, EngineOptions::default());
+    let params = GenerationParams {
         sampling: Sampling {
             temperature: 0.0,
             ..Sampling::default()
@@ -191,42 +191,17 @@ fn answers(config: &Config, threads: &Arc<cpu::Threads>, rows: &[u64]) -> Vec<(u
         max_tokens: NEW_TOKENS,
         logprobs: true,
         ..GenerationParams::default()
-    });
-    for &row in rows {
-        let id = SampleId {
-            job: 0,
-            row,
-            sample: 0,
-            attempt: 0,
-        };
-        let length = 3 + 13 * row;
-        engine
-            .submit(Request {
-                id,
-                prompt: (0..length)
-                    .map(|i| ((i * 37 + row * 11) % VOCABULARY as u64) as u32)
-                    .collect(),
-                params: params.clone(),
-                eos: [].into(),
-                cache_salt: Arc::default(),
-                adapter: 0,
-            })
-            .unwrap();
+    };
+    let prompt = |row: u64| {
+        let token = |i: u64| ((i * 37 + row * 11) % VOCABULARY as u64) as u32;
+        (0..3 + 13 * row).map(token).collect()
+    };
+    let prompts = rows.iter().map(|row| (*row, prompt(*row)));
+    let answers = engine::answers(engine, params, prompts).rows;
+    for (_, (_, logprobs)) in &answers {
+        let logprobs: Vec<f32> = logprobs.iter().map(|bits| f32::from_bits(*bits)).collect();
+        assert!(logprobs.iter().all(|p| p.is_finite() && *p <= 0.0), "{logprobs:?}");
     }
-    let mut answers = Vec::new();
-    while !engine.is_idle() {
-        for finished in engine.step().unwrap() {
-            let done = finished.result.unwrap();
-            let logprobs = done.logprobs.unwrap();
-            assert!(logprobs.iter().all(|p| p.is_finite() && *p <= 0.0), "{logprobs:?}");
-            answers.push((
-                finished.id.row,
-                done.token_ids,
-                logprobs.iter().map(|p| p.to_bits()).collect(),
-            ));
-        }
-    }
-    answers.sort();
     answers
 }
 
@@ -234,7 +209,7 @@ fn answers(config: &Config, threads: &Arc<cpu::Threads>, rows: &[u64]) -> Vec<(u
 fn run(name: &str, config: &Config, threads: &Arc<cpu::Threads>) {
     let together = answers(config, threads, &[0, 1, 2]);
     assert_eq!(together.len(), 3, "{name}");
-    for (_, tokens, _) in &together {
+    for (_, (tokens, _)) in &together {
         assert_eq!(tokens.len(), NEW_TOKENS as usize, "{name}");
     }
     assert_eq!(answers(config, threads, &[1])[0], together[1], "{name}");

@@ -7,7 +7,7 @@ use gristmill::device::draw::Sampling;
 use gristmill::device::{KvSpec, Precision};
 use gristmill::engine::params::GenerationParams;
 use gristmill::engine::request::{Request, SampleId};
-use gristmill::engine::{Engine, EngineOptions, Generator};
+use gristmill::engine::{Engine, EngineOptions, Forward, Generator};
 use gristmill::model::{KvBudget, Transformer};
 use gristmill::tokenizer::Tokenizer;
 
@@ -85,7 +85,69 @@ fn prompt(row: u64, vocabulary: u32) -> Arc<[u32]> {
         .collect()
 }
 
-type Answer = (Vec<u32>, Vec<u32>);
+/// Tokens, and the bits of their log probabilities.
+pub(crate) type Answer = (Vec<u32>, Vec<u32>);
+
+/// An engine whose steps have at most so many tokens and sequences.
+pub(crate) fn engine(model: Box<dyn Forward + Send>, max_step_tokens: usize, max_sequences: usize) -> Engine {
+    let options = EngineOptions {
+        max_step_tokens,
+        max_sequences,
+        ..EngineOptions::default()
+    };
+    let tokenizer = Arc::new(Tokenizer::from_words(&[], &["<end>"]).unwrap());
+    Engine::new(model, tokenizer, options)
+}
+
+/// What an engine answered.
+pub(crate) struct Answers {
+    /// By row, in order.
+    pub rows: Vec<(u64, Answer)>,
+    /// Tokens of prompts that were shared.
+    pub cached_tokens: u32,
+    pub preemptions: u64,
+}
+
+/// Runs rows with these prompts.
+pub(crate) fn answers(
+    mut engine: Engine,
+    params: GenerationParams,
+    prompts: impl IntoIterator<Item = (u64, Arc<[u32]>)>,
+) -> Answers {
+    let params = Arc::new(params);
+    for (row, prompt) in prompts {
+        let id = SampleId {
+            job: 0,
+            row,
+            sample: 0,
+            attempt: 0,
+        };
+        let request = Request {
+            id,
+            prompt,
+            params: Arc::clone(&params),
+            eos: [].into(),
+            cache_salt: Arc::default(),
+            adapter: 0,
+        };
+        engine.submit(request).unwrap();
+    }
+    let (mut rows, mut cached_tokens) = (Vec::new(), 0);
+    while !engine.is_idle() {
+        for finished in engine.step().unwrap() {
+            let done = finished.result.unwrap();
+            let bits = done.logprobs.unwrap().iter().map(|p| p.to_bits()).collect();
+            cached_tokens += done.cached_tokens;
+            rows.push((finished.id.row, (done.token_ids, bits)));
+        }
+    }
+    rows.sort();
+    Answers {
+        rows,
+        cached_tokens,
+        preemptions: engine.load().preemptions,
+    }
+}
 
 /// Runs rows in one engine: by row, the tokens and the bits of their log probabilities.
 fn run(
@@ -105,17 +167,7 @@ fn run(
         load.kv = KvBudget::Blocks(schedule.kv_blocks_with_windows);
         model = Transformer::load(&folder(name), &load).unwrap();
     }
-    let tokenizer = Arc::new(Tokenizer::from_words(&[], &["<end>"]).unwrap());
-    let mut engine = Engine::new(
-        Box::new(model),
-        tokenizer,
-        EngineOptions {
-            max_step_tokens: schedule.step_tokens,
-            max_sequences: schedule.sequences,
-            ..EngineOptions::default()
-        },
-    );
-    let params = Arc::new(GenerationParams {
+    let params = GenerationParams {
         sampling: Sampling {
             temperature,
             ..Sampling::default()
@@ -124,40 +176,15 @@ fn run(
         logprobs: true,
         seed: 5,
         ..GenerationParams::default()
-    });
-    for &row in rows {
-        let id = SampleId {
-            job: 0,
-            row,
-            sample: 0,
-            attempt: 0,
-        };
-        let prompt = prompt(row, reference.vocabulary as u32);
-        engine
-            .submit(Request {
-                id,
-                prompt,
-                params: params.clone(),
-                eos: [].into(),
-                cache_salt: Arc::default(),
-                adapter: 0,
-            })
-            .unwrap();
-    }
-    let mut answers = Vec::new();
-    while !engine.is_idle() {
-        for finished in engine.step().unwrap() {
-            let done = finished.result.unwrap();
-            let bits = done.logprobs.unwrap().iter().map(|p| p.to_bits()).collect();
-            answers.push((finished.id.row, (done.token_ids, bits)));
-        }
-    }
-    let is_preempted = engine.load().preemptions > 0;
+    };
+    let prompts = rows.iter().map(|row| (*row, prompt(*row, reference.vocabulary as u32)));
+    let engine = engine(Box::new(model), schedule.step_tokens, schedule.sequences);
+    let found = answers(engine, params, prompts);
     assert!(
-        is_preempted || !schedule.name.starts_with("preempted") || !grows,
+        found.preemptions > 0 || !schedule.name.starts_with("preempted") || !grows,
         "{name}: nothing was preempted"
     );
-    answers
+    found.rows
 }
 
 #[test]

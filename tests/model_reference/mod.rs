@@ -3,7 +3,7 @@
 pub(crate) mod adapters;
 mod answers;
 mod bits;
-mod engine;
+pub(crate) mod engine;
 mod files;
 pub(crate) mod four_bits;
 mod gguf;
