@@ -22,13 +22,14 @@ for part in glob.glob(folder + "/part-*.parquet"):
         assert keys.get(key), (part, key, keys.keys())
 "#;
 
-/// The first 400 rows of the demo in 8 bits: at most half a point of agreement with the gold column below F32's 381. Of all
-/// 2,000, see `the_demo_in_eight_bits_agrees_with_f32`.
+/// The first 400 rows of the demo in 8 bits: at most half a point of agreement with the gold column below F32's 381, and one and a
+/// half with keys and values in 4 bits. Of all 2,000, see `the_demo_in_eight_bits_agrees_with_f32`.
 #[test]
 fn eight_bits_label_as_well() {
     for (formats, recorded) in [
         ("precision: int8", None),
         ("precision: int8\nkv_cache: bf16", Some("bf16")),
+        ("precision: int8\nkv_cache: int4", Some("int4")),
     ] {
         let folder = tempfile::tempdir().unwrap();
         let (job, _) = job_in(folder.path(), "label-tickets.yaml", |text| {
@@ -39,7 +40,11 @@ fn eight_bits_label_as_well() {
         assert_eq!(json["rows"]["succeeded"], 400, "{json}");
         let equal = json["agreement"]["equal"].as_u64().unwrap();
         println!("{equal} of 400 in {formats:?}");
-        assert!(equal >= 381 - 2, "{equal} of 400 categories are right in {formats:?}");
+        let lost = if recorded == Some("int4") { 6 } else { 2 };
+        assert!(
+            equal >= 381 - lost,
+            "{equal} of 400 categories are right in {formats:?}"
+        );
         // The ledger and the parts say it where it is not what goes with the precision.
         let output = output_of(&run);
         let record = std::fs::read(output.join("_gristmill/job.json")).unwrap();

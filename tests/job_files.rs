@@ -2,10 +2,10 @@
 
 use std::path::{Path, PathBuf};
 
-use gristmill::device::Precision;
+use gristmill::device::{KvFormat, Precision};
 use gristmill::engine::params::OutputConstraint;
 use gristmill::job::file::{OutputFormat, Truncate, Unfinished};
-use gristmill::job::precision::RequestedPrecision;
+use gristmill::job::precision::{RequestedKvFormat, RequestedPrecision};
 use gristmill::job::spec::{ChatTemplateChoice, PromptKind};
 use gristmill::job::{Job, JobFile, Parameters};
 
@@ -129,16 +129,16 @@ fn minimal_jobs_get_defaults() {
 #[test]
 fn keys_and_values_go_with_the_precision_unless_the_job_says_otherwise() {
     let job = check(GOOD, "x.yaml").unwrap();
-    assert_eq!(job.kv_cache, RequestedPrecision::Auto);
+    assert_eq!(job.kv_cache, RequestedKvFormat::Auto);
     let job = check(&GOOD.replace("model:", "kv_cache: bf16\nmodel:"), "x.yaml").unwrap();
-    assert_eq!(job.kv_cache, Precision::Bf16.into());
+    assert_eq!(job.kv_cache, KvFormat::Bf16.into());
     assert_eq!(read_back(&job), job);
     // A record from before there was a choice.
     let mut record = job.resolved();
     record.as_object_mut().unwrap().shift_remove("kv_cache").unwrap();
     assert_eq!(
         Job::from_record(&record, "job.json").unwrap().kv_cache,
-        RequestedPrecision::Auto
+        RequestedKvFormat::Auto
     );
 }
 
@@ -542,12 +542,12 @@ fn bad_values_name_their_field() {
         (
             "model:",
             "kv_cache: w4a8\nmodel:",
-            "`kv_cache` is `w4a8`, which is a format of weights; take `int8`",
+            "`kv_cache` is `w4a8`; it is a format of weights; take `int4` or `int8`",
         ),
         (
             "model:",
             "kv_cache: f16\nmodel:",
-            "`kv_cache` is `f16`, which this build does not support; it has `f32`, `bf16`, `int8` and `fp8`",
+            "`kv_cache` is `f16`; this build does not support it; it has `f32`, `bf16`, `int8`, `fp8`, `int4`",
         ),
         (
             "model:",

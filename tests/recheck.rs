@@ -9,7 +9,7 @@ use gristmill::dataset::store::location::Location;
 use gristmill::device::{Precision, cpu};
 use gristmill::engine::plan::Policy;
 use gristmill::engine::{Engine, EngineOptions};
-use gristmill::job::precision::RequestedPrecision;
+use gristmill::job::precision::RequestedKvFormat;
 use gristmill::ledger::Ledger;
 use gristmill::model::{KvBudget, LoadOptions, Transformer};
 use gristmill::report::meter::Meter;
@@ -399,7 +399,7 @@ async fn again(output: &Path, model: &Path, rows: u64, stop: &Stop) -> Option<Re
     let context = files.config.max_position_embeddings;
     let loaded = Model::new(
         files.clone(),
-        Formats::of(Precision::F32.into(), RequestedPrecision::Auto, Precision::F32),
+        Formats::of(Precision::F32.into(), RequestedKvFormat::Auto, Precision::F32),
         context,
         hash,
     );

@@ -10,7 +10,7 @@ use std::time::Duration;
 use gristmill::dataset::store::location::Location;
 use gristmill::device;
 use gristmill::engine::params::GenerationParams;
-use gristmill::job::precision::RequestedPrecision;
+use gristmill::job::precision::RequestedKvFormat;
 use gristmill::ledger::Ledger;
 use gristmill::worker::jobs::{JobLookup, Jobs, OpenJob};
 use gristmill::worker::model::{Formats, Model, ModelFiles};
@@ -137,7 +137,7 @@ pub(crate) fn model(dir: &Path, context_tokens: u32) -> Model {
     let files = ModelFiles::open(dir.to_path_buf()).unwrap();
     let formats = Formats::of(
         device::Precision::F32.into(),
-        RequestedPrecision::Auto,
+        RequestedKvFormat::Auto,
         device::Precision::F32,
     );
     let hash = files.hash(formats.precision).unwrap();

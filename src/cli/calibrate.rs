@@ -13,7 +13,7 @@ use crate::cli::prepare::PreparedJob;
 use crate::cli::setup::load_options;
 use crate::dataset::shard::ShardReader;
 use crate::device::Precision;
-use crate::job::precision::RequestedPrecision;
+use crate::job::precision::RequestedKvFormat;
 use crate::model::{ActivationMaxima, Transformer};
 use crate::replace::replace;
 use crate::report::sample::{ShardSample, sample};
@@ -27,7 +27,7 @@ pub(super) async fn calibrate(args: CalibrateArgs) -> Result<Exit, Failure> {
     let prompts = prompts(&prepared, args.rows).await?;
     let files = &prepared.model;
     let vocab_size = files.tokenizer.vocab_size();
-    let formats = Formats::of(Precision::F32.into(), RequestedPrecision::Auto, Precision::F32);
+    let formats = Formats::of(Precision::F32.into(), RequestedKvFormat::Auto, Precision::F32);
     let options = load_options(
         formats,
         prepared.job.context,

@@ -17,7 +17,7 @@ use crate::cli::model_source::open_model;
 use crate::cli::prepare::{PreparedJob, print_warnings};
 use crate::cli::setup::{exit_on_signals, load_options};
 use crate::device::Precision;
-use crate::job::precision::RequestedPrecision;
+use crate::job::precision::RequestedKvFormat;
 use crate::model::channels::cut;
 use crate::model::config::Config;
 use crate::model::quantize::compare::{Distance, distance, logits};
@@ -90,7 +90,7 @@ async fn prompts(args: &QuantizeArgs, path: &Path, files: &ModelFiles) -> Result
 }
 
 fn options(files: &ModelFiles, precision: Precision, engine: &EngineArgs) -> Result<LoadOptions, Failure> {
-    let formats = Formats::of(precision.into(), RequestedPrecision::Auto, precision);
+    let formats = Formats::of(precision.into(), RequestedKvFormat::Auto, precision);
     load_options(formats, None, files.tokenizer.vocab_size(), ResolvedDevice::Cpu, engine)
 }
 

@@ -15,7 +15,7 @@ use crate::dataset::DatasetError;
 use crate::device::Precision;
 use crate::job::file::OutputFormat;
 use crate::job::generate::ConstraintSpec;
-use crate::job::precision::RequestedPrecision;
+use crate::job::precision::RequestedKvFormat;
 use crate::job::recheck::Recheck as JobRecheck;
 use crate::job::spec::Job;
 use crate::ledger::Ledger;
@@ -96,7 +96,7 @@ impl RecheckSample {
             job.file,
             Formats::of(
                 settings.precision.into(),
-                RequestedPrecision::Auto,
+                RequestedKvFormat::Auto,
                 job_formats.precision
             )
         )))

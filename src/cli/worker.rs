@@ -280,9 +280,9 @@ async fn find_model(
 fn recorded_formats(identity: &JobIdentity) -> Formats {
     // A format that only a newer gristmill knows is read as `auto`. The job is then refused, since
     // its precision is another.
-    let requested = |word: &str| word.parse().unwrap_or_default();
-    let kv = identity.kv_cache.as_deref().map(requested).unwrap_or_default();
-    Formats::of(requested(&identity.precision), kv, Precision::F32)
+    let precision = identity.precision.parse().unwrap_or_default();
+    let kv = identity.kv_cache.as_ref().and_then(|word| word.parse().ok());
+    Formats::of(precision, kv.unwrap_or_default(), Precision::F32)
 }
 
 /// The jobs of `--job`. A job whose store does not respond, or refuses access, is tried again

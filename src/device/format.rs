@@ -32,9 +32,23 @@ pub enum KvFormat {
     Int8,
     /// As [`Int8`](Self::Int8), in E4M3; GPU only.
     Fp8,
+    /// 4 bits, with one scale and one zero point per token and head, of heads turned by a Hadamard transform. Attention computes
+    /// with their 8 bits, as in [`Int8`](Self::Int8); CPU only.
+    Int4,
 }
 
 impl KvFormat {
+    pub const ALL: [KvFormat; 5] = [
+        KvFormat::F32,
+        KvFormat::Bf16,
+        KvFormat::Int8,
+        KvFormat::Fp8,
+        KvFormat::Int4,
+    ];
+
+    /// Those that a CPU has.
+    pub const ON_CPU: [KvFormat; 4] = [KvFormat::F32, KvFormat::Bf16, KvFormat::Int8, KvFormat::Int4];
+
     /// The name in job files and records.
     pub fn name(self) -> &'static str {
         match self {
@@ -42,6 +56,7 @@ impl KvFormat {
             KvFormat::Bf16 => "bf16",
             KvFormat::Int8 => "int8",
             KvFormat::Fp8 => "fp8",
+            KvFormat::Int4 => "int4",
         }
     }
 
@@ -51,6 +66,7 @@ impl KvFormat {
             KvFormat::F32 => 32,
             KvFormat::Bf16 => 16,
             KvFormat::Int8 | KvFormat::Fp8 => 8,
+            KvFormat::Int4 => 4,
         }
     }
 }

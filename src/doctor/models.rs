@@ -41,18 +41,20 @@ impl ModelFinding {
 }
 
 /// Maximum divergence of these formats on the small models. For BF16 and INT8 it is twice the
-/// maximum that the CPU shows in these formats. For E4M3 it is larger: its steps are about three
-/// times those of INT8, and divergence grows with the square of the step.
+/// maximum that the CPU shows in these formats, and so it is for keys and values in 4 bits. For E4M3 it is larger:
+/// its steps are about three times those of INT8, and divergence grows with the square of the step.
 fn divergence_max(precision: Precision, kv: KvFormat) -> f64 {
-    let format_max = |int8: bool, fp8: bool| -> f64 {
-        match (fp8, int8) {
-            (true, _) => 0.03,
-            (_, true) => 0.008,
-            _ => 0.002,
-        }
+    let of_precision: f64 = match precision {
+        Precision::F32 | Precision::Bf16 => 0.002,
+        Precision::Int8 | Precision::W4a8 => 0.008,
+        Precision::Fp8 => 0.03,
     };
-    let is_int8 = matches!(precision, Precision::Int8 | Precision::W4a8);
-    format_max(is_int8, precision == Precision::Fp8).max(format_max(kv == KvFormat::Int8, kv == KvFormat::Fp8))
+    of_precision.max(match kv {
+        KvFormat::F32 | KvFormat::Bf16 => 0.002,
+        KvFormat::Int8 => 0.008,
+        KvFormat::Fp8 => 0.03,
+        KvFormat::Int4 => 0.05,
+    })
 }
 
 /// A model to check.

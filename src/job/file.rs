@@ -9,7 +9,7 @@ use serde_json::{Map, Value};
 use super::carry::CarryFile;
 use super::input::InputFile;
 pub use super::one_or_many::OneOrMany;
-use super::precision::RequestedPrecision;
+use super::precision::{RequestedKvFormat, RequestedPrecision};
 use super::recheck::Recheck;
 use super::sampling::Defaults;
 use super::thinking::ThinkingFile;
@@ -23,7 +23,7 @@ fn precision_names() -> Vec<Option<&'static str>> {
 
 /// The same for the format of keys and values.
 fn kv_names() -> Vec<Option<&'static str>> {
-    RequestedPrecision::kv_names().map(Some).chain([None]).collect()
+    RequestedKvFormat::names().map(Some).chain([None]).collect()
 }
 
 /// The same for a recheck.
@@ -52,7 +52,7 @@ pub struct JobFile {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(extend("enum" = precision_names()))]
     pub precision: Option<String>,
-    /// Number format of keys and values. `auto`: the same format as `precision`.
+    /// Number format of keys and values. `auto`: that of `precision`. `int4` is for CPUs, `fp8` for GPUs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(extend("enum" = kv_names()))]
     pub kv_cache: Option<String>,

@@ -1,4 +1,4 @@
-//! Number formats that a job file or an option requests.
+//! Number formats that a job file or an option requests: of the computation, and of keys and values.
 
 use std::fmt::{self, Display, Formatter};
 use std::str::FromStr;
@@ -7,60 +7,97 @@ use serde::{Deserialize, Serialize};
 
 use super::check::{FieldError, bad};
 use super::suggest;
-use crate::device::Precision;
+use crate::device::{KvFormat, Precision};
 
 /// The name that leaves the choice to the device or, for keys and values, to the precision.
 const AUTO: &str = "auto";
-/// Names of formats that other programs have and gristmill does not support.
-const UNSUPPORTED: [&str; 3] = ["f16", "fp4", "int4"];
-/// The name for which `w4a8` is what is meant.
-const FOUR_BITS: &str = "int4";
 
-/// The requested number format of computation, or of keys and values.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(try_from = "String", into = "String")]
-pub enum RequestedPrecision {
-    #[default]
-    Auto,
-    Fixed(Precision),
+/// A number format with a name in job files and records.
+pub trait NumberFormat: Copy + 'static {
+    const ALL: &'static [Self];
+    /// Why a name of another program's format, or of another field's, is refused. `None`: it is no such name.
+    fn refusal(name: &str) -> Option<String>;
+    fn name(self) -> &'static str;
 }
 
-impl RequestedPrecision {
-    /// All names that job files, records and options may use.
-    pub fn names() -> impl Iterator<Item = &'static str> {
-        std::iter::once(AUTO).chain(Precision::ALL.map(Precision::name))
+impl NumberFormat for Precision {
+    const ALL: &'static [Precision] = &Precision::ALL;
+
+    fn refusal(name: &str) -> Option<String> {
+        match name {
+            "int4" => {
+                Some("`w4a8` keeps weights in the 4 bits of a checkpoint, and rounds activations to 8 bits".into())
+            }
+            "f16" | "fp4" => Some(unsupported::<Precision>()),
+            _ => None,
+        }
     }
 
-    /// Those of keys and values: `w4a8` is a format of weights.
-    pub fn kv_names() -> impl Iterator<Item = &'static str> {
-        RequestedPrecision::names().filter(|name| *name != Precision::W4a8.name())
+    fn name(self) -> &'static str {
+        Precision::name(self)
+    }
+}
+
+impl NumberFormat for KvFormat {
+    const ALL: &'static [KvFormat] = &KvFormat::ALL;
+
+    fn refusal(name: &str) -> Option<String> {
+        match name {
+            "w4a8" => Some("it is a format of weights; take `int4` or `int8`".into()),
+            "f16" | "fp4" => Some(unsupported::<KvFormat>()),
+            _ => None,
+        }
+    }
+
+    fn name(self) -> &'static str {
+        KvFormat::name(self)
+    }
+}
+
+fn unsupported<F: NumberFormat>() -> String {
+    let names: Vec<String> = F::ALL.iter().map(|format| format!("`{}`", format.name())).collect();
+    format!("this build does not support it; it has {}", names.join(", "))
+}
+
+/// A requested number format.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String", bound = "F: NumberFormat")]
+pub enum Requested<F> {
+    #[default]
+    Auto,
+    Fixed(F),
+}
+
+/// The requested format of computation.
+pub type RequestedPrecision = Requested<Precision>;
+/// The requested format of keys and values.
+pub type RequestedKvFormat = Requested<KvFormat>;
+
+impl<F: NumberFormat> Requested<F> {
+    /// All names that job files, records and options may use.
+    pub fn names() -> impl Iterator<Item = &'static str> {
+        std::iter::once(AUTO).chain(F::ALL.iter().map(|format| format.name()))
     }
 
     /// The requested format, or `default` for `auto`.
-    pub fn or(self, default: Precision) -> Precision {
+    pub fn or(self, default: F) -> F {
         match self {
-            RequestedPrecision::Auto => default,
-            RequestedPrecision::Fixed(precision) => precision,
+            Requested::Auto => default,
+            Requested::Fixed(format) => format,
         }
     }
 
     /// Checks `name`, the value of a job file's `field`.
-    pub(super) fn check(field: &str, name: Option<&str>) -> Result<RequestedPrecision, FieldError> {
+    pub(super) fn check(field: &str, name: Option<&str>) -> Result<Requested<F>, FieldError> {
         let Some(name) = name else {
-            return Ok(RequestedPrecision::Auto);
+            return Ok(Requested::Auto);
         };
-        if field == "kv_cache" && name == Precision::W4a8.name() {
-            return bad(field, format!("is `{name}`, which is a format of weights; take `int8`"));
-        }
-        name.parse().or_else(|_: UnknownPrecision| {
+        name.parse().or_else(|_: UnknownFormat| {
             bad(
                 field,
-                if name == FOUR_BITS && field == "precision" {
-                    format!("is `{name}`; `w4a8` keeps weights in the 4 bits of a checkpoint, and rounds activations to 8 bits")
-                } else if UNSUPPORTED.contains(&name) {
-                    format!("is `{name}`, which this build does not support; it has `f32`, `bf16`, `int8` and `fp8`")
-                } else {
-                    format!("is `{name}`{}", suggest(name, RequestedPrecision::names()))
+                match F::refusal(name) {
+                    Some(why) => format!("is `{name}`; {why}"),
+                    None => format!("is `{name}`{}", suggest(name, Self::names())),
                 },
             )
         })
@@ -69,50 +106,55 @@ impl RequestedPrecision {
 
 /// The error for a name that is no number format.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("`{name}` is not a number format; the formats are {}", RequestedPrecision::names().collect::<Vec<_>>().join(", "))]
-pub struct UnknownPrecision {
+#[error("`{name}` is not a number format; the formats are {formats}")]
+pub struct UnknownFormat {
     name: String,
+    formats: String,
 }
 
-impl FromStr for RequestedPrecision {
-    type Err = UnknownPrecision;
+impl<F: NumberFormat> FromStr for Requested<F> {
+    type Err = UnknownFormat;
 
-    fn from_str(name: &str) -> Result<RequestedPrecision, UnknownPrecision> {
+    fn from_str(name: &str) -> Result<Requested<F>, UnknownFormat> {
         if name == AUTO {
-            return Ok(RequestedPrecision::Auto);
+            return Ok(Requested::Auto);
         }
-        Precision::from_name(name)
-            .map(RequestedPrecision::Fixed)
-            .ok_or_else(|| UnknownPrecision { name: name.into() })
+        let format = F::ALL.iter().find(|format| format.name() == name);
+        format
+            .map(|format| Requested::Fixed(*format))
+            .ok_or_else(|| UnknownFormat {
+                name: name.into(),
+                formats: Self::names().collect::<Vec<_>>().join(", "),
+            })
     }
 }
 
-impl TryFrom<String> for RequestedPrecision {
-    type Error = UnknownPrecision;
+impl<F: NumberFormat> TryFrom<String> for Requested<F> {
+    type Error = UnknownFormat;
 
-    fn try_from(name: String) -> Result<RequestedPrecision, UnknownPrecision> {
+    fn try_from(name: String) -> Result<Requested<F>, UnknownFormat> {
         name.parse()
     }
 }
 
-impl Display for RequestedPrecision {
+impl<F: NumberFormat> Display for Requested<F> {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            RequestedPrecision::Auto => AUTO,
-            RequestedPrecision::Fixed(precision) => precision.name(),
+            Requested::Auto => AUTO,
+            Requested::Fixed(format) => format.name(),
         })
     }
 }
 
-impl From<RequestedPrecision> for String {
-    fn from(requested: RequestedPrecision) -> String {
+impl<F: NumberFormat> From<Requested<F>> for String {
+    fn from(requested: Requested<F>) -> String {
         requested.to_string()
     }
 }
 
-impl From<Precision> for RequestedPrecision {
-    fn from(precision: Precision) -> RequestedPrecision {
-        RequestedPrecision::Fixed(precision)
+impl<F> From<F> for Requested<F> {
+    fn from(format: F) -> Requested<F> {
+        Requested::Fixed(format)
     }
 }
 
@@ -131,9 +173,13 @@ mod tests {
             );
             assert_eq!(RequestedPrecision::check("precision", Some(name)).unwrap(), read);
         }
-        let refusal = |field: &str, name| format!("{:?}", RequestedPrecision::check(field, Some(name)).unwrap_err());
-        assert!(refusal("kv_cache", "w4a8").contains("take `int8`"));
-        assert!(refusal("precision", "int4").contains("`w4a8`"));
+        for name in RequestedKvFormat::names() {
+            assert_eq!(name.parse::<RequestedKvFormat>().unwrap().to_string(), name);
+        }
+        let weights = RequestedKvFormat::check("kv_cache", Some("w4a8")).unwrap_err();
+        assert!(format!("{weights:?}").contains("take `int4` or `int8`"));
+        let codes = RequestedPrecision::check("precision", Some("int4")).unwrap_err();
+        assert!(format!("{codes:?}").contains("`w4a8`"));
         let error = serde_json::from_str::<RequestedPrecision>("\"F32\"").unwrap_err();
         assert!(
             error.to_string().contains("auto, f32, bf16, int8, fp8, w4a8"),

@@ -21,7 +21,7 @@ use super::input::Input;
 use super::on_finish::OnFinish;
 use super::parameters::Parameters;
 use super::parse::{Parsed, base_dir, hashes_of_older_versions};
-use super::precision::RequestedPrecision;
+use super::precision::{RequestedKvFormat, RequestedPrecision};
 use super::queue::JobQueue;
 use super::recheck::Recheck;
 use super::writing::checked_writing;
@@ -69,7 +69,7 @@ pub struct Job {
     pub precision: RequestedPrecision,
     /// Format of keys and values; `Auto`: the same format as the precision.
     #[serde(default)]
-    pub kv_cache: RequestedPrecision,
+    pub kv_cache: RequestedKvFormat,
     /// Whether a row's answer must be bit-identical whatever else is in its batch.
     #[serde(default)]
     pub deterministic: bool,
@@ -288,7 +288,7 @@ fn check_file(parsed: Parsed, file: &str, base_dir: &Path) -> Result<Job, FieldE
         model,
         adapter,
         precision: RequestedPrecision::check("precision", raw.precision.as_deref())?,
-        kv_cache: RequestedPrecision::check("kv_cache", raw.kv_cache.as_deref())?,
+        kv_cache: RequestedKvFormat::check("kv_cache", raw.kv_cache.as_deref())?,
         deterministic: raw.deterministic.unwrap_or(false),
         cache_salt: raw.cache_salt.map(checked_cache_salt).transpose()?,
         context: raw

@@ -338,7 +338,7 @@ mod tests {
         let latents = Config::parse(Path::new("config.json"), latents).unwrap();
         let token = 61 * (512 + 64);
         assert_eq!(kv_bytes(&latents, Place::Cpu, KvFormat::F32, 17), Some(32 * token * 4));
-        for format in [KvFormat::Bf16, KvFormat::Int8] {
+        for format in [KvFormat::Bf16, KvFormat::Int8, KvFormat::Int4] {
             assert_eq!(kv_bytes(&latents, Place::Cpu, format, 16), Some(16 * token * 2));
         }
         assert_eq!(kv_bytes(&latents, Place::Gpu, KvFormat::Bf16, 64), None);
@@ -357,5 +357,6 @@ mod tests {
         assert_eq!(ModelSize::of(&latents).parameters() / 1_000_000_000, 671);
         assert_eq!(kv_bytes(&config, Place::Cpu, KvFormat::Fp8, 64), None);
         assert_eq!(kv_bytes(&config, Place::Gpu, KvFormat::F32, 64), None);
+        assert_eq!(kv_bytes(&config, Place::Gpu, KvFormat::Int4, 64), None);
     }
 }

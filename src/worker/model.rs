@@ -8,7 +8,7 @@ use std::sync::Arc;
 use chrono::{DateTime, NaiveDateTime, Utc};
 
 use crate::device::{Dtype, KvFormat, Precision};
-use crate::job::precision::RequestedPrecision;
+use crate::job::precision::{RequestedKvFormat, RequestedPrecision};
 use crate::job::spec::Job;
 use crate::job::{JobError, RenderSetup, Renderer};
 use crate::ledger::keys::sha256;
@@ -217,9 +217,9 @@ pub struct Formats {
 
 impl Formats {
     /// The requested formats; `auto` is the device's default precision.
-    pub fn of(precision: RequestedPrecision, kv_cache: RequestedPrecision, auto: Precision) -> Formats {
+    pub fn of(precision: RequestedPrecision, kv_cache: RequestedKvFormat, auto: Precision) -> Formats {
         let precision = precision.or(auto);
-        let kv = kv_cache.or(precision).kv_format();
+        let kv = kv_cache.or(precision.kv_format());
         Formats { precision, kv }
     }
 
@@ -358,19 +358,25 @@ mod tests {
 
     #[test]
     fn keys_and_values_have_the_precisions_format_unless_another_is_asked_for() {
-        use RequestedPrecision::Auto;
-        let [int8, bf16, f32] = [Precision::Int8, Precision::Bf16, Precision::F32].map(RequestedPrecision::from);
+        let [int8, f32] = [Precision::Int8, Precision::F32].map(RequestedPrecision::from);
+        let kv = RequestedKvFormat::from;
+        let auto = RequestedKvFormat::Auto;
         for (precision, kv_cache, words, recorded) in [
-            (Auto, Auto, "f32", None),
-            (int8, Auto, "int8", None),
-            (int8, int8, "int8", None),
+            (RequestedPrecision::Auto, auto, "f32", None),
+            (int8, auto, "int8", None),
+            (int8, kv(KvFormat::Int8), "int8", None),
             (
                 int8,
-                bf16,
+                kv(KvFormat::Bf16),
                 "int8 with keys and values in bf16",
                 Some("bf16".to_string()),
             ),
-            (f32, int8, "f32 with keys and values in int8", Some("int8".to_string())),
+            (
+                f32,
+                kv(KvFormat::Int4),
+                "f32 with keys and values in int4",
+                Some("int4".to_string()),
+            ),
         ] {
             let formats = Formats::of(precision, kv_cache, Precision::F32);
             assert_eq!((formats.to_string().as_str(), formats.recorded_kv()), (words, recorded));
@@ -383,15 +389,21 @@ mod tests {
         for (precision, kv_cache, asked, rechecked) in [
             (Int8, None, F32, Some("f32")),
             (Int8, None, Bf16, Some("bf16")),
-            (Int8, Some(F32), Bf16, Some("bf16 with keys and values in f32")),
+            (
+                Int8,
+                Some(KvFormat::F32),
+                Bf16,
+                Some("bf16 with keys and values in f32"),
+            ),
             (Bf16, None, F32, Some("f32")),
-            (F32, Some(Int8), F32, Some("f32")),
-            (F32, Some(Int8), Bf16, None),
+            (F32, Some(KvFormat::Int4), F32, Some("f32")),
+            (F32, Some(KvFormat::Int8), F32, Some("f32")),
+            (F32, Some(KvFormat::Int8), Bf16, None),
             (F32, None, F32, None),
             (Bf16, None, Bf16, None),
-            (Bf16, Some(F32), Bf16, None),
+            (Bf16, Some(KvFormat::F32), Bf16, None),
         ] {
-            let kv_cache = kv_cache.map_or(RequestedPrecision::Auto, RequestedPrecision::from);
+            let kv_cache = kv_cache.map_or(RequestedKvFormat::Auto, RequestedKvFormat::from);
             let found = Formats::of(precision.into(), kv_cache, F32).for_recheck(asked);
             assert_eq!(found.map(|formats| formats.to_string()).as_deref(), rechecked);
         }
@@ -412,7 +424,7 @@ mod tests {
     #[test]
     fn a_job_of_another_model_or_tokenizer_is_refused() {
         let (files, identity) = demo();
-        let formats = Formats::of(Precision::Int8.into(), RequestedPrecision::Auto, Precision::F32);
+        let formats = Formats::of(Precision::Int8.into(), RequestedKvFormat::Auto, Precision::F32);
         let model = Model::new(files, formats, 128, "m".to_owned());
         assert_eq!(model.refusal(&identity), None);
         let other_model = JobIdentity {
@@ -443,15 +455,15 @@ mod tests {
             let formats = Formats::of(Precision::Int8.into(), kv_cache, Precision::F32);
             Model::new(files.clone(), formats, 128, "m".to_owned()).refusal(&identity)
         };
-        assert_eq!(refusal(RequestedPrecision::Auto, None), None);
-        assert_eq!(refusal(Precision::Int8.into(), None), None);
-        assert_eq!(refusal(Precision::Bf16.into(), Some("bf16")), None);
+        assert_eq!(refusal(RequestedKvFormat::Auto, None), None);
+        assert_eq!(refusal(KvFormat::Int8.into(), None), None);
+        assert_eq!(refusal(KvFormat::Bf16.into(), Some("bf16")), None);
         assert_eq!(
-            refusal(RequestedPrecision::Auto, Some("bf16")).unwrap(),
+            refusal(RequestedKvFormat::Auto, Some("bf16")).unwrap(),
             "it runs in int8 with keys and values in bf16, this worker in int8"
         );
         assert_eq!(
-            refusal(Precision::F32.into(), None).unwrap(),
+            refusal(KvFormat::F32.into(), None).unwrap(),
             "it runs in int8, this worker in int8 with keys and values in f32"
         );
     }

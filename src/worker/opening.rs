@@ -503,7 +503,7 @@ mod tests {
 
     use super::*;
     use crate::device::Precision;
-    use crate::job::precision::RequestedPrecision;
+    use crate::job::precision::RequestedKvFormat;
     use crate::ledger::LedgerError;
     use crate::queue::{LocalQueue, Queue, QueueError, Recall};
     use crate::report::meter::Meter;
@@ -563,7 +563,7 @@ mod tests {
             .queue
             .send((0..messages).map(|shard| Message::new("gone", NOWHERE, 0, shard)));
         let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("jobs/demo/model");
-        let formats = Formats::of(Precision::F32.into(), RequestedPrecision::Auto, Precision::F32);
+        let formats = Formats::of(Precision::F32.into(), RequestedKvFormat::Auto, Precision::F32);
         let model = Model::new(ModelFiles::open(dir).unwrap(), formats, 128, "m".to_owned());
         let worker = Worker::new(WorkerConfig {
             name: "test".into(),

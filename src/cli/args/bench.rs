@@ -6,7 +6,7 @@ use clap::Args;
 
 use super::EngineArgs;
 use super::formats::{requested_kv_format, requested_precision};
-use crate::job::precision::RequestedPrecision;
+use crate::job::precision::{RequestedKvFormat, RequestedPrecision};
 
 /// Parts of batching that a measurement can go without.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -69,7 +69,7 @@ pub(crate) struct BenchArgs {
     pub engine: EngineArgs,
     /// Number format of keys and values (auto: the precision's own)
     #[arg(long, visible_alias = "kv-dtype", value_name = "FORMAT", default_value = "auto", value_parser = requested_kv_format())]
-    pub kv_cache: RequestedPrecision,
+    pub kv_cache: RequestedKvFormat,
     /// Run so many of the requests before the clock starts, and then again
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub warm_up: usize,

@@ -3,7 +3,7 @@
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 
 use crate::device::Precision;
-use crate::job::precision::RequestedPrecision;
+use crate::job::precision::{RequestedKvFormat, RequestedPrecision};
 use crate::job::recheck::Recheck;
 
 /// Any format, or `auto`.
@@ -12,8 +12,8 @@ pub(super) fn requested_precision() -> impl TypedValueParser<Value = RequestedPr
 }
 
 /// Any format of keys and values, or `auto`.
-pub(super) fn requested_kv_format() -> impl TypedValueParser<Value = RequestedPrecision> {
-    PossibleValuesParser::new(RequestedPrecision::kv_names()).try_map(|word| word.parse::<RequestedPrecision>())
+pub(super) fn requested_kv_format() -> impl TypedValueParser<Value = RequestedKvFormat> {
+    PossibleValuesParser::new(RequestedKvFormat::names()).try_map(|word| word.parse::<RequestedKvFormat>())
 }
 
 /// The formats that a recheck computes in.

@@ -23,7 +23,7 @@ use crate::cli::version::long_version;
 use crate::device::Precision;
 use crate::device::cpu::Isa;
 use crate::job::generate::MAX_TOKENS_MAX;
-use crate::job::precision::RequestedPrecision;
+use crate::job::precision::{RequestedKvFormat, RequestedPrecision};
 use crate::job::spec::duration_seconds;
 pub(super) use crate::report::shell_word;
 pub(super) use bench::{BatchingFeature, BenchArgs, LoadFormat};
@@ -197,7 +197,7 @@ pub(super) struct WorkerArgs {
     pub precision: RequestedPrecision,
     /// Number format of keys and values, where --model names the checkpoint (auto: the precision's own)
     #[arg(long, visible_alias = "kv-dtype", value_name = "FORMAT", default_value = "auto", value_parser = requested_kv_format())]
-    pub kv_cache: RequestedPrecision,
+    pub kv_cache: RequestedKvFormat,
     /// Longest sequence in tokens (default: what the first job or the checkpoint says)
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(2..))]
     pub context: Option<u32>,

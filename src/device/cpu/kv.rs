@@ -3,7 +3,7 @@
 //!
 //! Keys: `[stretch][kv_head][block][head_dim][16 positions]`. Values:
 //! `[stretch][kv_head][block][head_dim / 16][16 positions][16 dims]`, with head_dim rounded up to a
-//! multiple of 16. Numbers are F32 or BF16. For INT8 see [`Int8Pages`].
+//! multiple of 16. Numbers are F32 or BF16. For INT8 see [`Int8Pages`], for 4 bits `kv_int4.rs`.
 //!
 //! In a stretch of [`STRETCH_BLOCKS`] a head's blocks lie one behind the other, which prefetching likes.
 //! Since blocks come into use in order (`engine/blocks.rs`), the heads' blocks in use still lie
@@ -14,8 +14,8 @@
 //! `[block][layer][kv_head]`. A [`Region`] says where a head's numbers begin.
 //!
 //! Where a key has its value in it, in its first numbers, there are no values beside it. Attention
-//! turns a block's keys into values as it reads them. In 8 bits such a pool has BF16: one scale for a
-//! key of two parts, each as large as it is, would leave too little of the smaller one.
+//! turns a block's keys into values as it reads them. In 8 or 4 bits such a pool has BF16: one scale for
+//! a key of two parts, each as large as it is, would leave too little of the smaller one.
 //!
 //! Attention multiplies whole blocks, with weight zero at unused positions. Values at unused
 //! positions must be finite, since `0 * NaN` is NaN. The step that begins a block therefore clears
@@ -31,6 +31,7 @@ use std::ops::Range;
 use super::aligned::AlignedArray;
 use super::gemm::int8::{OFFSET, QUAD};
 use super::gemm::tile::{Bf16, Element, PANEL};
+use super::kv_int4::Int4Pages;
 use super::quantize::quantize_row_on;
 use super::step::Step;
 use super::{BLOCK_TOKENS, SPAN_TOKENS};
@@ -52,6 +53,7 @@ pub(super) enum KvStore {
     F32(KvPages<f32>),
     Bf16(KvPages<Bf16>),
     Int8(Int8Pages),
+    Int4(Int4Pages),
 }
 
 pub(super) struct KvPages<E> {
@@ -70,13 +72,65 @@ pub(super) struct Int8Pages {
     pub keys: AlignedArray<u8>,
     /// `[stretch][kv_head][block][quads of positions][dims][4]`.
     pub values: AlignedArray<i8>,
-    /// `[stretch][kv_head][block][16 positions]`.
-    pub key_scales: AlignedArray<f32>,
-    /// As `key_scales`.
-    pub value_scales: AlignedArray<f32>,
-    /// `[stretch][kv_head][block][16 positions]`: the maximum of the value scales from the span's first
-    /// position to this position.
-    pub value_scale_max: AlignedArray<f32>,
+    pub scales: PageScales,
+}
+
+/// A scale per position and head: `[stretch][kv_head][block][16 positions]`.
+pub(super) struct PageScales {
+    pub keys: AlignedArray<f32>,
+    pub values: AlignedArray<f32>,
+    /// The maximum of the value scales from the span's first position to this position.
+    pub values_max: AlignedArray<f32>,
+}
+
+/// [`PageScales`] that several threads set, each those of other heads.
+pub(super) struct SharedScales<'a> {
+    keys: SharedMut<'a, f32>,
+    values: SharedMut<'a, f32>,
+    values_max: SharedMut<'a, f32>,
+}
+
+impl PageScales {
+    pub(super) fn new(len: usize) -> PageScales {
+        PageScales {
+            keys: AlignedArray::on_small_pages(len),
+            values: AlignedArray::on_small_pages(len),
+            values_max: AlignedArray::on_small_pages(len),
+        }
+    }
+
+    pub(super) fn copy_blocks(&mut self, heads: usize, region: Region, copies: &[BlockCopy]) {
+        for scales in [&mut self.keys, &mut self.values, &mut self.values_max] {
+            copy_within(scales, (heads, region), copies);
+        }
+    }
+
+    pub(super) fn shared(&mut self) -> SharedScales<'_> {
+        SharedScales {
+            keys: SharedMut::new(&mut self.keys),
+            values: SharedMut::new(&mut self.values),
+            values_max: SharedMut::new(&mut self.values_max),
+        }
+    }
+}
+
+impl SharedScales<'_> {
+    /// Sets the scales of a head's key and value.
+    ///
+    /// # Safety
+    /// No other thread reads or writes this head's scales.
+    pub(super) unsafe fn set(&self, (region, head): (Region, usize), place: KvSlot, [key, value]: [f32; 2]) {
+        let KvSlot { block, slot, previous } = place;
+        // SAFETY: the caller upholds the same contract, and no slice outlives its statement.
+        unsafe {
+            let previous_max = previous.map_or(0.0, |(block, slot)| {
+                head_block(&self.values_max, region.of(head, block))[slot]
+            });
+            head_block(&self.keys, region.of(head, block))[slot] = key;
+            head_block(&self.values, region.of(head, block))[slot] = value;
+            head_block(&self.values_max, region.of(head, block))[slot] = value.max(previous_max);
+        }
+    }
 }
 
 /// head_dim as stored in values: rounded up to whole panels.
@@ -84,12 +138,12 @@ pub(super) fn padded(head_dim: usize) -> usize {
     head_dim.next_multiple_of(PANEL)
 }
 
-/// Numbers of keys, of values and of their scales.
+/// Numbers of keys, of values and of their scales; in 4 bits, pairs of numbers.
 #[derive(Debug, Clone, Copy)]
 struct Lens {
     keys: usize,
     values: usize,
-    /// Only in INT8.
+    /// Only in INT8 and in 4 bits.
     scales: usize,
 }
 
@@ -107,6 +161,11 @@ impl Lens {
             KvFormat::Int8 | KvFormat::Fp8 => Lens {
                 keys: values,
                 values,
+                scales: BLOCK_TOKENS,
+            },
+            KvFormat::Int4 => Lens {
+                keys: values / 2,
+                values: values / 2,
                 scales: BLOCK_TOKENS,
             },
         }
@@ -131,7 +190,7 @@ impl Lens {
 /// The format of a pool's numbers, where `format` is asked for.
 fn stored_format(shapes: &[KvShape], format: KvFormat) -> KvFormat {
     match format {
-        KvFormat::Int8 if shapes.iter().any(|shape| shape.value_in_key.is_some()) => KvFormat::Bf16,
+        KvFormat::Int8 | KvFormat::Int4 if shapes.iter().any(|shape| shape.value_in_key.is_some()) => KvFormat::Bf16,
         format => format,
     }
 }
@@ -182,10 +241,9 @@ impl KvPool {
             KvFormat::Int8 | KvFormat::Fp8 => KvStore::Int8(Int8Pages {
                 keys: AlignedArray::new(keys),
                 values: AlignedArray::new(values),
-                key_scales: AlignedArray::on_small_pages(scales),
-                value_scales: AlignedArray::on_small_pages(scales),
-                value_scale_max: AlignedArray::on_small_pages(scales),
+                scales: PageScales::new(scales),
             }),
+            KvFormat::Int4 => KvStore::Int4(Int4Pages::new([keys, values, scales])),
         };
         KvPool {
             shapes: shapes.to_vec(),
@@ -200,9 +258,10 @@ impl KvPool {
         let number = match format {
             KvFormat::F32 => size_of::<f32>(),
             KvFormat::Bf16 => size_of::<Bf16>(),
-            KvFormat::Int8 | KvFormat::Fp8 => 1,
+            KvFormat::Int8 | KvFormat::Fp8 | KvFormat::Int4 => 1,
         };
-        (lens.keys + lens.values) * number + 3 * lens.scales * size_of::<f32>()
+        let zeros = if format == KvFormat::Int4 { 2 * lens.scales } else { 0 };
+        (lens.keys + lens.values) * number + 3 * lens.scales * size_of::<f32>() + zeros
     }
 
     fn format(&self) -> KvFormat {
@@ -210,7 +269,13 @@ impl KvPool {
             KvStore::F32(_) => KvFormat::F32,
             KvStore::Bf16(_) => KvFormat::Bf16,
             KvStore::Int8(_) => KvFormat::Int8,
+            KvStore::Int4(_) => KvFormat::Int4,
         }
+    }
+
+    /// Whether the pool holds keys and values of heads that are turned, so that queries must be, too (`hadamard.rs`).
+    pub(super) fn turns_heads(&self) -> bool {
+        matches!(self.store, KvStore::Int4(_))
     }
 
     /// The heads of the pool's only layer per block, whose blocks lie head by head in a stretch. `None`:
@@ -278,9 +343,11 @@ impl KvPool {
             KvStore::Int8(pages) => {
                 copy_within(&mut pages.keys, (heads, keys), copies);
                 copy_within(&mut pages.values, (heads, values), copies);
-                copy_within(&mut pages.key_scales, (heads, scales), copies);
-                copy_within(&mut pages.value_scales, (heads, scales), copies);
-                copy_within(&mut pages.value_scale_max, (heads, scales), copies);
+                pages.scales.copy_blocks(heads, scales, copies);
+            }
+            KvStore::Int4(pages) => {
+                let regions = Regions { keys, values, scales };
+                pages.copy_blocks(heads, regions, copies);
             }
         }
     }
@@ -293,12 +360,13 @@ impl KvPool {
             KvStore::F32(pages) => pages.store(ctx, regions, (step, place), qkv),
             KvStore::Bf16(pages) => pages.store(ctx, regions, (step, place), qkv),
             KvStore::Int8(pages) => pages.store(ctx, regions, (step, place), qkv),
+            KvStore::Int4(pages) => pages.store(ctx, regions, (step, place), qkv),
         }
     }
 }
 
 /// Copies blocks of each of so many heads, in the order of `copies`.
-fn copy_within<E: Copy>(data: &mut [E], (heads, region): (usize, Region), copies: &[BlockCopy]) {
+pub(super) fn copy_within<E: Copy>(data: &mut [E], (heads, region): (usize, Region), copies: &[BlockCopy]) {
     for head in 0..heads {
         for &BlockCopy { from, to } in copies {
             let to = region.of(head, to as usize).start;
@@ -309,16 +377,20 @@ fn copy_within<E: Copy>(data: &mut [E], (heads, region): (usize, Region), copies
 
 /// The location in the pool where a token of the step is stored.
 #[derive(Clone, Copy)]
-struct KvSlot {
-    block: usize,
+pub(super) struct KvSlot {
+    pub block: usize,
     /// Position within the block.
-    slot: usize,
+    pub slot: usize,
     /// `(block, slot)` of the previous position. `None` if this position begins a span.
-    previous: Option<(usize, usize)>,
+    pub previous: Option<(usize, usize)>,
 }
 
 /// Calls `store` for each token of the step, with the token's row of `qkv`.
-fn for_each_token<'a>((step, table): (&Step, usize), qkv: &'a Buffer, mut store: impl FnMut(&'a [f32], KvSlot)) {
+pub(super) fn for_each_token<'a>(
+    (step, table): (&Step, usize),
+    qkv: &'a Buffer,
+    mut store: impl FnMut(&'a [f32], KvSlot),
+) {
     for (i, s) in step.batch.sequences.iter().enumerate() {
         let table = step.blocks(table, i as u32);
         let slot_of = |position: usize| (table[position / BLOCK_TOKENS] as usize, position % BLOCK_TOKENS);
@@ -332,7 +404,7 @@ fn for_each_token<'a>((step, table): (&Step, usize), qkv: &'a Buffer, mut store:
 }
 
 /// A head's key and value in a row of `[q][k][v]`. The value is empty if the key has it in it.
-fn key_and_value(row: &[f32], place: KvPlace, head: usize) -> (&[f32], &[f32]) {
+pub(super) fn key_and_value(row: &[f32], place: KvPlace, head: usize) -> (&[f32], &[f32]) {
     let heads = place.heads;
     let head_part = |index: usize| &row[index * heads.head_dim..][..heads.head_dim];
     let value = match place.value_in_key {
@@ -347,13 +419,13 @@ fn key_and_value(row: &[f32], place: KvPlace, head: usize) -> (&[f32], &[f32]) {
 /// # Safety
 /// As of [`SharedMut::slice`].
 #[allow(clippy::mut_from_ref)]
-unsafe fn head_block<'a, E>(all: &'a SharedMut<'_, E>, block: Range<usize>) -> &'a mut [E] {
+pub(super) unsafe fn head_block<'a, E>(all: &'a SharedMut<'_, E>, block: Range<usize>) -> &'a mut [E] {
     // SAFETY: the caller upholds the same contract.
     unsafe { all.slice(block.start, block.len()) }
 }
 
 /// Calls `store` for each head of `place`, on all threads if there are many numbers to store.
-fn for_each_head(ctx: ExecContext<'_>, place: KvPlace, numbers: usize, store: impl Fn(usize) + Sync) {
+pub(super) fn for_each_head(ctx: ExecContext<'_>, place: KvPlace, numbers: usize, store: impl Fn(usize) + Sync) {
     let mut heads: Vec<usize> = (0..place.heads.kv_heads).collect();
     ctx.threads.parallel_for_each(numbers, &mut heads, |_, heads| {
         heads.for_each(|head| store(*head));
@@ -364,38 +436,31 @@ impl Int8Pages {
     fn store(&mut self, ctx: ExecContext<'_>, regions: Regions, (step, place): (&Step, KvPlace), qkv: &Buffer) {
         let padded_dim = padded(place.heads.head_dim);
         let (keys, values) = (SharedMut::new(&mut self.keys), SharedMut::new(&mut self.values));
-        let key_scales = SharedMut::new(&mut self.key_scales);
-        let value_scales = SharedMut::new(&mut self.value_scales);
-        let value_scale_max = SharedMut::new(&mut self.value_scale_max);
+        let scales = self.scales.shared();
         for_each_head(ctx, place, qkv.data.len(), |head| {
             let mut bytes = vec![0u8; padded_dim];
-            for_each_token((step, place.table), qkv, |row, KvSlot { block, slot, previous }| {
-                let (key, value) = key_and_value(row, place, head);
+            for_each_token((step, place.table), qkv, |row, at| {
+                let (KvSlot { block, slot, .. }, (key, value)) = (at, key_and_value(row, place, head));
+                let mut found = [0.0; 2];
                 // SAFETY: this task alone reads and writes this head's blocks, which overlap no other head's.
-                let (keys, values, [key_scales, value_scales]) = unsafe {
+                let (keys, values) = unsafe {
                     (
                         head_block(&keys, regions.keys.of(head, block)),
                         head_block(&values, regions.values.of(head, block)),
-                        [&key_scales, &value_scales].map(|scales| head_block(scales, regions.scales.of(head, block))),
                     )
                 };
-                quantize_row_on(ctx.isa, key, &mut bytes, &mut key_scales[slot]);
+                quantize_row_on(ctx.isa, key, &mut bytes, &mut found[0]);
                 let quads = bytes.as_chunks::<QUAD>().0.iter();
                 for (quad, out) in quads.zip(keys[slot * QUAD..].chunks_mut(BLOCK_TOKENS * QUAD)) {
                     out[..QUAD].copy_from_slice(quad);
                 }
-                quantize_row_on(ctx.isa, value, &mut bytes, &mut value_scales[slot]);
-                let previous_max = previous.map_or(0.0, |(block, slot)| {
-                    // SAFETY: as above.
-                    unsafe { head_block(&value_scale_max, regions.scales.of(head, block))[slot] }
-                });
-                // SAFETY: as above.
-                let value_scale_max = unsafe { head_block(&value_scale_max, regions.scales.of(head, block)) };
-                value_scale_max[slot] = value_scales[slot].max(previous_max);
+                quantize_row_on(ctx.isa, value, &mut bytes, &mut found[1]);
                 let offset = slot / QUAD * padded_dim * QUAD + slot % QUAD;
                 for (byte, out) in bytes.iter().zip(values[offset..].iter_mut().step_by(QUAD)) {
                     *out = byte.wrapping_sub(OFFSET as u8) as i8;
                 }
+                // SAFETY: as above.
+                unsafe { scales.set((regions.scales, head), at, found) };
             });
         });
     }
@@ -545,15 +610,16 @@ mod tests {
         let mut batch = StepBatch::default();
         batch.push((0..20).map(|_| 0), 20, [0, 3]);
         batch.block_tables.push(vec![2, 1]);
-        for format in [KvFormat::F32, KvFormat::Bf16, KvFormat::Int8] {
+        for format in [KvFormat::F32, KvFormat::Bf16, KvFormat::Int8, KvFormat::Int4] {
             let mut step = Step::new(&[small, large], vec![], &[KvSpec::Full; 2], false);
             step.upload(&batch);
             let mut pool = KvPool::new(&shapes, 5, format);
             let number = format.bits() as usize / 8;
             // Two layers with two heads of 10 numbers take the most keys, which INT8 rounds up to 16 as all
-            // formats do values, and the most scales.
+            // formats do values, and the most scales. In 4 bits there are zero points, too.
             let want = match format {
                 KvFormat::Int8 => 16 * (2 * (2 * 2 * 16) + 3 * 4 * (2 * 2)),
+                KvFormat::Int4 => 16 * (2 * 2 * 16 + (3 * 4 + 2) * (2 * 2)),
                 _ => 16 * (2 * 2 * 10 + 2 * 2 * 16) * number,
             };
             assert_eq!(KvPool::block_bytes(&shapes, format), want, "{format:?}");

@@ -29,8 +29,10 @@ mod experts;
 mod gated;
 mod gemm;
 mod gram;
+mod hadamard;
 pub mod isa;
 mod kv;
+mod kv_int4;
 mod latent;
 mod layer_inputs;
 mod math;
@@ -490,6 +492,9 @@ impl Device for Cpu {
         pool: &mut KvPool,
     ) -> Result<(), DeviceError> {
         rope::rotate(self.ctx(), self.rounds_to_bf16(), &op, step, qkv);
+        if pool.turns_heads() {
+            hadamard::turn_rows(self.ctx(), op.place, qkv);
+        }
         if op.stores {
             pool.store(self.ctx(), step, op.place, qkv);
         }

@@ -127,7 +127,7 @@ impl Cuda {
             ))
         };
         let format = KernelFormat::of(precision).ok_or_else(|| unsupported("compute in", precision.name()))?;
-        let kv_format = KernelFormat::of_kv(kv).ok_or_else(|| unsupported("keep keys and values in", "f32"))?;
+        let kv_format = KernelFormat::of_kv(kv).ok_or_else(|| unsupported("keep keys and values in", kv.name()))?;
         let needs_fp8 = format == KernelFormat::E4m3 || kv_format == KernelFormat::E4m3;
         let context = Context::open(ordinal)?;
         let card = context.card();

@@ -54,7 +54,7 @@ impl KernelFormat {
     /// Format of keys and values; `None`: the card does not support it.
     pub fn of_kv(format: KvFormat) -> Option<KernelFormat> {
         match format {
-            KvFormat::F32 => None,
+            KvFormat::F32 | KvFormat::Int4 => None,
             KvFormat::Bf16 => Some(KernelFormat::Bf16),
             KvFormat::Int8 => Some(KernelFormat::Int8),
             KvFormat::Fp8 => Some(KernelFormat::E4m3),

@@ -22,9 +22,10 @@ use std::ops::Range;
 use std::sync::Mutex;
 
 use super::int8;
-use super::int8::Int8Scratch;
+use super::int8::{Int8Scratch, Pages};
 use crate::device::cpu::BLOCK_TOKENS;
 use crate::device::cpu::gemm::tile::{Element, F32Gemm, PANEL, matmul, max_rows};
+use crate::device::cpu::hadamard::turn_on;
 use crate::device::cpu::isa::multiversion;
 use crate::device::cpu::kv::{KvPages, KvPool, KvStore, Regions, padded};
 use crate::device::cpu::math::{exp, round_bf16, soft_cap, sum16};
@@ -125,7 +126,8 @@ pub(crate) fn attention(op: &AttentionOp<'_>, pool: &KvPool, out: &mut Buffer, s
             match &pool.store {
                 KvStore::F32(pages) => task.run(pages, &mut scratch),
                 KvStore::Bf16(pages) => task.run(pages, &mut scratch),
-                KvStore::Int8(pages) => int8::run(&task, pages, &mut scratch),
+                KvStore::Int8(pages) => int8::run(&task, Pages::Int8(pages), &mut scratch),
+                KvStore::Int4(pages) => int8::run(&task, Pages::Int4(pages), &mut scratch),
             }
             for (r, (token, head)) in task.token_heads(0..task.rows()).enumerate() {
                 // SAFETY: this task alone owns these tokens of these heads.
@@ -135,9 +137,12 @@ pub(crate) fn attention(op: &AttentionOp<'_>, pool: &KvPool, out: &mut Buffer, s
                 let total = state.sum + sink;
                 for (y, x) in row.iter_mut().zip(&scratch.accumulators[r * padded(value_dim)..]) {
                     *y = x / total;
-                    if op.round_to_bf16 {
-                        *y = round_bf16(*y);
-                    }
+                }
+                if pool.turns_heads() {
+                    turn_on(op.ctx.isa, row, value_dim);
+                }
+                if op.round_to_bf16 {
+                    row.iter_mut().for_each(|y| *y = round_bf16(*y));
                 }
             }
         }
@@ -485,6 +490,7 @@ mod tests {
     use super::*;
     use crate::device::batch::StepBatch;
     use crate::device::cpu::Isa;
+    use crate::device::cpu::hadamard::turn_rows;
     use crate::device::cpu::testing::{buffer, ctx_with_threads, numbers};
     use crate::device::{KvFormat, KvPlace, KvShape, RopeSpec};
 
@@ -580,9 +586,13 @@ mod tests {
                 .enumerate()
                 .flat_map(|(i, s)| (s.kv_len - s.q_len..s.kv_len).flat_map(move |p| row_of(heads, owner(i, p), p)))
                 .collect();
-            let qkv = buffer(&rows, batch.tokens.len(), heads.qkv_width());
+            let mut qkv = buffer(&rows, batch.tokens.len(), heads.qkv_width());
+            let ctx = ctx_with_threads(isa, threads);
+            if pool.turns_heads() {
+                turn_rows(ctx, params.place, &mut qkv);
+            }
             let op = AttentionOp {
-                ctx: ctx_with_threads(isa, threads),
+                ctx,
                 round_to_bf16: false,
                 params,
                 sinks: None,
@@ -609,7 +619,12 @@ mod tests {
         let group_size = heads.heads / heads.kv_heads;
         let dim = heads.head_dim;
         // INT8: the error of keys, queries, values and weights is at most half a step of 3/127.
-        let tolerance = if format == KvFormat::Int8 { 0.15 } else { 2e-5 };
+        // In four bits, that of keys and values is at most half a step of 3/15 and is then turned.
+        let tolerance = match format {
+            KvFormat::Int8 => 0.15,
+            KvFormat::Int4 => 0.6,
+            _ => 2e-5,
+        };
         let mut first: Option<Vec<Vec<f32>>> = None;
         for isa in Isa::available() {
             let setup = Setup {
@@ -703,10 +718,12 @@ mod tests {
             ] {
                 check(heads, Attention::plain(heads, spec), KvFormat::F32, &sequences);
                 check(heads, Attention::plain(heads, spec), KvFormat::Int8, &sequences);
+                check(heads, Attention::plain(heads, spec), KvFormat::Int4, &sequences);
             }
             for spec in [KvSpec::Full, KvSpec::Window(17)] {
                 check(heads, capped(heads, spec), KvFormat::F32, &sequences);
                 check(heads, capped(heads, spec), KvFormat::Int8, &sequences);
+                check(heads, capped(heads, spec), KvFormat::Int4, &sequences);
             }
         }
     }
@@ -748,7 +765,7 @@ mod tests {
                         KvStore::Bf16(pages) => {
                             [&mut pages.keys, &mut pages.values].map(|all| all.fill(Element::narrow(f32::NAN)))
                         }
-                        KvStore::Int8(_) => panic!("8 bits"),
+                        KvStore::Int8(_) | KvStore::Int4(_) => panic!("8 or 4 bits"),
                     };
                     let step = new_step(beside, &batch);
                     let rows: Vec<f32> = (0..batch.tokens.len() as u64)
@@ -805,7 +822,7 @@ mod tests {
         ];
         for (params, format) in all
             .into_iter()
-            .flat_map(|params| [KvFormat::F32, KvFormat::Int8].map(|format| (params, format)))
+            .flat_map(|params| [KvFormat::F32, KvFormat::Int8, KvFormat::Int4].map(|format| (params, format)))
         {
             let setup = Setup {
                 isa: Isa::detect(),
@@ -847,7 +864,7 @@ mod tests {
         ];
         for (params, format) in all
             .into_iter()
-            .flat_map(|params| [KvFormat::F32, KvFormat::Bf16, KvFormat::Int8].map(|format| (params, format)))
+            .flat_map(|params| KvFormat::ON_CPU.map(|format| (params, format)))
         {
             let setup = Setup {
                 isa: Isa::detect(),

@@ -1,4 +1,5 @@
-//! Attention over INT8 keys and values. Queries and weights are quantized to 8 bits, too.
+//! Attention over INT8 keys and values, or over those in 4 bits, which are expanded to 8 span by span.
+//! Queries and weights are quantized to 8 bits, too.
 //!
 //! Each query head is quantized by its largest magnitude, and so are keys and values, per position
 //! and head. One step of the online softmax covers a span of 64 positions. Scores are exact integer
@@ -22,7 +23,8 @@ use crate::device::batch::NO_BLOCK;
 use crate::device::cpu::gemm::int8::{OFFSET, QUAD};
 use crate::device::cpu::gemm::tile::PANEL;
 use crate::device::cpu::isa::Isa;
-use crate::device::cpu::kv::{Int8Pages, Region, padded};
+use crate::device::cpu::kv::{Int8Pages, PageScales, padded};
+use crate::device::cpu::kv_int4::{Expanded, Int4Pages};
 use crate::device::cpu::math::sum16;
 use crate::device::cpu::quantize::quantize_row_on;
 use crate::device::cpu::{BLOCK_TOKENS, SPAN_TOKENS};
@@ -45,6 +47,8 @@ pub(crate) struct Int8Scratch {
     bytes: Vec<u8>,
     scores: [[i32; SPAN_TOKENS]; ROWS_MAX],
     weights: [[u8; SPAN_TOKENS]; ROWS_MAX],
+    /// A span's keys and values, where they are stored in 4 bits.
+    expanded: Expanded,
 }
 
 impl Default for Int8Scratch {
@@ -57,6 +61,7 @@ impl Default for Int8Scratch {
             bytes: Vec::new(),
             scores: [[0; SPAN_TOKENS]; ROWS_MAX],
             weights: [[0; SPAN_TOKENS]; ROWS_MAX],
+            expanded: Expanded::default(),
         }
     }
 }
@@ -90,16 +95,25 @@ struct ValueProduct {
     accumulators: *mut f32,
 }
 
+/// The pages that a task reads.
+#[derive(Clone, Copy)]
+pub(crate) enum Pages<'a> {
+    Int8(&'a Int8Pages),
+    Int4(&'a Int4Pages),
+}
+
 /// Runs a task whose scratch the caller has reset. Afterwards the states' largest scores are
 /// scaled, as those of [`float`](super::float) are, and the caller divides each row by its sum of
 /// weights.
-pub(crate) fn run(task: &AttentionTile<'_>, pages: &Int8Pages, scratch: &mut AttentionScratch) {
+pub(crate) fn run(task: &AttentionTile<'_>, pages: Pages<'_>, scratch: &mut AttentionScratch) {
     quantize_queries(task, &mut scratch.int8);
     scratch.int8.weight_sums.clear();
     scratch.int8.weight_sums.resize(task.rows(), [0.0; BLOCK_TOKENS]);
+    let mut expanded = std::mem::take(&mut scratch.int8.expanded);
     task.visit_spans(SPAN_TOKENS, |span| {
-        SpanPages::new(task, pages, &span).run(&span, scratch)
+        SpanPages::new(task, pages, &span, &mut expanded).run(&span, scratch);
     });
+    scratch.int8.expanded = expanded;
     let states = scratch.softmax.iter_mut().zip(&scratch.int8.weight_sums);
     for ((state, weight_sums), scale) in states.zip(&scratch.int8.scales) {
         state.sum = sum16(*weight_sums);
@@ -138,34 +152,56 @@ struct SpanPages<'a> {
     task: &'a AttentionTile<'a>,
     blocks: usize,
     padded_dim: usize,
-    keys: [&'a [u8]; SPAN_BLOCKS],
-    values: [&'a [i8]; SPAN_BLOCKS],
+    /// Of whole blocks, in pages or in scratch memory that is borrowed as long.
+    keys: [*const u8; SPAN_BLOCKS],
+    values: [*const i8; SPAN_BLOCKS],
     key_scales: [&'a [f32; BLOCK_TOKENS]; SPAN_BLOCKS],
     value_scales: [&'a [f32; BLOCK_TOKENS]; SPAN_BLOCKS],
     value_scale_max: [&'a [f32; BLOCK_TOKENS]; SPAN_BLOCKS],
 }
 
 impl<'a> SpanPages<'a> {
-    fn new(task: &'a AttentionTile<'a>, pages: &'a Int8Pages, span: &VisibleSpan<'_>) -> SpanPages<'a> {
-        let padded_dim = padded(task.heads.head_dim);
-        let regions = task.regions;
+    fn new(
+        task: &'a AttentionTile<'a>,
+        pages: Pages<'a>,
+        span: &VisibleSpan<'_>,
+        expanded: &'a mut Expanded,
+    ) -> SpanPages<'a> {
+        let (regions, head) = (task.regions, task.kv_head);
         // The last block, which has visible positions, stands for blocks beyond the end of the
         // sequence and for blocks behind the window.
         let last = span.blocks[span.blocks.len() - 1];
         let held = |i: usize| span.blocks.get(i).copied().filter(|block| *block != NO_BLOCK);
-        let of = |region: Region, i: usize| region.of(task.kv_head, held(i).unwrap_or(last) as usize);
-        let scales = |all: &'a [f32], i: usize| -> &'a [f32; BLOCK_TOKENS] {
-            &all.as_chunks().0[of(regions.scales, i).start / BLOCK_TOKENS]
+        let blocks: [usize; SPAN_BLOCKS] = std::array::from_fn(|i| held(i).unwrap_or(last) as usize);
+        let (keys, values, scales): (_, _, &'a PageScales) = match pages {
+            Pages::Int8(pages) => (
+                blocks.map(|block| pages.keys[regions.keys.of(head, block)].as_ptr()),
+                blocks.map(|block| pages.values[regions.values.of(head, block)].as_ptr()),
+                &pages.scales,
+            ),
+            Pages::Int4(pages) => {
+                pages.expand(task.op.ctx.isa, (regions, head), &blocks[..span.blocks.len()], expanded);
+                let len = 2 * regions.keys.len;
+                let at = |i: usize| i.min(span.blocks.len() - 1) * len..;
+                (
+                    std::array::from_fn(|i| expanded.keys[at(i)].as_ptr()),
+                    std::array::from_fn(|i| expanded.values[at(i)].as_ptr().cast()),
+                    &pages.scales,
+                )
+            }
+        };
+        let of_blocks = |all: &'a [f32]| -> [&'a [f32; BLOCK_TOKENS]; SPAN_BLOCKS] {
+            blocks.map(|block| &all.as_chunks().0[regions.scales.of(head, block).start / BLOCK_TOKENS])
         };
         SpanPages {
             task,
             blocks: span.blocks.len(),
-            padded_dim,
-            keys: std::array::from_fn(|i| &pages.keys[of(regions.keys, i)]),
-            values: std::array::from_fn(|i| &pages.values[of(regions.values, i)]),
-            key_scales: std::array::from_fn(|i| scales(&pages.key_scales, i)),
-            value_scales: std::array::from_fn(|i| scales(&pages.value_scales, i)),
-            value_scale_max: std::array::from_fn(|i| scales(&pages.value_scale_max, i)),
+            padded_dim: padded(task.heads.head_dim),
+            keys,
+            values,
+            key_scales: of_blocks(&scales.keys),
+            value_scales: of_blocks(&scales.values),
+            value_scale_max: of_blocks(&scales.values_max),
         }
     }
 
@@ -189,7 +225,7 @@ impl<'a> SpanPages<'a> {
                 quads: padded_dim / QUAD,
                 queries: queries.as_ptr(),
                 initial_scores: int8.initial_scores[from..from + rows].as_ptr(),
-                keys: self.keys.map(<[u8]>::as_ptr),
+                keys: self.keys,
             };
             // SAFETY: queries and initial scores have `rows` rows, and each block has its full
             // size.
@@ -230,7 +266,7 @@ impl<'a> SpanPages<'a> {
                 blocks: self.blocks,
                 panels: padded_dim / PANEL,
                 weights: int8.weights.as_ptr(),
-                values: self.values.map(<[i8]>::as_ptr),
+                values: self.values,
                 rescales,
                 scales,
                 accumulators: accumulators[from * padded_dim..(from + rows) * padded_dim].as_mut_ptr(),
