@@ -136,7 +136,7 @@ def send_range(handler, content, headers, after=None, pause=0.0, ignores_range=F
 
 def starts(requests):
     """The first byte that each request asks for. What a server has sent says less: bytes in buffers when a connection ends are lost."""
-    return [int(headers.get("range", "bytes=0-")[6:-1]) for _, _, headers in requests]
+    return [int(headers.get("range", "bytes=0-")[6:].partition("-")[0]) for _, _, headers in requests]
 
 
 class Cdn(Server):

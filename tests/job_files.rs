@@ -532,7 +532,7 @@ fn bad_values_name_their_field() {
         (
             "model:",
             "precision: f16\nmodel:",
-            "`precision` is `f16`, which this build does not support",
+            "`precision` is `f16`; this build does not support it",
         ),
         (
             "model:",

@@ -2,4 +2,5 @@
 
 pub(crate) mod float;
 pub(crate) mod int8;
+mod int8_products;
 pub(crate) mod softmax_int8;

@@ -4,7 +4,7 @@
 #![expect(unsafe_code, reason = "kernels take addresses and need instructions")]
 
 use super::float::SoftmaxState;
-use super::int8::{ROWS_MAX, SPAN_BLOCKS};
+use super::int8_products::{ROWS_MAX, SPAN_BLOCKS};
 use crate::device::cpu::isa::{Isa, multiversion};
 use crate::device::cpu::math::{EXP2_TAYLOR, ROUND, exp2, max16, soft_cap};
 use crate::device::cpu::{BLOCK_TOKENS, SPAN_TOKENS};
