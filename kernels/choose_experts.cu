@@ -4,8 +4,8 @@
 // logits: [rows][stride], of which the first `experts` are the experts'. Scores are the softmax over
 // all experts or, with `sigmoid`, the logits' sigmoids. correction: [experts], added to the scores by
 // which experts are chosen, or null. chosen: [rows][per_token], ascending. weights: [rows][per_token],
-// the chosen experts' scores, with `renormalized` divided by their sum, times `scale`. All weights of a
-// row are NaN if one of its logits is.
+// the chosen experts' scores, with `renormalized` divided by their sum, times `scale`, times the
+// expert's number of `scales`: [experts], or null. All weights of a row are NaN if one of its logits is.
 #include "ptx.cuh"
 #include "types.cuh"
 
@@ -35,7 +35,7 @@ __device__ NOINLINE u64 rank_of(float logit, const float* correction, u32 order,
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
     choose_experts(const float* logits, const float* correction, u32* chosen, float* weights, int rows, int experts, int stride,
-                   int per_token, int sigmoid, int renormalized, float scale) {
+                   int per_token, int sigmoid, int renormalized, float scale, const float* scales) {
     int row = int(blockIdx.x) * WARPS + int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
     if (row >= rows) return;
     logits += u64(row) * stride;
@@ -81,7 +81,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
         if (is_chosen) {
             int at = before + bits_set(votes & ((1u << lane) - 1));
             chosen[at] = u32(e);
-            weights[at] = score(e) / divisor * scale;
+            float weight = score(e) / divisor * scale;
+            weights[at] = scales ? weight * scales[e] : weight;
         }
         before += bits_set(votes);
     }

@@ -7,11 +7,12 @@ use std::fmt::Write as _;
 use std::path::PathBuf;
 use std::process::Command;
 
+use gristmill::device::cuda::attention_plan::{self, AttentionShape, BlockSizes};
 use gristmill::device::cuda::coded_plan::{CodeGroups, expert_tile_rows};
 use gristmill::device::cuda::compile::{self, CompileTarget, Kernel, KernelCompiler};
 use gristmill::device::cuda::expert_plan::{self, ExpertShape};
 use gristmill::device::cuda::nvrtc::Nvrtc;
-use gristmill::device::cuda::plan::{self, AttentionShape, KernelFormat, Launch, LinearShape, Tile};
+use gristmill::device::cuda::plan::{self, KernelFormat, Launch, LinearShape, NormKind, Tile};
 use gristmill::device::cuda::recurrent_plan;
 use gristmill::device::{Activation, Precision, RecurrentKind, RecurrentShape};
 use gristmill::model::config::Config;
@@ -62,16 +63,20 @@ fn launches(config: &Config, format: KernelFormat, capability: u32, rows: usize)
             _ => plan::linear(&shape),
         }
     };
-    let norms = (config.post_norms, config.layer_norms);
+    let norms = NormKind {
+        of_delta: config.post_norms,
+        is_centered: config.layer_norms,
+        is_scaled: false,
+    };
     let attended = config.heads.heads * config.heads.head_dim;
     let mut all = vec![
         plan::embed(hidden, rows),
         plan::add_norm(hidden, format, norms, rows),
         linear(config.heads.qkv_width(), hidden, format, false),
-        shape.rope_store(rows),
+        shape.rope_store(false, rows),
         plan::embed(config.heads.qkv_width(), rows),
     ];
-    let windows: BTreeSet<u32> = config.layers.iter().copied().map(plan::window).collect();
+    let windows: BTreeSet<u32> = config.layers.iter().copied().map(attention_plan::window).collect();
     for window in windows {
         let bounds = (window, config.attention_soft_cap, config.attention_sinks);
         let warps = shape.wide_block_warps();
@@ -103,7 +108,67 @@ fn attention_shape(config: &Config, kv_format: KernelFormat, capability: u32) ->
         head_dim: config.heads.head_dim as u32,
         kv_format,
         is_hopper: capability == 90,
+        queries_alone: false,
+        block: None,
     }
+}
+
+/// Layers without windows of Gemma 4 31B, two of which share a block, and those of E2B that read an earlier one's; and its layers
+/// with windows.
+fn gemma4_shapes(kv_format: KernelFormat, capability: u32) -> [(AttentionShape, u32); 4] {
+    let shape = |[heads, kv_heads, head_dim]: [u32; 3], values_of_a_block: u32, scales: u32| AttentionShape {
+        heads,
+        kv_heads,
+        head_dim,
+        kv_format,
+        is_hopper: capability == 90,
+        queries_alone: false,
+        block: Some(BlockSizes {
+            bytes: values_of_a_block * attention_plan::BLOCK_TOKENS * kv_format.bytes() as u32,
+            scales: if kv_format.is_scaled() {
+                scales * attention_plan::BLOCK_TOKENS
+            } else {
+                0
+            },
+        }),
+    };
+    let small = shape([8, 1, 512], 512, 2);
+    let alone = AttentionShape {
+        queries_alone: true,
+        ..small
+    };
+    [
+        (shape([32, 16, 256], 4096, 16), 1024),
+        (shape([32, 4, 512], 4096, 16), 0),
+        (small, 0),
+        (alone, 0),
+    ]
+}
+
+/// What a step of `rows` tokens launches in the attention of Gemma 4, and besides in the layers of E2B.
+fn gemma4_launches(format: KernelFormat, capability: u32, rows: usize) -> Vec<Launch> {
+    let mut all = Vec::new();
+    for (shape, window) in gemma4_shapes(format, capability) {
+        let bounds = (window, None, false);
+        let warps = shape.wide_block_warps();
+        all.extend([
+            shape.rope_store(true, rows),
+            shape.attention(warps, bounds, rows.div_ceil(shape.queries_max(warps) as usize)),
+            shape.attention(shape.narrow_block_warps(), bounds, rows),
+            shape.merge_partial_attention(rows),
+        ]);
+    }
+    let norm = NormKind {
+        of_delta: true,
+        is_scaled: true,
+        ..NormKind::default()
+    };
+    all.extend([
+        plan::add_norm(5376, format, norm, rows),
+        plan::add_inputs(rows * 35),
+        plan::gate_input(256, format, rows),
+    ]);
+    all
 }
 
 /// What a step of `rows` tokens launches in a layer with gpt-oss-20b's experts.
@@ -285,6 +350,23 @@ fn launch_plans_of_published_models() {
             }
         }
     }
+    for (format, capability) in [
+        (KernelFormat::Int8, 86),
+        (KernelFormat::Bf16, 86),
+        (KernelFormat::E4m3, 90),
+    ] {
+        for rows in [1, 2048] {
+            writeln!(
+                found,
+                "attention and layers' inputs of Gemma 4, {format:?}, compute capability {capability}, {rows} rows"
+            )
+            .unwrap();
+            for launch in gemma4_launches(format, capability, rows) {
+                writeln!(found, "  {launch}").unwrap();
+                assert!(launch.shared_bytes <= 99 << 10 && launch.threads <= 1024, "{launch}");
+            }
+        }
+    }
     check("launch_plans.txt", &found);
 }
 
@@ -359,9 +441,14 @@ fn every_kernel_compiles_for_every_card_without_spills() {
                             ..attention
                         };
                         let warps = [sinks.wide_block_warps(), sinks.narrow_block_warps()];
+                        let layer_norm = NormKind {
+                            is_centered: true,
+                            ..NormKind::default()
+                        };
                         all.extend(warps.map(|warps| sinks.attention(warps, (128, None, true), 1).kernel));
-                        all.insert(plan::add_norm(12_288, format, (false, true), 1).kernel);
+                        all.insert(plan::add_norm(12_288, format, layer_norm, 1).kernel);
                         all.insert(plan::norm_heads(4096, 1).kernel);
+                        all.extend(gemma4_launches(format, card, 1).into_iter().map(|launch| launch.kernel));
                     }
                 }
             }

@@ -25,15 +25,15 @@ use crate::model_reference::engine::{self, Answers};
 const ON_CARD: &str = "GRISTMILL_TEST_ON_CARD";
 const ROWS: u64 = 6;
 const NEW_TOKENS: u32 = 6;
-const VOCABULARY: u32 = 96;
+pub(crate) const VOCABULARY: u32 = 96;
 
 /// Whether this process has the emulated card. If not, one that has it runs the test of this name.
-fn is_on_card(test: &str, card: &str) -> bool {
+pub(crate) fn is_on_card(test: &str, card: &str) -> bool {
     if std::env::var_os(ON_CARD).is_some() {
         return true;
     }
     let run = Command::new(std::env::current_exe().unwrap())
-        .args([&format!("cuda_recurrent::{test}"), "--exact", "--nocapture"])
+        .args([test, "--exact", "--nocapture"])
         .env(ON_CARD, "1")
         .env("GRISTMILL_CUDA_LIBRARIES", stand_ins())
         .env("GRISTMILL_CACHE", stand_ins().join("cache"))
@@ -209,7 +209,7 @@ fn on_card(config: &Config, formats: (Precision, KvFormat), schedule: &Schedule,
     answers(Box::new(model), schedule, rows)
 }
 
-fn check(name: &str, config: &Config, precision: Precision, kv_format: KvFormat) {
+pub(crate) fn check(name: &str, config: &Config, precision: Precision, kv_format: KvFormat) {
     let all: Vec<u64> = (0..ROWS).collect();
     let on_card =
         |schedule: &Schedule, rows: &[u64]| on_card(config, (precision, kv_format), schedule, (rows, NEW_TOKENS));
@@ -254,7 +254,7 @@ fn check(name: &str, config: &Config, precision: Precision, kv_format: KvFormat)
 
 #[test]
 fn schedules_change_no_bit_of_delta_networks() {
-    if is_on_card("schedules_change_no_bit_of_delta_networks", "9.0") {
+    if is_on_card("cuda_recurrent::schedules_change_no_bit_of_delta_networks", "9.0") {
         check("Qwen 3.5", &qwen35(), Precision::Bf16, KvFormat::Bf16);
         check("Qwen 3.5", &qwen35(), Precision::Int8, KvFormat::Int8);
         check("Qwen3-Next", &qwen3_next(), Precision::Fp8, KvFormat::Fp8);
@@ -263,7 +263,7 @@ fn schedules_change_no_bit_of_delta_networks() {
 
 #[test]
 fn schedules_change_no_bit_of_mamba() {
-    if is_on_card("schedules_change_no_bit_of_mamba", "8.0") {
+    if is_on_card("cuda_recurrent::schedules_change_no_bit_of_mamba", "8.0") {
         check("Granite 4", &granite4(), Precision::Bf16, KvFormat::Bf16);
         check("Granite 4", &granite4(), Precision::Int8, KvFormat::Int8);
     }
@@ -272,7 +272,7 @@ fn schedules_change_no_bit_of_mamba() {
 /// Two rows grow beyond two blocks where there are four in all: one of them loses its slot, and begins anew in another.
 #[test]
 fn a_preempted_row_begins_anew() {
-    if is_on_card("a_preempted_row_begins_anew", "8.0") {
+    if is_on_card("cuda_recurrent::a_preempted_row_begins_anew", "8.0") {
         let formats = (Precision::Bf16, KvFormat::Bf16);
         let alone = |row| on_card(&qwen35(), formats, &SCHEDULES[0], (&[row], 72)).rows;
         let together = on_card(&qwen35(), formats, &SCHEDULES[3], (&[2, 5], 72));
@@ -284,7 +284,7 @@ fn a_preempted_row_begins_anew() {
 /// Where the pool takes what is left of the card's memory, slots take their part of it: those of as many sequences as may run.
 #[test]
 fn states_share_the_memory_that_is_left() {
-    if !is_on_card("states_share_the_memory_that_is_left", "9.0") {
+    if !is_on_card("cuda_recurrent::states_share_the_memory_that_is_left", "9.0") {
         return;
     }
     let config = qwen35();

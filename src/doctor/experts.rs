@@ -19,6 +19,8 @@ struct ExpertsCase {
     activation: Activation,
     has_bias: bool,
     has_correction: bool,
+    /// Whether each expert's weight has a factor, and the router reads other rows than the experts.
+    is_beside_mlp: bool,
     /// Whether there is a shared expert, and whether it is weighted.
     shared: Option<bool>,
 }
@@ -40,6 +42,7 @@ fn cases(extent: Extent) -> Vec<ExpertsCase> {
         activation: Activation::Silu,
         has_bias: false,
         has_correction: false,
+        is_beside_mlp: false,
         shared: None,
     };
     // These sizes are those of other checks, so that few kernels are compiled for them.
@@ -71,6 +74,11 @@ fn cases(extent: Extent) -> Vec<ExpertsCase> {
             shared: Some(false),
             ..case(9, [8, 3], [64, 64])
         },
+        ExpertsCase {
+            activation: Activation::GeluTanh,
+            is_beside_mlp: true,
+            ..case(9, [8, 3], [64, 64])
+        },
     ];
     if extent == Extent::Full {
         for tokens in [1, 64, 2048] {
@@ -84,6 +92,8 @@ struct PreparedExperts<D: Device> {
     weights: ExpertWeights<D::Matrix, D::Vector>,
     activation: Activation,
     x: D::Buffer,
+    /// What the router reads, if it is not `x`.
+    router_rows: Option<D::Buffer>,
     out: D::Buffer,
     workspace: D::Workspace,
 }
@@ -204,8 +214,18 @@ impl<D: Device> PreparedExperts<D> {
         };
         let router_bias = case.has_bias.then(|| TestTensor::new(32, 1, rows, 1.0));
         let router_bias = router_bias.map(|bias| to_device_error(device.vector(&[bias.tensor()])));
-        let mut x = device.buffer();
-        device.write(&exact_rows(comparison.precision, 30, tokens, hidden), hidden, &mut x)?;
+        let scales = case.is_beside_mlp.then(|| TestTensor::new(42, 1, experts, 2.0));
+        let scales = scales.map(|scales| to_device_error(device.f32_vector(scales.tensor())));
+        let rows = |seed| {
+            let mut rows = device.buffer();
+            device.write(
+                &exact_rows(comparison.precision, seed, tokens, hidden),
+                hidden,
+                &mut rows,
+            )?;
+            Ok::<_, DeviceError>(rows)
+        };
+        let x = rows(30)?;
         Ok(PreparedExperts {
             weights: ExpertWeights {
                 router: Linear {
@@ -214,13 +234,14 @@ impl<D: Device> PreparedExperts<D> {
                 },
                 routing: case.routing,
                 correction: correction.transpose()?,
-                scales: None,
+                scales: scales.transpose()?,
                 gate_up: matrices(33, experts, gate_up).upload(device, gated)?,
                 down: matrices(35, experts, down).upload(device, plain)?,
                 shared: case.shared.map(shared).transpose()?,
             },
             activation: case.activation,
             x,
+            router_rows: case.is_beside_mlp.then(|| rows(43)).transpose()?,
             out: device.buffer(),
             workspace: device.workspace(),
         })
@@ -230,7 +251,10 @@ impl<D: Device> PreparedExperts<D> {
         device.experts(
             &self.weights,
             self.activation,
-            ExpertInput::same(&self.x),
+            ExpertInput {
+                rows: &self.x,
+                router_rows: self.router_rows.as_ref().unwrap_or(&self.x),
+            },
             &mut self.out,
             &mut self.workspace,
         )

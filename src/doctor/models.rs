@@ -163,6 +163,40 @@ fn shapes() -> [(&'static str, &'static str, serde_json::Value); 20] {
     ]
 }
 
+/// As [`shapes`], of Gemma 4.
+fn gemma4_shapes() -> [(&'static str, &'static str, serde_json::Value); 3] {
+    use serde_json::json;
+    let gemma4 = |own: serde_json::Value| {
+        let mut keys = json!({"rope_theta": null, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 40,
+            "head_dim": 16, "global_head_dim": 32, "hidden_size_per_layer_input": 0, "hidden_activation": "gelu_pytorch_tanh"});
+        if let (Some(keys), Some(own)) = (keys.as_object_mut(), own.as_object()) {
+            keys.extend(own.clone());
+        }
+        keys
+    };
+    // Two layers without windows in a block of one with.
+    let gemma4_keys = gemma4(
+        json!({"attention_k_eq_v": true, "num_global_key_value_heads": 1, "global_head_dim": 16,
+        "num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "full_attention"]}),
+    );
+    let gemma4_experts = gemma4(json!({"enable_moe_block": true, "num_experts": 2, "top_k_experts": 2,
+        "moe_intermediate_size": 32}));
+    let gemma4_inputs = gemma4(
+        json!({"num_hidden_layers": 4, "num_kv_shared_layers": 2, "use_double_wide_mlp": true,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 200, "num_key_value_heads": 1}),
+    );
+    [
+        ("gemma 4, keys that are values", "Gemma4ForCausalLM", gemma4_keys),
+        ("gemma 4, experts beside MLPs", "Gemma4ForCausalLM", gemma4_experts),
+        (
+            "gemma 4, inputs of layers, shared keys",
+            "Gemma4ForCausalLM",
+            gemma4_inputs,
+        ),
+    ]
+}
+
 /// Small models, which together have all that families differ in, with random weights.
 ///
 /// # Errors
@@ -175,7 +209,7 @@ pub fn families() -> Result<Vec<TestModel>, ModelError> {
         };
         small_model(name.into(), architecture, &overrides, Box::new(weights))
     };
-    shapes().into_iter().map(test_model).collect()
+    shapes().into_iter().chain(gemma4_shapes()).map(test_model).collect()
 }
 
 /// As [`families`], models with weights in codes of four bits: in several groups of a row, in one, in neither, and of experts.

@@ -83,17 +83,18 @@ static void check_choice(int rows, int experts, int per_token) {
     float* logits = check::guarded<float>(size_t(rows) * stride);
     // Of few values, so that many are equal.
     for (int i = 0; i < rows * stride; i++) logits[i] = i % stride == experts ? 100 : std::round(check::number() * 8);
-    const float* some = random_floats(experts, false);
+    const float *some = random_floats(experts, false), *some_factors = random_floats(experts, false);
     u32* chosen = check::guarded<u32>(size_t(rows) * per_token);
     float* weights = check::guarded<float>(size_t(rows) * per_token);
-    auto run = [&](const float* correction, int sigmoid, int renormalized, float scale) {
+    auto run = [&](const float* correction, int sigmoid, int renormalized, float scale, const float* factors) {
         check::run(choose_experts, (rows + CHOICE_ROWS - 1) / CHOICE_ROWS, 1, CHOICE_ROWS * 32, 0, 3, logits, correction, chosen, weights,
-                   rows, experts, stride, per_token, sigmoid, renormalized, scale);
+                   rows, experts, stride, per_token, sigmoid, renormalized, scale, factors);
     };
     for (int form = 0; form < 8; form++) {
         const int sigmoid = form / 2 % 2, renormalized = form % 2;
         const float *correction = form >= 4 ? some : nullptr, scale = form >= 4 ? 2.5f : 1;
-        run(correction, sigmoid, renormalized, scale);
+        const float* factors = form % 4 == 1 ? some_factors : nullptr;
+        run(correction, sigmoid, renormalized, scale, factors);
         check::Worst worst;
         bool right = true;
         for (int row = 0; row < rows; row++) {
@@ -112,8 +113,8 @@ static void check_choice(int rows, int experts, int per_token) {
             for (int i = 0; i < per_token; i++) {
                 size_t at = size_t(row) * per_token + i;
                 right &= chosen[at] == want[i];
-                double weight = scores[want[i]] / (renormalized ? sum : 1) * scale;
-                worst.add(weights[at] - weight, 1e-6 * weight);
+                double weight = scores[want[i]] / (renormalized ? sum : 1) * scale * (factors ? factors[want[i]] : 1);
+                worst.add(weights[at] - weight, 1e-6 * std::fabs(weight));
             }
         }
         check::expect(right && worst.fine(), "choice of %d of %d, %d rows, form %d: %s, %.2f of the error allowed", per_token, experts, rows,
@@ -125,7 +126,7 @@ static void check_choice(int rows, int experts, int per_token) {
         for (int e = 0; e < experts; e++) logits[e] = value;
         logits[(rows - 1) * stride + experts - 1] = value;
         for (int renormalized : {0, 1}) {
-            run(nullptr, 0, renormalized, 1);
+            run(nullptr, 0, renormalized, 1, nullptr);
             bool right = true;
             for (int i = 0; i < per_token; i++) {
                 right &= chosen[i] == u32(i) && std::isnan(weights[i]);

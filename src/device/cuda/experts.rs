@@ -205,6 +205,7 @@ impl Cuda {
                 }),
                 Argument::Int(routing.renormalized.into()),
                 Argument::Float(routing.scale),
+                Argument::Address(experts.scales.as_ref().map_or(0, |scales| scales.0.address())),
             ],
         )?;
         self.launch(
