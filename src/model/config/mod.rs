@@ -318,22 +318,8 @@ impl Config {
     /// # Errors
     /// The model has what GPUs do not compute, or their kernels do not take its heads.
     pub fn refuse_on_gpu(&self) -> Result<(), ModelError> {
-        let why = if self.has_lone_parts() {
-            "layers of one part"
-        } else if self.latent.is_some() {
+        let why = if self.latent.is_some() {
             "latents in place of keys and values"
-        } else if self
-            .experts
-            .as_ref()
-            .is_some_and(|experts| experts.routing.groups.is_some())
-        {
-            "groups of experts"
-        } else if self
-            .experts
-            .as_ref()
-            .is_some_and(|experts| experts.routing.scales_input)
-        {
-            "experts whose inputs are scaled"
         } else if self.global.is_some() {
             "layers with heads of other sizes"
         } else if self.experts.as_ref().is_some_and(|experts| experts.beside_mlp) {
