@@ -185,12 +185,35 @@ fn expert_launches(format: KernelFormat, rows: usize) -> Vec<Launch> {
     };
     vec![
         expert_plan::router(rows, experts),
-        expert_plan::choose_experts(rows),
+        expert_plan::choose_experts(rows, 1),
         shape.sort_rows(),
         shape.grouped_linear(format, 2 * width),
         plan::gated(width, format, clamped, shape.rows),
         shape.grouped_linear(format, hidden),
         expert_plan::combine_experts(rows),
+    ]
+}
+
+/// What a step of `rows` tokens launches in a layer with Nemotron 3 Nano 30B-A3B's experts, which have no gates, and besides for
+/// DeepSeek-V3's 8 groups of experts and Llama 4's rows times weights.
+fn other_expert_launches(format: KernelFormat, rows: usize) -> Vec<Launch> {
+    let (experts, per_token, hidden, width, shared) = (128, 6, 2688, 1856, 3712);
+    let shape = ExpertShape {
+        experts,
+        rows: rows * per_token,
+        tile_rows: 128,
+    };
+    vec![
+        expert_plan::router(rows, experts),
+        expert_plan::choose_experts(rows, 1),
+        shape.sort_rows(),
+        shape.grouped_linear(format, width),
+        plan::gated(width, format, Activation::SquaredRelu, shape.rows),
+        shape.grouped_linear(format, hidden),
+        plan::gated(shared, format, Activation::SquaredRelu, rows),
+        expert_plan::combine_experts(rows),
+        expert_plan::choose_experts(rows, 8),
+        expert_plan::scale_rows(rows),
     ]
 }
 
@@ -247,8 +270,8 @@ fn bytes_of_a_decode_step(config: &Config, precision: Precision) -> usize {
     config.layers.len() * linear_shapes(config).map(of_matrix).iter().sum::<usize>()
 }
 
-/// Recurrent layers of Qwen3-Next 80B, of Qwen3.5 27B, of Granite 4.0 H Small and of Nemotron-H 56B.
-fn recurrent_shapes() -> [(&'static str, RecurrentShape); 4] {
+/// Recurrent layers of Qwen3-Next 80B, of Qwen3.5 27B, of Granite 4.0 H Small and of Nemotron-H 56B, Nano 9B v2 and 3 Nano.
+fn recurrent_shapes() -> [(&'static str, RecurrentShape); 6] {
     let shape = |kind, key_heads, value_heads, key_dim, value_dim| RecurrentShape {
         kind,
         key_heads,
@@ -263,6 +286,8 @@ fn recurrent_shapes() -> [(&'static str, RecurrentShape); 4] {
         ("qwen3.5-27b", shape(delta, 16, 48, 128, 128)),
         ("granite-4.0-h-small", shape(mamba, 1, 128, 128, 64)),
         ("nemotron-h-56b", shape(mamba, 8, 256, 256, 64)),
+        ("nemotron-nano-9b-v2", shape(mamba, 8, 128, 128, 80)),
+        ("nemotron-3-nano-30b-a3b", shape(mamba, 8, 64, 128, 64)),
     ]
 }
 
@@ -317,6 +342,17 @@ fn launch_plans_of_published_models() {
     for rows in [1, 64, 2048] {
         writeln!(
             found,
+            "experts of nemotron-3-nano-30b-a3b, in groups, with rows times weights, Int8, {rows} rows"
+        )
+        .unwrap();
+        for launch in other_expert_launches(KernelFormat::Int8, rows) {
+            writeln!(found, "  {launch}").unwrap();
+            assert!(launch.shared_bytes <= 99 << 10 && launch.threads <= 1024, "{launch}");
+        }
+    }
+    for rows in [1, 64, 2048] {
+        writeln!(
+            found,
             "linear operations in codes, groups of 128, llama-3.1-8b, {rows} rows"
         )
         .unwrap();
@@ -346,7 +382,10 @@ fn launch_plans_of_published_models() {
             .unwrap();
             for launch in recurrent_launches(&shape, sizes) {
                 writeln!(found, "  {launch}").unwrap();
-                assert!(launch.threads <= 1024, "{launch}");
+                assert!(
+                    launch.threads <= 1024 && recurrent_plan::check_recurrent(shape).is_ok(),
+                    "{launch}"
+                );
             }
         }
     }
@@ -434,6 +473,9 @@ fn every_kernel_compiles_for_every_card_without_spills() {
                         // Hopper runs these, too, where it is asked to.
                         all.insert(Kernel::new("linear", &[("FORMAT", format as u32), ("WIDE", 0)]));
                         all.extend(expert_launches(format, 1).into_iter().map(|launch| launch.kernel));
+                        all.extend(other_expert_launches(format, 1).into_iter().map(|launch| launch.kernel));
+                        // The plain MLP of Nemotron Nano 9B v2.
+                        all.insert(plan::gated(15_680, format, Activation::SquaredRelu, 1).kernel);
                         // gpt-oss-20b's attention, Command R+'s norm, OLMo 2 7B's norm of all heads.
                         let sinks = AttentionShape {
                             heads: 64,

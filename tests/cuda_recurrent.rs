@@ -1,5 +1,6 @@
-//! Models with recurrent layers on an emulated card (tests/emulator): however rows are scheduled, each gets the same tokens and
-//! log probabilities, bit for bit, and in BF16 they are near those of the CPU in F32.
+//! Models with recurrent layers, and others with layers of one part or with experts in groups or with scaled inputs, on an emulated card
+//! (tests/emulator): however rows are scheduled, each gets the same tokens and log probabilities, bit for bit, and in BF16 they are
+//! near those of the CPU in F32.
 
 use std::borrow::Cow;
 use std::path::Path;
@@ -117,6 +118,34 @@ fn granite4() -> Config {
         json!({"layer_types": ["mamba", "attention", "mamba"], "num_local_experts": 0, "shared_intermediate_size": 48,
             "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 10, "mamba_n_groups": 2, "mamba_d_conv": 3,
             "position_embedding_type": "nope", "residual_multiplier": 0.5}),
+    )
+}
+
+/// Layers of one part, among them two of one kind, with MLPs and experts without gates; the last layer that keeps something has
+/// two behind it.
+fn nemotron(own: Value) -> Config {
+    let mut keys = json!({"hybrid_override_pattern": "MEE*M-E", "num_hidden_layers": 7, "n_routed_experts": 8,
+        "num_experts_per_tok": 3, "moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 32,
+        "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 10, "n_groups": 2, "conv_kernel": 3,
+        "routed_scaling_factor": 2.5});
+    keys.as_object_mut().unwrap().extend(own.as_object().unwrap().clone());
+    config("NemotronHForCausalLM", keys)
+}
+
+fn glm_with_groups() -> Config {
+    config(
+        "Glm4MoeForCausalLM",
+        json!({"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "moe_intermediate_size": 16}),
+    )
+}
+
+/// A plain MLP beside experts, layers that rotate and normalise queries and keys, and one that does neither.
+fn llama4(per_token: usize) -> Config {
+    config(
+        "Llama4ForCausalLM",
+        json!({"num_hidden_layers": 4, "num_local_experts": 4, "num_experts_per_tok": per_token, "intermediate_size": 16,
+            "intermediate_size_mlp": 48, "interleave_moe_layer_step": 2, "no_rope_layers": [1, 1, 1, 0],
+            "attn_temperature_tuning": false}),
     )
 }
 
@@ -266,6 +295,33 @@ fn schedules_change_no_bit_of_mamba() {
     if is_on_card("cuda_recurrent::schedules_change_no_bit_of_mamba", "8.0") {
         check("Granite 4", &granite4(), Precision::Bf16, KvFormat::Bf16);
         check("Granite 4", &granite4(), Precision::Int8, KvFormat::Int8);
+    }
+}
+
+#[test]
+fn schedules_change_no_bit_of_layers_of_one_part() {
+    if is_on_card("schedules_change_no_bit_of_layers_of_one_part", "9.0") {
+        let (one, groups) = (nemotron(json!({})), nemotron(json!({"n_group": 4, "topk_group": 2})));
+        check("Nemotron-H", &one, Precision::Bf16, KvFormat::Bf16);
+        check("Nemotron-H", &one, Precision::Int8, KvFormat::Int8);
+        check("Nemotron-H, groups", &groups, Precision::Fp8, KvFormat::Fp8);
+    }
+}
+
+#[test]
+fn schedules_change_no_bit_of_groups_of_experts() {
+    if is_on_card("schedules_change_no_bit_of_groups_of_experts", "8.0") {
+        check("GLM-4.5", &glm_with_groups(), Precision::Bf16, KvFormat::Bf16);
+        check("GLM-4.5", &glm_with_groups(), Precision::Int8, KvFormat::Int8);
+    }
+}
+
+#[test]
+fn schedules_change_no_bit_of_scaled_inputs_of_experts() {
+    if is_on_card("schedules_change_no_bit_of_scaled_inputs_of_experts", "9.0") {
+        check("Llama 4", &llama4(1), Precision::Bf16, KvFormat::Bf16);
+        check("Llama 4", &llama4(2), Precision::Int8, KvFormat::Int8);
+        check("Llama 4", &llama4(2), Precision::Fp8, KvFormat::Fp8);
     }
 }
 

@@ -70,6 +70,8 @@ KERNELS = [
     ("coded_linear", {"ROWS": 128, "GROUP_STEPS": 4}),
     ("quantize_groups", {"GROUP": 128}),
     ("router", {}),
+    ("choose_experts", {}),
+    ("scale_rows", {}),
     ("combine_experts", {}),
     ("peak", {"FORMAT": 1, "WARPGROUPS": 1}),
 ]

@@ -23,7 +23,7 @@ pub mod recurrent;
 
 pub use codes::CodedMatrix;
 pub use error::{DeviceError, TensorError};
-use error::{no_adapters, no_codes, no_latents, no_layer_inputs, no_mlps_without_gates, no_recurrent_layers};
+use error::{no_adapters, no_codes, no_latents, no_layer_inputs, no_recurrent_layers};
 pub use experts::{ExpertGroups, ExpertInput, ExpertWeights, Routing, Score, SharedExpert};
 pub use format::{Dtype, KvFormat, Precision, Tensor};
 pub use kv::{HeadShape, KvPlace, KvShape, KvSpec};

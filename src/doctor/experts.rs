@@ -5,7 +5,8 @@ use super::operations::to_device_error;
 use super::tolerance::Tolerance;
 use super::{Comparison, Extent, Finding, compare};
 use crate::device::{
-    Activation, Device, DeviceError, ExpertInput, ExpertWeights, Linear, Routing, Score, SharedExpert, Tensor,
+    Activation, Device, DeviceError, ExpertGroups, ExpertInput, ExpertWeights, Linear, Routing, Score, SharedExpert,
+    Tensor,
 };
 
 /// A layer's experts, and the rows that go through them.
@@ -25,8 +26,9 @@ struct ExpertsCase {
     shared: Option<bool>,
 }
 
-fn cases(extent: Extent) -> Vec<ExpertsCase> {
-    let case = |tokens, [experts, per_token]: [usize; 2], [hidden, width]: [usize; 2]| ExpertsCase {
+/// Plain experts.
+fn case(tokens: usize, [experts, per_token]: [usize; 2], [hidden, width]: [usize; 2]) -> ExpertsCase {
+    ExpertsCase {
         tokens,
         experts,
         routing: Routing {
@@ -44,7 +46,58 @@ fn cases(extent: Extent) -> Vec<ExpertsCase> {
         has_correction: false,
         is_beside_mlp: false,
         shared: None,
-    };
+    }
+}
+
+/// Routing by sigmoids.
+fn by_sigmoids(per_token: usize) -> Routing {
+    Routing {
+        per_token,
+        score: Score::Sigmoid,
+        groups: None,
+        renormalized: true,
+        scale: 2.5,
+        scales_input: false,
+    }
+}
+
+/// Experts in groups, as Nemotron-H has them and DeepSeek-V2, and experts whose inputs are scaled, as Llama 4's.
+fn cases_of_routing() -> [ExpertsCase; 3] {
+    let groups = |count, chosen, best| Some(ExpertGroups { count, chosen, best });
+    let plain = case(9, [12, 4], [64, 64]);
+    [
+        ExpertsCase {
+            routing: Routing {
+                groups: groups(4, 2, 2),
+                ..by_sigmoids(3)
+            },
+            activation: Activation::SquaredRelu,
+            has_correction: true,
+            shared: Some(false),
+            ..case(9, [12, 3], [64, 64])
+        },
+        ExpertsCase {
+            routing: Routing {
+                groups: groups(3, 1, 1),
+                renormalized: false,
+                ..plain.routing
+            },
+            ..plain
+        },
+        ExpertsCase {
+            routing: Routing {
+                renormalized: false,
+                scale: 1.0,
+                scales_input: true,
+                ..by_sigmoids(2)
+            },
+            shared: Some(false),
+            ..case(9, [3, 2], [64, 64])
+        },
+    ]
+}
+
+fn cases(extent: Extent) -> Vec<ExpertsCase> {
     // These sizes are those of other checks, so that few kernels are compiled for them.
     let mut cases = vec![
         case(1, [3, 1], [64, 64]),
@@ -62,14 +115,7 @@ fn cases(extent: Extent) -> Vec<ExpertsCase> {
             ..case(9, [4, 4], [64, 64])
         },
         ExpertsCase {
-            routing: Routing {
-                per_token: 3,
-                score: Score::Sigmoid,
-                groups: None,
-                renormalized: true,
-                scale: 2.5,
-                scales_input: false,
-            },
+            routing: by_sigmoids(3),
             has_correction: true,
             shared: Some(false),
             ..case(9, [8, 3], [64, 64])
@@ -80,6 +126,7 @@ fn cases(extent: Extent) -> Vec<ExpertsCase> {
             ..case(9, [8, 3], [64, 64])
         },
     ];
+    cases.extend(cases_of_routing());
     if extent == Extent::Full {
         for tokens in [1, 64, 2048] {
             cases.push(case(tokens, [128, 8], [2048, 768]));
@@ -193,14 +240,18 @@ impl<D: Device> PreparedExperts<D> {
             biases: case.has_bias.then(|| TestTensor::new(seed + 1, 1, experts * rows, 0.5)),
             rows,
         };
-        let (gate_up, down) = ([2 * width, hidden], [hidden, width]);
+        let halves = if case.activation.has_gate() { 2 } else { 1 };
+        let (gate_up, down) = ([halves * width, hidden], [hidden, width]);
+        let plain = |parts: &[Tensor<'_>]| to_device_error(device.matrix(parts));
         let gated = |parts: &[Tensor<'_>]| {
+            if halves == 1 {
+                return plain(parts);
+            }
             let halves = parts
                 .iter()
                 .flat_map(|tensor| [0, width].map(|first| part(*tensor, first, width)));
             to_device_error(device.gated_matrix(&halves.collect::<Vec<_>>()))
         };
-        let plain = |parts: &[Tensor<'_>]| to_device_error(device.matrix(parts));
         let rows = experts + usize::from(case.shared == Some(true));
         let router = TestTensor::new(31, rows, hidden, 1.0);
         let correction = case.has_correction.then(|| TestTensor::new(37, 1, experts, 1.0));

@@ -91,8 +91,22 @@ impl TestModel {
     }
 }
 
+/// What layers of one part have, with experts of which every token uses every one.
+fn lone_parts() -> serde_json::Value {
+    serde_json::json!({"hybrid_override_pattern": "ME*-", "num_hidden_layers": 4, "n_routed_experts": 2,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 48,
+        "mamba_num_heads": 4, "mamba_head_dim": 32, "ssm_state_size": 10, "n_groups": 2, "conv_kernel": 3})
+}
+
+/// Experts beside plain MLPs, whose inputs are scaled, and a layer without rotation.
+fn llama4() -> serde_json::Value {
+    serde_json::json!({"num_local_experts": 2, "num_experts_per_tok": 2, "intermediate_size": 64,
+        "intermediate_size_mlp": 96, "interleave_moe_layer_step": 2, "no_rope_layers": [1, 0],
+        "attn_temperature_tuning": false})
+}
+
 /// Small models that together have all that families differ in: name, architecture, and what differs from the common keys.
-fn shapes() -> [(&'static str, &'static str, serde_json::Value); 20] {
+fn shapes() -> [(&'static str, &'static str, serde_json::Value); 22] {
     use serde_json::json;
     let capped = json!({"sliding_window": 40, "query_pre_attn_scalar": 4, "attn_logit_softcapping": 2.0,
         "final_logit_softcapping": 4.0});
@@ -160,6 +174,12 @@ fn shapes() -> [(&'static str, &'static str, serde_json::Value); 20] {
             delta_experts,
         ),
         ("granite 4, mamba-2", "GraniteMoeHybridForCausalLM", mamba),
+        (
+            "nemotron-h, layers of one part, squared ReLU",
+            "NemotronHForCausalLM",
+            lone_parts(),
+        ),
+        ("llama 4, inputs of experts scaled", "Llama4ForCausalLM", llama4()),
     ]
 }
 
@@ -229,7 +249,12 @@ pub fn families_in_codes() -> Result<Vec<TestModel>, ModelError> {
         };
         groups.into_iter().zip([32, 64]).map(with_groups).collect::<Vec<_>>()
     };
-    let chosen = ["llama", "qwen2, biases", "olmoe, experts, norms of all heads"];
+    let chosen = [
+        "llama",
+        "qwen2, biases",
+        "olmoe, experts, norms of all heads",
+        "nemotron-h, layers of one part, squared ReLU",
+    ];
     let chosen = shapes().into_iter().filter(|(name, ..)| chosen.contains(name));
     chosen.flat_map(coded).collect()
 }
@@ -239,7 +264,7 @@ fn is_product(name: &str) -> bool {
     !name.contains("embed") && !name.contains("head")
 }
 
-/// A model of two layers of this architecture, with what differs from the common keys.
+/// A model of two layers or more of this architecture, with what differs from the common keys.
 fn small_model(
     name: String,
     architecture: &str,

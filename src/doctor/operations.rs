@@ -297,7 +297,7 @@ pub(super) struct PreparedLinear<D: Device> {
 impl<D: Device> PreparedLinear<D> {
     pub(super) fn new(device: &D, input: &LinearInput) -> Result<PreparedLinear<D>, DeviceError> {
         let tensor = input.weight.tensor();
-        let weight = if input.gated.is_some() {
+        let weight = if input.gated.is_some_and(Activation::has_gate) {
             let (gate, up) = tensor.data.split_at(tensor.data.len() / 2);
             let half = |data| crate::device::Tensor {
                 rows: tensor.rows / 2,
@@ -355,6 +355,7 @@ pub(super) fn check_linears<D: Device>(
             ("linear", None),
             ("gated_linear", Some(Activation::Silu)),
             ("gated_linear, GELU", Some(Activation::GeluTanh)),
+            ("linear, squared ReLU", Some(Activation::SquaredRelu)),
         ] {
             // Gated operations are checked at widths whose halves are multiples of 16. Above 1000,
             // only 28672 is checked: the gate and up matrices of a published model.
@@ -379,7 +380,11 @@ pub(super) fn check_linears<D: Device>(
                 // The operands are exact in 8 bits.
                 None => Tolerance::matmul(),
             };
-            let width = if gated.is_some() { n / 2 } else { n };
+            let width = if gated.is_some_and(Activation::has_gate) {
+                n / 2
+            } else {
+                n
+            };
             let name = (operation, format, format!("{m} x {n} x {k}"));
             let mut finding = compare(name, tolerance, width, &want, &got);
             if m * n * k > 1 << 24 {

@@ -23,8 +23,8 @@ LARGE_HEADS = [(288, 1), (512, 1), (512, 2), (512, 4)]
 HOPPER_HEADS = [(dim, warps) for dim in (32, 64, 80, 96, 112, 128) for warps in (4, 8, 12)]
 # The bits of 50.0f.
 SOFT_CAP = 1112014848
-# Qwen3-Next, a wide value, Granite 4 and Nemotron-H 56B: sizes of recurrent layers.
-RECURRENT = [(0, 16, 32, 128, 128, 4, 512), (0, 4, 4, 32, 512, 1, 512), (1, 1, 128, 128, 64, 8, 512), (1, 8, 256, 256, 64, 8, 512)]
+# Qwen3-Next, a wide value, Granite 4, Nemotron-H 56B and Nemotron Nano 9B: sizes of recurrent layers.
+RECURRENT = [(0, 16, 32, 128, 128, 4, 512), (0, 4, 4, 32, 512, 1, 512), (1, 1, 128, 128, 64, 8, 512), (1, 8, 256, 256, 64, 8, 512), (1, 8, 128, 128, 80, 4, 320)]
 RECURRENT_MACROS = ("KIND", "KEY_HEADS", "VALUE_HEADS", "KEY_DIM", "VALUE_DIM", "LANES", "THREADS")
 MODEL = {"HEADS": 32, "KV_HEADS": 8, "BLOCK": 64, "WINDOW": 0}
 
@@ -45,7 +45,7 @@ def shapes(name, card):
     coded = [{"ROWS": rows, "GROUP_STEPS": steps} for rows in (16, 64, 128) for steps in (0, 1, 2, 3, 4, 8, 70)]
     return {
         "add_norm": [shape | {"DELTA_NORM": norm, "CENTERED": centered, "SCALED": scaled} for shape in rows for norm in (0, 1) for centered, scaled in ((0, 0), (1, 0), (0, 1))],
-        "gated": [shape | {"ACTIVATION": activation} for shape in rows for activation in (0, 1, 2)],
+        "gated": [shape | {"ACTIVATION": activation} for shape in rows for activation in (0, 1, 2, 3)],
         "gate_input": rows,
         "quantize": rows,
         "norm_heads": [shape | {"OUTPUT": 2} for shape in rows if shape["WIDTH"] <= 28672],

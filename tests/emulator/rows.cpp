@@ -158,6 +158,7 @@ const float ALPHA = 1.702f, LIMIT = 2;
 
 static double activated(double x) {
     const double pi = std::acos(-1.0);
+    if (ACTIVATION == 3) return std::max(x, 0.0);
     if (ACTIVATION == 2) x = std::min(x, double(LIMIT));
     return ACTIVATION == 1 ? x / 2 * (1 + std::tanh(std::sqrt(2 / pi) * (x + 0.044715 * x * x * x)))
                            : x / (1 + std::exp(-x * (ACTIVATION == 2 ? ALPHA : 1.0)));
@@ -169,23 +170,25 @@ static double factor(double up) {
 
 static void check_gated() {
     Bf16* pairs = random_rows(2 * COUNT);
+    // A row without gates has its up projection alone.
+    const size_t stride = GATES + WIDTH;
     // Gates far out, some of which have a cube that F32 has not.
     const float far[8] = {-3e38f, -1e15f, -1e4f, -20, -5, 0, 20, 1e15f};
-    for (int i = 0; i < 8; i++) pairs[size_t(COUNT - 1) * 2 * WIDTH + i] = to_bf16(far[i]);
+    for (int i = 0; i < 8; i++) pairs[(COUNT - 1) * stride + i] = to_bf16(far[i]);
     Output out;
     check::run(gated, COUNT, 1, THREADS, 0, 5, pairs, out.bytes, out.scales, ALPHA, LIMIT);
     check::Worst worst;
     for (int row = 0; row < COUNT; row++) {
-        const Bf16 *gate = pairs + size_t(row) * 2 * WIDTH, *up = gate + WIDTH;
+        const Bf16 *gate = pairs + row * stride, *up = gate + GATES;
         std::vector<double> want;
         for (int i = 0; i < WIDTH; i++) want.push_back(activated(widen(gate[i])) * factor(widen(up[i])));
         add_errors(worst, out, row, want, ACTIVATION == 2 ? 3 : 2);
     }
     check::expect(worst.fine(), "gated: %.2f of the error allowed", worst.part);
 
-    pairs[1 * 2 * WIDTH + WIDTH - 1] = NOT_A_NUMBER;
-    pairs[2 * 2 * WIDTH] = MINUS_INFINITY;
-    pairs[3 * 2 * WIDTH + 2 * WIDTH - 1] = MINUS_INFINITY;
+    pairs[1 * stride + WIDTH - 1] = NOT_A_NUMBER;
+    pairs[2 * stride] = MINUS_INFINITY;
+    pairs[4 * stride - 1] = MINUS_INFINITY;
     check::run(gated, COUNT, 1, THREADS, 0, 5, pairs, out.bytes, out.scales, ALPHA, LIMIT);
     // An infinite up that is bounded is finite.
     bool right = !tells(out, 0) && tells(out, 1) && tells(out, 2) && tells(out, 3) == (ACTIVATION != 2) && !tells(out, 4);

@@ -70,6 +70,7 @@ rows() {
         run rows OUTPUT=$format WIDTH=8 THREADS=128 DELTA_NORM=1 ACTIVATION=1 CENTERED=1 SCALED=1
         slow run rows OUTPUT=$format WIDTH=904 THREADS=128 DELTA_NORM=0 ACTIVATION=0 CENTERED=1
         run rows OUTPUT=$format WIDTH=4864 THREADS=256 DELTA_NORM=0 ACTIVATION=2 CENTERED=1 SCALED=1
+        run rows OUTPUT=$format WIDTH=1856 THREADS=128 DELTA_NORM=0 ACTIVATION=3
         slow run rows OUTPUT=$format WIDTH=28672 THREADS=1024 DELTA_NORM=0 ACTIVATION=1
         run rows OUTPUT=$format WIDTH=65536 THREADS=1024 DELTA_NORM=1 ACTIVATION=0
     done
@@ -87,6 +88,7 @@ recurrent() {
     recurrent_shape 0 3 3 9 80 4 4 320
     slow recurrent_shape 0 1 1 24 300 1 1 320
     recurrent_shape 1 1 3 128 64 4 8 512
+    slow recurrent_shape 1 2 4 128 80 4 4 320
     recurrent_shape 1 2 4 10 4 2 32 128
     slow recurrent_shape 1 1 2 256 64 4 8 512
 }

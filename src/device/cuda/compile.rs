@@ -11,7 +11,7 @@ use super::nvrtc::{Compiled, Nvrtc};
 use crate::device::DeviceError;
 
 /// Sources by stem; the stem is also the name of the kernel function.
-const SOURCES: [(&str, &str); 29] = [
+const SOURCES: [(&str, &str); 30] = [
     ("embed", include_str!("../../../kernels/embed.cu")),
     ("add_norm", include_str!("../../../kernels/add_norm.cu")),
     ("quantize", include_str!("../../../kernels/quantize.cu")),
@@ -30,6 +30,7 @@ const SOURCES: [(&str, &str); 29] = [
     ("router", include_str!("../../../kernels/router.cu")),
     ("choose_experts", include_str!("../../../kernels/choose_experts.cu")),
     ("sort_rows", include_str!("../../../kernels/sort_rows.cu")),
+    ("scale_rows", include_str!("../../../kernels/scale_rows.cu")),
     ("grouped_linear", include_str!("../../../kernels/grouped_linear.cu")),
     (
         "grouped_coded_linear",

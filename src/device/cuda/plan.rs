@@ -128,13 +128,12 @@ pub fn norm_heads(width: usize, tokens: usize) -> Launch {
     row_kernel("norm_heads", width, KernelFormat::Bf16, &[], tokens)
 }
 
-/// Launch over `rows` rows of `2 * width` values (gate and up).
+/// Launch over `rows` rows of `2 * width` values (gate and up), or of `width` without a gate.
 pub fn gated(width: usize, output: KernelFormat, activation: Activation, rows: usize) -> Launch {
     let activation = match activation {
         Activation::Silu => 0,
         Activation::GeluTanh => 1,
         Activation::ClampedSwiglu { .. } => 2,
-        // No kernel has it: it is refused before.
         Activation::SquaredRelu => 3,
     };
     row_kernel("gated", width, output, &[("ACTIVATION", activation)], rows)

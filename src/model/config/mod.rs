@@ -317,33 +317,16 @@ impl Config {
     /// # Errors
     /// The model has what GPUs do not compute, or their kernels do not take its heads.
     pub fn refuse_on_gpu(&self) -> Result<(), ModelError> {
-        let why = if self.has_lone_parts() {
-            "layers of one part"
-        } else if self.latent.is_some() {
-            "latents in place of keys and values"
-        } else if self
-            .experts
-            .as_ref()
-            .is_some_and(|experts| experts.routing.groups.is_some())
-        {
-            "groups of experts"
-        } else if self
-            .experts
-            .as_ref()
-            .is_some_and(|experts| experts.routing.scales_input)
-        {
-            "experts whose inputs are scaled"
-        } else {
-            if let Some(recurrent) = &self.recurrent {
-                cuda::check_recurrent(recurrent.shape)?;
-            }
-            let shapes = self.head_shapes();
-            return Ok(shapes.into_iter().try_for_each(cuda::check_heads)?);
-        };
-        Err(ModelError::Options(format!(
-            "{} does not run on a GPU yet, because it has {why}: use a CPU (`--device cpu`)",
-            self.family.name()
-        )))
+        if self.latent.is_some() {
+            return Err(ModelError::Options(format!(
+                "{} does not run on a GPU yet, because it has latents in place of keys and values: use a CPU (`--device cpu`)",
+                self.family.name()
+            )));
+        }
+        if let Some(recurrent) = &self.recurrent {
+            cuda::check_recurrent(recurrent.shape)?;
+        }
+        Ok(self.head_shapes().into_iter().try_for_each(cuda::check_heads)?)
     }
 
     /// How the checkpoint stores experts.
