@@ -48,8 +48,19 @@ pub(crate) fn is_on_card(test: &str, card: &str) -> bool {
     false
 }
 
-/// Random weights, with states that fade over some tens of tokens.
-struct Weights;
+/// Random weights, with states that fade over some tens of tokens, and scores of Gemma 4, which no factor makes smaller, of a few
+/// units.
+struct Weights {
+    has_small_scores: bool,
+}
+
+impl Weights {
+    fn of(config: &Config) -> Weights {
+        Weights {
+            has_small_scores: config.layer_scalars,
+        }
+    }
+}
 
 impl WeightSource for Weights {
     fn tensor(&self, name: &str, rows: Option<usize>, columns: usize) -> Result<StoredTensor<'_>, ModelError> {
@@ -61,6 +72,8 @@ impl WeightSource for Weights {
             match rows {
                 _ if name.ends_with("A_log") => -3.0 + x,
                 _ if name.ends_with("conv1d.weight") => x,
+                _ if name.ends_with("layer_scalar") => 1.0 + 0.3 * x,
+                None if self.has_small_scores && (name.contains("q_norm") || name.contains("k_norm")) => 0.5 + 0.2 * x,
                 // Some norms are stored less one; then weights are from 1.5 to 2.5.
                 None if name.contains("norm") => 1.0 + 0.5 * x,
                 None => 0.5 * x,
@@ -234,7 +247,7 @@ fn on_card(config: &Config, formats: (Precision, KvFormat), schedule: &Schedule,
     let (precision, kv_format) = formats;
     let card = Cuda::open(0, precision, kv_format, MatmulBackend::Kernels).unwrap();
     let load = options(precision, kv_format, schedule.blocks);
-    let model = Transformer::on_device(card, config.clone(), &Weights, &load).unwrap();
+    let model = Transformer::on_device(card, config.clone(), &Weights::of(config), &load).unwrap();
     answers(Box::new(model), schedule, rows)
 }
 
@@ -263,7 +276,7 @@ pub(crate) fn check(name: &str, config: &Config, precision: Precision, kv_format
         return;
     }
     let reference = options(Precision::F32, KvFormat::F32, 64);
-    let reference = Transformer::from_weights(config.clone(), &Weights, &reference).unwrap();
+    let reference = Transformer::from_weights(config.clone(), &Weights::of(config), &reference).unwrap();
     let reference = answers(Box::new(reference), &SCHEDULES[1], (&all, NEW_TOKENS)).rows;
     // Rounding may decide between tokens that are nearly as likely; what follows then is another text.
     let (mut same, mut worst) = (0, 0.0f32);
@@ -352,7 +365,7 @@ fn states_share_the_memory_that_is_left() {
             sequences,
             bytes,
         };
-        Transformer::on_device(card, config.clone(), &Weights, &options)
+        Transformer::on_device(card, config.clone(), &Weights::of(&config), &options)
     };
     let state = config.state_bytes();
     // A block has keys and values of 64 tokens of one head of 16 numbers, in BF16.
