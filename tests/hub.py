@@ -111,15 +111,17 @@ class Server:
 
 def send_range(handler, content, headers, after=None, pause=0.0, ignores_range=False):
     """Sends the content, or the part that is asked for; cuts the connection `after` so many bytes; returns how many were sent."""
-    start = re.fullmatch(r"bytes=(\d+)-", handler.headers.get("Range", ""))
-    start = 0 if start is None or ignores_range else int(start[1])
-    rest = content[start:]
+    start, end = 0, len(content)
+    asked = re.fullmatch(r"bytes=(\d+)-(\d*)", handler.headers.get("Range", ""))
+    if asked and not ignores_range:
+        start, end = int(asked[1]), int(asked[2]) + 1 if asked[2] else end
+    rest = content[start:end]
     status = 206 if start else 200
     handler.send_response(status)
     for name, value in headers:
         handler.send_header(name, value)
     if start:
-        handler.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
+        handler.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(content)}")
     handler.send_header("Content-Length", str(len(rest)))
     handler.end_headers()
     sent = 0
