@@ -137,7 +137,7 @@ def send_range(handler, content, headers, after=None, pause=0.0, ignores_range=F
 
 
 def starts(requests):
-    """The first byte that each request asks for. What a server has sent says less: bytes in buffers when a connection ends are lost."""
+    """The first byte that each request asks for."""
     return [int(headers.get("range", "bytes=0-")[6:].partition("-")[0]) for _, _, headers in requests]
 
 
@@ -229,7 +229,7 @@ class Bucket(Server):
 
     def __init__(self):
         super().__init__()
-        self.files, self.cuts, self.replace = demo_files(), [], None
+        self.files, self.cuts, self.sent, self.replace = demo_files(), [], 0, None
 
     def answer(self, handler):
         url = urllib.parse.urlsplit(handler.path)
@@ -255,7 +255,9 @@ class Bucket(Server):
             return handler.reply(412)
         headers = [("ETag", etag), ("Last-Modified", email.utils.formatdate(1767323045, usegmt=True))]
         after = self.cuts.pop(0) if self.cuts and name == WEIGHTS else None
-        send_range(handler, content, headers, after)
+        sent = send_range(handler, content, headers, after)
+        with self.lock:
+            self.sent += sent if name == WEIGHTS else 0
 
 
 class Place:
@@ -360,12 +362,14 @@ def fetched(program):
 
 def resumed(program):
     """Cut connections and killed processes cost no byte twice."""
+    size = len(demo_files()[WEIGHTS])
     with hub_place(program) as (hub, place):
         hub.cdn.cuts = [1 << 20, 1 << 20]
         place.run("plan", place.job, "--limit", "3")
         # What was on its way when a connection ended comes again, and no more.
         asked = starts(hub.cdn.requests)
         assert len(asked) == 3 and all(1 << 19 < b - a <= 1 << 20 for a, b in zip(asked, asked[1:])), asked
+        assert size <= hub.cdn.sent < size + (1 << 20), (hub.cdn.sent, size)
     with hub_place(program) as (hub, place):
         hub.cdn.pause = 0.05
         process = place.start("plan", place.job, "--limit", "3")
@@ -595,6 +599,7 @@ def inspected(program):
 
 def bucket(program):
     """A model in a bucket is fetched once, resumed, and of one version."""
+    size = len(demo_files()[WEIGHTS])
     with tempfile.TemporaryDirectory(prefix="gristmill-hub-") as folder:
         store = Bucket()
         place = Place(program, folder, "http://127.0.0.1:1", "s3://models/tickets")
@@ -606,6 +611,7 @@ def bucket(program):
         # What was on its way when the connection ended comes again, and no more.
         asked = starts(store.asked(WEIGHTS))
         assert asked[0] == 0 < 1 << 19 < asked[1] <= 1 << 20 and asked == sorted(set(asked)), asked
+        assert size <= store.sent < size + (1 << 20), (store.sent, size)
         fetched = [path.read_bytes() for path in (place.folder / "cache/models").glob(f"*/*/{WEIGHTS}")]
         assert fetched == [store.files[WEIGHTS]], [len(content) for content in fetched]
         store.forget()
