@@ -3,7 +3,7 @@
 //
 // WIDTH, THREADS, OUTPUT: see rows.cuh. DELTA_NORM: 1 if delta is normalised first (Gemma 2, 2024),
 // else 0. CENTERED: 1 if the mean is subtracted from the sum before it is normalised (Ba et al. 2016),
-// else 0. residual, delta: [rows][WIDTH] BF16; without DELTA_NORM, delta may be null. weight,
+// else 0. SCALED: 1 if the sum is multiplied by `factor` (Gemma 4, 2026), else 0. residual, delta: [rows][WIDTH] BF16; without DELTA_NORM, delta may be null. weight,
 // delta_weight (read with DELTA_NORM): [WIDTH] F32. picked: null, or for each row of out the row of
 // residual and delta that it comes from; residual is then not written.
 #include "ptx.cuh"
@@ -11,6 +11,9 @@
 
 #ifndef CENTERED
 #define CENTERED 0
+#endif
+#ifndef SCALED
+#define SCALED 0
 #endif
 // Without this bound, the compiler saves registers for two blocks of 1024 threads, and spills some.
 #if THREADS == 1024
@@ -21,7 +24,7 @@
 
 extern "C" __global__ void __launch_bounds__(BOUNDS)
     add_norm(Bf16* residual, const Bf16* delta, const float* delta_weight, const float* weight, const u32* picked, float eps,
-             void* out, float* scales) {
+             float factor, void* out, float* scales) {
     __shared__ float scratch[2 + DELTA_NORM + CENTERED][WARPS];
     u64 from = u64(picked ? picked[blockIdx.x] : blockIdx.x) * WIDTH;
     Row row;
@@ -61,7 +64,12 @@ extern "C" __global__ void __launch_bounds__(BOUNDS)
             for (int i = 0; i < 8; i++) d[i] = round_bf16(d[i]);
 #endif
 #pragma unroll
-            for (int i = 0; i < 8; i++) x[i] = round_bf16(x[i] + d[i]);
+            for (int i = 0; i < 8; i++) {
+                x[i] = round_bf16(x[i] + d[i]);
+#if SCALED
+                x[i] = round_bf16(x[i] * factor);
+#endif
+            }
             row.vectors[v] = pack(x);
             if (!picked) *(Vec16*)(residual + from + column_of(v)) = row.vectors[v];
         }

@@ -2,12 +2,13 @@
 // its chunks, decode, and prefixes that several sequences share, by the items of a plan
 // (src/device/cuda/items.rs).
 //
-// HEADS, KV_HEADS (divides HEADS), HEAD_DIM (a multiple of 16 up to 128, of 32 up to 256). BLOCK:
+// HEADS, KV_HEADS (divides HEADS), HEAD_DIM (a multiple of 16 up to 128, of 32 up to 512). BLOCK:
 // tokens per KV block (a multiple of 32). STORE: 0 INT8, 1 FP8 (E4M3), 2 BF16, as in rope_store.cu.
-// ROW_WARPS: warps per thread block, each with 16 rows. WINDOW: number of positions that a query
-// attends to, 0: all. SOFT_CAP: if defined, the bits of a float cap: scores become cap tanh(score /
-// cap) (Gemma 2, 2024). STAGES: KV blocks in flight, 2, or 1 if two need more shared memory than a
-// card has.
+// ROW_WARPS: groups of 16 rows per thread block, each with a warp, or with a TEAM of two. WINDOW:
+// number of positions that a query attends to, 0: all. SOFT_CAP: if defined, the bits of a float cap:
+// scores become cap tanh(score / cap) (Gemma 2, 2024). STAGE_TOKENS: tokens of a block that are loaded
+// at once (a multiple of 32 that divides BLOCK). STAGES: how many times as many are in flight, 2, or 1
+// if two need more shared memory than a card has.
 // Shared memory: STAGES * STAGE_BYTES + QUERY_BYTES.
 //
 // A thread block computes an item for one key-value head. Its rows are queries times the GROUP
@@ -26,7 +27,17 @@
 #include "ptx.cuh"
 #include "attention.cuh"
 
-#define THREADS (ROW_WARPS * 32)
+// Registers do not hold 16 rows' sums of more than 256 dimensions. Two warps share them then: each
+// computes the scores of half of the tokens, gives them to the other by way of shared memory, and adds
+// up half of the dimensions. (Keys that are longer than their values would need no more than a number
+// of their own beside HEAD_DIM: what a warp computes of scores does not depend on its dimensions.)
+#if HEAD_DIM > 256
+#define TEAM 2
+#else
+#define TEAM 1
+#endif
+#define OWN_DIMS (HEAD_DIM / TEAM)
+#define THREADS (ROW_WARPS * TEAM * 32)
 #define STAGE_BYTES (KEY_BYTES + VALUE_BYTES + SCALE_BYTES)
 // The sums of large heads fill the registers. So their queries are kept in shared memory, laid out
 // like keys, and `unroll` and `__syncwarp` keep the compiler from starting more products at once
@@ -53,8 +64,11 @@
 #endif
 const int KEY_UNROLL = LARGE ? 2 : KEY_STEPS;
 
-static_assert(HEAD_DIM % (LARGE ? 32 : 16) == 0 && HEAD_DIM <= 256, "HEAD_DIM is a multiple of 16 up to 128, and of 32 up to 256");
-static_assert(BLOCK % SPAN == 0, "a block is whole spans");
+static_assert(HEAD_DIM % (LARGE ? 32 : 16) == 0 && HEAD_DIM <= 512, "HEAD_DIM is a multiple of 16 up to 128, and of 32 up to 512");
+static_assert(BLOCK % STAGE_TOKENS == 0 && STAGE_TOKENS % SPAN == 0, "a block is whole stages, and a stage whole spans");
+// What a team exchanges takes the place of the span's keys.
+#define EXCHANGED_BYTES (SPAN * 16 * 4)
+static_assert(TEAM == 1 || ROW_WARPS * EXCHANGED_BYTES <= SPAN * KEY_ROW, "scores fit where keys were");
 static_assert(HEADS % KV_HEADS == 0 && GROUP <= ROW_WARPS * 16, "the heads that share a key-value head have a row each");
 
 __device__ inline void multiply_add(Sum (&c)[4], const u32 (&a)[4], const u32* b) {
@@ -67,12 +81,38 @@ __device__ inline void multiply_add(Sum (&c)[4], const u32 (&a)[4], const u32* b
 #endif
 }
 
-template <int BYTES, int ROWS, bool DEALT = false> __device__ inline void copy_rows(u8* to, const u8* from) {
+// Copies ROWS rows of BYTES bytes, which are FROM_BYTES apart.
+template <int BYTES, int ROWS, int FROM_BYTES, bool DEALT = false> __device__ inline void copy_rows(u8* to, const u8* from) {
     for (u32 task = threadIdx.x; task < ROWS * BYTES / 16; task += THREADS) {
         u32 row = task / (BYTES / 16), part = task % (BYTES / 16);
-        copy_async(to + place<BYTES, DEALT>(row, part), from + task * 16, 16);
+        copy_async(to + place<BYTES, DEALT>(row, part), from + (FROM_BYTES == BYTES ? task * 16 : row * FROM_BYTES + part * 16), 16);
     }
 }
+
+#if TEAM > 1
+// Completes the weights of a span, of which a member of a team has computed its own, at the front. A
+// lane has the same rows in both warps.
+__device__ inline void exchange(u8* at, int member, int lane, float (&weights)[SPAN / 8][4]) {
+    const int OWN = SPAN / 8 / TEAM;
+    Vec16* vectors = (Vec16*)at;
+    // Before this barrier, keys are read; after the next one, all scores are there.
+    __syncthreads();
+#pragma unroll
+    for (int t = 0; t < OWN; t++) {
+        Vec16 own;
+#pragma unroll
+        for (int i = 0; i < 4; i++) own.words[i] = float_to_bits(weights[t][i]);
+        vectors[(member * OWN + t) * 32 + lane] = own;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int t = 0; t < SPAN / 8; t++) {
+        Vec16 four = vectors[t * 32 + lane];
+#pragma unroll
+        for (int i = 0; i < 4; i++) weights[t][i] = bits_to_float(four.words[i]);
+    }
+}
+#endif
 
 extern "C" __global__ void __launch_bounds__(BOUNDS)
     attention(const Bf16* qkv, const u8* keys, const u8* values, const float* key_scales, const float* value_scales,
@@ -81,26 +121,29 @@ extern "C" __global__ void __launch_bounds__(BOUNDS)
     DYNAMIC_SHARED(shared);
     const Item& item = items[blockIdx.x];
     int to = int(item.to), head = int(blockIdx.y);
-    int lane = int(threadIdx.x % 32), first_row = int(threadIdx.x / 32 * 16);
+    int lane = int(threadIdx.x % 32), first_row = int(threadIdx.x / (TEAM * 32) * 16), member = int(threadIdx.x / 32 % TEAM);
     const u32* table = tables + item.table;
-    int first_block = int(item.from) / BLOCK, blocks = (to + BLOCK - 1) / BLOCK;
+    const int PER_BLOCK = BLOCK / STAGE_TOKENS;
+    int first_stage = int(item.from) / STAGE_TOKENS, stages = (to + STAGE_TOKENS - 1) / STAGE_TOKENS;
 
-    auto fetch = [&](int block) {
-        if (block < blocks) {
-            u64 from = u64(table[block]) * KV_HEADS + head;
-            u8* stage = shared + block % STAGES * STAGE_BYTES;
-            copy_rows<KEY_ROW, BLOCK, STORE != 2>(stage, keys + from * KEY_BYTES);
-            copy_rows<VALUE_ROW, HEAD_DIM>(stage + KEY_BYTES, values + from * VALUE_BYTES);
+    auto fetch = [&](int at) {
+        if (at < stages) {
+            u32 block = table[at / PER_BLOCK], inner = at % PER_BLOCK;
+            u64 from = head_at(block, head);
+            u8* stage = shared + at % STAGES * STAGE_BYTES;
+            copy_rows<KEY_ROW, STAGE_TOKENS, KEY_ROW, STORE != 2>(stage, keys + from + inner * KEY_BYTES);
+            copy_rows<VALUE_ROW, HEAD_DIM, BLOCK * SIZE>(stage + KEY_BYTES, values + from + inner * VALUE_ROW);
 #if STORE != 2
-            for (u32 part = threadIdx.x; part < BLOCK / 2; part += THREADS) {
-                const float* scales = part < BLOCK / 4 ? key_scales : value_scales;
-                copy_async(stage + KEY_BYTES + VALUE_BYTES + part * 16, scales + from * BLOCK + part % (BLOCK / 4) * 4, 16);
+            u64 from_scale = scales_at(block, head) + inner * STAGE_TOKENS;
+            for (u32 part = threadIdx.x; part < STAGE_TOKENS / 2; part += THREADS) {
+                const float* scales = part < STAGE_TOKENS / 4 ? key_scales : value_scales;
+                copy_async(stage + KEY_BYTES + VALUE_BYTES + part * 16, scales + from_scale + part % (STAGE_TOKENS / 4) * 4, 16);
             }
 #endif
         }
         copy_group();
     };
-    for (int block = first_block; block < first_block + STAGES - 1; block++) fetch(block);
+    for (int at = first_stage; at < first_stage + STAGES - 1; at++) fetch(at);
 
     // The lane's two rows.
     int limits[2];
@@ -108,6 +151,7 @@ extern "C" __global__ void __launch_bounds__(BOUNDS)
 #if LARGE
     u8* query_rows = shared + STAGES * STAGE_BYTES;
     auto set_query = [&](int k, int side, int half, u32 word) {
+        if (member > 0) return;
         *(u32*)(query_rows + place<KEY_ROW>(first_row + half * 8 + lane / 4, k * 2 + side) + lane % 4 * 4) = word;
     };
 #else
@@ -116,34 +160,35 @@ extern "C" __global__ void __launch_bounds__(BOUNDS)
 #endif
     load_queries<false>(item, qkv, queries, positions, scale, head, first_row, lane, limits, row_scales, set_query);
 
-    float sums[HEAD_DIM / 8][4] = {};
+    float sums[OWN_DIMS / 8][4] = {};
     float largest[2] = {LOWEST, LOWEST}, totals[2] = {0, 0};
-    for (int block = first_block; block < blocks; block++) {
-        fetch(block + STAGES - 1);
+    for (int at = first_stage; at < stages; at++) {
+        fetch(at + STAGES - 1);
         copy_wait<STAGES - 1>();
 #if STORE != 0
         // A weight of zero times NaN is NaN, so values beyond the end must be zeroed. A byte of
         // INT8 always is a number.
-        int end = to - block * BLOCK;
-        if (end < BLOCK) {
-            u8* values_at = shared + block % STAGES * STAGE_BYTES + KEY_BYTES;
+        int end = to - at * STAGE_TOKENS;
+        if (end < STAGE_TOKENS) {
+            u8* values_at = shared + at % STAGES * STAGE_BYTES + KEY_BYTES;
             clear_values<THREADS>(end, [&](u32 row, u32 part) { return values_at + place<VALUE_ROW>(row, part); });
         }
 #endif
         __syncthreads();
-        const u8* key_stage = shared + block % STAGES * STAGE_BYTES;
+        u8* key_stage = shared + at % STAGES * STAGE_BYTES;
         const u8* value_stage = key_stage + KEY_BYTES;
 #if STORE != 2
         const float* block_scales = (const float*)(value_stage + VALUE_BYTES);
 #endif
 
 #pragma unroll 1
-        for (int span = 0; span < BLOCK; span += SPAN) {
-            // Scores of 16 rows and the span's tokens.
+        for (int span = 0; span < STAGE_TOKENS; span += SPAN) {
+            // Scores of 16 rows and the span's tokens, of which a member of a team computes its own first.
             float weights[SPAN / 8][4];
-            float most[2] = {largest[0], largest[1]};
+            const int OWN_PAIRS = SPAN / 16 / TEAM;
 #pragma unroll
-            for (int pair = 0; pair < SPAN / 16; pair++) {
+            for (int pair = 0; pair < OWN_PAIRS; pair++) {
+                int first_token = span + (member * OWN_PAIRS + pair) * 16;
                 Sum scores[2][4] = {};
 #pragma unroll KEY_UNROLL
                 for (int k = 0; k < KEY_STEPS; k++) {
@@ -151,7 +196,7 @@ extern "C" __global__ void __launch_bounds__(BOUNDS)
                     // In the half step, the queries are zero, so any keys may be read.
                     bool half_step = KEY_ROW / 16 % 2 == 1 && k == KEY_STEPS - 1;
                     int part = k * 2 + (half_step ? 0 : lane / 8 % 2);
-                    load_matrices(b, key_stage + (span + pair * 16) * KEY_ROW + place<KEY_ROW, STORE != 2>(token_of(lane / 16, lane % 8), part));
+                    load_matrices(b, key_stage + first_token * KEY_ROW + place<KEY_ROW, STORE != 2>(token_of(lane / 16, lane % 8), part));
 #if LARGE
                     u32 a[4];
                     load_matrices(a, query_rows + place<KEY_ROW>(first_row + lane % 16, k * 2 + lane / 16));
@@ -165,7 +210,7 @@ extern "C" __global__ void __launch_bounds__(BOUNDS)
                 for (int t = 0; t < 2; t++)
 #pragma unroll
                     for (int i = 0; i < 4; i++) {
-                        int token = span + token_of(pair * 2 + t, lane % 4 * 2 + i % 2), position = block * BLOCK + token, half = i / 2;
+                        int token = first_token + token_of(t, lane % 4 * 2 + i % 2), position = at * STAGE_TOKENS + token, half = i / 2;
                         float score = float(scores[t][i]) * row_scales[half];
 #if STORE != 2
                         score *= block_scales[token];
@@ -180,9 +225,16 @@ extern "C" __global__ void __launch_bounds__(BOUNDS)
 #endif
                         // A NaN score makes the result NaN, too.
                         weights[pair * 2 + t][i] = seen ? score : LOWEST;
-                        most[half] = fmaxf(most[half], weights[pair * 2 + t][i]);
                     }
             }
+#if TEAM > 1
+            exchange(key_stage + span * KEY_ROW + first_row / 16 * EXCHANGED_BYTES, member, lane, weights);
+#endif
+            float most[2] = {largest[0], largest[1]};
+#pragma unroll
+            for (int t = 0; t < SPAN / 8; t++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) most[i / 2] = fmaxf(most[i / 2], weights[t][i]);
             float shrink[2];
 #if STORE != 2
             // Weights are multiplied by `inverse` before rounding, and their sums by `back`.
@@ -204,7 +256,7 @@ extern "C" __global__ void __launch_bounds__(BOUNDS)
                     float weight = x == LOWEST ? 0.0f : expf(x - largest[half]);
                     totals[half] += weight;
 #if STORE != 2
-                    weight *= block_scales[BLOCK + span + token_of(t, lane % 4 * 2 + i % 2)];
+                    weight *= block_scales[STAGE_TOKENS + span + token_of(t, lane % 4 * 2 + i % 2)];
                     // The scale of a position that was never written may be anything.
                     weight = x == LOWEST ? 0.0f : weight;
                     inverse[half] = larger_or_nan(inverse[half], weight);
@@ -238,8 +290,8 @@ extern "C" __global__ void __launch_bounds__(BOUNDS)
 #endif
                     }
 #pragma unroll
-            for (int pair = 0; pair < HEAD_DIM / 16; pair++) {
-                if (LARGE && pair % 2 == 0) __syncwarp();
+            for (int pair = 0; pair < OWN_DIMS / 16; pair++) {
+                if (LARGE) __syncwarp();
 #if STORE == 2
 #pragma unroll
                 for (int i = 0; i < 8; i++) sums[pair * 2 + i / 4][i % 4] *= shrink[i % 4 / 2];
@@ -251,7 +303,7 @@ extern "C" __global__ void __launch_bounds__(BOUNDS)
                 for (int k = 0; k < SPAN * SIZE / 32; k++) {
                     u32 b[4];
                     int row = lane / 16 * 8 + lane % 8, part = span * SIZE / 16 + k * 2 + lane / 8 % 2;
-                    load_matrices(b, value_stage + pair * 16 * VALUE_ROW + place<VALUE_ROW>(row, part));
+                    load_matrices(b, value_stage + (member * OWN_DIMS + pair * 16) * VALUE_ROW + place<VALUE_ROW>(row, part));
                     multiply_add(products[0], a[k], b);
                     multiply_add(products[1], a[k], b + 2);
                 }
@@ -274,6 +326,6 @@ extern "C" __global__ void __launch_bounds__(BOUNDS)
         if (limits[half] < 0) continue;
         int row = first_row + half * 8 + lane / 4;
         auto sum = [&](int t, int i) { return sums[t][half * 2 + i]; };
-        write_row(item, queries, head, row, lane, sum, largest[half], totals[half], sinks, out, part_sums, part_states);
+        write_row<OWN_DIMS>(item, queries, head, row, lane, member * OWN_DIMS, sum, largest[half], totals[half], sinks, out, part_sums, part_states);
     }
 }

@@ -172,10 +172,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, SHARING)
     // Begins to copy a KV block to a stage.
     auto fetch = [&](int block, int at) {
         if (block < blocks) {
-            u64 from = u64(table[block]) * KV_HEADS + head;
+            u64 from = head_at(table[block], head);
             u8* stage = shared + at * TILE_BYTES;
-            const u8* block_keys = keys + from * KEY_BYTES + key_from;
-            const u8* block_values = values + from * VALUE_BYTES + threadIdx.x * 16;
+            const u8* block_keys = keys + from + key_from;
+            const u8* block_values = values + from + threadIdx.x * 16;
             if (key_part < KEY_PADDED / 16)
 #pragma unroll
                 for (u32 row = 0; row < BLOCK; row += KEY_ROWS)
@@ -188,7 +188,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, SHARING)
 #if STORE != 2
             if (threadIdx.x < BLOCK / 2) {
                 const float* scales = threadIdx.x < BLOCK / 4 ? key_scales : value_scales;
-                copy_async(shared_scales + at * SCALE_BYTES + threadIdx.x * 16, scales + from * BLOCK + threadIdx.x % (BLOCK / 4) * 4, 16);
+                copy_async(shared_scales + at * SCALE_BYTES + threadIdx.x * 16, scales + scales_at(table[block], head) + threadIdx.x % (BLOCK / 4) * 4, 16);
             }
 #endif
         }
@@ -338,6 +338,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, SHARING)
         int row = anew(first_row + half * 8 + lane / 4);
         if (row >= int(item.queries) * GROUP) continue;
         auto sum = [&](int t, int i) { return sums[t * 4 + half * 2 + i]; };
-        write_row(item, queries, head, row, lane, sum, largest[half] * LN_2, totals[half], sinks, out, part_sums, part_states);
+        write_row<HEAD_DIM>(item, queries, head, row, lane, 0, sum, largest[half] * LN_2, totals[half], sinks, out, part_sums, part_states);
     }
 }

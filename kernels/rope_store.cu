@@ -2,7 +2,10 @@
 // 2021), and stores keys and values in their KV blocks; one warp per head of a token.
 //
 // HEADS, KV_HEADS, HEAD_DIM (even), BLOCK: tokens of a block. STORE: 0 INT8, 1 FP8 (E4M3), 2 BF16.
-// qkv: [tokens][HEADS q, KV_HEADS k, KV_HEADS v][HEAD_DIM] BF16; queries are rotated in place.
+// VALUE_NORM: 1 if values are normalised, too, by a norm without weights (Gemma 4, 2026). ROW_HEADS,
+// BLOCK_BYTES, BLOCK_SCALES: see kv_blocks.cuh.
+// qkv: [tokens][HEADS q, KV_HEADS k, KV_HEADS v][HEAD_DIM] BF16; queries are rotated in place. Rows
+// may be of queries alone; then nothing is stored.
 // rotations: [positions][cosines, sines: HEAD_DIM]. slots: [tokens], block * BLOCK + offset in the
 // block. q_norm, k_norm: [HEAD_DIM] F32, or null.
 // keys: [block][kv head][offset][HEAD_DIM]. values: [block][kv head][HEAD_DIM][offset], because
@@ -15,7 +18,11 @@
 // Dimension d is paired with d + HEAD_DIM / 2: (a, b) -> (a cos - b sin, b cos + a sin).
 #include "ptx.cuh"
 #include "types.cuh"
+#include "kv_blocks.cuh"
 
+#ifndef VALUE_NORM
+#define VALUE_NORM 0
+#endif
 #define WARPS 4
 #define HALF (HEAD_DIM / 2)
 #define PAIRS ((HALF + 31) / 32)
@@ -36,15 +43,16 @@ struct Head {
     for (int p = 0, d = int(threadIdx.x) % 32; p < PAIRS; p++, d += 32)                                                          \
         if (d < HALF)
 
-__device__ inline void normalise(Head& head, const float* weight, float eps) {
+// Normalises a head. WEIGHTED: whether `weight` is there.
+template <bool WEIGHTED> __device__ inline void normalise(Head& head, const float* weight, float eps) {
     float squares = 0;
 #pragma unroll
     FOR_PAIRS(p, d) squares = fmaf(head.low[p], head.low[p], fmaf(head.high[p], head.high[p], squares));
     float scale = 1.0f / sqrtf(reduce(squares, [](float a, float b) { return a + b; }) / HEAD_DIM + eps);
 #pragma unroll
     FOR_PAIRS(p, d) {
-        head.low[p] = round_bf16(head.low[p] * scale * weight[d]);
-        head.high[p] = round_bf16(head.high[p] * scale * weight[HALF + d]);
+        head.low[p] = round_bf16(WEIGHTED ? head.low[p] * scale * weight[d] : head.low[p] * scale);
+        head.high[p] = round_bf16(WEIGHTED ? head.high[p] * scale * weight[HALF + d] : head.high[p] * scale);
     }
 }
 
@@ -117,11 +125,12 @@ __device__ inline bool in_a_run(const u32* slots, int token, int tokens) {
 }
 
 // Writes the values of RUN tokens from `from` on, 16 bytes per dimension at once.
-__device__ inline void store_run(const Bf16* from, Stored* to, float* scales) {
+__device__ inline void store_run(const Bf16* from, Stored* to, float* scales, float eps) {
     Vec16 low[PAIRS] = {}, high[PAIRS] = {};
 #pragma unroll
     for (int i = 0; i < RUN; i++) {
-        Head head = load(from + u64(i) * (HEADS + 2 * KV_HEADS) * HEAD_DIM);
+        Head head = load(from + u64(i) * ROW_HEADS * HEAD_DIM);
+        if (VALUE_NORM) normalise<false>(head, nullptr, eps);
         scale_down(head, scales + i);
         const int word = i * int(sizeof(Stored)) / 4, shift = i * int(sizeof(Stored)) % 4 * 8;
 #pragma unroll
@@ -137,22 +146,26 @@ __device__ inline void store_run(const Bf16* from, Stored* to, float* scales) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32, 4)
+// A multiprocessor has registers for this number of thread blocks at least.
+#define BLOCKS_MIN (HEAD_DIM > 256 ? 2 : 4)
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_MIN)
     rope_store(Bf16* qkv, const float* rotations, const u32* positions, const u32* slots, const float* q_norm, const float* k_norm,
-               float eps, void* keys, void* values, float* key_scales, float* value_scales) {
+               float eps, float value_eps, void* keys, void* values, float* key_scales, float* value_scales) {
     int token = int(blockIdx.x), at = int(blockIdx.y) * WARPS + int(threadIdx.x) / 32;
-    if (at >= HEADS + 2 * KV_HEADS) return;
-    Bf16* from = qkv + (u64(token) * (HEADS + 2 * KV_HEADS) + at) * HEAD_DIM;
+    if (at >= ROW_HEADS) return;
+    Bf16* from = qkv + (u64(token) * ROW_HEADS + at) * HEAD_DIM;
+    u32 block = slots[token] / BLOCK, place = slots[token] % BLOCK;
     if (at >= HEADS + KV_HEADS) {
-        u32 place = slots[token] % BLOCK;
-        u64 first = u64(slots[token] / BLOCK) * KV_HEADS + at - HEADS - KV_HEADS;
-        Stored* to = (Stored*)values + first * HEAD_DIM * BLOCK + place;
-        float* scales = value_scales + first * BLOCK + place;
+        int kv = at - HEADS - KV_HEADS;
+        Stored* to = (Stored*)((u8*)values + head_at(block, kv)) + place;
+        float* scales = value_scales + scales_at(block, kv) + place;
         if (in_a_run(slots, token, int(gridDim.x))) {
-            if (place % RUN == 0) store_run(from, to, scales);
+            if (place % RUN == 0) store_run(from, to, scales, value_eps);
             return;
         }
         Head head = load(from);
+        if (VALUE_NORM) normalise<false>(head, nullptr, value_eps);
         scale_down(head, scales);
 #pragma unroll
         FOR_PAIRS(p, d) {
@@ -163,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 4)
     }
     Head head = load(from);
     const float* norm = at < HEADS ? q_norm : k_norm;
-    if (norm) normalise(head, norm, eps);
+    if (norm) normalise<true>(head, norm, eps);
     const float* rotation = rotations + u64(positions[token]) * HEAD_DIM;
 #pragma unroll
     FOR_PAIRS(p, d) {
@@ -179,9 +192,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 4)
         }
         return;
     }
-    u64 row = (u64(slots[token] / BLOCK) * KV_HEADS + at - HEADS) * BLOCK + slots[token] % BLOCK;
-    scale_down(head, key_scales + row);
-    Stored* to = (Stored*)keys + row * HEAD_DIM;
+    scale_down(head, key_scales + scales_at(block, at - HEADS) + place);
+    Stored* to = (Stored*)((u8*)keys + head_at(block, at - HEADS)) + place * HEAD_DIM;
 #pragma unroll
     FOR_PAIRS(p, d) {
         to[d] = stored(head.low[p]);

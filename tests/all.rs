@@ -14,6 +14,7 @@ mod commands;
 mod configs;
 mod contract;
 mod cuda_device;
+mod cuda_gemma4;
 mod cuda_kernels;
 mod cuda_recurrent;
 mod dataset_compressed;

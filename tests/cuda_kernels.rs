@@ -7,11 +7,12 @@ use std::fmt::Write as _;
 use std::path::PathBuf;
 use std::process::Command;
 
+use gristmill::device::cuda::attention_plan::{self, AttentionShape, BlockSizes};
 use gristmill::device::cuda::coded_plan::{CodeGroups, expert_tile_rows};
 use gristmill::device::cuda::compile::{self, CompileTarget, Kernel, KernelCompiler};
 use gristmill::device::cuda::expert_plan::{self, ExpertShape};
 use gristmill::device::cuda::nvrtc::Nvrtc;
-use gristmill::device::cuda::plan::{self, AttentionShape, KernelFormat, Launch, LinearShape, Tile};
+use gristmill::device::cuda::plan::{self, KernelFormat, Launch, LinearShape, NormKind, Tile};
 use gristmill::device::cuda::recurrent_plan;
 use gristmill::device::{Activation, Precision, RecurrentKind, RecurrentShape};
 use gristmill::model::config::Config;
@@ -62,16 +63,20 @@ fn launches(config: &Config, format: KernelFormat, capability: u32, rows: usize)
             _ => plan::linear(&shape),
         }
     };
-    let norms = (config.post_norms, config.layer_norms);
+    let norms = NormKind {
+        of_delta: config.post_norms,
+        is_centered: config.layer_norms,
+        is_scaled: false,
+    };
     let attended = config.heads.heads * config.heads.head_dim;
     let mut all = vec![
         plan::embed(hidden, rows),
         plan::add_norm(hidden, format, norms, rows),
         linear(config.heads.qkv_width(), hidden, format, false),
-        shape.rope_store(rows),
+        shape.rope_store(false, rows),
         plan::embed(config.heads.qkv_width(), rows),
     ];
-    let windows: BTreeSet<u32> = config.layers.iter().copied().map(plan::window).collect();
+    let windows: BTreeSet<u32> = config.layers.iter().copied().map(attention_plan::window).collect();
     for window in windows {
         let bounds = (window, config.attention_soft_cap, config.attention_sinks);
         let warps = shape.wide_block_warps();
@@ -103,7 +108,67 @@ fn attention_shape(config: &Config, kv_format: KernelFormat, capability: u32) ->
         head_dim: config.heads.head_dim as u32,
         kv_format,
         is_hopper: capability == 90,
+        queries_alone: false,
+        block: None,
     }
+}
+
+/// Layers without windows of Gemma 4 31B, two of which share a block, and those of E2B that read an earlier one's; and its layers
+/// with windows.
+fn gemma4_shapes(kv_format: KernelFormat, capability: u32) -> [(AttentionShape, u32); 4] {
+    let shape = |[heads, kv_heads, head_dim]: [u32; 3], values_of_a_block: u32, scales: u32| AttentionShape {
+        heads,
+        kv_heads,
+        head_dim,
+        kv_format,
+        is_hopper: capability == 90,
+        queries_alone: false,
+        block: Some(BlockSizes {
+            bytes: values_of_a_block * attention_plan::BLOCK_TOKENS * kv_format.bytes() as u32,
+            scales: if kv_format.is_scaled() {
+                scales * attention_plan::BLOCK_TOKENS
+            } else {
+                0
+            },
+        }),
+    };
+    let small = shape([8, 1, 512], 512, 2);
+    let alone = AttentionShape {
+        queries_alone: true,
+        ..small
+    };
+    [
+        (shape([32, 16, 256], 4096, 16), 1024),
+        (shape([32, 4, 512], 4096, 16), 0),
+        (small, 0),
+        (alone, 0),
+    ]
+}
+
+/// What a step of `rows` tokens launches in the attention of Gemma 4, and besides in the layers of E2B.
+fn gemma4_launches(format: KernelFormat, capability: u32, rows: usize) -> Vec<Launch> {
+    let mut all = Vec::new();
+    for (shape, window) in gemma4_shapes(format, capability) {
+        let bounds = (window, None, false);
+        let warps = shape.wide_block_warps();
+        all.extend([
+            shape.rope_store(true, rows),
+            shape.attention(warps, bounds, rows.div_ceil(shape.queries_max(warps) as usize)),
+            shape.attention(shape.narrow_block_warps(), bounds, rows),
+            shape.merge_partial_attention(rows),
+        ]);
+    }
+    let norm = NormKind {
+        of_delta: true,
+        is_scaled: true,
+        ..NormKind::default()
+    };
+    all.extend([
+        plan::add_norm(5376, format, norm, rows),
+        plan::add_inputs(rows * 35),
+        plan::gate_input(256, format, rows),
+    ]);
+    all
 }
 
 /// What a step of `rows` tokens launches in a layer with gpt-oss-20b's experts.
@@ -120,12 +185,35 @@ fn expert_launches(format: KernelFormat, rows: usize) -> Vec<Launch> {
     };
     vec![
         expert_plan::router(rows, experts),
-        expert_plan::choose_experts(rows),
+        expert_plan::choose_experts(rows, 1),
         shape.sort_rows(),
         shape.grouped_linear(format, 2 * width),
         plan::gated(width, format, clamped, shape.rows),
         shape.grouped_linear(format, hidden),
         expert_plan::combine_experts(rows),
+    ]
+}
+
+/// What a step of `rows` tokens launches in a layer with Nemotron 3 Nano 30B-A3B's experts, which have no gates, and besides for
+/// DeepSeek-V3's 8 groups of experts and Llama 4's rows times weights.
+fn other_expert_launches(format: KernelFormat, rows: usize) -> Vec<Launch> {
+    let (experts, per_token, hidden, width, shared) = (128, 6, 2688, 1856, 3712);
+    let shape = ExpertShape {
+        experts,
+        rows: rows * per_token,
+        tile_rows: 128,
+    };
+    vec![
+        expert_plan::router(rows, experts),
+        expert_plan::choose_experts(rows, 1),
+        shape.sort_rows(),
+        shape.grouped_linear(format, width),
+        plan::gated(width, format, Activation::SquaredRelu, shape.rows),
+        shape.grouped_linear(format, hidden),
+        plan::gated(shared, format, Activation::SquaredRelu, rows),
+        expert_plan::combine_experts(rows),
+        expert_plan::choose_experts(rows, 8),
+        expert_plan::scale_rows(rows),
     ]
 }
 
@@ -182,8 +270,8 @@ fn bytes_of_a_decode_step(config: &Config, precision: Precision) -> usize {
     config.layers.len() * linear_shapes(config).map(of_matrix).iter().sum::<usize>()
 }
 
-/// Recurrent layers of Qwen3-Next 80B, of Qwen3.5 27B, of Granite 4.0 H Small and of Nemotron-H 56B.
-fn recurrent_shapes() -> [(&'static str, RecurrentShape); 4] {
+/// Recurrent layers of Qwen3-Next 80B, of Qwen3.5 27B, of Granite 4.0 H Small and of Nemotron-H 56B, Nano 9B v2 and 3 Nano.
+fn recurrent_shapes() -> [(&'static str, RecurrentShape); 6] {
     let shape = |kind, key_heads, value_heads, key_dim, value_dim| RecurrentShape {
         kind,
         key_heads,
@@ -198,6 +286,8 @@ fn recurrent_shapes() -> [(&'static str, RecurrentShape); 4] {
         ("qwen3.5-27b", shape(delta, 16, 48, 128, 128)),
         ("granite-4.0-h-small", shape(mamba, 1, 128, 128, 64)),
         ("nemotron-h-56b", shape(mamba, 8, 256, 256, 64)),
+        ("nemotron-nano-9b-v2", shape(mamba, 8, 128, 128, 80)),
+        ("nemotron-3-nano-30b-a3b", shape(mamba, 8, 64, 128, 64)),
     ]
 }
 
@@ -252,6 +342,17 @@ fn launch_plans_of_published_models() {
     for rows in [1, 64, 2048] {
         writeln!(
             found,
+            "experts of nemotron-3-nano-30b-a3b, in groups, with rows times weights, Int8, {rows} rows"
+        )
+        .unwrap();
+        for launch in other_expert_launches(KernelFormat::Int8, rows) {
+            writeln!(found, "  {launch}").unwrap();
+            assert!(launch.shared_bytes <= 99 << 10 && launch.threads <= 1024, "{launch}");
+        }
+    }
+    for rows in [1, 64, 2048] {
+        writeln!(
+            found,
             "linear operations in codes, groups of 128, llama-3.1-8b, {rows} rows"
         )
         .unwrap();
@@ -281,7 +382,27 @@ fn launch_plans_of_published_models() {
             .unwrap();
             for launch in recurrent_launches(&shape, sizes) {
                 writeln!(found, "  {launch}").unwrap();
-                assert!(launch.threads <= 1024, "{launch}");
+                assert!(
+                    launch.threads <= 1024 && recurrent_plan::check_recurrent(shape).is_ok(),
+                    "{launch}"
+                );
+            }
+        }
+    }
+    for (format, capability) in [
+        (KernelFormat::Int8, 86),
+        (KernelFormat::Bf16, 86),
+        (KernelFormat::E4m3, 90),
+    ] {
+        for rows in [1, 2048] {
+            writeln!(
+                found,
+                "attention and layers' inputs of Gemma 4, {format:?}, compute capability {capability}, {rows} rows"
+            )
+            .unwrap();
+            for launch in gemma4_launches(format, capability, rows) {
+                writeln!(found, "  {launch}").unwrap();
+                assert!(launch.shared_bytes <= 99 << 10 && launch.threads <= 1024, "{launch}");
             }
         }
     }
@@ -352,6 +473,9 @@ fn every_kernel_compiles_for_every_card_without_spills() {
                         // Hopper runs these, too, where it is asked to.
                         all.insert(Kernel::new("linear", &[("FORMAT", format as u32), ("WIDE", 0)]));
                         all.extend(expert_launches(format, 1).into_iter().map(|launch| launch.kernel));
+                        all.extend(other_expert_launches(format, 1).into_iter().map(|launch| launch.kernel));
+                        // The plain MLP of Nemotron Nano 9B v2.
+                        all.insert(plan::gated(15_680, format, Activation::SquaredRelu, 1).kernel);
                         // gpt-oss-20b's attention, Command R+'s norm, OLMo 2 7B's norm of all heads.
                         let sinks = AttentionShape {
                             heads: 64,
@@ -359,9 +483,14 @@ fn every_kernel_compiles_for_every_card_without_spills() {
                             ..attention
                         };
                         let warps = [sinks.wide_block_warps(), sinks.narrow_block_warps()];
+                        let layer_norm = NormKind {
+                            is_centered: true,
+                            ..NormKind::default()
+                        };
                         all.extend(warps.map(|warps| sinks.attention(warps, (128, None, true), 1).kernel));
-                        all.insert(plan::add_norm(12_288, format, (false, true), 1).kernel);
+                        all.insert(plan::add_norm(12_288, format, layer_norm, 1).kernel);
                         all.insert(plan::norm_heads(4096, 1).kernel);
+                        all.extend(gemma4_launches(format, card, 1).into_iter().map(|launch| launch.kernel));
                     }
                 }
             }

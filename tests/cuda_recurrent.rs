@@ -1,5 +1,6 @@
-//! Models with recurrent layers on an emulated card (tests/emulator): however rows are scheduled, each gets the same tokens and
-//! log probabilities, bit for bit, and in BF16 they are near those of the CPU in F32.
+//! Models with recurrent layers, and others with layers of one part or with experts in groups or with scaled inputs, on an emulated card
+//! (tests/emulator): however rows are scheduled, each gets the same tokens and log probabilities, bit for bit, and in BF16 they are
+//! near those of the CPU in F32.
 
 use std::borrow::Cow;
 use std::path::Path;
@@ -25,15 +26,15 @@ use crate::model_reference::engine::{self, Answers};
 const ON_CARD: &str = "GRISTMILL_TEST_ON_CARD";
 const ROWS: u64 = 6;
 const NEW_TOKENS: u32 = 6;
-const VOCABULARY: u32 = 96;
+pub(crate) const VOCABULARY: u32 = 96;
 
 /// Whether this process has the emulated card. If not, one that has it runs the test of this name.
-fn is_on_card(test: &str, card: &str) -> bool {
+pub(crate) fn is_on_card(test: &str, card: &str) -> bool {
     if std::env::var_os(ON_CARD).is_some() {
         return true;
     }
     let run = Command::new(std::env::current_exe().unwrap())
-        .args([&format!("cuda_recurrent::{test}"), "--exact", "--nocapture"])
+        .args([test, "--exact", "--nocapture"])
         .env(ON_CARD, "1")
         .env("GRISTMILL_CUDA_LIBRARIES", stand_ins())
         .env("GRISTMILL_CACHE", stand_ins().join("cache"))
@@ -47,8 +48,19 @@ fn is_on_card(test: &str, card: &str) -> bool {
     false
 }
 
-/// Random weights, with states that fade over some tens of tokens.
-struct Weights;
+/// Random weights, with states that fade over some tens of tokens, and scores of Gemma 4, which no factor makes smaller, of a few
+/// units.
+struct Weights {
+    has_small_scores: bool,
+}
+
+impl Weights {
+    fn of(config: &Config) -> Weights {
+        Weights {
+            has_small_scores: config.layer_scalars,
+        }
+    }
+}
 
 impl WeightSource for Weights {
     fn tensor(&self, name: &str, rows: Option<usize>, columns: usize) -> Result<StoredTensor<'_>, ModelError> {
@@ -60,6 +72,8 @@ impl WeightSource for Weights {
             match rows {
                 _ if name.ends_with("A_log") => -3.0 + x,
                 _ if name.ends_with("conv1d.weight") => x,
+                _ if name.ends_with("layer_scalar") => 1.0 + 0.3 * x,
+                None if self.has_small_scores && (name.contains("q_norm") || name.contains("k_norm")) => 0.5 + 0.2 * x,
                 // Some norms are stored less one; then weights are from 1.5 to 2.5.
                 None if name.contains("norm") => 1.0 + 0.5 * x,
                 None => 0.5 * x,
@@ -117,6 +131,34 @@ fn granite4() -> Config {
         json!({"layer_types": ["mamba", "attention", "mamba"], "num_local_experts": 0, "shared_intermediate_size": 48,
             "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 10, "mamba_n_groups": 2, "mamba_d_conv": 3,
             "position_embedding_type": "nope", "residual_multiplier": 0.5}),
+    )
+}
+
+/// Layers of one part, among them two of one kind, with MLPs and experts without gates; the last layer that keeps something has
+/// two behind it.
+fn nemotron(own: Value) -> Config {
+    let mut keys = json!({"hybrid_override_pattern": "MEE*M-E", "num_hidden_layers": 7, "n_routed_experts": 8,
+        "num_experts_per_tok": 3, "moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 32,
+        "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 10, "n_groups": 2, "conv_kernel": 3,
+        "routed_scaling_factor": 2.5});
+    keys.as_object_mut().unwrap().extend(own.as_object().unwrap().clone());
+    config("NemotronHForCausalLM", keys)
+}
+
+fn glm_with_groups() -> Config {
+    config(
+        "Glm4MoeForCausalLM",
+        json!({"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "moe_intermediate_size": 16}),
+    )
+}
+
+/// A plain MLP beside experts, layers that rotate and normalise queries and keys, and one that does neither.
+fn llama4(per_token: usize) -> Config {
+    config(
+        "Llama4ForCausalLM",
+        json!({"num_hidden_layers": 4, "num_local_experts": 4, "num_experts_per_tok": per_token, "intermediate_size": 16,
+            "intermediate_size_mlp": 48, "interleave_moe_layer_step": 2, "no_rope_layers": [1, 1, 1, 0],
+            "attn_temperature_tuning": false}),
     )
 }
 
@@ -205,11 +247,11 @@ fn on_card(config: &Config, formats: (Precision, KvFormat), schedule: &Schedule,
     let (precision, kv_format) = formats;
     let card = Cuda::open(0, precision, kv_format, MatmulBackend::Kernels).unwrap();
     let load = options(precision, kv_format, schedule.blocks);
-    let model = Transformer::on_device(card, config.clone(), &Weights, &load).unwrap();
+    let model = Transformer::on_device(card, config.clone(), &Weights::of(config), &load).unwrap();
     answers(Box::new(model), schedule, rows)
 }
 
-fn check(name: &str, config: &Config, precision: Precision, kv_format: KvFormat) {
+pub(crate) fn check(name: &str, config: &Config, precision: Precision, kv_format: KvFormat) {
     let all: Vec<u64> = (0..ROWS).collect();
     let on_card =
         |schedule: &Schedule, rows: &[u64]| on_card(config, (precision, kv_format), schedule, (rows, NEW_TOKENS));
@@ -234,7 +276,7 @@ fn check(name: &str, config: &Config, precision: Precision, kv_format: KvFormat)
         return;
     }
     let reference = options(Precision::F32, KvFormat::F32, 64);
-    let reference = Transformer::from_weights(config.clone(), &Weights, &reference).unwrap();
+    let reference = Transformer::from_weights(config.clone(), &Weights::of(config), &reference).unwrap();
     let reference = answers(Box::new(reference), &SCHEDULES[1], (&all, NEW_TOKENS)).rows;
     // Rounding may decide between tokens that are nearly as likely; what follows then is another text.
     let (mut same, mut worst) = (0, 0.0f32);
@@ -254,7 +296,7 @@ fn check(name: &str, config: &Config, precision: Precision, kv_format: KvFormat)
 
 #[test]
 fn schedules_change_no_bit_of_delta_networks() {
-    if is_on_card("schedules_change_no_bit_of_delta_networks", "9.0") {
+    if is_on_card("cuda_recurrent::schedules_change_no_bit_of_delta_networks", "9.0") {
         check("Qwen 3.5", &qwen35(), Precision::Bf16, KvFormat::Bf16);
         check("Qwen 3.5", &qwen35(), Precision::Int8, KvFormat::Int8);
         check("Qwen3-Next", &qwen3_next(), Precision::Fp8, KvFormat::Fp8);
@@ -263,16 +305,43 @@ fn schedules_change_no_bit_of_delta_networks() {
 
 #[test]
 fn schedules_change_no_bit_of_mamba() {
-    if is_on_card("schedules_change_no_bit_of_mamba", "8.0") {
+    if is_on_card("cuda_recurrent::schedules_change_no_bit_of_mamba", "8.0") {
         check("Granite 4", &granite4(), Precision::Bf16, KvFormat::Bf16);
         check("Granite 4", &granite4(), Precision::Int8, KvFormat::Int8);
+    }
+}
+
+#[test]
+fn schedules_change_no_bit_of_layers_of_one_part() {
+    if is_on_card("schedules_change_no_bit_of_layers_of_one_part", "9.0") {
+        let (one, groups) = (nemotron(json!({})), nemotron(json!({"n_group": 4, "topk_group": 2})));
+        check("Nemotron-H", &one, Precision::Bf16, KvFormat::Bf16);
+        check("Nemotron-H", &one, Precision::Int8, KvFormat::Int8);
+        check("Nemotron-H, groups", &groups, Precision::Fp8, KvFormat::Fp8);
+    }
+}
+
+#[test]
+fn schedules_change_no_bit_of_groups_of_experts() {
+    if is_on_card("schedules_change_no_bit_of_groups_of_experts", "8.0") {
+        check("GLM-4.5", &glm_with_groups(), Precision::Bf16, KvFormat::Bf16);
+        check("GLM-4.5", &glm_with_groups(), Precision::Int8, KvFormat::Int8);
+    }
+}
+
+#[test]
+fn schedules_change_no_bit_of_scaled_inputs_of_experts() {
+    if is_on_card("schedules_change_no_bit_of_scaled_inputs_of_experts", "9.0") {
+        check("Llama 4", &llama4(1), Precision::Bf16, KvFormat::Bf16);
+        check("Llama 4", &llama4(2), Precision::Int8, KvFormat::Int8);
+        check("Llama 4", &llama4(2), Precision::Fp8, KvFormat::Fp8);
     }
 }
 
 /// Two rows grow beyond two blocks where there are four in all: one of them loses its slot, and begins anew in another.
 #[test]
 fn a_preempted_row_begins_anew() {
-    if is_on_card("a_preempted_row_begins_anew", "8.0") {
+    if is_on_card("cuda_recurrent::a_preempted_row_begins_anew", "8.0") {
         let formats = (Precision::Bf16, KvFormat::Bf16);
         let alone = |row| on_card(&qwen35(), formats, &SCHEDULES[0], (&[row], 72)).rows;
         let together = on_card(&qwen35(), formats, &SCHEDULES[3], (&[2, 5], 72));
@@ -284,7 +353,7 @@ fn a_preempted_row_begins_anew() {
 /// Where the pool takes what is left of the card's memory, slots take their part of it: those of as many sequences as may run.
 #[test]
 fn states_share_the_memory_that_is_left() {
-    if !is_on_card("states_share_the_memory_that_is_left", "9.0") {
+    if !is_on_card("cuda_recurrent::states_share_the_memory_that_is_left", "9.0") {
         return;
     }
     let config = qwen35();
@@ -296,7 +365,7 @@ fn states_share_the_memory_that_is_left() {
             sequences,
             bytes,
         };
-        Transformer::on_device(card, config.clone(), &Weights, &options)
+        Transformer::on_device(card, config.clone(), &Weights::of(&config), &options)
     };
     let state = config.state_bytes();
     // A block has keys and values of 64 tokens of one head of 16 numbers, in BF16.

@@ -265,7 +265,7 @@ fn each_gguf_file_answers_a_job_as_transformers_does() {
 fn a_job_in_fp8_of_a_model_without_gpu_is_refused_everywhere() {
     for (name, why) in [
         ("deepseek3-groups", "latents"),
-        ("nemotronh-dense", "layers of one part"),
+        ("nemotronh-dense", "recurrent layers with 6 heads of 9 x 10 numbers"),
     ] {
         let reference = Reference::load(name);
         let folder = tempfile::tempdir().unwrap();
@@ -278,7 +278,8 @@ fn a_job_in_fp8_of_a_model_without_gpu_is_refused_everywhere() {
                     "no device computes this model in ",
                     "a CPU does not compute in fp8",
                     why,
-                    "use a CPU (`--device cpu`), and another precision",
+                    "`--device cpu`",
+                    ", and another precision",
                 ]);
             }
             let doctor = run(&["doctor", arg(&job)]).expect(1).stdout;

@@ -83,7 +83,7 @@ fn new_step(device: &Cpu, heads: HeadShape) -> Step {
         scale: 1.0,
     };
     device
-        .step(&[heads], vec![rope], &[KvSpec::Full])
+        .step(vec![rope], &[(KvSpec::Full, heads)])
         .expect("a CPU computes all heads")
 }
 
@@ -98,7 +98,13 @@ fn activations(device: &Cpu, rows: usize, width: usize) -> Buffer {
     step_of_rows(device, &mut step, rows);
     let mut out = device.buffer();
     device
-        .embed(&matrix(device, rows, width), 1.0, &step, &mut out, &device.workspace())
+        .embed(
+            &matrix(device, rows, width),
+            (1.0, None),
+            &step,
+            &mut out,
+            &device.workspace(),
+        )
         .unwrap();
     out
 }
@@ -260,7 +266,7 @@ fn attention_of(group: &mut BenchmarkGroup<'_, WallTime>, (name, heads): (&str, 
         device.upload(&whole, &mut step, &mut workspace).unwrap();
         let mut qkv = device.buffer();
         device
-            .embed(&matrix(&device, 1, width), 1.0, &step, &mut qkv, &workspace)
+            .embed(&matrix(&device, 1, width), (1.0, None), &step, &mut qkv, &workspace)
             .unwrap();
         let pools: Vec<KvPool> = (0..SWEPT_BYTES.div_ceil(bytes))
             .map(|_| {
@@ -279,7 +285,7 @@ fn attention_of(group: &mut BenchmarkGroup<'_, WallTime>, (name, heads): (&str, 
         let last = batch(SEQUENCES, q_len, kv_len);
         device.upload(&last, &mut step, &mut workspace).unwrap();
         device
-            .embed(&matrix(&device, 1, width), 1.0, &step, &mut qkv, &workspace)
+            .embed(&matrix(&device, 1, width), (1.0, None), &step, &mut qkv, &workspace)
             .unwrap();
         let mut out = device.buffer();
         let mut next = pools.iter().cycle();

@@ -5,22 +5,27 @@
 // `sinks`, which counts in its softmax as that of a position whose value is zero (Xiao et al. 2023). The fragments of a warp's 16 rows are those
 // of `multiply` in ptx.cuh, and of `products` in hopper.cuh, in which each warp of a warpgroup has
 // 16 rows of the same layout.
+// ROW_HEADS, BLOCK_BYTES, BLOCK_SCALES: see kv_blocks.cuh.
 #pragma once
 #include "types.cuh"
+#include "kv_blocks.cuh"
 
 #define GROUP (HEADS / KV_HEADS)
 #define NONE 0xffffffffu
 #ifndef SINKS
 #define SINKS 0
 #endif
-#define SIZE (STORE == 2 ? 2 : 1)
-// Bytes of a key's row, and of a row of values (one dimension of all tokens of the block).
+// Tokens of a block that are in shared memory at once.
+#ifndef STAGE_TOKENS
+#define STAGE_TOKENS BLOCK
+#endif
+// Bytes of a key's row, and of a row of values (one dimension of all tokens), in shared memory.
 #define KEY_ROW (HEAD_DIM * SIZE)
-#define VALUE_ROW (BLOCK * SIZE)
-#define KEY_BYTES (BLOCK * KEY_ROW)
+#define VALUE_ROW (STAGE_TOKENS * SIZE)
+#define KEY_BYTES (STAGE_TOKENS * KEY_ROW)
 #define VALUE_BYTES (HEAD_DIM * VALUE_ROW)
 // Scales of the keys, then of the values.
-#define SCALE_BYTES (STORE == 2 ? 0 : 2 * BLOCK * 4)
+#define SCALE_BYTES (STORE == 2 ? 0 : 2 * STAGE_TOKENS * 4)
 // Steps of a product over a key's row, 32 bytes each. If the row has an odd number of 16-byte
 // parts, half of the queries of the last step are zero.
 #define KEY_STEPS ((KEY_ROW + 31) / 32)
@@ -122,7 +127,7 @@ __device__ inline void load_queries(const Item& item, const Bf16* qkv, const u32
         bool exists = row / GROUP < int(item.queries);
         u32 token = exists ? queries[item.first_query + row / GROUP] : 0;
         limits[half] = exists ? int(positions[token]) : -1;
-        const Bf16* from = qkv + (u64(token) * (HEADS + 2 * KV_HEADS) + head * GROUP + row % GROUP) * HEAD_DIM;
+        const Bf16* from = qkv + (u64(token) * ROW_HEADS + head * GROUP + row % GROUP) * HEAD_DIM;
 #if STORE == 2
         row_scales[half] = scale;
 #pragma unroll
@@ -167,10 +172,10 @@ __device__ inline void load_queries(const Item& item, const Bf16* qkv, const u32
 
 // Writes row `row` of an item: its result, or, if it is partial, its sums, largest score and total,
 // without the sink's weight.
-// `sum(t, i)`: the lane's sum of dimension 8 t + 2 (lane % 4) + i. The rows of a partial result are
-// those of its first key-value head, then of the next.
-template <class SumOf>
-__device__ inline void write_row(const Item& item, const u32* queries, int head, int row, int lane, const SumOf& sum,
+// `sum(t, i)`: the lane's sum of dimension `first` + 8 t + 2 (lane % 4) + i, of DIMS dimensions. The
+// rows of a partial result are those of its first key-value head, then of the next.
+template <int DIMS, class SumOf>
+__device__ inline void write_row(const Item& item, const u32* queries, int head, int row, int lane, int first, const SumOf& sum,
                                  float largest, float total, const Bf16* sinks, Bf16* out, float* part_sums, float* part_states) {
     if (item.part == NONE) {
 #if SINKS
@@ -178,18 +183,18 @@ __device__ inline void write_row(const Item& item, const u32* queries, int head,
 #endif
         float inverse = 1.0f / total;
         u32 token = queries[item.first_query + row / GROUP];
-        Bf16* result = out + (u64(token) * HEADS + head * GROUP + row % GROUP) * HEAD_DIM;
+        Bf16* result = out + (u64(token) * HEADS + head * GROUP + row % GROUP) * HEAD_DIM + first;
 #pragma unroll
-        for (int t = 0; t < HEAD_DIM / 8; t++)
+        for (int t = 0; t < DIMS / 8; t++)
             *(u32*)(result + t * 8 + lane % 4 * 2) = to_bf16_pair(sum(t, 0) * inverse, sum(t, 1) * inverse);
     } else {
         u64 at = item.part * KV_HEADS + head * item.queries * GROUP + row;
 #pragma unroll
-        for (int t = 0; t < HEAD_DIM / 8; t++) {
-            part_sums[at * HEAD_DIM + t * 8 + lane % 4 * 2] = sum(t, 0);
-            part_sums[at * HEAD_DIM + t * 8 + lane % 4 * 2 + 1] = sum(t, 1);
+        for (int t = 0; t < DIMS / 8; t++) {
+            part_sums[at * HEAD_DIM + first + t * 8 + lane % 4 * 2] = sum(t, 0);
+            part_sums[at * HEAD_DIM + first + t * 8 + lane % 4 * 2 + 1] = sum(t, 1);
         }
-        if (lane % 4 == 0) {
+        if (lane % 4 == 0 && first == 0) {
             part_states[at * 2] = largest;
             part_states[at * 2 + 1] = total;
         }

@@ -42,10 +42,6 @@ pub(super) fn no_layer_inputs() -> DeviceError {
     DeviceError::Unsupported("this device computes no inputs of each layer".into())
 }
 
-pub(super) fn no_mlps_without_gates() -> DeviceError {
-    DeviceError::Unsupported("this device computes no MLPs without gates".into())
-}
-
 pub(super) fn no_latents() -> DeviceError {
     DeviceError::Unsupported("this device keeps no latents".into())
 }

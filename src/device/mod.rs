@@ -23,7 +23,7 @@ pub mod recurrent;
 
 pub use codes::CodedMatrix;
 pub use error::{DeviceError, TensorError};
-use error::{no_adapters, no_codes, no_latents, no_layer_inputs, no_mlps_without_gates, no_recurrent_layers};
+use error::{no_adapters, no_codes, no_latents, no_layer_inputs, no_recurrent_layers};
 pub use experts::{ExpertGroups, ExpertInput, ExpertWeights, Routing, Score, SharedExpert};
 pub use format::{Dtype, KvFormat, Precision, Tensor};
 pub use kv::{HeadShape, KvPlace, KvShape, KvSpec};
@@ -110,6 +110,21 @@ pub struct AttentionInput<'a, B, V> {
     /// A number per query head, which counts in its softmax as the score of a position whose value
     /// is zero (Xiao et al. 2023).
     pub sinks: Option<&'a V>,
+}
+
+/// Tokens that stand for images, videos and sounds. The model reads them as another one, in prompts
+/// and in its own answers alike.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Placeholders {
+    pub ids: [u32; 3],
+    pub read_as: u32,
+}
+
+impl Placeholders {
+    /// The token as the model reads it.
+    pub fn read(&self, token: u32) -> u32 {
+        if self.ids.contains(&token) { self.read_as } else { token }
+    }
 }
 
 /// How an MLP combines the values of its gate and of its up projection.
@@ -257,19 +272,19 @@ pub trait Device: Send + Sync {
     fn buffer(&self) -> Self::Buffer;
     /// An empty workspace.
     fn workspace(&self) -> Self::Workspace;
-    /// An empty step for a model with heads of these shapes, these rotations and these block tables,
-    /// each of one kind of layers.
+    /// An empty step for a model with these rotations and these block tables, each of layers of one
+    /// kind with heads of one shape.
     ///
     /// # Errors
     /// The device does not support these heads.
-    fn step(&self, heads: &[HeadShape], ropes: Vec<RopeSpec>, tables: &[KvSpec]) -> Result<Self::Step, DeviceError>;
+    fn step(&self, ropes: Vec<RopeSpec>, tables: &[(KvSpec, HeadShape)]) -> Result<Self::Step, DeviceError>;
     /// Positions per KV block.
     fn block_tokens(&self) -> u32;
     /// A pool of `blocks` blocks, each with the keys and values of layers of one of these shapes.
     /// Layers of different block tables may share it.
     ///
     /// # Errors
-    /// The device is out of memory, or has no pools of several shapes.
+    /// The device is out of memory, or has no pools of latents.
     fn kv_pool(&self, shapes: &[KvShape], blocks: usize) -> Result<Self::KvPool, DeviceError>;
     /// Bytes per block of such a pool.
     fn kv_block_bytes(&self, shapes: &[KvShape]) -> usize;
@@ -313,12 +328,12 @@ pub trait Device: Send + Sync {
     fn copy_states(&self, _step: &Self::Step, _pool: &mut Self::StatePool) -> Result<(), DeviceError> {
         Err(no_recurrent_layers())
     }
-    /// Rows of `table` for the step's tokens, times `scale`. The ids of pending tokens
-    /// ([`StepBatch::pending_tokens`]) are read from the workspace.
+    /// Rows of `table` for the step's tokens, times a scale, where placeholders are read as another
+    /// token. The ids of pending tokens ([`StepBatch::pending_tokens`]) are read from the workspace.
     fn embed(
         &self,
         table: &Self::Matrix,
-        scale: f32,
+        scale_and_placeholders: (f32, Option<&Placeholders>),
         step: &Self::Step,
         out: &mut Self::Buffer,
         workspace: &Self::Workspace,

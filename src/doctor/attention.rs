@@ -7,7 +7,7 @@ use super::tolerance::Tolerance;
 use super::{Comparison, Extent, Finding, compare};
 use crate::device::batch::{NO_BLOCK, StepBatch};
 use crate::device::{
-    Attention, AttentionInput, Device, DeviceError, HeadShape, KvPlace, KvSpec, QkNorm, RopeSpec, RopeStore,
+    Attention, AttentionInput, Device, DeviceError, HeadShape, KvPlace, KvShape, KvSpec, QkNorm, RopeSpec, RopeStore,
 };
 
 /// A test case: heads, kind of attention, and the sequences of two steps.
@@ -15,6 +15,9 @@ struct AttentionCase {
     heads: HeadShape,
     params: Attention,
     has_qk_norm: bool,
+    /// Whether the layer shares its blocks with another one and with a layer of a larger shape, its values are normalised,
+    /// and another layer reads what it has stored.
+    shares_blocks: bool,
     /// Sequences as (tokens in the first step, tokens in the second step). One token in the second
     /// step is a decode.
     sequences: Vec<(u32, u32)>,
@@ -41,6 +44,7 @@ fn cases(extent: Extent) -> Vec<AttentionCase> {
         heads,
         params: Attention::plain(heads, spec),
         has_qk_norm,
+        shares_blocks: false,
         sequences: sequences.to_vec(),
         prefix_len,
     };
@@ -52,6 +56,17 @@ fn cases(extent: Extent) -> Vec<AttentionCase> {
             ..case.params
         },
         ..case
+    };
+    let sharing = |case: AttentionCase| {
+        let place = KvPlace {
+            part: 1,
+            ..case.params.place
+        };
+        AttentionCase {
+            params: Attention { place, ..case.params },
+            shares_blocks: true,
+            ..case
+        }
     };
     let (full, some) = (KvSpec::Full, [(1, 1), (63, 1), (64, 1), (65, 2), (130, 40)]);
     let long = [(1, 1), (63, 1), (150, 2), (210, 40)];
@@ -65,6 +80,11 @@ fn cases(extent: Extent) -> Vec<AttentionCase> {
         case(heads(6, 2, 32), full, false, &[(300, 1), (310, 1), (260, 2)], 256),
         capped(case(heads(4, 2, 32), KvSpec::Window(70), false, &long, 0)),
         capped(case(heads(4, 2, 256), full, false, &[(70, 2)], 0)),
+        // Heads that two warps share.
+        case(heads(8, 1, 512), full, true, &[(1, 1), (70, 2)], 0),
+        case(heads(6, 2, 288), KvSpec::Window(70), false, &[(100, 1), (20, 3)], 0),
+        sharing(case(heads(4, 1, 512), full, true, &[(70, 1), (30, 20)], 0)),
+        sharing(case(heads(4, 2, 32), KvSpec::Window(70), true, &long, 0)),
     ];
     if extent == Extent::Full {
         let many: Vec<(u32, u32)> = (0..64).map(|i| (900 + 13 * i, 1)).collect();
@@ -75,6 +95,11 @@ fn cases(extent: Extent) -> Vec<AttentionCase> {
         cases.push(case(heads(16, 16, 80), full, false, &some, 0));
         cases.push(case(heads(64, 1, 64), full, false, &some, 0));
         cases.push(capped(case(heads(16, 8, 256), full, false, &many, 0)));
+        // Gemma 4 31B and E4B.
+        cases.push(case(heads(32, 4, 512), full, true, &many, 0));
+        cases.push(case(heads(32, 4, 512), full, true, &many, 768));
+        cases.push(sharing(case(heads(8, 2, 512), full, true, &[(2048, 1)], 0)));
+        cases.push(case(heads(32, 16, 256), KvSpec::Window(1024), true, &[(2048, 1)], 0));
         cases.push(capped(case(
             heads(32, 16, 128),
             KvSpec::Window(1000),
@@ -156,20 +181,33 @@ impl AttentionCase {
         (steps, block_count)
     }
 
-    /// Output of attention for each step's tokens, and the seconds that `time` returns.
+    /// The shapes of layers in the pool: where blocks are shared, two layers take less of a block than another does in heads, and
+    /// more of its scales.
+    fn shapes(&self) -> Vec<KvShape> {
+        let mut shapes = self.heads.alone().to_vec();
+        if self.shares_blocks {
+            shapes[0].layers = 2;
+            let larger = heads(1, 1, 2 * (self.heads.kv_heads * self.heads.head_dim + 8));
+            shapes.extend(larger.alone());
+        }
+        shapes
+    }
+
+    /// Output of attention for each step's tokens, and the seconds that `time` returns. Where blocks are shared, those of the layer
+    /// that reads what the first one has stored follow.
     fn run<D: Device>(
         &self,
         device: &D,
         time: impl Fn(&mut dyn FnMut() -> Result<(), DeviceError>) -> Result<Option<f64>, DeviceError>,
     ) -> Result<Vec<StepOutput>, DeviceError> {
         let (steps, blocks) = self.steps(device.block_tokens());
-        let mut pool = device.kv_pool(&self.heads.alone(), blocks as usize)?;
+        let mut pool = device.kv_pool(&self.shapes(), blocks as usize)?;
         // The first rotation must not be used: the operation below selects the second one.
         let unused_rope = RopeSpec {
             inverse_frequencies: vec![0.0; self.heads.head_dim / 2],
             scale: 1.0,
         };
-        let mut step = device.step(&[self.heads], vec![unused_rope, rope(self.heads)], &[self.params.spec])?;
+        let mut step = device.step(vec![unused_rope, rope(self.heads)], &[(self.params.spec, self.heads)])?;
         let norm = |seed| to_device_error(device.norm(TestTensor::new(seed, 1, self.heads.head_dim, 2.0).tensor()));
         let (q, k) = (norm(10)?, norm(11)?);
         let (mut qkv, mut out, mut workspace) = (device.buffer(), device.buffer(), device.workspace());
@@ -183,20 +221,38 @@ impl AttentionCase {
                 width,
                 &mut qkv,
             )?;
-            let op = RopeStore {
-                place: KvPlace::alone(self.heads),
+            let op = |stores: bool| RopeStore {
+                place: self.params.place,
                 qk_norm: self.has_qk_norm.then_some(QkNorm {
                     q: &q,
-                    k: Some(&k),
+                    k: stores.then_some(&k),
                     eps: 1e-6,
                 }),
-                value_norm: None,
+                value_norm: self.shares_blocks.then_some(1e-2),
                 rope: 1,
-                stores: true,
+                stores,
             };
-            device.rope_store(op, &step, &mut qkv, &mut pool)?;
+            device.rope_store(op(true), &step, &mut qkv, &mut pool)?;
+            if self.shares_blocks {
+                // What the blocks' other layer stores is in nobody's way.
+                let other = RopeStore {
+                    place: KvPlace::alone(self.heads),
+                    ..op(true)
+                };
+                let seed = 16 + number as u64;
+                device.write(&numbers(seed, batch.tokens.len() * width), width, &mut out)?;
+                device.rope_store(other, &step, &mut out, &mut pool)?;
+            }
             device.attention(self.params, input(&qkv), &step, &pool, &mut out, &mut workspace)?;
-            let rows = device.read(&out)?;
+            let mut rows = device.read(&out)?;
+            if self.shares_blocks {
+                let width = self.heads.q_width();
+                let queries = numbers(14 + number as u64, batch.tokens.len() * width);
+                device.write(&queries, width, &mut qkv)?;
+                device.rope_store(op(false), &step, &mut qkv, &mut pool)?;
+                device.attention(self.params, input(&qkv), &step, &pool, &mut out, &mut workspace)?;
+                rows.extend(device.read(&out)?);
+            }
             let seconds =
                 time(&mut || device.attention(self.params, input(&qkv), &step, &pool, &mut out, &mut workspace))?;
             outputs.push((rows, seconds));
@@ -238,7 +294,7 @@ pub(super) fn check_all<D: Device>(
             kv_heads,
             head_dim,
         } = case.heads;
-        let kind = describe(case.params, case.prefix_len);
+        let kind = describe(case.params, case.prefix_len) + if case.shares_blocks { ", in shared blocks" } else { "" };
         let (steps, _) = case.steps(comparison.device.block_tokens());
         for ((step, (want, _)), (got, seconds)) in steps.iter().zip(&want).zip(got) {
             let stored: u32 = step.sequences.iter().map(|s| s.kv_len).sum();
@@ -289,7 +345,7 @@ fn first_sequence_outputs<D: Device>(
     };
     let mut pool = device.kv_pool(&heads.alone(), 2 * blocks as usize)?;
     let params = Attention::plain(heads, spec);
-    let mut on_device = device.step(&[heads], vec![rope(heads)], &[spec])?;
+    let mut on_device = device.step(vec![rope(heads)], &[(spec, heads)])?;
     let (mut qkv, mut out, mut workspace) = (device.buffer(), device.buffer(), device.workspace());
     let mut results = Vec::new();
     for step in steps {

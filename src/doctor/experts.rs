@@ -5,7 +5,8 @@ use super::operations::to_device_error;
 use super::tolerance::Tolerance;
 use super::{Comparison, Extent, Finding, compare};
 use crate::device::{
-    Activation, Device, DeviceError, ExpertInput, ExpertWeights, Linear, Routing, Score, SharedExpert, Tensor,
+    Activation, Device, DeviceError, ExpertGroups, ExpertInput, ExpertWeights, Linear, Routing, Score, SharedExpert,
+    Tensor,
 };
 
 /// A layer's experts, and the rows that go through them.
@@ -19,12 +20,15 @@ struct ExpertsCase {
     activation: Activation,
     has_bias: bool,
     has_correction: bool,
+    /// Whether each expert's weight has a factor, and the router reads other rows than the experts.
+    is_beside_mlp: bool,
     /// Whether there is a shared expert, and whether it is weighted.
     shared: Option<bool>,
 }
 
-fn cases(extent: Extent) -> Vec<ExpertsCase> {
-    let case = |tokens, [experts, per_token]: [usize; 2], [hidden, width]: [usize; 2]| ExpertsCase {
+/// Plain experts.
+fn case(tokens: usize, [experts, per_token]: [usize; 2], [hidden, width]: [usize; 2]) -> ExpertsCase {
+    ExpertsCase {
         tokens,
         experts,
         routing: Routing {
@@ -40,8 +44,60 @@ fn cases(extent: Extent) -> Vec<ExpertsCase> {
         activation: Activation::Silu,
         has_bias: false,
         has_correction: false,
+        is_beside_mlp: false,
         shared: None,
-    };
+    }
+}
+
+/// Routing by sigmoids.
+fn by_sigmoids(per_token: usize) -> Routing {
+    Routing {
+        per_token,
+        score: Score::Sigmoid,
+        groups: None,
+        renormalized: true,
+        scale: 2.5,
+        scales_input: false,
+    }
+}
+
+/// Experts in groups, as Nemotron-H has them and DeepSeek-V2, and experts whose inputs are scaled, as Llama 4's.
+fn cases_of_routing() -> [ExpertsCase; 3] {
+    let groups = |count, chosen, best| Some(ExpertGroups { count, chosen, best });
+    let plain = case(9, [12, 4], [64, 64]);
+    [
+        ExpertsCase {
+            routing: Routing {
+                groups: groups(4, 2, 2),
+                ..by_sigmoids(3)
+            },
+            activation: Activation::SquaredRelu,
+            has_correction: true,
+            shared: Some(false),
+            ..case(9, [12, 3], [64, 64])
+        },
+        ExpertsCase {
+            routing: Routing {
+                groups: groups(3, 1, 1),
+                renormalized: false,
+                ..plain.routing
+            },
+            ..plain
+        },
+        ExpertsCase {
+            routing: Routing {
+                renormalized: false,
+                scale: 1.0,
+                scales_input: true,
+                ..by_sigmoids(2)
+            },
+            shared: Some(false),
+            ..case(9, [3, 2], [64, 64])
+        },
+    ]
+}
+
+fn cases(extent: Extent) -> Vec<ExpertsCase> {
     // These sizes are those of other checks, so that few kernels are compiled for them.
     let mut cases = vec![
         case(1, [3, 1], [64, 64]),
@@ -59,19 +115,18 @@ fn cases(extent: Extent) -> Vec<ExpertsCase> {
             ..case(9, [4, 4], [64, 64])
         },
         ExpertsCase {
-            routing: Routing {
-                per_token: 3,
-                score: Score::Sigmoid,
-                groups: None,
-                renormalized: true,
-                scale: 2.5,
-                scales_input: false,
-            },
+            routing: by_sigmoids(3),
             has_correction: true,
             shared: Some(false),
             ..case(9, [8, 3], [64, 64])
         },
+        ExpertsCase {
+            activation: Activation::GeluTanh,
+            is_beside_mlp: true,
+            ..case(9, [8, 3], [64, 64])
+        },
     ];
+    cases.extend(cases_of_routing());
     if extent == Extent::Full {
         for tokens in [1, 64, 2048] {
             cases.push(case(tokens, [128, 8], [2048, 768]));
@@ -84,6 +139,8 @@ struct PreparedExperts<D: Device> {
     weights: ExpertWeights<D::Matrix, D::Vector>,
     activation: Activation,
     x: D::Buffer,
+    /// What the router reads, if it is not `x`.
+    router_rows: Option<D::Buffer>,
     out: D::Buffer,
     workspace: D::Workspace,
 }
@@ -183,14 +240,18 @@ impl<D: Device> PreparedExperts<D> {
             biases: case.has_bias.then(|| TestTensor::new(seed + 1, 1, experts * rows, 0.5)),
             rows,
         };
-        let (gate_up, down) = ([2 * width, hidden], [hidden, width]);
+        let halves = if case.activation.has_gate() { 2 } else { 1 };
+        let (gate_up, down) = ([halves * width, hidden], [hidden, width]);
+        let plain = |parts: &[Tensor<'_>]| to_device_error(device.matrix(parts));
         let gated = |parts: &[Tensor<'_>]| {
+            if halves == 1 {
+                return plain(parts);
+            }
             let halves = parts
                 .iter()
                 .flat_map(|tensor| [0, width].map(|first| part(*tensor, first, width)));
             to_device_error(device.gated_matrix(&halves.collect::<Vec<_>>()))
         };
-        let plain = |parts: &[Tensor<'_>]| to_device_error(device.matrix(parts));
         let rows = experts + usize::from(case.shared == Some(true));
         let router = TestTensor::new(31, rows, hidden, 1.0);
         let correction = case.has_correction.then(|| TestTensor::new(37, 1, experts, 1.0));
@@ -204,8 +265,18 @@ impl<D: Device> PreparedExperts<D> {
         };
         let router_bias = case.has_bias.then(|| TestTensor::new(32, 1, rows, 1.0));
         let router_bias = router_bias.map(|bias| to_device_error(device.vector(&[bias.tensor()])));
-        let mut x = device.buffer();
-        device.write(&exact_rows(comparison.precision, 30, tokens, hidden), hidden, &mut x)?;
+        let scales = case.is_beside_mlp.then(|| TestTensor::new(42, 1, experts, 2.0));
+        let scales = scales.map(|scales| to_device_error(device.f32_vector(scales.tensor())));
+        let rows = |seed| {
+            let mut rows = device.buffer();
+            device.write(
+                &exact_rows(comparison.precision, seed, tokens, hidden),
+                hidden,
+                &mut rows,
+            )?;
+            Ok::<_, DeviceError>(rows)
+        };
+        let x = rows(30)?;
         Ok(PreparedExperts {
             weights: ExpertWeights {
                 router: Linear {
@@ -214,13 +285,14 @@ impl<D: Device> PreparedExperts<D> {
                 },
                 routing: case.routing,
                 correction: correction.transpose()?,
-                scales: None,
+                scales: scales.transpose()?,
                 gate_up: matrices(33, experts, gate_up).upload(device, gated)?,
                 down: matrices(35, experts, down).upload(device, plain)?,
                 shared: case.shared.map(shared).transpose()?,
             },
             activation: case.activation,
             x,
+            router_rows: case.is_beside_mlp.then(|| rows(43)).transpose()?,
             out: device.buffer(),
             workspace: device.workspace(),
         })
@@ -230,7 +302,10 @@ impl<D: Device> PreparedExperts<D> {
         device.experts(
             &self.weights,
             self.activation,
-            ExpertInput::same(&self.x),
+            ExpertInput {
+                rows: &self.x,
+                router_rows: self.router_rows.as_ref().unwrap_or(&self.x),
+            },
             &mut self.out,
             &mut self.workspace,
         )

@@ -8,6 +8,7 @@ mod attention;
 mod coded;
 mod experts;
 mod inputs;
+mod layer_inputs;
 pub mod models;
 mod operations;
 mod recurrent;
@@ -111,6 +112,7 @@ impl<'a, D: Device> Comparison<'a, D> {
         operations::check_embed(self, report)?;
         operations::check_norms(self, report)?;
         operations::check_picked_rows(self, report)?;
+        layer_inputs::check_layer_inputs(self, report)?;
         operations::check_linears(self, report)?;
         if self.device.keeps_codes() {
             coded::check_linears(self, report)?;

@@ -92,8 +92,22 @@ impl TestModel {
     }
 }
 
+/// What layers of one part have, with experts of which every token uses every one.
+fn lone_parts() -> serde_json::Value {
+    serde_json::json!({"hybrid_override_pattern": "ME*-", "num_hidden_layers": 4, "n_routed_experts": 2,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 48,
+        "mamba_num_heads": 4, "mamba_head_dim": 32, "ssm_state_size": 10, "n_groups": 2, "conv_kernel": 3})
+}
+
+/// Experts beside plain MLPs, whose inputs are scaled, and a layer without rotation.
+fn llama4() -> serde_json::Value {
+    serde_json::json!({"num_local_experts": 2, "num_experts_per_tok": 2, "intermediate_size": 64,
+        "intermediate_size_mlp": 96, "interleave_moe_layer_step": 2, "no_rope_layers": [1, 0],
+        "attn_temperature_tuning": false})
+}
+
 /// Small models that together have all that families differ in: name, architecture, and what differs from the common keys.
-fn shapes() -> [(&'static str, &'static str, serde_json::Value); 20] {
+fn shapes() -> [(&'static str, &'static str, serde_json::Value); 22] {
     use serde_json::json;
     let capped = json!({"sliding_window": 40, "query_pre_attn_scalar": 4, "attn_logit_softcapping": 2.0,
         "final_logit_softcapping": 4.0});
@@ -161,6 +175,45 @@ fn shapes() -> [(&'static str, &'static str, serde_json::Value); 20] {
             delta_experts,
         ),
         ("granite 4, mamba-2", "GraniteMoeHybridForCausalLM", mamba),
+        (
+            "nemotron-h, layers of one part, squared ReLU",
+            "NemotronHForCausalLM",
+            lone_parts(),
+        ),
+        ("llama 4, inputs of experts scaled", "Llama4ForCausalLM", llama4()),
+    ]
+}
+
+/// As [`shapes`], of Gemma 4.
+fn gemma4_shapes() -> [(&'static str, &'static str, serde_json::Value); 3] {
+    use serde_json::json;
+    let gemma4 = |own: serde_json::Value| {
+        let mut keys = json!({"rope_theta": null, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 40,
+            "head_dim": 16, "global_head_dim": 32, "hidden_size_per_layer_input": 0, "hidden_activation": "gelu_pytorch_tanh"});
+        if let (Some(keys), Some(own)) = (keys.as_object_mut(), own.as_object()) {
+            keys.extend(own.clone());
+        }
+        keys
+    };
+    // Two layers without windows in a block of one with.
+    let gemma4_keys = gemma4(
+        json!({"attention_k_eq_v": true, "num_global_key_value_heads": 1, "global_head_dim": 16,
+        "num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "full_attention"]}),
+    );
+    let gemma4_experts = gemma4(json!({"enable_moe_block": true, "num_experts": 2, "top_k_experts": 2,
+        "moe_intermediate_size": 32}));
+    // Errors of eight bits grow with each layer.
+    let gemma4_inputs = gemma4(json!({"num_kv_shared_layers": 1, "use_double_wide_mlp": true,
+        "layer_types": ["full_attention", "full_attention"], "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": 200, "num_key_value_heads": 1, "global_head_dim": 16}));
+    [
+        ("gemma 4, keys that are values", "Gemma4ForCausalLM", gemma4_keys),
+        ("gemma 4, experts beside MLPs", "Gemma4ForCausalLM", gemma4_experts),
+        (
+            "gemma 4, inputs of layers, shared keys",
+            "Gemma4ForCausalLM",
+            gemma4_inputs,
+        ),
     ]
 }
 
@@ -176,7 +229,7 @@ pub fn families() -> Result<Vec<TestModel>, ModelError> {
         };
         small_model(name.into(), architecture, &overrides, Box::new(weights))
     };
-    shapes().into_iter().map(test_model).collect()
+    shapes().into_iter().chain(gemma4_shapes()).map(test_model).collect()
 }
 
 /// As [`families`], models with weights in codes of four bits: in several groups of a row, in one, in neither, and of experts.
@@ -196,7 +249,12 @@ pub fn families_in_codes() -> Result<Vec<TestModel>, ModelError> {
         };
         groups.into_iter().zip([32, 64]).map(with_groups).collect::<Vec<_>>()
     };
-    let chosen = ["llama", "qwen2, biases", "olmoe, experts, norms of all heads"];
+    let chosen = [
+        "llama",
+        "qwen2, biases",
+        "olmoe, experts, norms of all heads",
+        "nemotron-h, layers of one part, squared ReLU",
+    ];
     let chosen = shapes().into_iter().filter(|(name, ..)| chosen.contains(name));
     chosen.flat_map(coded).collect()
 }
@@ -206,7 +264,7 @@ fn is_product(name: &str) -> bool {
     !name.contains("embed") && !name.contains("head")
 }
 
-/// A model of two layers of this architecture, with what differs from the common keys.
+/// A model of two layers or more of this architecture, with what differs from the common keys.
 fn small_model(
     name: String,
     architecture: &str,

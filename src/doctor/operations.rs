@@ -7,8 +7,8 @@ use super::tolerance::Tolerance;
 use super::{Comparison, Extent, Finding, LibraryResult, compare};
 use crate::device::batch::StepBatch;
 use crate::device::{
-    Activation, AddNorm, Delta, Device, DeviceError, HeadShape, KvSpec, Linear, OutputHead, Precision, RopeSpec,
-    TensorError,
+    Activation, AddNorm, Delta, Device, DeviceError, HeadShape, KvSpec, Linear, OutputHead, Placeholders, Precision,
+    RopeSpec, TensorError,
 };
 
 const EPS: f32 = 1e-5;
@@ -44,7 +44,7 @@ pub(super) fn step_without_attention<D: Device>(device: &D) -> Result<D::Step, D
         inverse_frequencies: vec![1.0; 32],
         scale: 1.0,
     };
-    device.step(&[heads], vec![rope], &[KvSpec::Full])
+    device.step(vec![rope], &[(KvSpec::Full, heads)])
 }
 
 fn upload_step<D: Device>(
@@ -67,11 +67,16 @@ fn widths(extent: Extent) -> &'static [usize] {
     }
 }
 
-fn run_embed<D: Device>(device: &D, table: &TestTensor, scale: f32, tokens: &[u32]) -> Result<Vec<f32>, DeviceError> {
+fn run_embed<D: Device>(
+    device: &D,
+    table: &TestTensor,
+    how: (f32, Option<&Placeholders>),
+    tokens: &[u32],
+) -> Result<Vec<f32>, DeviceError> {
     let table = to_device_error(device.embedding_table(table.tensor()))?;
     let (mut out, mut workspace) = (device.buffer(), device.workspace());
     let step = upload_step(device, (tokens, &[]), &mut workspace)?;
-    device.embed(&table, scale, &step, &mut out, &workspace)?;
+    device.embed(&table, how, &step, &mut out, &workspace)?;
     device.read(&out)
 }
 
@@ -83,12 +88,17 @@ pub(super) fn check_embed<D: Device>(
         let table = TestTensor::new(1, 131, width, 1.0);
         let tokens = [0, 130, 7, 7, 64];
         let one_rounding = Tolerance::rounded_rows(Precision::Bf16, 1);
-        for (operation, scale, tolerance) in [
-            ("embed", 1.0, Tolerance::exact()),
-            ("embed, scaled", 55.5, one_rounding),
+        let placeholders = Placeholders {
+            ids: [200, 7, 64],
+            read_as: 3,
+        };
+        for (operation, how, tolerance) in [
+            ("embed", (1.0, None), Tolerance::exact()),
+            ("embed, scaled", (55.5, None), one_rounding),
+            ("embed, placeholders", (1.0, Some(&placeholders)), Tolerance::exact()),
         ] {
-            let want = run_embed(&comparison.reference, &table, scale, &tokens)?;
-            let got = run_embed(comparison.device, &table, scale, &tokens)?;
+            let want = run_embed(&comparison.reference, &table, how, &tokens)?;
+            let got = run_embed(comparison.device, &table, how, &tokens)?;
             let name = (operation, "bf16", format!("{} x {width}", tokens.len()));
             report(compare(name, tolerance, width, &want, &got));
         }
@@ -103,6 +113,8 @@ struct NormInput {
     /// Weight of a norm that is applied to the delta before the addition.
     delta_weight: Option<TestTensor>,
     weight: TestTensor,
+    /// Factor of the sum.
+    scale: f32,
     width: usize,
     /// Rows to normalise. `None` means all rows.
     picked_rows: Option<Vec<u32>>,
@@ -124,7 +136,7 @@ fn run_norm<D: Device>(device: &D, input: &NormInput) -> Result<(Vec<f32>, Vec<f
         delta: Some(Delta {
             rows: &delta,
             norm: delta_weight.as_ref(),
-            scale: 1.0,
+            scale: input.scale,
         }),
         weight: &weight,
         eps: EPS,
@@ -150,38 +162,53 @@ pub(super) fn check_norms<D: Device>(
     report: &mut dyn FnMut(Finding),
 ) -> Result<(), DeviceError> {
     for &width in widths(comparison.extent) {
-        check_norm(comparison, width, false, report)?;
-        check_norm(comparison, width, true, report)?;
+        for kind in [NormCase::Plain, NormCase::PostNorm, NormCase::Scaled] {
+            check_norm(comparison, width, kind, report)?;
+        }
     }
     Ok(())
 }
 
-/// Checks norms of rows of `width`. With `has_delta_norm`, a norm is applied to the delta before
-/// the addition, which adds one rounding.
+/// What happens to a delta.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum NormCase {
+    Plain,
+    /// It is normalised first, which adds one rounding.
+    PostNorm,
+    /// As `PostNorm`, and the sum has a factor, which adds a further one.
+    Scaled,
+}
+
+/// Checks norms of rows of `width`.
 fn check_norm<D: Device>(
     comparison: &Comparison<'_, D>,
     width: usize,
-    has_delta_norm: bool,
+    kind: NormCase,
     report: &mut dyn FnMut(Finding),
 ) -> Result<(), DeviceError> {
     let (rows, format) = (5, comparison.precision.name());
     let mut input = NormInput {
         residual: numbers(2, rows * width).iter().map(|x| x * 4.0).collect(),
         delta: numbers(3, rows * width),
-        delta_weight: has_delta_norm.then(|| TestTensor::new(21, 1, width, 2.0)),
+        delta_weight: (kind != NormCase::Plain).then(|| TestTensor::new(21, 1, width, 2.0)),
         weight: TestTensor::new(4, 1, width, 2.0),
+        scale: if kind == NormCase::Scaled { 0.7 } else { 1.0 },
         width,
         picked_rows: None,
     };
-    let extra_roundings = if has_delta_norm { 1 } else { 0 };
-    let [all, residual, picked] = if !has_delta_norm {
-        ["add_norm", "residual", "add_norm of picked rows"]
-    } else {
-        [
+    let extra_roundings = kind as u32;
+    let [all, residual, picked] = match kind {
+        NormCase::Plain => ["add_norm", "residual", "add_norm of picked rows"],
+        NormCase::PostNorm => [
             "add_norm with post-norm",
             "residual with post-norm",
             "add_norm with post-norm, picked",
-        ]
+        ],
+        NormCase::Scaled => [
+            "add_norm with a factor",
+            "residual with a factor",
+            "add_norm with a factor, picked",
+        ],
     };
     let (want, got) = (
         run_norm(&comparison.reference, &input)?,
@@ -270,7 +297,7 @@ pub(super) struct PreparedLinear<D: Device> {
 impl<D: Device> PreparedLinear<D> {
     pub(super) fn new(device: &D, input: &LinearInput) -> Result<PreparedLinear<D>, DeviceError> {
         let tensor = input.weight.tensor();
-        let weight = if input.gated.is_some() {
+        let weight = if input.gated.is_some_and(Activation::has_gate) {
             let (gate, up) = tensor.data.split_at(tensor.data.len() / 2);
             let half = |data| crate::device::Tensor {
                 rows: tensor.rows / 2,
@@ -328,6 +355,7 @@ pub(super) fn check_linears<D: Device>(
             ("linear", None),
             ("gated_linear", Some(Activation::Silu)),
             ("gated_linear, GELU", Some(Activation::GeluTanh)),
+            ("linear, squared ReLU", Some(Activation::SquaredRelu)),
         ] {
             // Gated operations are checked at widths whose halves are multiples of 16. Above 1000,
             // only 28672 is checked: the gate and up matrices of a published model.
@@ -352,7 +380,11 @@ pub(super) fn check_linears<D: Device>(
                 // The operands are exact in 8 bits.
                 None => Tolerance::matmul(),
             };
-            let width = if gated.is_some() { n / 2 } else { n };
+            let width = if gated.is_some_and(Activation::has_gate) {
+                n / 2
+            } else {
+                n
+            };
             let name = (operation, format, format!("{m} x {n} x {k}"));
             let mut finding = compare(name, tolerance, width, &want, &got);
             if m * n * k > 1 << 24 {

@@ -91,6 +91,11 @@ impl Tolerance {
         Tolerance::with_peak(16.0, roundings, 0.0, 0.0)
     }
 
+    /// For inputs of layers: a norm, a sum and its factor, each rounded.
+    pub fn layer_inputs() -> Tolerance {
+        Tolerance::for_roundings(3.0, 0.0, 0.0)
+    }
+
     /// For values times the sigmoid of a gate, which are rounded once.
     pub fn gate() -> Tolerance {
         Tolerance::for_roundings(1.0, 0.0, 0.0)

@@ -120,6 +120,18 @@ impl KvLayout {
         }
     }
 
+    /// The kind of each block table's layers, and their heads.
+    pub(super) fn kinds(&self) -> Vec<(KvSpec, HeadShape)> {
+        let mut kinds: Vec<(KvSpec, Option<HeadShape>)> = self.tables.iter().map(|kind| (*kind, None)).collect();
+        for layer in &self.layers {
+            kinds[layer.place.table].1 = Some(layer.place.heads);
+        }
+        kinds
+            .into_iter()
+            .filter_map(|(kind, heads)| Some((kind, heads?)))
+            .collect()
+    }
+
     /// Checks that a batch's block tables have the blocks that its tokens need, all below
     /// `kv_blocks`.
     pub(super) fn check(&self, batch: &StepBatch, block_tokens: u32, kv_blocks: u32) -> Result<(), String> {
@@ -235,6 +247,13 @@ mod tests {
         // Gemma 4 31B and 26B-A4B: a layer without a window is half as large.
         let (dense, experts) = ([heads(16, 256), heads(4, 512)], [heads(8, 256), heads(2, 512)]);
         assert_eq!((parts(dense), parts(experts)), ((1, 2), (1, 2)));
+        let kinds = KvLayout::new(&differing(6, 6, dense)).kinds();
+        assert_eq!(kinds.last(), Some(&(KvSpec::Full, dense[1])));
+        assert!(
+            kinds[..kinds.len() - 1]
+                .iter()
+                .all(|kind| *kind == (KvSpec::Window(1024), dense[0]))
+        );
         assert_eq!(summary(&differing(60, 6, dense)), (5, 1, 10, 0));
         assert_eq!(summary(&differing(30, 6, experts)), (5, 1, 5, 0));
         // As in E2B, a layer with a window may be half as large.

@@ -38,7 +38,7 @@ impl Place {
     pub fn block_tokens(self) -> u32 {
         match self {
             Place::Cpu => cpu::BLOCK_TOKENS as u32,
-            Place::Gpu => cuda::plan::BLOCK_TOKENS,
+            Place::Gpu => cuda::attention_plan::BLOCK_TOKENS,
         }
     }
 

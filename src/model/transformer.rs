@@ -240,7 +240,7 @@ impl<D: Device> Transformer<D> {
         .weights()?;
         let pools = pool::allocate(&device, &config, kv_blocks)?;
         let state_pools = pool::allocate_states(&device, &config, state_slots)?;
-        let step = device.step(&config.head_shapes(), config.rope_specs(context_tokens), &layout.tables)?;
+        let step = device.step(config.rope_specs(context_tokens), &layout.kinds())?;
         let last_rows = LastRows::new(&device, &config, &layout, context_tokens)?;
         let buffers = Buffers::new(&device);
         let mut transformer = Transformer {
@@ -314,11 +314,10 @@ impl<D: Device> Transformer<D> {
             }
             Ok(())
         };
-        let replaced = config.placeholders.as_ref().and_then(|tokens| tokens.replaced(batch));
-        device.upload(replaced.as_ref().unwrap_or(batch), step, &mut b.workspace)?;
+        device.upload(batch, step, &mut b.workspace)?;
         device.embed(
             &weights.embedding,
-            config.embedding_scale,
+            (config.embedding_scale, config.placeholders.as_ref()),
             step,
             &mut b.residual,
             &b.workspace,

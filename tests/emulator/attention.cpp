@@ -1,17 +1,28 @@
 // rope_store.cu, attention.cu or where SM90 is defined attention_sm90.cu, and merge.cu: a step of several sequences over paged keys and
-// values, against sums in doubles.
+// values, against sums in doubles. With BLOCK_BYTES and BLOCK_SCALES, as in kv_blocks.cuh, the layer is the second one of each block. With
+// QUERIES_ALONE, rows of the step's tokens have nothing but queries, as in a layer that reads what an earlier one has stored.
 #ifdef SM90
 #include "hopper.cuh"
 #else
 #include "ptx.cuh"
 #endif
 #include "types.cuh"
+#include "kv_blocks.cuh"
 #ifndef WINDOW
 #define WINDOW 0
 #endif
 namespace rope {
 #include "../../kernels/rope_store.cu"
 }
+#ifdef QUERIES_ALONE
+#undef ROW_HEADS
+#define ROW_HEADS HEADS
+#define rope_store rotate_alone
+namespace alone {
+#include "../../kernels/rope_store.cu"
+}
+#undef rope_store
+#endif
 #undef WARPS
 namespace attend {
 #ifdef SM90
@@ -22,6 +33,7 @@ const auto kernel = attention_sm90;
 #define SHARED_BYTES (STAGES * STAGE_BYTES + QUERY_BYTES)
 const auto kernel = attention;
 #endif
+const int BLOCK_THREADS = THREADS;
 }
 #undef THREADS
 #undef GROUP
@@ -31,9 +43,12 @@ namespace merging {
 #include "check.h"
 
 const int TOKEN = (HEADS + 2 * KV_HEADS) * HEAD_DIM;
+// Numbers of a row that attention reads.
+const int ROW = ROW_HEADS * HEAD_DIM;
+const int LAYER = IS_ALONE ? 0 : 1;
 const int HALF_DIM = HEAD_DIM / 2;
 const int LONGEST = 320;
-const float EPS = 1e-6f;
+const float EPS = 1e-6f, VALUE_EPS = 1e-2f;
 const float SCALE = 1 / std::sqrt(float(HEAD_DIM));
 #if STORE != 2
 const double LARGEST = STORE == 0 ? 127 : 448;
@@ -59,10 +74,13 @@ struct World {
     std::vector<float> key_scales, value_scales;
 };
 
+// Where the layer's numbers begin in the pool.
+const size_t FIRST_BYTE = size_t(LAYER) * KV_HEADS * HEAD_BYTES, FIRST_SCALE = size_t(LAYER) * KV_HEADS * BLOCK;
+
 static void store(World& world, Bf16* qkv, const u32* positions, const u32* slots, int tokens) {
     check::run(rope::rope_store, tokens, (HEADS + 2 * KV_HEADS + 3) / 4, 128, 0, 3, qkv, world.rotations.data(), positions, slots,
-               world.q_norm.data(), world.k_norm.data(), EPS, world.keys.data(), world.values.data(), world.key_scales.data(),
-               world.value_scales.data());
+               world.q_norm.data(), world.k_norm.data(), EPS, VALUE_EPS, world.keys.data() + FIRST_BYTE, world.values.data() + FIRST_BYTE,
+               world.key_scales.data() + FIRST_SCALE, world.value_scales.data() + FIRST_SCALE);
 }
 
 static World make_world() {
@@ -91,11 +109,10 @@ static World make_world() {
         for (int d = 0; d < HEAD_DIM; d++)
             world.rotations.push_back(d < HALF_DIM ? std::cos(p * 0.01f * d) : std::sin(p * 0.01f * (d - HALF_DIM)));
     // Whatever nobody writes is NaN: bytes of 0xff are, in every format but INT8.
-    size_t places = size_t(next) * KV_HEADS * BLOCK;
-    world.keys.assign(places * KEY_ROW, 0xff);
-    world.values.assign(places * KEY_ROW, 0xff);
-    world.key_scales.assign(places, bits_to_float(0xffffffff));
-    world.value_scales.assign(places, bits_to_float(0xffffffff));
+    world.keys.assign(size_t(next) * BLOCK_BYTES, 0xff);
+    world.values.assign(size_t(next) * BLOCK_BYTES, 0xff);
+    world.key_scales.assign(size_t(next) * BLOCK_SCALES, bits_to_float(0xffffffff));
+    world.value_scales.assign(size_t(next) * BLOCK_SCALES, bits_to_float(0xffffffff));
     world.rotated = world.raw;
     store(world, world.rotated.data(), world.positions.data(), world.slots.data(), int(world.positions.size()));
     return world;
@@ -111,14 +128,22 @@ static double number_at(const std::vector<u8>& pool, size_t at) {
 #endif
 }
 
+// Where the numbers of a token's head begin in the pool, which has as many bytes for each, and its scale.
+static size_t number_of(const World& world, int token, int kv) {
+    return (size_t(world.slots[token] / BLOCK) * BLOCK_BYTES + FIRST_BYTE + size_t(kv) * HEAD_BYTES) / SIZE;
+}
+static size_t scale_of(const World& world, int token, int kv) {
+    return size_t(world.slots[token] / BLOCK) * BLOCK_SCALES + FIRST_SCALE + kv * BLOCK + world.slots[token] % BLOCK;
+}
+
 // Dimension `d` of a stored key or value.
 static double key_at(const World& world, int token, int kv, int d) {
-    size_t row = (size_t(world.slots[token] / BLOCK) * KV_HEADS + kv) * BLOCK + world.slots[token] % BLOCK;
-    return number_at(world.keys, row * HEAD_DIM + d) * (STORE == 2 ? 1 : world.key_scales[row]);
+    size_t at = number_of(world, token, kv) + world.slots[token] % BLOCK * HEAD_DIM + d;
+    return number_at(world.keys, at) * (STORE == 2 ? 1 : world.key_scales[scale_of(world, token, kv)]);
 }
 static double value_at(const World& world, int token, int kv, int d) {
-    size_t head = size_t(world.slots[token] / BLOCK) * KV_HEADS + kv, place = world.slots[token] % BLOCK;
-    return number_at(world.values, (head * HEAD_DIM + d) * BLOCK + place) * (STORE == 2 ? 1 : world.value_scales[head * BLOCK + place]);
+    size_t at = number_of(world, token, kv) + size_t(d) * BLOCK + world.slots[token] % BLOCK;
+    return number_at(world.values, at) * (STORE == 2 ? 1 : world.value_scales[scale_of(world, token, kv)]);
 }
 
 // A head as it should be stored, and how far off it may be before it is quantized.
@@ -134,10 +159,16 @@ static Head rotated_head(const World& world, int token, int head) {
         to.x[d] = widen(from[d]);
         to.allowed[d] = 0;
     }
-    if (head >= HEADS + KV_HEADS) return to;
-    const float* norm = head < HEADS ? world.q_norm.data() : world.k_norm.data();
     double squares = 0;
     for (double x : to.x) squares += x * x;
+    if (head >= HEADS + KV_HEADS) {
+        for (int d = 0; VALUE_NORM && d < HEAD_DIM; d++) {
+            to.x[d] /= std::sqrt(squares / HEAD_DIM + VALUE_EPS);
+            to.allowed[d] = 1.02 * std::fabs(to.x[d]) / 256;
+        }
+        return to;
+    }
+    const float* norm = head < HEADS ? world.q_norm.data() : world.k_norm.data();
     for (int d = 0; d < HEAD_DIM; d++) to.x[d] *= norm[d] / std::sqrt(squares / HEAD_DIM + EPS);
     const float* rotation = &world.rotations[size_t(world.positions[token]) * HEAD_DIM];
     for (int d = 0; d < HALF_DIM; d++) {
@@ -196,7 +227,7 @@ static void give_back(World& world) {
     for (size_t s = 0; s < SEQUENCES.size(); s++)
         for (int block = 0; (block + 1) * BLOCK <= SEQUENCES[s].before - WINDOW + 1; block++) {
             u32& entry = world.tables[world.first_table[s] + block];
-            size_t bytes = size_t(KV_HEADS) * BLOCK * KEY_ROW, scales = size_t(KV_HEADS) * BLOCK;
+            const size_t bytes = BLOCK_BYTES, scales = BLOCK_SCALES;
             std::memset(&world.keys[entry * bytes], 0xff, bytes);
             std::memset(&world.values[entry * bytes], 0xff, bytes);
             std::memset(&world.key_scales[entry * scales], 0xff, scales * 4);
@@ -223,7 +254,7 @@ static Step make_tokens(const World& world) {
         for (int i = 0; i < SEQUENCES[s].fresh; i++) {
             int position = SEQUENCES[s].before + i;
             auto from = world.rotated.begin() + size_t(world.first_token[s] + position) * TOKEN;
-            step.qkv.insert(step.qkv.end(), from, from + TOKEN);
+            step.qkv.insert(step.qkv.end(), from, from + ROW);
             step.positions.push_back(position);
             step.sequences.push_back(s);
         }
@@ -321,8 +352,9 @@ static Results attend_items(const World& world, const Step& step, unsigned seed)
     size_t rows = size_t(step.part_rows) * KV_HEADS;
     Results results{std::vector<Bf16>(step.positions.size() * HEADS * HEAD_DIM, unwritten), std::vector<float>(rows * HEAD_DIM + 1, NAN),
                     std::vector<float>(rows * 2 + 1, NAN)};
-    check::run(attend::kernel, unsigned(step.items.size()), KV_HEADS, ROW_WARPS * 32, SHARED_BYTES, seed, step.qkv.data(),
-               world.keys.data(), world.values.data(), world.key_scales.data(), world.value_scales.data(), step.items.data(),
+    check::run(attend::kernel, unsigned(step.items.size()), KV_HEADS, attend::BLOCK_THREADS, SHARED_BYTES, seed, step.qkv.data(),
+               world.keys.data() + FIRST_BYTE, world.values.data() + FIRST_BYTE, world.key_scales.data() + FIRST_SCALE,
+               world.value_scales.data() + FIRST_SCALE, step.items.data(),
                step.queries.data(), step.positions.data(), world.tables.data(), SCALE, sinks(), results.out.data(), results.sums.data(),
                results.states.data());
     return results;
@@ -338,7 +370,7 @@ static std::vector<Bf16> attend_all(const World& world, const Step& step, unsign
 // A query's head as the product takes it: in eight bits quantized with a scale of its own.
 static std::vector<double> query_of(const Step& step, int token, int head) {
     std::vector<double> q;
-    for (int d = 0; d < HEAD_DIM; d++) q.push_back(widen(step.qkv[size_t(token) * TOKEN + head * HEAD_DIM + d]));
+    for (int d = 0; d < HEAD_DIM; d++) q.push_back(widen(step.qkv[size_t(token) * ROW + head * HEAD_DIM + d]));
 #if STORE != 2
     float most = 0;
     for (double x : q) most = std::max(most, float(std::fabs(x)));
@@ -397,8 +429,7 @@ static void head_errors(const World& world, const Step& step, const std::vector<
     std::vector<double> scales(count, 1.0), span_largest(LONGEST / SPAN + 1, 0.0);
     for (int j = 0; j < count; j++) {
 #if STORE != 2
-        u32 slot = world.slots[world.first_token[s] + first + j];
-        scales[j] = world.value_scales[(size_t(slot / BLOCK) * KV_HEADS + kv) * BLOCK + slot % BLOCK];
+        scales[j] = world.value_scales[scale_of(world, world.first_token[s] + first + j, kv)];
 #endif
         double& top = span_largest[(first + j) / SPAN];
         top = std::max(top, weights[j] * scales[j]);
@@ -446,19 +477,19 @@ static void check_poison(World world, Step step) {
     poison(world, last(value_sequence), HEADS + KV_HEADS + kv);
     poison(world, last(key_sequence), HEADS + kv);
     for (size_t token = 0; token < step.positions.size(); token++)
-        if (step.sequences[token] == query_sequence) step.qkv[token * TOKEN + size_t(kv) * group * HEAD_DIM + 3] = Bf16{0x7fc0};
+        if (step.sequences[token] == query_sequence) step.qkv[token * ROW + size_t(kv) * group * HEAD_DIM + 3] = Bf16{0x7fc0};
 #if STORE != 2
-    size_t row = size_t(world.slots[last(value_sequence)] / BLOCK) * KV_HEADS + kv, place = world.slots[last(value_sequence)] % BLOCK;
+    size_t first = number_of(world, last(value_sequence), kv), place = world.slots[last(value_sequence)] % BLOCK;
     bool zero = true;
-    for (int d = 0; d < HEAD_DIM; d++) zero &= world.values[(row * HEAD_DIM + d) * BLOCK + place] == 0;
-    check::expect(zero && std::isnan(world.value_scales[row * BLOCK + place]), "a head that is not finite is zeros and a NaN scale");
+    for (int d = 0; d < HEAD_DIM; d++) zero &= world.values[first + d * BLOCK + place] == 0;
+    check::expect(zero && std::isnan(world.value_scales[scale_of(world, last(value_sequence), kv)]), "a head that is not finite is zeros and a NaN scale");
 #endif
     const std::vector<Bf16> after = attend_all(world, step, 1);
     int missing = 0, spread = 0;
     for (size_t at = 0; at < after.size(); at++) {
         int d = int(at % HEAD_DIM), head = int(at / HEAD_DIM % HEADS), s = step.sequences[at / HEAD_DIM / HEADS];
         bool poisoned = false;
-        if (s == value_sequence) poisoned = head / group == kv && (STORE != 2 || d == 3);
+        if (s == value_sequence) poisoned = head / group == kv && (STORE != 2 || VALUE_NORM || d == 3);
         if (s == key_sequence) poisoned = head / group == kv;
         if (s == query_sequence) poisoned = head == kv * group;
         if (poisoned)
@@ -504,9 +535,30 @@ static void check_alone(const World& world) {
     check::expect(different == 0, "%d rows of parts differ from those of one token", different);
 }
 
+#ifdef QUERIES_ALONE
+// Queries are rotated as they are beside keys and values, and nothing is stored.
+static void check_rotated_alone(World world) {
+    std::vector<Bf16> rows;
+    int tokens = int(world.positions.size()), different = 0;
+    for (int token = 0; token < tokens; token++) {
+        auto from = world.raw.begin() + size_t(token) * TOKEN;
+        rows.insert(rows.end(), from, from + ROW);
+    }
+    check::run(alone::rotate_alone, tokens, (HEADS + 3) / 4, 128, 0, 3, rows.data(), world.rotations.data(), world.positions.data(),
+               world.slots.data(), world.q_norm.data(), (const float*)nullptr, EPS, VALUE_EPS, (void*)nullptr, (void*)nullptr,
+               (float*)nullptr, (float*)nullptr);
+    for (int token = 0; token < tokens; token++)
+        different += std::memcmp(&rows[size_t(token) * ROW], &world.rotated[size_t(token) * TOKEN], ROW * sizeof(Bf16)) != 0;
+    check::expect(different == 0, "%d rows of queries alone differ", different);
+}
+#endif
+
 int main() {
     World world = make_world();
     check_store(world);
+#ifdef QUERIES_ALONE
+    check_rotated_alone(world);
+#endif
     give_back(world);
     Step step = make_step(world);
     check_results(world, step);

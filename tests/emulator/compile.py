@@ -17,12 +17,14 @@ WIDTHS = [8, 64, 4096, 8192, 14336, 28672, 65536]
 COLUMNS = [32, 64, 128, 256]
 # HEAD_DIM and ROW_WARPS.
 HEADS = [(32, 1), (64, 4), (80, 4), (96, 4), (128, 1), (128, 4), (192, 4), (256, 1), (256, 4)]
+# Those of heads that two warps share; in BF16 there is no room for four.
+LARGE_HEADS = [(288, 1), (512, 1), (512, 2), (512, 4)]
 # HEAD_DIM and ROW_WARPS of attention_sm90.cu.
 HOPPER_HEADS = [(dim, warps) for dim in (32, 64, 80, 96, 112, 128) for warps in (4, 8, 12)]
 # The bits of 50.0f.
 SOFT_CAP = 1112014848
-# Qwen3-Next, a wide value, Granite 4 and Nemotron-H 56B: sizes of recurrent layers.
-RECURRENT = [(0, 16, 32, 128, 128, 4, 512), (0, 4, 4, 32, 512, 1, 512), (1, 1, 128, 128, 64, 8, 512), (1, 8, 256, 256, 64, 8, 512)]
+# Qwen3-Next, a wide value, Granite 4, Nemotron-H 56B and Nemotron Nano 9B: sizes of recurrent layers.
+RECURRENT = [(0, 16, 32, 128, 128, 4, 512), (0, 4, 4, 32, 512, 1, 512), (1, 1, 128, 128, 64, 8, 512), (1, 8, 256, 256, 64, 8, 512), (1, 8, 128, 128, 80, 4, 320)]
 RECURRENT_MACROS = ("KIND", "KEY_HEADS", "VALUE_HEADS", "KEY_DIM", "VALUE_DIM", "LANES", "THREADS")
 MODEL = {"HEADS": 32, "KV_HEADS": 8, "BLOCK": 64, "WINDOW": 0}
 
@@ -37,12 +39,14 @@ def shapes(name, card):
     rows = [{"WIDTH": width, "THREADS": threads(width)} for width in WIDTHS]
     tiles = [{"COLUMNS": columns, "CONSUMERS": consumers} for columns in COLUMNS for consumers in (1, 2)]
     heads = [MODEL | {"HEAD_DIM": dim, "ROW_WARPS": warps} for dim, warps in HEADS]
+    large = [MODEL | {"HEAD_DIM": dim, "ROW_WARPS": warps, "STAGE_TOKENS": 32, "BLOCK_BYTES": 1 << 20, "BLOCK_SCALES": 1024} for dim, warps in LARGE_HEADS]
     hopper_heads = [MODEL | {"HEAD_DIM": dim, "ROW_WARPS": warps} for dim, warps in HOPPER_HEADS]
     hopper_heads += [shape | {"HEADS": heads} for shape in hopper_heads if shape["HEAD_DIM"] in (64, 128) for heads in (8, 40, 56, 128)]
     coded = [{"ROWS": rows, "GROUP_STEPS": steps} for rows in (16, 64, 128) for steps in (0, 1, 2, 3, 4, 8, 70)]
     return {
-        "add_norm": [shape | {"DELTA_NORM": norm, "CENTERED": centered} for shape in rows for norm in (0, 1) for centered in (0, 1)],
-        "gated": [shape | {"ACTIVATION": activation} for shape in rows for activation in (0, 1, 2)],
+        "add_norm": [shape | {"DELTA_NORM": norm, "CENTERED": centered, "SCALED": scaled} for shape in rows for norm in (0, 1) for centered, scaled in ((0, 0), (1, 0), (0, 1))],
+        "gated": [shape | {"ACTIVATION": activation} for shape in rows for activation in (0, 1, 2, 3)],
+        "gate_input": rows,
         "quantize": rows,
         "norm_heads": [shape | {"OUTPUT": 2} for shape in rows if shape["WIDTH"] <= 28672],
         "embed": [{"WIDTH": 4096}],
@@ -52,11 +56,11 @@ def shapes(name, card):
         "grouped_coded_linear": coded,
         "quantize_groups": [{"GROUP": group} for group in (8, 32, 64, 96, 128, 2048)],
         "linear_sm90": [tile | {"WIDE": wide} for tile in tiles for wide in (0, 1)],
-        "attention": heads + [shape | {"SOFT_CAP": SOFT_CAP, "WINDOW": 4096} for shape in heads if shape["HEAD_DIM"] >= 128],
+        "attention": heads + large + [shape | {"SOFT_CAP": SOFT_CAP, "WINDOW": 4096} for shape in heads if shape["HEAD_DIM"] >= 128],
         "attention_sm90": hopper_heads + [shape | {"SOFT_CAP": SOFT_CAP, "WINDOW": 4096} for shape in hopper_heads],
         "peak": [{"WARPGROUPS": groups} for groups in ((0, 1) if card == "sm_90a" else (0,))],
-        "merge": heads,
-        "rope_store": heads,
+        "merge": heads + large,
+        "rope_store": [shape | {"VALUE_NORM": norm} for shape in heads + large for norm in (0, 1)] + [shape | {"ROW_HEADS": shape["HEADS"]} for shape in heads + large],
         "recurrent": [dict(zip(RECURRENT_MACROS, sizes), CONV=conv) for sizes in RECURRENT for conv in (4, 8)],
         "keep_inputs": [{"CONV": conv} for conv in (2, 4, 8)],
     }.get(name, [{}])
@@ -64,7 +68,7 @@ def shapes(name, card):
 
 def formats(name, card):
     """The names of a kernel's formats that a card has, and their macros."""
-    macro = {"add_norm": "OUTPUT", "gated": "OUTPUT", "quantize": "OUTPUT"}
+    macro = {"add_norm": "OUTPUT", "gated": "OUTPUT", "gate_input": "OUTPUT", "quantize": "OUTPUT"}
     macro |= {"attention": "STORE", "attention_sm90": "STORE", "rope_store": "STORE"}
     macro |= {"linear": "FORMAT", "grouped_linear": "FORMAT", "linear_sm90": "FORMAT", "peak": "FORMAT"}
     if name not in macro:
@@ -76,6 +80,8 @@ def exists(name, card, word, shape):
     """Whether a kernel has this shape in this format, and the card has no other kernel for it."""
     if name == "attention_sm90":
         return not (word == "bf16" and shape["HEAD_DIM"] == 128 and shape["ROW_WARPS"] == 12)
+    if name == "attention" and word == "bf16" and shape["HEAD_DIM"] > 256 and shape["ROW_WARPS"] > 2:
+        return False
     return not (name == "attention" and card == "sm_90a" and shape["HEAD_DIM"] <= 128)
 
 

@@ -1,4 +1,4 @@
-// router.cu, choose_experts.cu, sort_rows.cu, grouped_linear.cu and combine_experts.cu against doubles.
+// router.cu, choose_experts.cu, sort_rows.cu, scale_rows.cu, grouped_linear.cu and combine_experts.cu against doubles.
 #include "ptx.cuh"
 #include "types.cuh"
 #include "experts.cuh"
@@ -21,6 +21,11 @@ const int SORT_THREADS = THREADS;
 }  // namespace sorting
 #undef THREADS
 #undef WARPS
+namespace scaling {
+#include "../../kernels/scale_rows.cu"
+const int SCALE_THREADS = THREADS;
+}  // namespace scaling
+#undef THREADS
 namespace combining {
 #include "../../kernels/combine_experts.cu"
 const int COMBINE_THREADS = THREADS;
@@ -83,17 +88,18 @@ static void check_choice(int rows, int experts, int per_token) {
     float* logits = check::guarded<float>(size_t(rows) * stride);
     // Of few values, so that many are equal.
     for (int i = 0; i < rows * stride; i++) logits[i] = i % stride == experts ? 100 : std::round(check::number() * 8);
-    const float* some = random_floats(experts, false);
+    const float *some = random_floats(experts, false), *some_factors = random_floats(experts, false);
     u32* chosen = check::guarded<u32>(size_t(rows) * per_token);
     float* weights = check::guarded<float>(size_t(rows) * per_token);
-    auto run = [&](const float* correction, int sigmoid, int renormalized, float scale) {
+    auto run = [&](const float* correction, int sigmoid, int renormalized, float scale, const float* factors) {
         check::run(choose_experts, (rows + CHOICE_ROWS - 1) / CHOICE_ROWS, 1, CHOICE_ROWS * 32, 0, 3, logits, correction, chosen, weights,
-                   rows, experts, stride, per_token, sigmoid, renormalized, scale);
+                   rows, experts, stride, per_token, sigmoid, renormalized, scale, factors, 1, 1, 1);
     };
     for (int form = 0; form < 8; form++) {
         const int sigmoid = form / 2 % 2, renormalized = form % 2;
         const float *correction = form >= 4 ? some : nullptr, scale = form >= 4 ? 2.5f : 1;
-        run(correction, sigmoid, renormalized, scale);
+        const float* factors = form % 4 == 1 ? some_factors : nullptr;
+        run(correction, sigmoid, renormalized, scale, factors);
         check::Worst worst;
         bool right = true;
         for (int row = 0; row < rows; row++) {
@@ -112,8 +118,8 @@ static void check_choice(int rows, int experts, int per_token) {
             for (int i = 0; i < per_token; i++) {
                 size_t at = size_t(row) * per_token + i;
                 right &= chosen[at] == want[i];
-                double weight = scores[want[i]] / (renormalized ? sum : 1) * scale;
-                worst.add(weights[at] - weight, 1e-6 * weight);
+                double weight = scores[want[i]] / (renormalized ? sum : 1) * scale * (factors ? factors[want[i]] : 1);
+                worst.add(weights[at] - weight, 1e-6 * std::fabs(weight));
             }
         }
         check::expect(right && worst.fine(), "choice of %d of %d, %d rows, form %d: %s, %.2f of the error allowed", per_token, experts, rows,
@@ -125,7 +131,7 @@ static void check_choice(int rows, int experts, int per_token) {
         for (int e = 0; e < experts; e++) logits[e] = value;
         logits[(rows - 1) * stride + experts - 1] = value;
         for (int renormalized : {0, 1}) {
-            run(nullptr, 0, renormalized, 1);
+            run(nullptr, 0, renormalized, 1, nullptr);
             bool right = true;
             for (int i = 0; i < per_token; i++) {
                 right &= chosen[i] == u32(i) && std::isnan(weights[i]);
@@ -134,6 +140,84 @@ static void check_choice(int rows, int experts, int per_token) {
             }
             check::expect(right, "choice of %d of %d among logits of %g", per_token, experts, value);
         }
+    }
+}
+
+// Groups of experts, of which a row uses those of some.
+struct Groups {
+    int count, chosen, best;
+};
+
+// Scores that experts of groups that are not chosen have none above.
+static std::vector<float> scores_in_groups(const float* scores, int experts, Groups groups) {
+    const int size = experts / groups.count;
+    std::vector<float> sums;
+    for (int g = 0; g < groups.count; g++) {
+        std::vector<float> own(scores + g * size, scores + (g + 1) * size);
+        std::sort(own.begin(), own.end(), [](float a, float b) { return a > b; });
+        float sum = 0;
+        for (int i = 0; i < groups.best; i++) sum += own[i];
+        sums.push_back(sum);
+    }
+    std::vector<u32> chosen = choice_of(sums.data(), groups.count, groups.chosen);
+    std::vector<float> left(experts, -INFINITY);
+    for (u32 g : chosen) std::copy(scores + g * size, scores + (g + 1) * size, left.begin() + g * size);
+    return left;
+}
+
+static void check_groups(int rows, int experts, int per_token, Groups groups) {
+    using namespace choice;
+    float* logits = check::guarded<float>(size_t(rows) * experts);
+    const float* some = random_floats(experts, false);
+    u32* chosen = check::guarded<u32>(size_t(rows) * per_token);
+    float* weights = check::guarded<float>(size_t(rows) * per_token);
+    auto run = [&](const float* correction, int sigmoid) {
+        check::run(choose_experts, (rows + CHOICE_ROWS - 1) / CHOICE_ROWS, 1, CHOICE_ROWS * 32, CHOICE_ROWS * groups.count * 4, 3, logits,
+                   correction, chosen, weights, rows, experts, experts, per_token, sigmoid, 1, 2.5f, nullptr, groups.count, groups.chosen, groups.best);
+    };
+    for (int form = 0; form < 4; form++) {
+        const int sigmoid = form % 2;
+        const float* correction = form >= 2 ? some : nullptr;
+        // Of few values, so that many experts and groups are equal: exactly where there are no corrections.
+        for (int i = 0; i < rows * experts; i++) logits[i] = std::round(check::number() * 3);
+        run(correction, sigmoid);
+        check::Worst worst;
+        bool right = true;
+        for (int row = 0; row < rows; row++) {
+            const float* of = logits + size_t(row) * experts;
+            // In F32 as the kernel computes them, since what is nearly equal may be ranked either way.
+            float largest = *std::max_element(of, of + experts), all = 0;
+            std::vector<float> lanes(32), scores;
+            for (int e = 0; e < experts; e++) lanes[e % 32] += numerator(of[e], largest, sigmoid);
+            for (int step = 16; step > 0; step /= 2)
+                for (int lane = 0; lane < step; lane++) lanes[lane] += lanes[lane + step];
+            all = lanes[0];
+            for (int e = 0; e < experts; e++) scores.push_back(chosen_by(of[e], correction ? correction + e : nullptr, largest, sigmoid ? 1 : all, sigmoid));
+            std::vector<float> left = scores_in_groups(scores.data(), experts, groups);
+            std::vector<u32> want = choice_of(left.data(), experts, per_token);
+            double sum = 0;
+            auto score = [&](u32 e) { return sigmoid ? 1 / (1 + std::exp(-double(of[e]))) : std::exp(double(of[e])); };
+            for (u32 e : want) sum += score(e);
+            for (int i = 0; i < per_token; i++) {
+                size_t at = size_t(row) * per_token + i;
+                right &= chosen[at] == want[i];
+                double weight = score(want[i]) / sum * 2.5;
+                worst.add(weights[at] - weight, 1e-6 * weight);
+            }
+        }
+        check::expect(right && worst.fine(), "choice of %d of %d in %d of %d groups, form %d: %s, %.2f of the error allowed", per_token, experts,
+                      groups.chosen, groups.count, form, right ? "right" : "wrong", worst.part);
+    }
+    // Numbers that are none show in all weights, and no expert is chosen twice.
+    for (float value : {NAN, -NAN, INFINITY}) {
+        for (int i = 0; i < rows * experts; i++) logits[i] = i % 3 == 0 ? value : 1;
+        run(some, 1);
+        bool right = true;
+        for (int i = 0; i < rows * per_token; i++) {
+            right &= chosen[i] < u32(experts) && (i % per_token == 0 || chosen[i] > chosen[i - 1]);
+            right &= std::isnan(weights[i]) == std::isnan(value);
+        }
+        check::expect(right, "choice in groups among logits of %g", value);
     }
 }
 
@@ -187,6 +271,26 @@ static void check_sorting(const char* name, const std::vector<u32>& choices, int
     }
     right &= *is.tile_count == tile && int(tile) <= is.tiles_most;
     check::expect(right, "%s: %zu rows of %d experts in %u tiles", name, choices.size(), experts, tile);
+}
+
+// Rows times weights, in the order of sorted rows.
+static void check_scaled(int tokens, int experts, int per_token, int width) {
+    using namespace scaling;
+    Sorted of = sorted(random_choices(tokens, experts, per_token), experts, per_token, 8);
+    Bf16* x = random_bf16(size_t(tokens) * width);
+    float* weights = random_floats(of.entries, true);
+    weights[of.entries - 1] = NAN;
+    Bf16* out = check::guarded<Bf16>(size_t(of.entries) * width);
+    std::memset((void*)out, 0xff, size_t(of.entries) * width * 2);
+    check::run(scale_rows, of.entries, 1, SCALE_THREADS, 0, 4, x, of.rows, weights, out, per_token, width);
+    bool right = true;
+    for (int i = 0; i < of.entries; i++)
+        for (int column = 0; column < width; column++) {
+            float is = widen(out[size_t(of.rows[i]) * width + column]);
+            float want = widen(to_bf16(widen(x[size_t(i / per_token) * width + column]) * weights[i]));
+            right &= std::isnan(want) ? std::isnan(is) : is == want;
+        }
+    check::expect(right, "scaled rows of %d tokens, %d of %d experts, %d wide", tokens, per_token, experts, width);
 }
 
 // Experts' products of rows, some of which are used twice, and some by nobody.
@@ -247,7 +351,7 @@ static void check_combined(const Combination& c) {
             double weight = c.shared_logits ? 1 / (1 + std::exp(-double(c.shared_logits[t * c.stride]))) : 1;
             double want = c.shared ? weight * widen(c.shared[size_t(t) * c.width + column]) : 0, magnitude = std::fabs(want);
             for (int i = t * c.per_token; i < (t + 1) * c.per_token; i++) {
-                double term = double(widen(c.outputs[size_t(c.rows[i]) * c.width + column])) * c.weights[i];
+                double term = double(widen(c.outputs[size_t(c.rows[i]) * c.width + column])) * (c.weights ? c.weights[i] : 1);
                 want += term;
                 magnitude += std::fabs(term);
             }
@@ -276,6 +380,8 @@ static void check_combination(int tokens, int per_token, int width) {
     check_combined(c);
     c.shared_logits = logits;
     check_combined(c);
+    c.weights = nullptr;
+    check_combined(c);
 }
 
 int main() {
@@ -285,11 +391,19 @@ int main() {
         check_choice(5, 3, 1);
         check_choice(6, 70, 8);
         check_choice(3, 9, 9);
+        check_groups(6, 64, 8, {8, 4, 2});
+        check_groups(5, 6, 2, {3, 1, 1});
+        check_groups(2, 12, 6, {2, 1, 2});
+        // More groups than lanes, and groups larger than a warp.
+        check_groups(5, 80, 5, {40, 3, 2});
+        check_groups(3, 150, 6, {3, 2, 2});
         check_sorting("one row", {2}, 4, 1);
         check_sorting("rows", random_choices(300, 5, 3), 5, 3);
         check_sorting("rows of one expert", std::vector<u32>(40, 1), 3, 1);
         // More experts than threads.
         check_sorting("many experts", random_choices(20, 700, 6), 700, 6);
+        check_scaled(9, 5, 2, 1032);
+        check_scaled(1, 1, 1, 16);
         check_combination(9, 3, 1032);
     }
     // An expert has no row, another one has more than a tile, the last one has all the others.

@@ -1,17 +1,23 @@
-// add_norm.cu, gated.cu, quantize.cu, norm_heads.cu, embed.cu, soft_cap.cu and random_weights.cu against doubles.
+// add_norm.cu, gated.cu, gate_input.cu, add_inputs.cu, quantize.cu, norm_heads.cu, embed.cu, soft_cap.cu and random_weights.cu against
+// doubles.
 #include "ptx.cuh"
 #include "types.cuh"
 #include "../../kernels/add_norm.cu"
 #include "../../kernels/gated.cu"
+#include "../../kernels/gate_input.cu"
 #include "../../kernels/quantize.cu"
 #include "../../kernels/norm_heads.cu"
 #include "../../kernels/embed.cu"
 #include "../../kernels/soft_cap.cu"
 #include "../../kernels/random_weights.cu"
+#undef WARPS
+#include "../../kernels/add_inputs.cu"
 #include "check.h"
 
 const int COUNT = 5;
 const float EPS = 1e-5f;
+// Of a sum with SCALED.
+const float FACTOR = 0.3f;
 const Bf16 NOT_A_NUMBER = {0x7fc0}, MINUS_INFINITY = {0xff80};
 
 static Bf16* random_rows(int rows) {
@@ -99,6 +105,8 @@ static std::vector<double> sum_of(const Bf16* residual, const Bf16* delta, const
     for (int i = 0; i < WIDTH; i++) d[i] = round_bf16(float(d[i]));
 #endif
     for (int i = 0; i < WIDTH; i++) x[i] = round_bf16(float(x[i] + d[i]));
+    if (SCALED)
+        for (double& y : x) y = round_bf16(float(y) * FACTOR);
     return x;
 }
 
@@ -113,7 +121,7 @@ static void check_add_norm() {
             Bf16* residual = check::guarded<Bf16>(size_t(COUNT) * WIDTH);
             std::copy(before, before + size_t(COUNT) * WIDTH, residual);
             int rows = picked ? 2 : COUNT;
-            check::run(add_norm, rows, 1, THREADS, 0, 3, residual, delta, delta_weight, weight, picked, EPS, out.bytes, out.scales);
+            check::run(add_norm, rows, 1, THREADS, 0, 3, residual, delta, delta_weight, weight, picked, EPS, FACTOR, out.bytes, out.scales);
             check::Worst worst;
             for (int row = 0; row < rows; row++)
                 add_errors(worst, out, row, normed(centered(sum_of(before, delta, delta_weight, picked ? picked[row] : row)), weight), 1 + DELTA_NORM);
@@ -141,7 +149,7 @@ static void check_add_norm() {
     residual[3 * WIDTH] = MINUS_INFINITY;
     std::fill(delta + 4 * WIDTH, delta + 5 * WIDTH, Bf16{0});
     Output out;
-    check::run(add_norm, COUNT, 1, THREADS, 0, 3, residual, delta, delta_weight, weight, nullptr, EPS, out.bytes, out.scales);
+    check::run(add_norm, COUNT, 1, THREADS, 0, 3, residual, delta, delta_weight, weight, nullptr, EPS, FACTOR, out.bytes, out.scales);
     bool right = !tells(out, 0) && tells(out, 1) && tells(out, 2) && tells(out, 3) && !tells(out, 4);
     check::expect(right, "add_norm of NaN and infinity");
 }
@@ -150,6 +158,7 @@ const float ALPHA = 1.702f, LIMIT = 2;
 
 static double activated(double x) {
     const double pi = std::acos(-1.0);
+    if (ACTIVATION == 3) return std::max(x, 0.0);
     if (ACTIVATION == 2) x = std::min(x, double(LIMIT));
     return ACTIVATION == 1 ? x / 2 * (1 + std::tanh(std::sqrt(2 / pi) * (x + 0.044715 * x * x * x)))
                            : x / (1 + std::exp(-x * (ACTIVATION == 2 ? ALPHA : 1.0)));
@@ -161,27 +170,83 @@ static double factor(double up) {
 
 static void check_gated() {
     Bf16* pairs = random_rows(2 * COUNT);
+    // A row without gates has its up projection alone.
+    const size_t stride = GATES + WIDTH;
     // Gates far out, some of which have a cube that F32 has not.
     const float far[8] = {-3e38f, -1e15f, -1e4f, -20, -5, 0, 20, 1e15f};
-    for (int i = 0; i < 8; i++) pairs[size_t(COUNT - 1) * 2 * WIDTH + i] = to_bf16(far[i]);
+    for (int i = 0; i < 8; i++) pairs[(COUNT - 1) * stride + i] = to_bf16(far[i]);
     Output out;
     check::run(gated, COUNT, 1, THREADS, 0, 5, pairs, out.bytes, out.scales, ALPHA, LIMIT);
     check::Worst worst;
     for (int row = 0; row < COUNT; row++) {
-        const Bf16 *gate = pairs + size_t(row) * 2 * WIDTH, *up = gate + WIDTH;
+        const Bf16 *gate = pairs + row * stride, *up = gate + GATES;
         std::vector<double> want;
         for (int i = 0; i < WIDTH; i++) want.push_back(activated(widen(gate[i])) * factor(widen(up[i])));
         add_errors(worst, out, row, want, ACTIVATION == 2 ? 3 : 2);
     }
     check::expect(worst.fine(), "gated: %.2f of the error allowed", worst.part);
 
-    pairs[1 * 2 * WIDTH + WIDTH - 1] = NOT_A_NUMBER;
-    pairs[2 * 2 * WIDTH] = MINUS_INFINITY;
-    pairs[3 * 2 * WIDTH + 2 * WIDTH - 1] = MINUS_INFINITY;
+    pairs[1 * stride + WIDTH - 1] = NOT_A_NUMBER;
+    pairs[2 * stride] = MINUS_INFINITY;
+    pairs[4 * stride - 1] = MINUS_INFINITY;
     check::run(gated, COUNT, 1, THREADS, 0, 5, pairs, out.bytes, out.scales, ALPHA, LIMIT);
     // An infinite up that is bounded is finite.
     bool right = !tells(out, 0) && tells(out, 1) && tells(out, 2) && tells(out, 3) == (ACTIVATION != 2) && !tells(out, 4);
     check::expect(right, "gated of NaN and infinity");
+}
+
+static double gelu(double x) {
+    const double pi = std::acos(-1.0);
+    return x / 2 * (1 + std::tanh(std::sqrt(2 / pi) * (x + 0.044715 * x * x * x)));
+}
+
+// The second of three parts of each row.
+static void check_gate_input() {
+    const int stride = 3 * WIDTH;
+    Bf16 *gates = random_rows(COUNT), *inputs = random_rows(3 * COUNT);
+    const float far[8] = {-3e38f, -1e15f, -1e4f, -20, -5, 0, 20, 1e15f};
+    for (int i = 0; i < 8; i++) gates[size_t(COUNT - 1) * WIDTH + i] = to_bf16(far[i]);
+    Output out;
+    check::run(gate_input, COUNT, 1, THREADS, 0, 5, gates, inputs + WIDTH, stride, out.bytes, out.scales);
+    check::Worst worst;
+    for (int row = 0; row < COUNT; row++) {
+        std::vector<double> want;
+        for (int i = 0; i < WIDTH; i++)
+            want.push_back(gelu(widen(gates[size_t(row) * WIDTH + i])) * widen(inputs[size_t(row) * stride + WIDTH + i]));
+        add_errors(worst, out, row, want, 2);
+    }
+    check::expect(worst.fine(), "gate_input: %.2f of the error allowed", worst.part);
+    gates[1 * WIDTH + WIDTH - 1] = NOT_A_NUMBER;
+    inputs[2 * stride + WIDTH] = NOT_A_NUMBER;
+    inputs[3 * stride + 2 * WIDTH] = NOT_A_NUMBER;
+    check::run(gate_input, COUNT, 1, THREADS, 0, 5, gates, inputs + WIDTH, stride, out.bytes, out.scales);
+    // Another layer's part does not count.
+    bool right = !tells(out, 0) && tells(out, 1) && tells(out, 2) && !tells(out, 3);
+    check::expect(right, "gate_input of NaN");
+}
+
+static void check_add_inputs() {
+    const int layers = 3, parts = COUNT * layers;
+    Bf16 *projected = random_rows(parts), *inputs = random_rows(parts);
+    const std::vector<Bf16> old(inputs, inputs + size_t(parts) * WIDTH);
+    const float* weight = random_weight();
+    projected[size_t(7) * WIDTH + WIDTH - 1] = NOT_A_NUMBER;
+    check::run(add_inputs, (parts + WARPS - 1) / WARPS, 1, WARPS * 32, 0, 4, projected, weight, inputs, parts, WIDTH, EPS, FACTOR);
+    check::Worst worst;
+    bool right = true;
+    for (int part = 0; part < parts; part++) {
+        std::vector<double> normed_part = normed(row_of(projected, part), weight), before = row_of(old.data(), part);
+        for (int i = 0; i < WIDTH; i++) {
+            double is = widen(inputs[size_t(part) * WIDTH + i]), want = (before[i] + normed_part[i]) * FACTOR;
+            // Half a step of what is added, and of the sum and of the product, each.
+            double allowed = 1.02 * (std::fabs(normed_part[i]) * FACTOR + 2 * std::fabs(want)) / 256 + 1e-30;
+            if (part == 7)
+                right &= std::isnan(is);
+            else
+                worst.add(is - want, allowed);
+        }
+    }
+    check::expect(worst.fine() && right, "add_inputs: %.2f of the error allowed, NaN %s", worst.part, right ? "shows" : "is lost");
 }
 
 static void check_quantize() {
@@ -238,18 +303,26 @@ static void check_embed() {
     const Drawn drawn[] = {{8}, {2}};
     const u32 tokens[COUNT] = {0, IS_DRAWN | 0, 7, 7, IS_DRAWN | 1};
     Bf16* out = check::guarded<Bf16>(size_t(COUNT) * WIDTH);
-    auto run = [&](float scale) {
-        check::run(embed, (COUNT + ROWS - 1) / ROWS, 1, ROWS * 32, 0, 1, table, tokens, drawn, out, COUNT, scale);
+    const u32 none = ~0u;
+    auto run = [&](float scale, u32 read_as, u32 first, u32 second, u32 third) {
+        check::run(embed, (COUNT + ROWS - 1) / ROWS, 1, ROWS * 32, 0, 1, table, tokens, drawn, out, COUNT, scale, read_as, first, second, third);
     };
-    run(1);
+    run(1, 5, none, none, none);
     bool same = true;
     for (int i = 0; i < COUNT; i++) same &= !std::memcmp(out + size_t(i) * WIDTH, table + size_t(ids[i]) * WIDTH, WIDTH * 2);
     check::expect(same, "embed");
+    // Tokens that are read as another one, drawn or not.
+    for (u32 id : {8, 7, 2}) {
+        run(1, 5, id == 8 ? id : 6, id == 7 ? id : 4, id == 2 ? id : 3);
+        for (int i = 0; i < COUNT; i++)
+            same &= !std::memcmp(out + size_t(i) * WIDTH, table + size_t(ids[i] == id ? 5 : ids[i]) * WIDTH, WIDTH * 2);
+    }
+    check::expect(same, "embed of tokens that are read as another one");
 
     const float scale = 59.87f;
     table[7 * WIDTH] = NOT_A_NUMBER;
     table[8 * WIDTH + WIDTH - 1] = MINUS_INFINITY;
-    run(scale);
+    run(scale, 5, none, none, none);
     check::Worst worst;
     for (int row = 0; row < COUNT; row++) {
         std::vector<double> is = row_of(out, row), from = row_of(table, int(ids[row]));
@@ -303,6 +376,8 @@ static void check_random_weights() {
 int main() {
     check_add_norm();
     check_gated();
+    check_gate_input();
+    check_add_inputs();
     check_quantize();
     check_norm_heads();
     check_embed();

@@ -67,9 +67,10 @@ coded() {
 
 rows() {
     for format in 0 1 2; do
-        run rows OUTPUT=$format WIDTH=8 THREADS=128 DELTA_NORM=1 ACTIVATION=1 CENTERED=1
+        run rows OUTPUT=$format WIDTH=8 THREADS=128 DELTA_NORM=1 ACTIVATION=1 CENTERED=1 SCALED=1
         slow run rows OUTPUT=$format WIDTH=904 THREADS=128 DELTA_NORM=0 ACTIVATION=0 CENTERED=1
-        run rows OUTPUT=$format WIDTH=4864 THREADS=256 DELTA_NORM=0 ACTIVATION=2 CENTERED=1
+        run rows OUTPUT=$format WIDTH=4864 THREADS=256 DELTA_NORM=0 ACTIVATION=2 CENTERED=1 SCALED=1
+        run rows OUTPUT=$format WIDTH=1856 THREADS=128 DELTA_NORM=0 ACTIVATION=3
         slow run rows OUTPUT=$format WIDTH=28672 THREADS=1024 DELTA_NORM=0 ACTIVATION=1
         run rows OUTPUT=$format WIDTH=65536 THREADS=1024 DELTA_NORM=1 ACTIVATION=0
     done
@@ -87,6 +88,7 @@ recurrent() {
     recurrent_shape 0 3 3 9 80 4 4 320
     slow recurrent_shape 0 1 1 24 300 1 1 320
     recurrent_shape 1 1 3 128 64 4 8 512
+    slow recurrent_shape 1 2 4 128 80 4 4 320
     recurrent_shape 1 2 4 10 4 2 32 128
     slow recurrent_shape 1 1 2 256 64 4 8 512
 }
@@ -102,6 +104,10 @@ attention() {
         turns 2 $store run attention STORE=$store HEADS=7 KV_HEADS=1 HEAD_DIM=128 BLOCK=64 ROW_WARPS=1 SOFT_CAP=$cap
         slow run attention STORE=$store HEADS=2 KV_HEADS=2 HEAD_DIM=128 BLOCK=64 ROW_WARPS=4
         turns 3 $store run attention STORE=$store HEADS=8 KV_HEADS=1 HEAD_DIM=256 BLOCK=64 ROW_WARPS=4 STAGES=1 SOFT_CAP=$cap WINDOW=64
+        # Heads that two warps share, in blocks of two layers and of another shape (for INT8: where scales take the other's room, too).
+        turns 1 $store run attention STORE=$store HEADS=4 KV_HEADS=1 HEAD_DIM=512 BLOCK=64 ROW_WARPS=2 STAGES=1 STAGE_TOKENS=32 VALUE_NORM=1 BLOCK_BYTES=131072 BLOCK_SCALES=128
+        turns 2 $store run attention STORE=$store HEADS=6 KV_HEADS=2 HEAD_DIM=288 BLOCK=64 ROW_WARPS=1 STAGES=1 STAGE_TOKENS=32 WINDOW=100 SINKS=1 SOFT_CAP=$cap
+        turns 0 $store run attention STORE=$store HEADS=8 KV_HEADS=1 HEAD_DIM=512 BLOCK=64 ROW_WARPS=4 STAGES=2 STAGE_TOKENS=32 QUERIES_ALONE=1 BLOCK_BYTES=262144 BLOCK_SCALES=192
         run attention SM90=1 STORE=$store HEADS=8 KV_HEADS=2 HEAD_DIM=64 BLOCK=64 ROW_WARPS=4
         slow run attention SM90=1 STORE=$store HEADS=16 KV_HEADS=1 HEAD_DIM=32 BLOCK=64 ROW_WARPS=8
         slow run attention SM90=1 STORE=$store HEADS=10 KV_HEADS=2 HEAD_DIM=80 BLOCK=64 ROW_WARPS=4 WINDOW=100

@@ -3,10 +3,11 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use gristmill::device::Placeholders;
 use gristmill::device::batch::{BlockCopy, StepBatch};
 use gristmill::device::{Dtype, KvFormat, Precision, cpu};
 use gristmill::engine::Forward;
-use gristmill::model::config::{Config, Placeholders};
+use gristmill::model::config::Config;
 use gristmill::model::stored_form::StoredForm;
 use gristmill::model::weights::Weights;
 use gristmill::model::{KvBudget, LoadOptions, Transformer};
@@ -358,7 +359,7 @@ fn tokens_of_images_are_read_as_another_one() {
         let tokens = &reference.prompts[3].tokens;
         let (image, padding) = (tokens[5], tokens[9]);
         config.placeholders = Some(Placeholders {
-            ids: vec![image],
+            ids: [image; 3],
             read_as: padding,
         });
         let weights = Weights::open(&folder(name), StoredForm::of(&config)).unwrap();

@@ -145,7 +145,7 @@ mod tests {
             inverse_frequencies: vec![1.0; 32],
             scale: 1.0,
         };
-        let mut step = cpu.step(&[heads], vec![rope], &[KvSpec::Full]).unwrap();
+        let mut step = cpu.step(vec![rope], &[(KvSpec::Full, heads)]).unwrap();
         let mut workspace = cpu.workspace();
         let mut batch = StepBatch::default();
         batch.push([0], 1, [0]);

@@ -528,12 +528,11 @@ mod tests {
         };
         pages.values.fill(f32::NAN);
         let mut step = Step::new(
-            &[heads],
             vec![RopeSpec {
                 inverse_frequencies: vec![1.0; 9],
                 scale: 1.0,
             }],
-            &[KvSpec::Full],
+            &[(KvSpec::Full, heads)],
             false,
         );
         step.upload(&StepBatch {
@@ -611,7 +610,7 @@ mod tests {
         batch.push((0..20).map(|_| 0), 20, [0, 3]);
         batch.block_tables.push(vec![2, 1]);
         for format in [KvFormat::F32, KvFormat::Bf16, KvFormat::Int8, KvFormat::Int4] {
-            let mut step = Step::new(&[small, large], vec![], &[KvSpec::Full; 2], false);
+            let mut step = Step::new(vec![], &[small, large].map(|heads| (KvSpec::Full, heads)), false);
             step.upload(&batch);
             let mut pool = KvPool::new(&shapes, 5, format);
             let number = format.bits() as usize / 8;

@@ -246,7 +246,7 @@ mod tests {
     fn pool(isa: Isa, rows: &[f32]) -> KvPool {
         let mut batch = StepBatch::default();
         batch.push((0..20).map(|_| 0), 20, [2, 33]);
-        let mut step = Step::new(&[HEADS], vec![], &[KvSpec::Full], false);
+        let mut step = Step::new(vec![], &[(KvSpec::Full, HEADS)], false);
         step.upload(&batch);
         let mut pool = KvPool::new(&HEADS.alone(), 35, KvFormat::Int4);
         pool.store(

@@ -17,8 +17,8 @@ use crate::device::batch::StepBatch;
 use crate::device::draw::{Draw, DrawError, DrawnToken};
 use crate::device::{
     Activation, AddNorm, Attention, AttentionInput, CodedMatrix, Device, DeviceError, ExpertInput, ExpertWeights,
-    HeadShape, KvFormat, KvShape, KvSpec, LatentInput, LatentStore, LayerInputs, Linear, OutputHead, Precision,
-    RecurrentShape, RecurrentWeights, RopeSpec, RopeStore, Tensor, TensorError,
+    HeadShape, KvFormat, KvShape, KvSpec, LatentInput, LatentStore, LayerInputs, Linear, OutputHead, Placeholders,
+    Precision, RecurrentShape, RecurrentWeights, RopeSpec, RopeStore, Tensor, TensorError,
 };
 
 mod adapters;
@@ -388,8 +388,8 @@ impl Device for Cpu {
         }
     }
 
-    fn step(&self, heads: &[HeadShape], ropes: Vec<RopeSpec>, tables: &[KvSpec]) -> Result<Step, DeviceError> {
-        Ok(Step::new(heads, ropes, tables, self.rounds_to_bf16()))
+    fn step(&self, ropes: Vec<RopeSpec>, tables: &[(KvSpec, HeadShape)]) -> Result<Step, DeviceError> {
+        Ok(Step::new(ropes, tables, self.rounds_to_bf16()))
     }
 
     fn block_tokens(&self) -> u32 {
@@ -434,12 +434,14 @@ impl Device for Cpu {
     fn embed(
         &self,
         table: &Matrix,
-        scale: f32,
+        (scale, placeholders): (f32, Option<&Placeholders>),
         step: &Step,
         out: &mut Buffer,
         _: &Workspace,
     ) -> Result<(), DeviceError> {
-        embed::embed(table, scale, self.rounds_to_bf16(), &step.batch.tokens, out);
+        let read = |token: &u32| placeholders.map_or(*token, |placeholders| placeholders.read(*token));
+        let tokens: Vec<u32> = step.batch.tokens.iter().map(read).collect();
+        embed::embed(table, scale, self.rounds_to_bf16(), &tokens, out);
         Ok(())
     }
 

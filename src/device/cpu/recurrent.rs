@@ -491,7 +491,7 @@ mod tests {
             kv_heads: 1,
             head_dim: 2,
         };
-        let mut step = Step::new(&[heads], vec![], &[KvSpec::Full], false);
+        let mut step = Step::new(vec![], &[(KvSpec::Full, heads)], false);
         let mut batch = StepBatch::default();
         for (slot, tokens, before) in parts.into_iter().filter(|(_, tokens, _)| *tokens > 0) {
             batch.push(

@@ -112,7 +112,6 @@ mod tests {
         };
         let frequencies: Vec<f32> = (0..dim / 2).map(|d| 0.7f32.powi(d as i32)).collect();
         let mut step = Step::new(
-            &[heads],
             vec![
                 RopeSpec {
                     inverse_frequencies: vec![0.0; dim / 2],
@@ -123,7 +122,7 @@ mod tests {
                     scale: 1.5,
                 },
             ],
-            &[KvSpec::Full],
+            &[(KvSpec::Full, heads)],
             false,
         );
         step.upload(&StepBatch {

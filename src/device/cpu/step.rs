@@ -79,10 +79,10 @@ pub(super) fn queries_per_tile(heads: HeadShape) -> usize {
 }
 
 impl Step {
-    /// A step for layers with heads of these shapes. All of them share the tiles, which are small
-    /// enough for the largest group of query heads.
-    pub(super) fn new(heads: &[HeadShape], ropes: Vec<RopeSpec>, tables: &[KvSpec], round_to_bf16: bool) -> Step {
-        let queries = heads.iter().map(|heads| queries_per_tile(*heads));
+    /// A step for layers of these kinds and with heads of these shapes. All of them share the tiles,
+    /// which are small enough for the largest group of query heads.
+    pub(super) fn new(ropes: Vec<RopeSpec>, tables: &[(KvSpec, HeadShape)], round_to_bf16: bool) -> Step {
+        let queries = tables.iter().map(|(_, heads)| queries_per_tile(*heads));
         let rotations = ropes.into_iter().map(|rope| RotationTable {
             token_rotations: Vec::new(),
             rope,
@@ -94,7 +94,7 @@ impl Step {
             adapter_rows: Vec::new(),
             tile_queries_max: queries.min().unwrap_or(1) as u32,
             full_tables: (0..tables.len())
-                .filter(|table| tables[*table] == KvSpec::Full)
+                .filter(|table| tables[*table].0 == KvSpec::Full)
                 .collect(),
             rotations: rotations.collect(),
             tiles: Vec::new(),
@@ -232,7 +232,7 @@ mod tests {
             inverse_frequencies: vec![0.5],
             scale: 2.0,
         };
-        let mut step = Step::new(&[heads], vec![rope], &[KvSpec::Full], false);
+        let mut step = Step::new(vec![rope], &[(KvSpec::Full, heads)], false);
         let sequence = |first_token, q_len, kv_len, first_block| StepSequence {
             first_token,
             q_len,
@@ -281,7 +281,7 @@ mod tests {
             inverse_frequencies: vec![0.5],
             scale: 1.0,
         };
-        let mut step = Step::new(&[heads], vec![rope], &[KvSpec::Full], false);
+        let mut step = Step::new(vec![rope], &[(KvSpec::Full, heads)], false);
         assert_eq!(queries_per_tile(heads), 8);
         // Each block from 100 on belongs to one sequence. The fourth sequence differs after 7
         // blocks, the sixth from the start.
@@ -314,7 +314,7 @@ mod tests {
         let tables = [KvSpec::Full, KvSpec::Window(9), KvSpec::Full];
         batch.block_tables.extend([unshared, second]);
         let rope = step.rotations.remove(0).rope;
-        let mut step = Step::new(&[heads], vec![rope], &tables, false);
+        let mut step = Step::new(vec![rope], &tables.map(|kind| (kind, heads)), false);
         step.upload(&batch);
         let tiles: Vec<_> = step.tiles.iter().map(|t| (t.parts.clone(), t.prefix_len)).collect();
         assert_eq!(tiles, [(0..1, 128), (1..2, 128), (2..5, 64), (5..6, 128)]);

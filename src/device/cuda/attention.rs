@@ -4,9 +4,11 @@
 //! See docs/decisions/076-hopper-attention-has-its-own-kernel.md and
 //! docs/decisions/077-attention-parts-take-only-their-rows.md.
 
+use super::attention_plan::{self, AttentionShape};
 use super::driver::Argument;
 use super::memory::{Buffer, KvPool, Workspace, address, ensure_capacity};
-use super::plan::{self, KernelFormat};
+use super::plan::KernelFormat;
+use super::step::AttentionStep;
 use super::{Cuda, Step, Vector};
 use crate::device::{Attention, AttentionInput, DeviceError, HeadShape};
 
@@ -16,9 +18,11 @@ use crate::device::{Attention, AttentionInput, DeviceError, HeadShape};
 /// The size of the heads or their number is not supported.
 pub fn check_heads(heads: HeadShape) -> Result<(), DeviceError> {
     let multiple = if heads.head_dim <= 128 { 16 } else { 32 };
-    if !heads.head_dim.is_multiple_of(multiple) || heads.head_dim > 256 || heads.heads / heads.kv_heads > 64 {
+    // Those of a query fit in a wide thread block in every format.
+    let group_max = if heads.head_dim <= 256 { 64 } else { 32 };
+    if !heads.head_dim.is_multiple_of(multiple) || heads.head_dim > 512 || heads.heads / heads.kv_heads > group_max {
         return Err(DeviceError::Unsupported(format!(
-            "the model has {} heads of {} numbers over {} key and value heads; the GPU's kernels take heads of multiples of 16 up to 128 and of 32 up to 256, up to 64 of them to a key and value head: compute with `--device cpu`",
+            "the model has {} heads of {} numbers over {} key and value heads; the GPU's kernels take heads of multiples of 16 up to 128 and of 32 up to 512, up to 64 of them to a key and value head, or up to 32 where they have more than 256 numbers: compute with `--device cpu`",
             heads.heads, heads.head_dim, heads.kv_heads
         )));
     }
@@ -26,6 +30,27 @@ pub fn check_heads(heads: HeadShape) -> Result<(), DeviceError> {
 }
 
 impl Cuda {
+    /// The shape of a layer's attention, whose keys and values are in `pool`.
+    pub(super) fn layer_shape(&self, heads: HeadShape, pool: &KvPool, queries_alone: bool) -> AttentionShape {
+        AttentionShape {
+            queries_alone,
+            block: pool.block_sizes(),
+            ..self.attention_shape(heads)
+        }
+    }
+
+    /// Reserves memory for partial results of a kind's layers.
+    fn reserve_parts(&self, layer: &AttentionStep, workspace: &mut Workspace) -> Result<(), DeviceError> {
+        // Rounded up for fewer reallocations: sequences grow from step to step, and freeing the old
+        // memory waits for the card.
+        let rows = layer.plans.iter().map(|plan| plan.part_rows).max().unwrap_or(0);
+        let rows = (rows * layer.heads.kv_heads).next_power_of_two();
+        let sums = rows * layer.heads.head_dim * 4;
+        let what = "parts of attention";
+        ensure_capacity(&self.context, &mut workspace.part_sums, sums, what)?;
+        ensure_capacity(&self.context, &mut workspace.part_states, rows * 8, what)
+    }
+
     /// Implements [`attention`](crate::device::Device::attention).
     pub(super) fn attend(
         &self,
@@ -35,35 +60,24 @@ impl Cuda {
         out: &mut Buffer,
         workspace: &mut Workspace,
     ) -> Result<(), DeviceError> {
-        let shape = self.attention_shape(step.shape);
-        let width = step.shape.heads * step.shape.head_dim;
-        out.reshape(&self.context, step.tokens, width, KernelFormat::Bf16)?;
-        let Some(layer) = step.attention.iter().find(|layer| layer.spec == op.spec) else {
+        let heads = op.place.heads;
+        // A layer that reads what an earlier one has stored has rows of queries alone.
+        let queries_alone = input.qkv.width == heads.q_width();
+        assert!(queries_alone || input.qkv.width == heads.qkv_width());
+        let shape = self.layer_shape(heads, pool, queries_alone);
+        out.reshape(&self.context, step.tokens, heads.q_width(), KernelFormat::Bf16)?;
+        let of_kind = |layer: &&AttentionStep| (layer.spec, layer.heads) == (op.spec, heads);
+        let Some(layer) = step.attention.iter().find(of_kind) else {
             return Err(DeviceError::Unsupported(format!(
-                "the step was created without attention of kind {:?}",
+                "the step was created without attention of kind {:?} with {heads:?}",
                 op.spec
             )));
         };
-        // Rounded up for fewer reallocations: sequences grow from step to step, and freeing the old
-        // memory waits for the card.
-        let rows = layer.plans.iter().map(|plan| plan.part_rows).max().unwrap_or(0);
-        let rows = (rows * step.shape.kv_heads).next_power_of_two();
-        ensure_capacity(
-            &self.context,
-            &mut workspace.part_sums,
-            rows * step.shape.head_dim * 4,
-            "parts of attention",
-        )?;
-        ensure_capacity(
-            &self.context,
-            &mut workspace.part_states,
-            rows * 8,
-            "parts of attention",
-        )?;
+        self.reserve_parts(layer, workspace)?;
         let (sums, states) = (address(&workspace.part_sums), address(&workspace.part_states));
-        let window = plan::window(op.spec);
+        let window = attention_plan::window(op.spec);
         let sinks = Argument::Address(input.sinks.map_or(0, |sinks| sinks.0.address()));
-        let [keys, values, key_scales, value_scales] = pool.arguments();
+        let [keys, values, key_scales, value_scales] = pool.arguments(op.place);
         for plan in &layer.plans {
             let addresses = step.plan_addresses(plan);
             for (warps, items, count) in [
@@ -104,5 +118,36 @@ impl Cuda {
             )?;
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn heads_that_no_kernel_has_are_refused_with_the_sizes_that_there_are() {
+        let check = |heads: usize, kv_heads: usize, head_dim: usize| {
+            check_heads(HeadShape {
+                heads,
+                kv_heads,
+                head_dim,
+            })
+        };
+        for (heads, kv_heads, head_dim) in [(64, 1, 16), (64, 1, 256), (32, 1, 288), (32, 4, 512), (8, 8, 192)] {
+            check(heads, kv_heads, head_dim).unwrap();
+        }
+        for (heads, kv_heads, head_dim) in [
+            (4, 2, 24),
+            (4, 2, 144),
+            (4, 2, 544),
+            (65, 1, 64),
+            (33, 1, 288),
+            (64, 1, 512),
+        ] {
+            let why = check(heads, kv_heads, head_dim).unwrap_err().to_string();
+            let words = format!("{heads} heads of {head_dim} numbers over {kv_heads} key and value heads");
+            assert!(why.contains(&words) && why.contains("of 32 up to 512"), "{why}");
+        }
     }
 }

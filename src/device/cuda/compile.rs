@@ -11,12 +11,14 @@ use super::nvrtc::{Compiled, Nvrtc};
 use crate::device::DeviceError;
 
 /// Sources by stem; the stem is also the name of the kernel function.
-const SOURCES: [(&str, &str); 27] = [
+const SOURCES: [(&str, &str); 30] = [
     ("embed", include_str!("../../../kernels/embed.cu")),
     ("add_norm", include_str!("../../../kernels/add_norm.cu")),
     ("quantize", include_str!("../../../kernels/quantize.cu")),
     ("quantize_groups", include_str!("../../../kernels/quantize_groups.cu")),
     ("gated", include_str!("../../../kernels/gated.cu")),
+    ("gate_input", include_str!("../../../kernels/gate_input.cu")),
+    ("add_inputs", include_str!("../../../kernels/add_inputs.cu")),
     ("norm_heads", include_str!("../../../kernels/norm_heads.cu")),
     ("rope_store", include_str!("../../../kernels/rope_store.cu")),
     ("attention", include_str!("../../../kernels/attention.cu")),
@@ -28,6 +30,7 @@ const SOURCES: [(&str, &str); 27] = [
     ("router", include_str!("../../../kernels/router.cu")),
     ("choose_experts", include_str!("../../../kernels/choose_experts.cu")),
     ("sort_rows", include_str!("../../../kernels/sort_rows.cu")),
+    ("scale_rows", include_str!("../../../kernels/scale_rows.cu")),
     ("grouped_linear", include_str!("../../../kernels/grouped_linear.cu")),
     (
         "grouped_coded_linear",
@@ -44,12 +47,13 @@ const SOURCES: [(&str, &str); 27] = [
     ("sample", include_str!("../../../kernels/sample.cu")),
 ];
 
-const HEADERS: [(&str, &str); 12] = [
+const HEADERS: [(&str, &str); 13] = [
     ("types.cuh", include_str!("../../../kernels/common/types.cuh")),
     ("ptx.cuh", include_str!("../../../kernels/common/ptx.cuh")),
     ("drawn.cuh", include_str!("../../../kernels/common/drawn.cuh")),
     ("eight_bits.cuh", include_str!("../../../kernels/common/eight_bits.cuh")),
     ("rows.cuh", include_str!("../../../kernels/common/rows.cuh")),
+    ("kv_blocks.cuh", include_str!("../../../kernels/common/kv_blocks.cuh")),
     ("attention.cuh", include_str!("../../../kernels/common/attention.cuh")),
     ("linear.cuh", include_str!("../../../kernels/common/linear.cuh")),
     (
@@ -74,7 +78,7 @@ const OPTIONS: [&str; 4] = ["--std=c++17", "-default-device", "-lineinfo", "--pt
 const FORMAT_TAG: &str = "after a hash";
 
 /// Maximum number of macros per kernel.
-const MACROS_MAX: usize = 10;
+const MACROS_MAX: usize = 14;
 
 /// A kernel, specialised by macros.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -87,7 +91,7 @@ impl Kernel {
     /// The kernel `name` with these macros.
     ///
     /// # Panics
-    /// `macros` has more than ten entries.
+    /// `macros` has more than fourteen entries.
     pub fn new(name: &'static str, macros: &[(&'static str, u32)]) -> Kernel {
         let mut all = [("", 0); MACROS_MAX];
         all[..macros.len()].copy_from_slice(macros);

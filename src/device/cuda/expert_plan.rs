@@ -54,11 +54,22 @@ pub fn router(tokens: usize, experts: usize) -> Launch {
     }
 }
 
-/// Launch over `tokens` rows of a router's logits, one warp per row.
-pub fn choose_experts(tokens: usize) -> Launch {
+/// Launch over `tokens` rows of a router's logits, one warp per row. Warps have the scores of `groups` groups of experts in
+/// shared memory, if there are several.
+pub fn choose_experts(tokens: usize, groups: usize) -> Launch {
     Launch {
         kernel: Kernel::new("choose_experts", &[]),
         grid: [tokens.div_ceil(4) as u32, 1],
+        threads: 128,
+        shared_bytes: if groups > 1 { 4 * groups as u32 * 4 } else { 0 },
+    }
+}
+
+/// Launch over `rows` sorted rows, which are those of tokens times the experts' weights.
+pub fn scale_rows(rows: usize) -> Launch {
+    Launch {
+        kernel: Kernel::new("scale_rows", &[]),
+        grid: [rows as u32, 1],
         threads: 128,
         shared_bytes: 0,
     }
@@ -77,6 +88,13 @@ pub fn combine_experts(tokens: usize) -> Launch {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Of up to 4,096 experts, in groups of two or one.
+    #[test]
+    fn scores_of_groups_fit_in_shared_memory() {
+        let bytes = [1, 8, 4096].map(|groups| choose_experts(9, groups).shared_bytes);
+        assert_eq!(bytes, [0, 8 * 4 * 4, 64 << 10]);
+    }
 
     /// As many tiles as rows may fill, however they spread over the experts.
     #[test]

@@ -14,7 +14,7 @@ use super::expert_plan::{self, ExpertShape};
 use super::memory::{Buffer, Workspace, address, ensure_capacity};
 use super::plan::{KernelFormat, Tile};
 use super::{Cuda, Matrix, Vector};
-use crate::device::{Activation, DeviceError, ExpertInput, ExpertWeights, Linear, Score};
+use crate::device::{Activation, DeviceError, ExpertGroups, ExpertInput, ExpertWeights, Linear, Score};
 
 /// Bytes of a `RowTile` in `kernels/common/experts.cuh`.
 const ROW_TILE_BYTES: usize = 12;
@@ -23,6 +23,8 @@ const ROW_TILE_BYTES: usize = 12;
 pub(super) struct ExpertsScratch {
     router_logits: Option<Memory>,
     routes: Option<Memory>,
+    /// Sorted rows times their weights, where these are factors of what experts read.
+    scaled: Buffer,
     gated: Buffer,
     /// Outputs of the experts, `[sorted rows][hidden]`, and of the shared one.
     outputs: Buffer,
@@ -34,6 +36,7 @@ impl ExpertsScratch {
         ExpertsScratch {
             router_logits: None,
             routes: None,
+            scaled: Buffer::new(),
             gated: Buffer::new(),
             outputs: Buffer::new(),
             shared: Buffer::new(),
@@ -99,9 +102,6 @@ impl Cuda {
         let ([gate_up], [down]) = (&experts.gate_up[..], &experts.down[..]) else {
             return Err(DeviceError::Unsupported("experts that are not stacked".into()));
         };
-        if experts.routing.groups.is_some() {
-            return Err(DeviceError::Unsupported("experts in groups".into()));
-        }
         let Workspace {
             quantized,
             gate_up: both,
@@ -112,10 +112,17 @@ impl Cuda {
         let routes = self.route(experts, input.router_rows, scratch)?;
         let width = down.weight.rows / routes.shape.experts;
         out.reshape(&self.context, x.rows, width, KernelFormat::Bf16)?;
-        let read = self.rows_for(&gate_up.weight, x, quantized)?;
-        self.multiply_grouped(gate_up, &routes, (read, routes.tokens), both)?;
-        self.activate(activation, both, &mut scratch.gated)?;
         let sorted = Argument::Address(0);
+        // What multiplies the rows that experts read is no factor of those that they write.
+        let (rows, picked, weights) = if experts.routing.scales_input {
+            self.scale_input(x, &routes, &mut scratch.scaled)?;
+            (&scratch.scaled, sorted, Argument::Address(0))
+        } else {
+            (x, routes.tokens, routes.weights)
+        };
+        let read = self.rows_for(&gate_up.weight, rows, quantized)?;
+        self.multiply_grouped(gate_up, &routes, (read, picked), both)?;
+        self.activate(activation, both, &mut scratch.gated)?;
         let read = self.rows_for(&down.weight, &scratch.gated, quantized)?;
         self.multiply_grouped(down, &routes, (read, sorted), &mut scratch.outputs)?;
         let (mut shared, mut shared_logits) = (Argument::Address(0), Argument::Address(0));
@@ -139,7 +146,7 @@ impl Cuda {
             &[
                 scratch.outputs.data(),
                 routes.rows,
-                routes.weights,
+                weights,
                 shared,
                 shared_logits,
                 out.data(),
@@ -158,19 +165,17 @@ impl Cuda {
         scratch: &mut ExpertsScratch,
     ) -> Result<Routes, DeviceError> {
         let Linear { weight, bias } = &experts.router;
-        let routing = experts.routing;
-        let per_token = routing.per_token;
+        let per_token = experts.routing.per_token;
         // A weighted shared expert has the last row of the router.
         let is_weighted = experts.shared.as_ref().is_some_and(|shared| shared.is_weighted);
         let (stride, count) = (weight.rows, weight.rows - usize::from(is_weighted));
         assert!(x.format == KernelFormat::Bf16 && weight.format == KernelFormat::F32);
-        assert!(x.width == weight.columns && (1..=count).contains(&per_token));
+        assert!(x.width == weight.columns && per_token > 0);
         let shape = shape_of(experts, count, x.rows * per_token);
         let routes = Routes::reserve(&self.context, &mut scratch.routes, shape)?;
         let logits = &mut scratch.router_logits;
         ensure_capacity(&self.context, logits, x.rows * stride * 4, "a router's logits")?;
         let logits = address(logits);
-        let [rows, count, stride, per_token] = [x.rows, count, stride, per_token].map(|n| Argument::Int(n as i32));
         self.launch(
             &expert_plan::router(x.rows, weight.rows),
             &[
@@ -178,35 +183,12 @@ impl Cuda {
                 Argument::Address(weight.data.address()),
                 Argument::Address(bias.as_ref().map_or(0, |bias| bias.0.address())),
                 logits,
-                rows,
-                stride,
+                Argument::Int(x.rows as i32),
+                Argument::Int(stride as i32),
                 Argument::Int(weight.columns as i32),
             ],
         )?;
-        self.launch(
-            &expert_plan::choose_experts(x.rows),
-            &[
-                logits,
-                Argument::Address(
-                    experts
-                        .correction
-                        .as_ref()
-                        .map_or(0, |correction| correction.0.address()),
-                ),
-                routes.chosen,
-                routes.weights,
-                rows,
-                count,
-                stride,
-                per_token,
-                Argument::Int(match routing.score {
-                    Score::Softmax => 0,
-                    Score::Sigmoid => 1,
-                }),
-                Argument::Int(routing.renormalized.into()),
-                Argument::Float(routing.scale),
-            ],
-        )?;
+        self.choose_experts(experts, &routes, (logits, x.rows), (count, stride))?;
         self.launch(
             &shape.sort_rows(),
             &[
@@ -216,11 +198,74 @@ impl Cuda {
                 routes.tiles,
                 routes.tile_count,
                 Argument::Int(shape.rows as i32),
-                per_token,
+                Argument::Int(per_token as i32),
                 Argument::Int(shape.tile_rows as i32),
             ],
         )?;
         Ok(routes)
+    }
+
+    /// Chooses the experts of so many rows of logits. A row has `stride` logits, of which the first `count` are those of the experts.
+    fn choose_experts(
+        &self,
+        experts: &ExpertWeights<Matrix, Vector>,
+        routes: &Routes,
+        (logits, rows): (Argument, usize),
+        (count, stride): (usize, usize),
+    ) -> Result<(), DeviceError> {
+        let routing = experts.routing;
+        let groups = routing.groups.unwrap_or(ExpertGroups {
+            count: 1,
+            chosen: 1,
+            best: 1,
+        });
+        // A row's experts are those of its groups.
+        assert!(groups.chosen <= groups.count && count.is_multiple_of(groups.count));
+        let (group, usable) = (count / groups.count, count / groups.count * groups.chosen);
+        assert!((1..=group).contains(&groups.best) && (1..=usable).contains(&routing.per_token));
+        let correction = experts.correction.as_ref();
+        let is_sigmoid = match routing.score {
+            Score::Softmax => false,
+            Score::Sigmoid => true,
+        };
+        self.launch(
+            &expert_plan::choose_experts(rows, groups.count),
+            &[
+                logits,
+                Argument::Address(correction.map_or(0, |correction| correction.0.address())),
+                routes.chosen,
+                routes.weights,
+                Argument::Int(rows as i32),
+                Argument::Int(count as i32),
+                Argument::Int(stride as i32),
+                Argument::Int(routing.per_token as i32),
+                Argument::Int(is_sigmoid.into()),
+                Argument::Int(routing.renormalized.into()),
+                Argument::Float(routing.scale),
+                Argument::Address(experts.scales.as_ref().map_or(0, |scales| scales.0.address())),
+                Argument::Int(groups.count as i32),
+                Argument::Int(groups.chosen as i32),
+                Argument::Int(groups.best as i32),
+            ],
+        )
+    }
+
+    /// Writes what each expert reads: its tokens' rows of `x`, times its weights, as sorted rows.
+    fn scale_input(&self, x: &Buffer, routes: &Routes, out: &mut Buffer) -> Result<(), DeviceError> {
+        assert!(x.format == KernelFormat::Bf16 && x.width.is_multiple_of(8));
+        out.reshape(&self.context, routes.shape.rows, x.width, KernelFormat::Bf16)?;
+        let per_token = routes.shape.rows / x.rows.max(1);
+        self.launch(
+            &expert_plan::scale_rows(routes.shape.rows),
+            &[
+                x.data(),
+                routes.rows,
+                routes.weights,
+                out.data(),
+                Argument::Int(per_token as i32),
+                Argument::Int(x.width as i32),
+            ],
+        )
     }
 
     /// Multiplies each sorted row with its expert's matrix. `picked`: the address of each sorted

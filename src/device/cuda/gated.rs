@@ -1,12 +1,12 @@
-//! Launches the kernel that combines gates and up projections.
+//! Launches the kernel of activations, which combines gates and up projections.
 
 use super::driver::Argument;
 use super::memory::Buffer;
 use super::{Cuda, plan};
-use crate::device::{Activation, DeviceError, no_mlps_without_gates};
+use crate::device::{Activation, DeviceError};
 
 impl Cuda {
-    /// Combines the gate and the up projection of each row.
+    /// Combines the gate and the up projection of each row. Without a gate, rows have the latter alone.
     pub(super) fn activate(
         &self,
         activation: Activation,
@@ -15,10 +15,9 @@ impl Cuda {
     ) -> Result<(), DeviceError> {
         let (alpha, limit) = match activation {
             Activation::ClampedSwiglu { alpha, limit } => (alpha, limit),
-            Activation::Silu | Activation::GeluTanh => (0.0, 0.0),
-            Activation::SquaredRelu => return Err(no_mlps_without_gates()),
+            Activation::Silu | Activation::GeluTanh | Activation::SquaredRelu => (0.0, 0.0),
         };
-        let width = gate_up.width / 2;
+        let width = gate_up.width / if activation.has_gate() { 2 } else { 1 };
         out.reshape(&self.context, gate_up.rows, width, self.row_format)?;
         self.launch(
             &plan::gated(width, self.row_format, activation, gate_up.rows),

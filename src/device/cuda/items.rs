@@ -17,7 +17,7 @@
 
 use std::ops::Range;
 
-use super::plan::{AttentionShape, BLOCK_TOKENS, window};
+use super::attention_plan::{AttentionShape, BLOCK_TOKENS, window};
 use crate::device::KvSpec;
 use crate::device::batch::StepBatch;
 
@@ -320,6 +320,8 @@ mod tests {
         head_dim: 128,
         kv_format: KernelFormat::E4m3,
         is_hopper: false,
+        queries_alone: false,
+        block: None,
     };
 
     /// Sequences of (`q_len`, `kv_len`) tokens. All begin with the same `shared` blocks, as far as

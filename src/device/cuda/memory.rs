@@ -6,11 +6,13 @@ use std::sync::Arc;
 
 use half::bf16;
 
+use super::attention_plan::{BLOCK_TOKENS, BlockSizes};
 use super::draw::Drawing;
 use super::driver::{Argument, Context, Memory, Pinned, PinnedTransfer};
 use super::experts::ExpertsScratch;
-use super::plan::{BLOCK_TOKENS, KernelFormat};
-use crate::device::{DeviceError, HeadShape, KvFormat, KvShape};
+use super::plan::KernelFormat;
+use crate::device::batch::BlockCopy;
+use crate::device::{DeviceError, HeadShape, KvFormat, KvPlace, KvShape};
 
 /// Activations: `[rows][width]`.
 pub struct Buffer {
@@ -135,32 +137,99 @@ pub(super) struct Logits {
     pub(super) host: Option<Pinned>,
 }
 
-/// One layer's keys and values; the layout is described in `kernels/rope_store.cu`.
+/// Keys and values of one layer per block or of several; the layout is described in
+/// `kernels/rope_store.cu` and `kernels/common/kv_blocks.cuh`.
 pub struct KvPool {
-    pub(super) keys: Memory,
-    pub(super) values: Memory,
+    shapes: Vec<KvShape>,
+    format: KernelFormat,
+    keys: Memory,
+    values: Memory,
     /// Scales of keys and of values; 8-bit formats only.
-    pub(super) scales: Option<(Memory, Memory)>,
-    /// Bytes per KV block of keys (values have the same size), and of their scales.
-    pub(super) block_bytes: (usize, usize),
+    scales: Option<(Memory, Memory)>,
 }
 
 impl KvPool {
-    /// Keys, values, key scales and value scales, in the kernels' argument order.
-    pub(super) fn arguments(&self) -> [Argument; 4] {
+    pub(super) fn new(
+        context: &Arc<Context>,
+        shapes: &[KvShape],
+        format: KernelFormat,
+        blocks: usize,
+    ) -> Result<KvPool, DeviceError> {
+        let (data, scales) = block_bytes(shapes, format);
+        let allocate = |bytes: usize| context.allocate(bytes * blocks, "a layer's keys and values");
+        Ok(KvPool {
+            shapes: shapes.to_vec(),
+            format,
+            keys: allocate(data)?,
+            values: allocate(data)?,
+            scales: match scales {
+                0 => None,
+                bytes => Some((allocate(bytes)?, allocate(bytes)?)),
+            },
+        })
+    }
+
+    /// The sizes of blocks, where they are not those of one layer alone.
+    pub(super) fn block_sizes(&self) -> Option<BlockSizes> {
+        if matches!(self.shapes[..], [KvShape { layers: 1, .. }]) {
+            return None;
+        }
+        let (data, scales) = block_bytes(&self.shapes, self.format);
+        Some(BlockSizes {
+            bytes: data as u32,
+            scales: scales as u32 / 4,
+        })
+    }
+
+    /// Keys, values, key scales and value scales of a layer, in the kernels' argument order.
+    ///
+    /// # Panics
+    /// The pool was made without layers of this shape.
+    pub(super) fn arguments(&self, place: KvPlace) -> [Argument; 4] {
+        let has = |shape: &KvShape| shape.heads == place.heads && place.part < shape.layers;
+        assert!(self.shapes.iter().any(has), "{place:?} in a pool of {:?}", self.shapes);
+        let (data, scales) = layer_bytes(place.heads, self.format);
+        let at = |memory: &Memory, bytes: usize| memory.address() + (place.part * bytes) as u64;
         let (key_scales, value_scales) = match &self.scales {
-            Some((keys, values)) => (keys.address(), values.address()),
+            Some((keys, values)) => (at(keys, scales), at(values, scales)),
             None => (0, 0),
         };
-        [self.keys.address(), self.values.address(), key_scales, value_scales].map(Argument::Address)
+        [at(&self.keys, data), at(&self.values, data), key_scales, value_scales].map(Argument::Address)
+    }
+
+    /// Copies blocks, in order.
+    pub(super) fn copy_blocks(&self, context: &Context, copies: &[BlockCopy]) -> Result<(), DeviceError> {
+        let (data, scales) = block_bytes(&self.shapes, self.format);
+        let mut memories = vec![(&self.keys, data), (&self.values, data)];
+        memories.extend(
+            self.scales
+                .iter()
+                .flat_map(|(keys, values)| [(keys, scales), (values, scales)]),
+        );
+        for &BlockCopy { from, to } in copies {
+            for (memory, bytes) in &memories {
+                context.copy_within(memory, from as usize * bytes, to as usize * bytes, *bytes)?;
+            }
+        }
+        Ok(())
     }
 }
 
-/// Bytes per KV block of keys (values have the same size), and of their scales.
-pub(super) fn block_bytes(heads: HeadShape, format: KernelFormat) -> (usize, usize) {
+/// Bytes of a layer's keys in a KV block (values have the same size), and of their scales.
+fn layer_bytes(heads: HeadShape, format: KernelFormat) -> (usize, usize) {
     let vectors = heads.kv_heads * BLOCK_TOKENS as usize;
     let scales = if format.is_scaled() { vectors * 4 } else { 0 };
     (vectors * heads.head_dim * format.bytes(), scales)
+}
+
+/// As [`layer_bytes`], of a block that has room for the layers of each shape.
+fn block_bytes(shapes: &[KvShape], format: KernelFormat) -> (usize, usize) {
+    let of_shape = |shape: &KvShape| {
+        let (data, scales) = layer_bytes(shape.heads, format);
+        (data * shape.layers, scales * shape.layers)
+    };
+    let sizes = shapes.iter().map(of_shape);
+    sizes.fold((0, 0), |most, size| (most.0.max(size.0), most.1.max(size.1)))
 }
 
 /// Bytes of a block of a pool with these shapes. `None`: a GPU keeps none in this format.
@@ -171,11 +240,8 @@ pub fn kv_block_bytes(shapes: &[KvShape], format: KvFormat) -> Option<usize> {
 
 /// Bytes of keys and values of one block, with their scales.
 pub(super) fn block_pair_bytes(shapes: &[KvShape], format: KernelFormat) -> usize {
-    let of_shape = |shape: &KvShape| {
-        let (data, scales) = block_bytes(shape.heads, format);
-        2 * (data + scales) * shape.layers
-    };
-    shapes.iter().map(of_shape).max().unwrap_or(0)
+    let (data, scales) = block_bytes(shapes, format);
+    2 * (data + scales)
 }
 
 /// Copies a buffer's rows to the host as F32; quantized values are multiplied by their scales.
@@ -217,4 +283,33 @@ fn e4m3_to_f32(byte: u8) -> f32 {
         _ => (8.0 + mantissa) * 2f32.powi(exponent - 10),
     };
     if byte >> 7 == 1 { -magnitude } else { magnitude }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_block_has_room_for_the_layers_of_each_shape() {
+        let shape = |kv_heads, head_dim, layers| KvShape {
+            heads: HeadShape {
+                heads: 8,
+                kv_heads,
+                head_dim,
+            },
+            layers,
+            value_in_key: None,
+        };
+        // Gemma 4 31B: two layers without windows are as large as one with, and have half of its scales.
+        let [window, full] = [shape(16, 256, 1), shape(4, 512, 2)];
+        let sizes = |shapes: &[KvShape], format| block_bytes(shapes, format);
+        assert_eq!(sizes(&[window, full], KernelFormat::Bf16), (64 * 4096 * 2, 0));
+        for shapes in [[window, full], [full, window]] {
+            assert_eq!(sizes(&shapes, KernelFormat::Int8), (64 * 4096, 64 * 16 * 4));
+        }
+        // One has more numbers, the other more scales.
+        let odd = [shape(2, 24, 1), shape(1, 64, 1)];
+        assert_eq!(sizes(&odd, KernelFormat::E4m3), (64 * 64, 64 * 2 * 4));
+        assert_eq!(kv_block_bytes(&odd, KvFormat::Fp8), Some(2 * (64 * 64 + 64 * 2 * 4)));
+    }
 }

@@ -12,16 +12,17 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use half::bf16;
 
-use crate::device::batch::{BlockCopy, StepBatch};
+use crate::device::batch::StepBatch;
 use crate::device::draw::{Draw, DrawError, DrawnToken};
 use crate::device::random::RandomMatrix;
 use crate::device::{
     Activation, AddNorm, Attention, AttentionInput, CodedMatrix, Device, DeviceError, ExpertInput, ExpertWeights,
-    HeadShape, KvFormat, KvShape, KvSpec, Linear, OutputHead, Precision, RecurrentShape, RecurrentWeights, RopeSpec,
-    RopeStore, Tensor, TensorError,
+    HeadShape, KvFormat, KvShape, KvSpec, LayerInputs, Linear, OutputHead, Placeholders, Precision, RecurrentShape,
+    RecurrentWeights, RopeSpec, RopeStore, Tensor, TensorError,
 };
 
 mod attention;
+pub mod attention_plan;
 mod by_library;
 mod cache;
 mod ceilings;
@@ -36,6 +37,7 @@ pub mod expert_plan;
 mod experts;
 mod gated;
 pub mod items;
+mod layer_inputs;
 pub mod libraries;
 mod linear;
 mod memory;
@@ -50,6 +52,7 @@ mod tuning;
 mod weights;
 
 pub use attention::check_heads;
+use attention_plan::{AttentionShape, BLOCK_TOKENS};
 use by_library::CublasLtMatmul;
 pub use by_library::MatmulBackend;
 pub use ceilings::Ceilings;
@@ -58,9 +61,9 @@ use draw::Drawing;
 use driver::{Argument, Card, Context, Function, Memory};
 use experts::ExpertsScratch;
 pub use memory::{Buffer, KvPool, Workspace, kv_block_bytes};
-use memory::{Logits, block_bytes, block_pair_bytes};
+use memory::{Logits, block_pair_bytes};
 use nvrtc::Nvrtc;
-use plan::{AttentionShape, BLOCK_TOKENS, KernelFormat, Launch, Tile};
+use plan::{KernelFormat, Launch, Tile};
 pub use recurrent::StatePool;
 pub use recurrent_plan::check_recurrent;
 pub use step::Step;
@@ -226,6 +229,8 @@ impl Cuda {
             head_dim: shape.head_dim as u32,
             kv_format: self.kv_format,
             is_hopper: self.card().is_hopper(),
+            queries_alone: false,
+            block: None,
         }
     }
 }
@@ -322,12 +327,9 @@ impl Device for Cuda {
         }
     }
 
-    fn step(&self, heads: &[HeadShape], ropes: Vec<RopeSpec>, tables: &[KvSpec]) -> Result<Step, DeviceError> {
-        let &[heads] = heads else {
-            return Err(not_supported("heads of several shapes"));
-        };
-        check_heads(heads)?;
-        Ok(Step::new(heads, ropes, tables))
+    fn step(&self, ropes: Vec<RopeSpec>, tables: &[(KvSpec, HeadShape)]) -> Result<Step, DeviceError> {
+        tables.iter().try_for_each(|(_, heads)| check_heads(*heads))?;
+        Ok(Step::new(ropes, tables))
     }
 
     fn block_tokens(&self) -> u32 {
@@ -335,27 +337,10 @@ impl Device for Cuda {
     }
 
     fn kv_pool(&self, shapes: &[KvShape], blocks: usize) -> Result<KvPool, DeviceError> {
-        let &[
-            KvShape {
-                heads,
-                layers: 1,
-                value_in_key: None,
-            },
-        ] = shapes
-        else {
-            return Err(not_supported("pools of several shapes or of latents"));
-        };
-        let (data, scales) = block_bytes(heads, self.kv_format);
-        let allocate = |bytes: usize| self.context.allocate(bytes * blocks, "a layer's keys and values");
-        Ok(KvPool {
-            keys: allocate(data)?,
-            values: allocate(data)?,
-            scales: match scales {
-                0 => None,
-                bytes => Some((allocate(bytes)?, allocate(bytes)?)),
-            },
-            block_bytes: (data, scales),
-        })
+        if shapes.iter().any(|shape| shape.value_in_key.is_some()) {
+            return Err(not_supported("pools of latents"));
+        }
+        KvPool::new(&self.context, shapes, self.kv_format, blocks)
     }
 
     fn kv_block_bytes(&self, shapes: &[KvShape]) -> usize {
@@ -377,25 +362,11 @@ impl Device for Cuda {
 
     fn upload(&self, batch: &StepBatch, step: &mut Step, workspace: &mut Workspace) -> Result<(), DeviceError> {
         workspace.deterministic = batch.deterministic;
-        let shape = self.attention_shape(step.shape);
-        step.upload(&self.context, &shape, batch)
+        step.upload(&self.context, |heads| self.attention_shape(heads), batch)
     }
 
     fn copy_blocks(&self, step: &Step, pool: &mut KvPool) -> Result<(), DeviceError> {
-        let (data, scales) = pool.block_bytes;
-        let mut memories = vec![(&pool.keys, data), (&pool.values, data)];
-        memories.extend(
-            pool.scales
-                .iter()
-                .flat_map(|(keys, values)| [(keys, scales), (values, scales)]),
-        );
-        for &BlockCopy { from, to } in &step.block_copies {
-            for (memory, bytes) in &memories {
-                self.context
-                    .copy_within(memory, from as usize * bytes, to as usize * bytes, *bytes)?;
-            }
-        }
-        Ok(())
+        pool.copy_blocks(&self.context, &step.block_copies)
     }
 
     fn copy_states(&self, step: &Step, pool: &mut StatePool) -> Result<(), DeviceError> {
@@ -405,14 +376,14 @@ impl Device for Cuda {
     fn embed(
         &self,
         table: &Matrix,
-        scale: f32,
+        how: (f32, Option<&Placeholders>),
         step: &Step,
         out: &mut Buffer,
         workspace: &Workspace,
     ) -> Result<(), DeviceError> {
         let table = (Argument::Address(table.data.address()), table.columns);
         let ids = (step.token_ids(), workspace.drawing.drawn_address());
-        self.take_rows(table, ids, step.tokens, scale, out)
+        self.take_rows(table, ids, step.tokens, how, out)
     }
 
     fn pick_logits_rows(&self, step: &Step, rows: &Buffer, out: &mut Buffer) -> Result<(), DeviceError> {
@@ -420,7 +391,7 @@ impl Device for Cuda {
             return Err(not_supported("picking quantized rows"));
         }
         let ids = (step.logits_at(), Argument::Address(0));
-        self.take_rows((rows.data(), rows.width), ids, step.logits_rows, 1.0, out)
+        self.take_rows((rows.data(), rows.width), ids, step.logits_rows, (1.0, None), out)
     }
 
     fn add_norm(
@@ -514,6 +485,20 @@ impl Device for Cuda {
         self.gate_rows(gate, out)
     }
 
+    fn add_layer_inputs(&self, op: LayerInputs<'_, Buffer, Norm>, inputs: &mut Buffer) -> Result<(), DeviceError> {
+        self.add_inputs(&op, inputs)
+    }
+
+    fn gate_layer_input(
+        &self,
+        activation: Activation,
+        gate: &Buffer,
+        inputs: (&Buffer, usize),
+        out: &mut Buffer,
+    ) -> Result<(), DeviceError> {
+        self.gate_input(activation, gate, inputs, out)
+    }
+
     fn experts(
         &self,
         experts: &ExpertWeights<Matrix, Vector>,
@@ -522,9 +507,6 @@ impl Device for Cuda {
         out: &mut Buffer,
         workspace: &mut Workspace,
     ) -> Result<(), DeviceError> {
-        if experts.scales.is_some() {
-            return Err(not_supported("factors of experts"));
-        }
         self.run_experts(experts, activation, &input, out, workspace)
     }
 

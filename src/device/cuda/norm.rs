@@ -2,8 +2,8 @@
 
 use super::driver::Argument;
 use super::memory::Buffer;
-use super::plan::{self, KernelFormat};
-use super::{Cuda, Norm, not_supported};
+use super::plan::{self, KernelFormat, NormKind};
+use super::{Cuda, Norm};
 use crate::device::{AddNorm, DeviceError};
 
 impl Cuda {
@@ -16,13 +16,16 @@ impl Cuda {
         format: KernelFormat,
         out: &mut Buffer,
     ) -> Result<(), DeviceError> {
-        if op.delta.as_ref().is_some_and(|delta| delta.scale != 1.0) {
-            return Err(not_supported("factors of the residual stream"));
-        }
         out.reshape(&self.context, rows, residual.width, format)?;
         let delta_norm = op.delta.as_ref().and_then(|delta| delta.norm);
+        let factor = op.delta.as_ref().map_or(1.0, |delta| delta.scale);
+        let kind = NormKind {
+            of_delta: delta_norm.is_some(),
+            is_centered: op.centered,
+            is_scaled: factor != 1.0,
+        };
         self.launch(
-            &plan::add_norm(residual.width, format, (delta_norm.is_some(), op.centered), rows),
+            &plan::add_norm(residual.width, format, kind, rows),
             &[
                 residual.data(),
                 op.delta
@@ -32,6 +35,7 @@ impl Cuda {
                 Argument::Address(op.weight.0.address()),
                 Argument::Address(row_indices),
                 Argument::Float(op.eps),
+                Argument::Float(factor),
                 out.data(),
                 out.scales(),
             ],

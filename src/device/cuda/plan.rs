@@ -4,7 +4,7 @@
 use std::fmt::{self, Display, Formatter};
 
 use super::compile::Kernel;
-use crate::device::{Activation, KvFormat, KvSpec, Precision};
+use crate::device::{Activation, KvFormat, Precision};
 
 /// A kernel's launch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -104,12 +104,23 @@ fn row_kernel(
     }
 }
 
-/// Launch over `rows` rows. `delta_norm`: whether the delta is normalised before it is added;
-/// `centered`: whether the mean is subtracted.
-pub fn add_norm(width: usize, output: KernelFormat, (delta_norm, centered): (bool, bool), rows: usize) -> Launch {
-    let macros = [("DELTA_NORM", delta_norm.into()), ("CENTERED", 1)];
-    let macros = if centered { &macros[..] } else { &macros[..1] };
-    row_kernel("add_norm", width, output, macros, rows)
+/// What [`add_norm`] does besides.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct NormKind {
+    /// Whether the delta is normalised before it is added.
+    pub of_delta: bool,
+    /// Whether the mean is subtracted.
+    pub is_centered: bool,
+    /// Whether the sum has a factor.
+    pub is_scaled: bool,
+}
+
+/// Launch over `rows` rows.
+pub fn add_norm(width: usize, output: KernelFormat, kind: NormKind, rows: usize) -> Launch {
+    let mut macros = vec![("DELTA_NORM", kind.of_delta.into())];
+    macros.extend(kind.is_centered.then_some(("CENTERED", 1)));
+    macros.extend(kind.is_scaled.then_some(("SCALED", 1)));
+    row_kernel("add_norm", width, output, &macros, rows)
 }
 
 /// Launch over `tokens` tokens, of each of which `width` values are normalised.
@@ -117,16 +128,30 @@ pub fn norm_heads(width: usize, tokens: usize) -> Launch {
     row_kernel("norm_heads", width, KernelFormat::Bf16, &[], tokens)
 }
 
-/// Launch over `rows` rows of `2 * width` values (gate and up).
+/// Launch over `rows` rows of `2 * width` values (gate and up), or of `width` without a gate.
 pub fn gated(width: usize, output: KernelFormat, activation: Activation, rows: usize) -> Launch {
     let activation = match activation {
         Activation::Silu => 0,
         Activation::GeluTanh => 1,
         Activation::ClampedSwiglu { .. } => 2,
-        // No kernel has it: it is refused before.
         Activation::SquaredRelu => 3,
     };
     row_kernel("gated", width, output, &[("ACTIVATION", activation)], rows)
+}
+
+/// Launch over `rows` rows, of which a layer's part of its inputs has `width` values.
+pub fn gate_input(width: usize, output: KernelFormat, rows: usize) -> Launch {
+    row_kernel("gate_input", width, output, &[], rows)
+}
+
+/// Launch over `parts` parts of rows, one warp each.
+pub fn add_inputs(parts: usize) -> Launch {
+    Launch {
+        kernel: Kernel::new("add_inputs", &[]),
+        grid: [parts.div_ceil(4) as u32, 1],
+        threads: 128,
+        shared_bytes: 0,
+    }
 }
 
 /// Launch over `rows` rows of activations or weights.
@@ -352,186 +377,6 @@ pub fn sample(rows: usize) -> Launch {
         grid: [rows as u32, 1],
         threads: 1024,
         shared_bytes: 0,
-    }
-}
-
-/// `WINDOW` of attention's kernels: the number of positions that a query attends to, or 0 for all.
-pub fn window(spec: KvSpec) -> u32 {
-    match spec {
-        KvSpec::Full => 0,
-        KvSpec::Window(window) => window,
-    }
-}
-
-/// Shape of attention and format of keys and values, as the kernels' macros take them.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct AttentionShape {
-    pub heads: u32,
-    pub kv_heads: u32,
-    pub head_dim: u32,
-    pub kv_format: KernelFormat,
-    /// Whether attention runs on Hopper.
-    pub is_hopper: bool,
-}
-
-/// Shared memory per block that every supported card has.
-const SHARED_BYTES: u32 = 99 << 10;
-
-/// Tokens per KV block.
-pub const BLOCK_TOKENS: u32 = 64;
-
-impl AttentionShape {
-    /// Query heads that share a key and value head.
-    pub fn group_size(&self) -> u32 {
-        self.heads / self.kv_heads
-    }
-
-    /// Whether attention uses warpgroup instructions (wgmma).
-    fn uses_wgmma(&self) -> bool {
-        self.is_hopper && self.head_dim <= 128
-    }
-
-    /// Warps per wide thread block, for work items with many queries (prefill, shared prefixes);
-    /// each warp computes 16 rows, a row being one head of one query.
-    pub fn wide_block_warps(&self) -> u32 {
-        match self.uses_wgmma() {
-            false => 4,
-            // With BF16 and heads this large, the registers suffice for eight warps only.
-            true if self.kv_format == KernelFormat::Bf16 && self.head_dim > 112 => 8,
-            true => 12,
-        }
-    }
-
-    /// Warps per narrow thread block, for work items with few queries (decode).
-    pub fn narrow_block_warps(&self) -> u32 {
-        if self.uses_wgmma() { 4 } else { 1 }
-    }
-
-    /// Maximum queries per work item of a thread block with `warps` warps.
-    pub fn queries_max(&self, warps: u32) -> u32 {
-        warps * 16 / self.group_size()
-    }
-
-    /// Launch over `tokens` tokens, one warp per head.
-    pub fn rope_store(&self, tokens: usize) -> Launch {
-        Launch {
-            kernel: Kernel::new(
-                "rope_store",
-                &[
-                    ("HEADS", self.heads),
-                    ("KV_HEADS", self.kv_heads),
-                    ("HEAD_DIM", self.head_dim),
-                    ("BLOCK", BLOCK_TOKENS),
-                    ("STORE", self.kv_format as u32),
-                ],
-            ),
-            grid: [tokens as u32, (self.heads + 2 * self.kv_heads).div_ceil(4)],
-            threads: 128,
-            shared_bytes: 0,
-        }
-    }
-
-    /// Launch over `items` work items, with `warps` warps per thread block. `window`: the number of
-    /// positions that a query attends to, or 0 for all. `soft_cap`: bound of the scores.
-    /// `has_sinks`: whether each query head has a sink.
-    pub fn attention(
-        &self,
-        warps: u32,
-        (window, soft_cap, has_sinks): (u32, Option<f32>, bool),
-        items: usize,
-    ) -> Launch {
-        let mut macros = vec![
-            ("HEADS", self.heads),
-            ("KV_HEADS", self.kv_heads),
-            ("HEAD_DIM", self.head_dim),
-            ("BLOCK", BLOCK_TOKENS),
-            ("STORE", self.kv_format as u32),
-            ("ROW_WARPS", warps),
-            ("WINDOW", window),
-        ];
-        macros.extend(soft_cap.map(|cap| ("SOFT_CAP", cap.to_bits())));
-        macros.extend(has_sinks.then_some(("SINKS", 1)));
-        let (name, shared_bytes) = if self.uses_wgmma() {
-            ("attention_sm90", self.wgmma_shared_bytes(warps))
-        } else {
-            let stages = self.stages(warps);
-            macros.push(("STAGES", stages));
-            ("attention", stages * self.stage_bytes() + self.query_bytes(warps))
-        };
-        Launch {
-            kernel: Kernel::new(name, &macros),
-            grid: [items as u32, self.kv_heads],
-            threads: warps * 32,
-            shared_bytes,
-        }
-    }
-
-    /// Bytes of a KV block's keys for one head; its values have the same size.
-    fn tile_bytes(&self) -> u32 {
-        BLOCK_TOKENS * self.head_dim * self.kv_format.bytes() as u32
-    }
-
-    /// Bytes of the scales of a KV block's keys and values, for one head.
-    fn scale_bytes(&self) -> u32 {
-        if self.kv_format.is_scaled() {
-            2 * BLOCK_TOKENS * 4
-        } else {
-            0
-        }
-    }
-
-    fn stage_bytes(&self) -> u32 {
-        2 * self.tile_bytes() + self.scale_bytes()
-    }
-
-    /// With `head_dim` > 128, queries are kept in shared memory, too.
-    fn query_bytes(&self, warps: u32) -> u32 {
-        if self.head_dim > 128 {
-            warps * 16 * self.head_dim * self.kv_format.bytes() as u32
-        } else {
-            0
-        }
-    }
-
-    /// Pipeline stages: two, or one if two do not fit in [`SHARED_BYTES`].
-    fn stages(&self, warps: u32) -> u32 {
-        if 2 * self.stage_bytes() + self.query_bytes(warps) <= SHARED_BYTES {
-            2
-        } else {
-            1
-        }
-    }
-
-    /// Shared memory per block on Hopper, by the same formula as the kernel.
-    fn wgmma_shared_bytes(&self, warps: u32) -> u32 {
-        let key_row_bytes = (self.head_dim * self.kv_format.bytes() as u32).next_multiple_of(32);
-        let stage_bytes = BLOCK_TOKENS * key_row_bytes + self.tile_bytes() + self.scale_bytes();
-        // Thread blocks that share a multiprocessor.
-        let blocks_per_sm = match warps {
-            4 if self.kv_format == KernelFormat::Bf16 && self.head_dim > 112 => 2,
-            4 => 3,
-            _ => 1,
-        };
-        let stages = (((228 / blocks_per_sm - 2) << 10) / stage_bytes).min(6);
-        // Tiles are aligned to 1024 bytes.
-        stages * stage_bytes + 1024
-    }
-
-    /// Launch that merges the partial attention results of `tokens` tokens (split KV).
-    pub fn merge_partial_attention(&self, tokens: usize) -> Launch {
-        Launch {
-            kernel: Kernel::new(
-                "merge",
-                &[
-                    ("HEADS", self.heads),
-                    ("KV_HEADS", self.kv_heads),
-                    ("HEAD_DIM", self.head_dim),
-                ],
-            ),
-            grid: [tokens as u32, 1],
-            threads: 128,
-            shared_bytes: 0,
-        }
     }
 }
 

@@ -153,6 +153,17 @@ mod tests {
     #[test]
     fn layers_that_the_kernels_do_not_compute_are_refused() {
         assert!(check_recurrent(QWEN).is_ok() && check_recurrent(GRANITE).is_ok());
+        // Nemotron-H 56B, Nemotron Nano 9B v2 and Nemotron 3 Nano.
+        for (value_heads, key_dim, value_dim) in [(256, 256, 64), (128, 128, 80), (64, 128, 64)] {
+            let nemotron = RecurrentShape {
+                key_heads: 8,
+                value_heads,
+                key_dim,
+                value_dim,
+                ..GRANITE
+            };
+            assert!(check_recurrent(nemotron).is_ok(), "{nemotron:?}");
+        }
         let refused = |shape: RecurrentShape| {
             let error = check_recurrent(shape).unwrap_err().to_string();
             assert!(error.contains("--device cpu") && !error.contains('\n'), "{error}");

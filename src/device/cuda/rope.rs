@@ -2,7 +2,7 @@
 
 use super::driver::{Argument, Memory};
 use super::memory::{Buffer, KvPool};
-use super::{Cuda, Norm, Step, not_supported, plan};
+use super::{Cuda, Norm, Step, plan};
 use crate::device::{DeviceError, HeadShape, QkNorm, RopeStore};
 
 impl Cuda {
@@ -15,13 +15,9 @@ impl Cuda {
         qkv: &mut Buffer,
         pool: &mut KvPool,
     ) -> Result<(), DeviceError> {
-        if !op.stores {
-            return Err(not_supported("layers without keys and values"));
-        }
-        if op.value_norm.is_some() {
-            return Err(not_supported("norms of values"));
-        }
         let heads = op.place.heads;
+        let width = if op.stores { heads.qkv_width() } else { heads.q_width() };
+        assert_eq!(qkv.width, width, "rows of another layer");
         let mut own_norms = [Argument::Address(0); 2];
         if let Some(QkNorm { q, k, eps }) = op.qk_norm {
             let sides = [(Some(q), 0, heads.heads), (k, heads.heads, heads.kv_heads)];
@@ -34,9 +30,10 @@ impl Cuda {
                 }
             }
         }
-        let [keys, values, key_scales, value_scales] = pool.arguments();
+        let [keys, values, key_scales, value_scales] = pool.arguments(op.place);
+        let shape = self.layer_shape(heads, pool, !op.stores);
         self.launch(
-            &self.attention_shape(heads).rope_store(step.tokens),
+            &shape.rope_store(op.value_norm.is_some(), step.tokens),
             &[
                 qkv.data(),
                 Argument::Address(step.rotations(op.rope)),
@@ -45,6 +42,7 @@ impl Cuda {
                 own_norms[0],
                 own_norms[1],
                 Argument::Float(op.qk_norm.as_ref().map_or(0.0, |norm| norm.eps)),
+                Argument::Float(op.value_norm.unwrap_or(0.0)),
                 keys,
                 values,
                 key_scales,

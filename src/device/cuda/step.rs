@@ -3,10 +3,10 @@
 
 use std::sync::Arc;
 
+use super::attention_plan::{AttentionShape, BLOCK_TOKENS};
 use super::driver::{Context, Memory, PinnedTransfer};
 use super::items::{AttentionItem, AttentionPlan};
 use super::memory::{ensure_capacity, reuse_staging};
-use super::plan::{AttentionShape, BLOCK_TOKENS};
 use super::recurrent;
 use crate::device::batch::{BlockCopy, StepBatch};
 use crate::device::{DeviceError, HeadShape, KvSpec, RopeSpec};
@@ -16,7 +16,6 @@ const ALIGN: usize = 16;
 
 /// A [`StepBatch`] on the card.
 pub struct Step {
-    pub(super) shape: HeadShape,
     pub(super) tokens: usize,
     /// Tokens whose logits are computed.
     pub(super) logits_rows: usize,
@@ -24,7 +23,7 @@ pub struct Step {
     pub(super) state_copies: Vec<BlockCopy>,
     /// Sequences whose recurrent states are updated.
     pub(super) states: usize,
-    /// One entry per kind of block table.
+    /// One entry per kind of block table, heads included.
     pub(super) attention: Vec<AttentionStep>,
     offsets: ArrayOffsets,
     memory: Option<Memory>,
@@ -51,6 +50,7 @@ struct ArrayOffsets {
 /// kind's block tables.
 pub(super) struct AttentionStep {
     pub spec: KvSpec,
+    pub heads: HeadShape,
     tables: Vec<usize>,
     pub plans: Vec<UploadedPlan>,
 }
@@ -94,13 +94,15 @@ struct Rotations {
 }
 
 impl Step {
-    pub(super) fn new(shape: HeadShape, ropes: Vec<RopeSpec>, tables: &[KvSpec]) -> Step {
+    pub(super) fn new(ropes: Vec<RopeSpec>, tables: &[(KvSpec, HeadShape)]) -> Step {
         let mut attention: Vec<AttentionStep> = Vec::new();
-        for (table, spec) in tables.iter().enumerate() {
-            match attention.iter_mut().find(|known| known.spec == *spec) {
+        for (table, &(spec, heads)) in tables.iter().enumerate() {
+            let is_known = |known: &&mut AttentionStep| (known.spec, known.heads) == (spec, heads);
+            match attention.iter_mut().find(is_known) {
                 Some(known) => known.tables.push(table),
                 None => attention.push(AttentionStep {
-                    spec: *spec,
+                    spec,
+                    heads,
                     tables: vec![table],
                     plans: Vec::new(),
                 }),
@@ -112,7 +114,6 @@ impl Step {
             memory: None,
         });
         Step {
-            shape,
             tokens: 0,
             logits_rows: 0,
             block_copies: Vec::new(),
@@ -130,7 +131,7 @@ impl Step {
     pub(super) fn upload(
         &mut self,
         context: &Arc<Context>,
-        shape: &AttentionShape,
+        shape_of: impl Fn(HeadShape) -> AttentionShape,
         batch: &StepBatch,
     ) -> Result<(), DeviceError> {
         // The previous step may still run. The stream starts this copy only after it.
@@ -156,7 +157,8 @@ impl Step {
         for layer in &mut self.attention {
             let item_words = |i: &AttentionItem| [i.first_query, i.queries, i.first_block, i.from, i.to, i.part];
             layer.plans.clear();
-            for plan in AttentionPlan::of(batch, shape, (layer.spec, &layer.tables)) {
+            let shape = shape_of(layer.heads);
+            for plan in AttentionPlan::of(batch, &shape, (layer.spec, &layer.tables)) {
                 let parts = flatten(&plan.parts, |p| [p.part, p.query, p.rows]);
                 layer.plans.push(UploadedPlan {
                     wide_items: plan.wide.len(),
@@ -324,6 +326,35 @@ mod tests {
         assert_eq!(
             slots(&batch, &batch.block_tables[0]),
             [7 * 64 + 62, 7 * 64 + 63, 3 * 64, 3 * 64 + 1, 9 * 64]
+        );
+    }
+
+    #[test]
+    fn each_kind_of_layers_and_shape_of_heads_has_plans_of_its_own() {
+        let heads = |kv_heads, head_dim| HeadShape {
+            heads: 8,
+            kv_heads,
+            head_dim,
+        };
+        let (small, large, window) = (heads(8, 64), heads(1, 512), KvSpec::Window(20));
+        let tables = [
+            (window, small),
+            (KvSpec::Full, large),
+            (window, small),
+            (KvSpec::Full, small),
+        ];
+        let step = Step::new(Vec::new(), &tables);
+        let kinds = step
+            .attention
+            .iter()
+            .map(|kind| (kind.spec, kind.heads, &kind.tables[..]));
+        assert_eq!(
+            kinds.collect::<Vec<_>>(),
+            [
+                (window, small, &[0, 2][..]),
+                (KvSpec::Full, large, &[1]),
+                (KvSpec::Full, small, &[3])
+            ]
         );
     }
 

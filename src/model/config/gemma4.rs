@@ -9,34 +9,12 @@ use serde_json::{Map, Value};
 
 use super::reader::{Reader, cut, short};
 use super::{Family, GlobalLayers, LayerInputs};
-use crate::device::batch::StepBatch;
-use crate::device::{HeadShape, KvSpec};
+use crate::device::{HeadShape, KvSpec, Placeholders};
 use crate::model::error::ModelError;
 use crate::model::rope::{Rope, Scaling};
 
 /// Size of a head in layers without windows, if the configuration says nothing of it.
 const GLOBAL_HEAD_DIM: usize = 512;
-
-/// Tokens that stand for images, videos and sounds. The model reads them as another one, in prompts
-/// and in its own answers alike.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Placeholders {
-    pub ids: Vec<u32>,
-    pub read_as: u32,
-}
-
-impl Placeholders {
-    /// The step as the model reads it. `None`: it has none of these tokens.
-    pub fn replaced(&self, batch: &StepBatch) -> Option<StepBatch> {
-        let stands = |token: &u32| self.ids.contains(token);
-        batch.tokens.iter().any(stands).then(|| {
-            let mut batch = batch.clone();
-            let found = batch.tokens.iter_mut().filter(|token| stands(token));
-            found.for_each(|token| *token = self.read_as);
-            batch
-        })
-    }
-}
 
 impl Reader<'_> {
     /// Refuses options of Gemma 4 that are not implemented, among them those that its class has by
@@ -102,7 +80,7 @@ impl Reader<'_> {
                 "`pad_token_id` {read_as} is not in the vocabulary of {vocab_size}"
             )));
         }
-        let ids = vec![
+        let ids = [
             id(self, "image_token_id", 258_880)?,
             id(self, "video_token_id", 258_884)?,
             id(self, "audio_token_id", 258_881)?,
@@ -276,7 +254,6 @@ mod tests {
 
     use serde_json::{Value, json};
 
-    use crate::device::batch::StepBatch;
     use crate::device::{HeadShape, KvSpec};
     use crate::model::config::{Config, GlobalLayers, LayerInputs, testing};
     use crate::model::rope::{Rope, Scaling};
@@ -394,16 +371,8 @@ mod tests {
         };
         let config = images(json!({"image_token_id": 90, "audio_token_id": 91}), json!(7)).unwrap();
         let placeholders = config.placeholders.unwrap();
-        assert_eq!(
-            (&placeholders.ids[..], placeholders.read_as),
-            (&[90, 258_884, 91][..], 7)
-        );
-        let batch = |tokens: &[u32]| StepBatch {
-            tokens: tokens.to_vec(),
-            ..StepBatch::default()
-        };
-        assert_eq!(placeholders.replaced(&batch(&[1, 90, 91])), Some(batch(&[1, 7, 7])));
-        assert_eq!(placeholders.replaced(&batch(&[1, 92])), None);
+        assert_eq!((placeholders.ids, placeholders.read_as), ([90, 258_884, 91], 7));
+        assert_eq!([1, 90, 91, 92].map(|token| placeholders.read(token)), [1, 7, 7, 92]);
         assert_eq!(images(json!({}), Value::Null).unwrap().placeholders.unwrap().read_as, 0);
         let error = images(json!({}), json!(100)).unwrap_err();
         assert!(
@@ -411,6 +380,27 @@ mod tests {
             "{error}"
         );
         assert_eq!(parse(json!({})).unwrap().placeholders, None);
+    }
+
+    #[test]
+    fn a_gpu_runs_it_where_it_has_kernels_for_both_sizes_of_heads() {
+        let refused = |changes: Value| parse(changes).unwrap().refuse_on_gpu().map_err(|e| e.to_string());
+        for changes in [
+            json!({}),
+            json!({"attention_k_eq_v": true, "num_global_key_value_heads": 1}),
+            json!({"num_kv_shared_layers": 1, "hidden_size_per_layer_input": 16, "layer_types": ["full_attention",
+                "sliding_attention", "sliding_attention", "full_attention", "full_attention", "full_attention", "full_attention"]}),
+            json!({"enable_moe_block": true, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}),
+        ] {
+            assert_eq!(refused(changes), Ok(()));
+        }
+        let why = refused(json!({"global_head_dim": 520})).unwrap_err();
+        assert!(
+            why.contains("8 heads of 520 numbers over 4 key and value heads"),
+            "{why}"
+        );
+        let why = refused(json!({"head_dim": 24})).unwrap_err();
+        assert!(why.contains("heads of 24 numbers"), "{why}");
     }
 
     #[test]

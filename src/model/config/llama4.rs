@@ -167,11 +167,7 @@ mod tests {
             (experts.form, config.intermediate_size),
             (ExpertForm::TransposedHalves, 96)
         );
-        let error = config.refuse_on_gpu().unwrap_err().to_string();
-        assert!(
-            error.contains("because it has experts whose inputs are scaled"),
-            "{error}"
-        );
+        assert!(config.refuse_on_gpu().is_ok());
         let listed = parse(json!({"moe_layers": [0, 3], "no_rope_layers": [0, 1, 1, 1, 0], "use_qk_norm": false}));
         let listed = listed.unwrap();
         assert_eq!(listed.rotates, [false, true, true, true, false]);

@@ -7,7 +7,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use crate::device::{Activation, HeadShape, KvSpec, LatentShape, RecurrentShape, Routing, cuda};
+use crate::device::{Activation, HeadShape, KvSpec, LatentShape, Placeholders, RecurrentShape, Routing, cuda};
 use crate::model::error::ModelError;
 use crate::model::gguf;
 use crate::model::quantized::Quantization;
@@ -37,7 +37,6 @@ mod testing;
 pub use adapter::{ADAPTER_CONFIG, AdapterConfig};
 pub use dtype::declared_dtype;
 pub use family::Family;
-pub use gemma4::Placeholders;
 use keys::UnknownKeys;
 pub use nemotron::LayerParts;
 pub use quantization::quantization_file;
@@ -318,40 +317,16 @@ impl Config {
     /// # Errors
     /// The model has what GPUs do not compute, or their kernels do not take its heads.
     pub fn refuse_on_gpu(&self) -> Result<(), ModelError> {
-        let why = if self.has_lone_parts() {
-            "layers of one part"
-        } else if self.latent.is_some() {
-            "latents in place of keys and values"
-        } else if self
-            .experts
-            .as_ref()
-            .is_some_and(|experts| experts.routing.groups.is_some())
-        {
-            "groups of experts"
-        } else if self
-            .experts
-            .as_ref()
-            .is_some_and(|experts| experts.routing.scales_input)
-        {
-            "experts whose inputs are scaled"
-        } else if self.global.is_some() {
-            "layers with heads of other sizes"
-        } else if self.experts.as_ref().is_some_and(|experts| experts.beside_mlp) {
-            "experts beside an MLP"
-        } else if self.layer_inputs.is_some() || self.kv_sources.iter().any(Option::is_some) {
-            "inputs of each layer, or layers that share keys and values"
-        } else if self.value_norm || self.layer_scalars {
-            "norms of values or factors of layers"
-        } else {
-            if let Some(recurrent) = &self.recurrent {
-                cuda::check_recurrent(recurrent.shape)?;
-            }
-            return Ok(cuda::check_heads(self.heads)?);
-        };
-        Err(ModelError::Options(format!(
-            "{} does not run on a GPU yet, because it has {why}: use a CPU (`--device cpu`)",
-            self.family.name()
-        )))
+        if self.latent.is_some() {
+            return Err(ModelError::Options(format!(
+                "{} does not run on a GPU yet, because it has latents in place of keys and values: use a CPU (`--device cpu`)",
+                self.family.name()
+            )));
+        }
+        if let Some(recurrent) = &self.recurrent {
+            cuda::check_recurrent(recurrent.shape)?;
+        }
+        Ok(self.head_shapes().into_iter().try_for_each(cuda::check_heads)?)
     }
 
     /// How the checkpoint stores experts.

@@ -16,7 +16,8 @@ impl<D: Device> AllInputsWeights<D> {
         b: &mut Buffers<D>,
     ) -> Result<(), DeviceError> {
         let width = config.layer_inputs.map_or(1, |inputs| inputs.width);
-        device.embed(&self.table, (width as f32).sqrt(), step, &mut b.inputs, &b.workspace)?;
+        let how = ((width as f32).sqrt(), config.placeholders.as_ref());
+        device.embed(&self.table, how, step, &mut b.inputs, &b.workspace)?;
         device.linear(&self.projection, &b.residual, &mut b.gates, &mut b.workspace)?;
         let op = LayerInputs {
             projected: &b.gates,

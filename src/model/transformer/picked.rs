@@ -47,7 +47,7 @@ impl<D: Device> LastRows<D> {
         };
         Ok(LastRows {
             layer,
-            step: device.step(&config.head_shapes(), ropes, &layout.tables)?,
+            step: device.step(ropes, &layout.kinds())?,
         })
     }
 

@@ -513,7 +513,7 @@ mod tests {
             inverse_frequencies: vec![0.0; heads.head_dim / 2],
             scale: 1.0,
         };
-        let mut step = Step::new(&[heads], vec![rope], &[KvSpec::Full], false);
+        let mut step = Step::new(vec![rope], &[(KvSpec::Full, heads)], false);
         step.upload(batch);
         step
     }
