@@ -313,7 +313,7 @@ fn schedules_change_no_bit_of_mamba() {
 
 #[test]
 fn schedules_change_no_bit_of_layers_of_one_part() {
-    if is_on_card("schedules_change_no_bit_of_layers_of_one_part", "9.0") {
+    if is_on_card("cuda_recurrent::schedules_change_no_bit_of_layers_of_one_part", "9.0") {
         let (one, groups) = (nemotron(json!({})), nemotron(json!({"n_group": 4, "topk_group": 2})));
         check("Nemotron-H", &one, Precision::Bf16, KvFormat::Bf16);
         check("Nemotron-H", &one, Precision::Int8, KvFormat::Int8);
@@ -323,7 +323,7 @@ fn schedules_change_no_bit_of_layers_of_one_part() {
 
 #[test]
 fn schedules_change_no_bit_of_groups_of_experts() {
-    if is_on_card("schedules_change_no_bit_of_groups_of_experts", "8.0") {
+    if is_on_card("cuda_recurrent::schedules_change_no_bit_of_groups_of_experts", "8.0") {
         check("GLM-4.5", &glm_with_groups(), Precision::Bf16, KvFormat::Bf16);
         check("GLM-4.5", &glm_with_groups(), Precision::Int8, KvFormat::Int8);
     }
@@ -331,7 +331,7 @@ fn schedules_change_no_bit_of_groups_of_experts() {
 
 #[test]
 fn schedules_change_no_bit_of_scaled_inputs_of_experts() {
-    if is_on_card("schedules_change_no_bit_of_scaled_inputs_of_experts", "9.0") {
+    if is_on_card("cuda_recurrent::schedules_change_no_bit_of_scaled_inputs_of_experts", "9.0") {
         check("Llama 4", &llama4(1), Precision::Bf16, KvFormat::Bf16);
         check("Llama 4", &llama4(2), Precision::Int8, KvFormat::Int8);
         check("Llama 4", &llama4(2), Precision::Fp8, KvFormat::Fp8);
