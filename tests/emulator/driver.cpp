@@ -35,7 +35,7 @@ typedef void* Context;
 
 struct Allocation { char* mapping; size_t mapped, size, counted; };
 struct Module { void* library; int file; };
-struct Function { std::string name; std::function<void()>* (*bind)(void**); Module* module; int shared_most; };
+struct Function { std::string name; emulator::Call* (*bind)(void**); Module* module; int shared_most; };
 struct Event { bool recorded, timed; std::chrono::steady_clock::time_point when; };
 struct Stream {};
 
@@ -562,7 +562,7 @@ Result cuModuleGetFunction(Function** function, Module* module, const char* name
     if (!modules.count(module)) return INVALID_HANDLE;
     void* found = dlsym(module->library, ("emulator_kernel_" + std::string(name)).c_str());
     if (!found) return NOT_FOUND;
-    *function = new Function{name, (std::function<void()>* (*)(void**))found, module, SHARED_UNASKED};
+    *function = new Function{name, (emulator::Call* (*)(void**))found, module, SHARED_UNASKED};
     functions.insert(*function);
     return SUCCESS;
 }
@@ -613,11 +613,11 @@ Result cuLaunchKernel(Function* function, unsigned grid_x, unsigned grid_y, unsi
     if (block_x * block_y * block_z > 1024 || shared > unsigned(function->shared_most) || !arguments) return INVALID_VALUE;
     trace(function, grid, block, shared);
     // The arguments are taken now, whenever it runs.
-    std::shared_ptr<std::function<void()>> run(function->bind(arguments));
+    std::shared_ptr<emulator::Call> run(function->bind(arguments));
     Result result = issue([=] {
         const unsigned of_grid[] = {grid_x, grid_y, grid_z}, of_block[] = {block_x, block_y, block_z};
         emulator::kernel_name = function->name.c_str();
-        auto body = [](void* context) { (*(std::function<void()>*)context)(); };
+        auto body = [](void* context) { ((emulator::Call*)context)->run(*(emulator::Call*)context); };
         bool stuck = emulator::launch((const void*)function->bind, body, run.get(), of_grid, of_block, shared, settings().seed);
         return stuck ? LAUNCH_FAILED : SUCCESS;
     });

@@ -15,7 +15,6 @@
 #include <cstring>
 #include <functional>
 #include <map>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -115,12 +114,23 @@ template <class T> T argument(const void* from) {
     std::memcpy(&value, from, sizeof(T));
     return value;
 }
-// A kernel and its arguments, which are the launch's from now on: what the driver runs in each thread.
-template <class... A, size_t... I>
-std::function<void()>* with_arguments(void (*kernel)(A...), void** arguments, std::index_sequence<I...>) {
-    return new std::function<void()>([kernel, all = std::tuple<A...>(argument<A>(arguments[I])...)] { std::apply(kernel, all); });
+// A kernel and copies of its arguments, which are the launch's from now on: the driver calls `run` in each thread. Little of the standard
+// library is in it, since every kernel's compilation would pay for that.
+struct Argument { alignas(128) unsigned char bytes[128]; };
+struct Call {
+    void (*run)(const Call&);
+    void (*kernel)();
+    Argument arguments[32];
+};
+template <class... A, size_t... I> Call* with_arguments(void (*kernel)(A...), void** arguments, std::index_sequence<I...>) {
+    static_assert(sizeof...(A) <= 32 && ((sizeof(A) <= sizeof(Argument)) && ...), "a call has no room for these arguments");
+    Call* call = new Call;
+    call->run = [](const Call& call) { ((void (*)(A...))call.kernel)(argument<A>(call.arguments[I].bytes)...); };
+    call->kernel = (void (*)())kernel;
+    (std::memcpy(call->arguments[I].bytes, arguments[I], sizeof(A)), ...);
+    return call;
 }
-template <class... A> std::function<void()>* with_arguments(void (*kernel)(A...), void** arguments) {
+template <class... A> Call* with_arguments(void (*kernel)(A...), void** arguments) {
     return with_arguments(kernel, arguments, std::index_sequence_for<A...>{});
 }
 
@@ -149,8 +159,8 @@ template <int N> inline const Words<N>& gather(const unsigned int* mine) {
 
 inline Copies& copies() { return self().copies; }
 
-// Writes what a copy brings.
-inline void arrive(const Copy& copy) {
+// Writes what a copy brings. A template, as all that copies: kernels without copies do not compile it.
+template <class Copy> void arrive(const Copy& copy) {
     std::memcpy(copy.to, copy.bytes, copy.size);
     size_t at = size_t((unsigned char*)copy.to - block().shared) / 16;
     if (at >= block().unfenced.size()) block().unfenced.resize(at + 1);

@@ -11,6 +11,7 @@
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
@@ -139,7 +140,14 @@ bool compile(const std::string& folder, const std::vector<std::string>& argument
 
 // Compiles the program in a folder of its own, which is there and empty.
 Result build(Program& program, const std::string& folder, Target target, const std::vector<std::string>& macros) {
-    std::string source = program.source + "\n";
+    // Macros stand in the source: the precompiled header is for compilers that are given none.
+    std::string source = "#define __CUDA_ARCH__ " + std::to_string(target.card * 10) + "\n";
+    if (target.kind == image::EXACT) source += "#define __CUDA_ARCH_FEAT_SM" + std::to_string(target.card) + "_ALL 1\n";
+    for (const std::string& macro : macros) {
+        size_t end = std::min(macro.find('='), macro.size());
+        source += "#define " + macro.substr(0, end) + " " + (end < macro.size() ? macro.substr(end + 1) : "1") + "\n";
+    }
+    source += "#line 1 \"" + program.name + "\"\n" + program.source + "\n";
     for (const std::string& name : kernels(program.source))
         source += "extern \"C\" __attribute__((visibility(\"default\"))) void* emulator_kernel_" + name +
                   "(void** arguments) { return emulator::with_arguments(" + name + ", arguments); }\n";
@@ -147,13 +155,10 @@ Result build(Program& program, const std::string& folder, Target target, const s
     for (const auto& [name, text] : program.headers)
         if (!std::filesystem::exists(std::string(EMULATOR_HEADERS) + "/" + name)) written &= write(folder + "/" + name, text);
     if (!written) return INTERNAL_ERROR;
-    // A misaligned access ends the kernel, as it does on a card.
-    std::vector<std::string> arguments = {"g++", "-std=c++17", "-O2", "-shared", "-fPIC", "-Wno-psabi", "-fno-gnu-unique",
-                                          "-fvisibility=hidden", "-Wl,-z,defs", "-fsanitize=alignment",
-                                          "-fsanitize-undefined-trap-on-error", "-I", EMULATOR_HEADERS, "-include", "emulator.h",
-                                          "-D__CUDA_ARCH__=" + std::to_string(target.card * 10)};
-    if (target.kind == image::EXACT) arguments.push_back("-D__CUDA_ARCH_FEAT_SM" + std::to_string(target.card) + "_ALL");
-    arguments.insert(arguments.end(), macros.begin(), macros.end());
+    std::vector<std::string> arguments = {"g++", "-shared", "-Wl,-z,defs"};
+    std::istringstream flags(EMULATOR_FLAGS);
+    for (std::string flag; flags >> flag;) arguments.push_back(flag);
+    arguments.insert(arguments.end(), {"-I", EMULATOR_BUILT, "-I", EMULATOR_HEADERS, "-include", "emulator.h"});
     arguments.insert(arguments.end(), {"-x", "c++", program.name, "-o", "object"});
     if (!compile(folder, arguments, program.log)) return COMPILATION;
     std::string object = read(folder + "/object");
@@ -231,7 +236,7 @@ Result nvrtcCompileProgram(Program* program, int count, const char* const* optio
             }
         for (const char* macro : {"--define-macro=", "-D"})
             if (begins(option, macro)) {
-                macros.push_back("-D" + option.substr(std::strlen(macro)));
+                macros.push_back(option.substr(std::strlen(macro)));
                 known = true;
             }
         for (const char* ignored : IGNORED) known |= begins(option, ignored);

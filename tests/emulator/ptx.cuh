@@ -115,30 +115,30 @@ inline unsigned int shared_address(const void* pointer) {
 
 namespace emulator {
 // Begins to copy so many bytes, of which those after the first `bytes` are zeros.
-inline void begin_copy(void* to, const void* from, int bytes, unsigned size) {
-    if ((uintptr_t)to % size || (uintptr_t)from % size) fail("begins a copy that is not aligned");
-    Copy copy{to, size, {}};
+template <unsigned SIZE> void begin_copy(void* to, const void* from, int bytes) {
+    if ((uintptr_t)to % SIZE || (uintptr_t)from % SIZE) fail("begins a copy that is not aligned");
+    Copy copy{to, SIZE, {}};
     std::memcpy(copy.bytes, from, bytes);
     if (block().seed % 2 == 1) arrive(copy);
     copies().open.push_back(copy);
 }
 }  // namespace emulator
 
-inline void copy_async(void* to, const void* from, int bytes) {
-    emulator::begin_copy(to, from, bytes, 16);
+template <class To> void copy_async(To* to, const void* from, int bytes) {
+    emulator::begin_copy<16>(to, from, bytes);
 }
 
-inline void copy_word_async(void* to, const void* from, int bytes) {
-    emulator::begin_copy(to, from, bytes, 4);
+template <class To> void copy_word_async(To* to, const void* from, int bytes) {
+    emulator::begin_copy<4>(to, from, bytes);
 }
 
-inline void copy_group() {
-    emulator::Copies& copies = emulator::copies();
+template <class Copies = emulator::Copies> void copy_group() {
+    Copies& copies = emulator::copies();
     copies.groups.push_back(std::move(copies.open));
     copies.open.clear();
 }
 
-template <int LEFT> inline void copy_wait() {
+template <int LEFT> void copy_wait() {
     auto& groups = emulator::copies().groups;
     while (groups.size() > LEFT) {
         for (auto& copy : groups.front()) emulator::arrive(copy);
@@ -191,13 +191,14 @@ inline int int8_product(const unsigned char* x, const unsigned char* w) {
     return sum;
 }
 inline float e4m3_product(const unsigned char* x, const unsigned char* w) {
-    static const std::vector<float> values = [] {
-        std::vector<float> values(256);
-        for (int i = 0; i < 256; i++) values[i] = e4m3_to_float((unsigned char)i);
-        return values;
-    }();
+    static const struct Values {
+        float of[256];
+        Values() {
+            for (int i = 0; i < 256; i++) of[i] = e4m3_to_float((unsigned char)i);
+        }
+    } values;
     float sum = 0;
-    for (int k = 0; k < 32; k++) sum += values[x[k]] * values[w[k]];
+    for (int k = 0; k < 32; k++) sum += values.of[x[k]] * values.of[w[k]];
     return sum;
 }
 inline float bf16_product(const unsigned char* x, const unsigned char* w) {
