@@ -45,9 +45,11 @@ say "services: fetch and build"
 # Before cargo, not beside it: building MinIO, once, takes both cores for minutes.
 python3 tests/services/services.py prepare
 
-say "build"
-# The program among them: a `cargo build` before it would compile a dozen crates twice, since tests want more of their features.
-cargo test --profile checked --locked --features faults --no-run
+say "build and lints"
+# The program among them: a `cargo build` before it would compile a dozen crates twice, since tests want more of their features. Our crates
+# are linted while they are compiled, benchmarks among them.
+export RUSTC_WORKSPACE_WRAPPER="$PWD/tests/lints.py"
+cargo test --profile checked --locked --features faults --no-run --tests --bench kernels --bench engine
 
 say "licences and sources"
 if command -v cargo-deny >/dev/null; then
@@ -77,12 +79,6 @@ with() (
     eval "$(python3 tests/services/services.py env --dir "$work/$1")"
     "${@:2}"
 )
-# Tests run in the build with failpoints; the one for real work has none of them and must stand without.
-lints() {
-    cargo clippy --profile checked --locked --all-targets --features faults --quiet -- -D warnings &&
-        cargo clippy --profile checked --locked --lib --bins --quiet -- -D warnings &&
-        RUSTDOCFLAGS="-D warnings" cargo doc --profile checked --locked --no-deps --features faults --quiet
-}
 # All of them, whatever fails.
 tests() { cargo test --profile checked --locked --features faults --no-fail-fast "$@" 2>&1; }
 
@@ -96,28 +92,20 @@ set +m
 # Most tests wait for programs and timers, so one more than the two cores runs at a time.
 with first tests --lib --bins --test all -- --test-threads=3 --skip cuda_ | tee "$log" || status=$?
 # Fault tests kill and stop the services that they share, so they run one at a time: in two halves, each with services of its own.
-say "fault tests in two halves, lints and docs beside them (shown when they are done)"
+say "fault tests in two halves, docs and their examples beside them (shown when they are done)"
 half=(failpoints kills limits lost_queues membership orders pauses)
 set -m
 with first tests --test faults -- --test-threads=1 "${half[@]/#/faults::}" > "$work/half" &
 beside+=($!)
 with second tests --test faults -- --test-threads=1 $(printf -- '--skip faults::%s ' "${half[@]}") > "$work/other-half" &
 beside+=($!)
-# Fault tests leave most of the time of both cores. The lints begin once the tests run, since a build holds up the other.
-(
-    renice -n 19 $BASHPID > /dev/null
-    until grep -qs '^running ' "$work/half" && grep -qs '^running ' "$work/other-half"; do
-        kill -0 "${beside[@]: -2}" 2> /dev/null || break
-        sleep 1
-    done
-    lints
-) > "$work/lints" 2>&1 &
+# Fault tests leave most of the time of both cores.
+(renice -n 19 $BASHPID > /dev/null && RUSTDOC="$PWD/tests/lints.py" tests --doc > "$work/docs") &
 beside+=($!)
 set +m
 for job in "${beside[@]}"; do wait "$job" || status=$?; done
-cat "$work"/{lints,half,other-half,kernels} | tee -a "$log"
-say "examples in docs"
-cargo test --profile checked --locked --features faults --doc 2>&1 | tee -a "$log" || status=$?
+say "done"
+cat "$work"/{docs,half,other-half,kernels} | tee -a "$log"
 
 # One closing line over all test programs. A test that noted itself as skipped has passed for cargo, but checked nothing.
 printf '\n'
