@@ -2,14 +2,14 @@
 // its chunks, decode, and prefixes that several sequences share, by the items of a plan
 // (src/device/cuda/items.rs).
 //
-// HEADS, KV_HEADS (divides HEADS), HEAD_DIM (a multiple of 16 up to 128, of 32 up to 512). BLOCK:
+// HEADS, KV_HEADS (divides HEADS), HEAD_DIM (a multiple of 16 up to 128, of 32 up to 512, of latents up to 576). BLOCK:
 // tokens per KV block (a multiple of 32). STORE: 0 INT8, 1 FP8 (E4M3), 2 BF16, as in rope_store.cu.
 // ROW_WARPS: groups of 16 rows per thread block, each with a warp, or with a TEAM of two. WINDOW:
 // number of positions that a query attends to, 0: all. SOFT_CAP: if defined, the bits of a float cap:
 // scores become cap tanh(score / cap) (Gemma 2, 2024). STAGE_TOKENS: tokens of a block that are loaded
 // at once (a multiple of 32 that divides BLOCK). STAGES: how many times as many are in flight, 2, or 1
-// if two need more shared memory than a card has.
-// Shared memory: STAGES * STAGE_BYTES + QUERY_BYTES.
+// if two need more shared memory than a card has. LATENT, VALUE_DIM: see kv_blocks.cuh and attention.cuh.
+// Shared memory: STAGES * STAGE_BYTES + QUERY_BYTES + EXCHANGE_BYTES.
 //
 // A thread block computes an item for one key-value head. Its rows are queries times the GROUP
 // heads that share the head: row r is query r / GROUP, head r % GROUP of the group; surplus rows
@@ -29,14 +29,13 @@
 
 // Registers do not hold 16 rows' sums of more than 256 dimensions. Two warps share them then: each
 // computes the scores of half of the tokens, gives them to the other by way of shared memory, and adds
-// up half of the dimensions. (Keys that are longer than their values would need no more than a number
-// of their own beside HEAD_DIM: what a warp computes of scores does not depend on its dimensions.)
-#if HEAD_DIM > 256
+// up half of the dimensions.
+#if VALUE_DIM > 256
 #define TEAM 2
 #else
 #define TEAM 1
 #endif
-#define OWN_DIMS (HEAD_DIM / TEAM)
+#define OWN_DIMS (VALUE_DIM / TEAM)
 #define THREADS (ROW_WARPS * TEAM * 32)
 #define STAGE_BYTES (KEY_BYTES + VALUE_BYTES + SCALE_BYTES)
 // The sums of large heads fill the registers. So their queries are kept in shared memory, laid out
@@ -64,11 +63,13 @@
 #endif
 const int KEY_UNROLL = LARGE ? 2 : KEY_STEPS;
 
-static_assert(HEAD_DIM % (LARGE ? 32 : 16) == 0 && HEAD_DIM <= 512, "HEAD_DIM is a multiple of 16 up to 128, and of 32 up to 512");
+static_assert(HEAD_DIM % (LARGE ? 32 : 16) == 0 && VALUE_DIM % (TEAM * 16) == 0, "HEAD_DIM is a multiple of 16 up to 128, and of 32 beyond, VALUE_DIM of 32 beyond 256");
+static_assert(VALUE_DIM <= 512 && (LATENT ? STORE == 2 && VALUE_DIM <= HEAD_DIM && HEAD_DIM <= 576 && !IS_ALONE : VALUE_DIM == HEAD_DIM), "keys of latents are in BF16, in blocks of a given size, and begin with the value");
 static_assert(BLOCK % STAGE_TOKENS == 0 && STAGE_TOKENS % SPAN == 0, "a block is whole stages, and a stage whole spans");
-// What a team exchanges takes the place of the span's keys.
+// What a team exchanges takes the place of the span's keys, which nobody reads any more; those of latents are values, too.
 #define EXCHANGED_BYTES (SPAN * 16 * 4)
-static_assert(TEAM == 1 || ROW_WARPS * EXCHANGED_BYTES <= SPAN * KEY_ROW, "scores fit where keys were");
+#define EXCHANGE_BYTES (LATENT && TEAM > 1 ? ROW_WARPS * EXCHANGED_BYTES : 0)
+static_assert(TEAM == 1 || LATENT || ROW_WARPS * EXCHANGED_BYTES <= SPAN * KEY_ROW, "scores fit where keys were");
 static_assert(HEADS % KV_HEADS == 0 && GROUP <= ROW_WARPS * 16, "the heads that share a key-value head have a row each");
 
 __device__ inline void multiply_add(Sum (&c)[4], const u32 (&a)[4], const u32* b) {
@@ -132,7 +133,9 @@ extern "C" __global__ void __launch_bounds__(BOUNDS)
             u64 from = head_at(block, head);
             u8* stage = shared + at % STAGES * STAGE_BYTES;
             copy_rows<KEY_ROW, STAGE_TOKENS, KEY_ROW, STORE != 2>(stage, keys + from + inner * KEY_BYTES);
-            copy_rows<VALUE_ROW, HEAD_DIM, BLOCK * SIZE>(stage + KEY_BYTES, values + from + inner * VALUE_ROW);
+#if !LATENT
+            copy_rows<VALUE_ROW, VALUE_DIM, BLOCK * SIZE>(stage + KEY_BYTES, values + from + inner * VALUE_ROW);
+#endif
 #if STORE != 2
             u64 from_scale = scales_at(block, head) + inner * STAGE_TOKENS;
             for (u32 part = threadIdx.x; part < STAGE_TOKENS / 2; part += THREADS) {
@@ -170,8 +173,15 @@ extern "C" __global__ void __launch_bounds__(BOUNDS)
         // INT8 always is a number.
         int end = to - at * STAGE_TOKENS;
         if (end < STAGE_TOKENS) {
+#if LATENT
+            u8* keys_at = shared + at % STAGES * STAGE_BYTES;
+#pragma unroll 1
+            for (u32 task = threadIdx.x; task < KEY_BYTES / 16; task += THREADS)
+                if (int(task / (KEY_ROW / 16)) >= end) *(Vec16*)(keys_at + place<KEY_ROW>(task / (KEY_ROW / 16), task % (KEY_ROW / 16))) = Vec16{};
+#else
             u8* values_at = shared + at % STAGES * STAGE_BYTES + KEY_BYTES;
             clear_values<THREADS>(end, [&](u32 row, u32 part) { return values_at + place<VALUE_ROW>(row, part); });
+#endif
         }
 #endif
         __syncthreads();
@@ -228,7 +238,8 @@ extern "C" __global__ void __launch_bounds__(BOUNDS)
                     }
             }
 #if TEAM > 1
-            exchange(key_stage + span * KEY_ROW + first_row / 16 * EXCHANGED_BYTES, member, lane, weights);
+            u8* exchanged = LATENT ? shared + STAGES * STAGE_BYTES + QUERY_BYTES : key_stage + span * KEY_ROW;
+            exchange(exchanged + first_row / 16 * EXCHANGED_BYTES, member, lane, weights);
 #endif
             float most[2] = {largest[0], largest[1]};
 #pragma unroll
@@ -302,8 +313,13 @@ extern "C" __global__ void __launch_bounds__(BOUNDS)
 #pragma unroll
                 for (int k = 0; k < SPAN * SIZE / 32; k++) {
                     u32 b[4];
+#if LATENT
+                    int row = lane % 16, part = (member * OWN_DIMS + pair * 16) / 8 + lane / 16;
+                    load_transposed(b, key_stage + (span + k * 16) * KEY_ROW + place<KEY_ROW>(row, part));
+#else
                     int row = lane / 16 * 8 + lane % 8, part = span * SIZE / 16 + k * 2 + lane / 8 % 2;
                     load_matrices(b, value_stage + (member * OWN_DIMS + pair * 16) * VALUE_ROW + place<VALUE_ROW>(row, part));
+#endif
                     multiply_add(products[0], a[k], b);
                     multiply_add(products[1], a[k], b + 2);
                 }

@@ -16,6 +16,7 @@ mod contract;
 mod cuda_device;
 mod cuda_gemma4;
 mod cuda_kernels;
+mod cuda_latents;
 mod cuda_recurrent;
 mod dataset_compressed;
 mod dataset_csv;

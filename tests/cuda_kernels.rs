@@ -14,7 +14,7 @@ use gristmill::device::cuda::expert_plan::{self, ExpertShape};
 use gristmill::device::cuda::nvrtc::Nvrtc;
 use gristmill::device::cuda::plan::{self, KernelFormat, Launch, LinearShape, NormKind, Tile};
 use gristmill::device::cuda::recurrent_plan;
-use gristmill::device::{Activation, Precision, RecurrentKind, RecurrentShape};
+use gristmill::device::{Activation, HeadShape, LatentShape, Precision, RecurrentKind, RecurrentShape};
 use gristmill::model::config::Config;
 use gristmill::model::shapes;
 use rayon::prelude::*;
@@ -102,15 +102,7 @@ fn launches(config: &Config, format: KernelFormat, capability: u32, rows: usize)
 }
 
 fn attention_shape(config: &Config, kv_format: KernelFormat, capability: u32) -> AttentionShape {
-    AttentionShape {
-        heads: config.heads.heads as u32,
-        kv_heads: config.heads.kv_heads as u32,
-        head_dim: config.heads.head_dim as u32,
-        kv_format,
-        is_hopper: capability == 90,
-        queries_alone: false,
-        block: None,
-    }
+    AttentionShape::of(config.heads, kv_format, capability == 90)
 }
 
 /// Layers without windows of Gemma 4 31B, two of which share a block, and those of E2B that read an earlier one's; and its layers
@@ -120,6 +112,7 @@ fn gemma4_shapes(kv_format: KernelFormat, capability: u32) -> [(AttentionShape, 
         heads,
         kv_heads,
         head_dim,
+        value_in_key: None,
         kv_format,
         is_hopper: capability == 90,
         queries_alone: false,
@@ -143,6 +136,40 @@ fn gemma4_shapes(kv_format: KernelFormat, capability: u32) -> [(AttentionShape, 
         (small, 0),
         (alone, 0),
     ]
+}
+
+/// What a step of `rows` tokens launches in attention over latents: of DeepSeek-V3, V2-Lite and GLM-4.7-Flash.
+fn latent_launches(capability: u32, rows: usize) -> Vec<Launch> {
+    let mut all = Vec::new();
+    for (heads, plain_dim, value_dim) in [(128, 128, 128), (16, 128, 128), (20, 192, 256)] {
+        let latents = LatentShape {
+            rank: 512,
+            rope_dim: 64,
+            plain_dim,
+            value_dim,
+        };
+        let of_heads = HeadShape {
+            heads,
+            kv_heads: 1,
+            head_dim: latents.kept(),
+            value_in_key: Some(latents.rank),
+        };
+        let bytes = attention_plan::BLOCK_TOKENS * latents.kept() as u32 * 2;
+        let shape = AttentionShape {
+            block: Some(BlockSizes { bytes, scales: 0 }),
+            ..AttentionShape::of(of_heads, KernelFormat::Int8, capability == 90)
+        };
+        let [wide, narrow] = [shape.wide_block_warps(), shape.narrow_block_warps()];
+        all.extend([
+            plan::head_linear(rows, heads, latents.rank),
+            plan::latent_store(heads, latents, bytes, rows),
+            shape.attention(wide, (0, None, false), rows.div_ceil(shape.queries_max(wide) as usize)),
+            shape.attention(narrow, (0, None, false), rows),
+            shape.merge_partial_attention(rows),
+            plan::head_linear(rows, heads, value_dim),
+        ]);
+    }
+    all
 }
 
 /// What a step of `rows` tokens launches in the attention of Gemma 4, and besides in the layers of E2B.
@@ -406,6 +433,17 @@ fn launch_plans_of_published_models() {
             }
         }
     }
+    for (capability, rows) in [(86, 1), (86, 2048), (90, 64)] {
+        writeln!(
+            found,
+            "attention over latents, compute capability {capability}, {rows} rows"
+        )
+        .unwrap();
+        for launch in latent_launches(capability, rows) {
+            writeln!(found, "  {launch}").unwrap();
+            assert!(launch.shared_bytes <= 99 << 10 && launch.threads <= 1024, "{launch}");
+        }
+    }
     check("launch_plans.txt", &found);
 }
 
@@ -521,6 +559,7 @@ fn every_kernel_compiles_for_every_card_without_spills() {
                     );
                 }
             }
+            all.extend(latent_launches(card, 1).into_iter().map(|launch| launch.kernel));
             all.extend([plan::sample(1), plan::random_weights(8), plan::scale_sums(1, 8)].map(|launch| launch.kernel));
             for (_, shape) in recurrent_shapes() {
                 all.extend(

@@ -94,7 +94,7 @@ impl WeightSource for Weights {
     }
 }
 
-fn config(architecture: &str, own: Value) -> Config {
+pub(crate) fn config(architecture: &str, own: Value) -> Config {
     let mut map = json!({
         "architectures": [architecture], "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
         "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": VOCABULARY, "rope_theta": 10000.0,
@@ -331,7 +331,10 @@ fn schedules_change_no_bit_of_groups_of_experts() {
 
 #[test]
 fn schedules_change_no_bit_of_scaled_inputs_of_experts() {
-    if is_on_card("cuda_recurrent::schedules_change_no_bit_of_scaled_inputs_of_experts", "9.0") {
+    if is_on_card(
+        "cuda_recurrent::schedules_change_no_bit_of_scaled_inputs_of_experts",
+        "9.0",
+    ) {
         check("Llama 4", &llama4(1), Precision::Bf16, KvFormat::Bf16);
         check("Llama 4", &llama4(2), Precision::Int8, KvFormat::Int8);
         check("Llama 4", &llama4(2), Precision::Fp8, KvFormat::Fp8);

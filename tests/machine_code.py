@@ -37,6 +37,8 @@ LLAMA = {"HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": 128}
 KV = LLAMA | {"BLOCK": 64}
 # A layer without a window of Gemma 4 31B.
 GEMMA = {"HEADS": 32, "KV_HEADS": 4, "HEAD_DIM": 512, "BLOCK": 64, "BLOCK_BYTES": 262144, "BLOCK_SCALES": 1024}
+# A layer of DeepSeek-V3, which keeps latents.
+DEEPSEEK = {"HEADS": 128, "KV_HEADS": 8, "HEAD_DIM": 576, "BLOCK": 64, "LATENT": 1, "VALUE_DIM": 512, "BLOCK_BYTES": 73728, "BLOCK_SCALES": 0}
 # A recurrent layer of Qwen3-Next 80B.
 QWEN = {"KIND": 0, "KEY_HEADS": 16, "VALUE_HEADS": 32, "KEY_DIM": 128, "VALUE_DIM": 128, "CONV": 4, "LANES": 4, "THREADS": 512}
 # Kernels with the shapes of Llama-3.1-8B (of Gemma-2-9B where what is added goes through a norm). FORMAT, OUTPUT, STORE: 0 INT8, 1 E4M3, 2 BF16.
@@ -56,6 +58,9 @@ KERNELS = [
     ("rope_store", GEMMA | {"STORE": 1, "VALUE_NORM": 1}),
     ("attention", GEMMA | {"STORE": 1, "WINDOW": 0, "ROW_WARPS": 4, "STAGE_TOKENS": 32}),
     ("attention", GEMMA | {"STORE": 2, "WINDOW": 0, "ROW_WARPS": 2, "STAGES": 1, "STAGE_TOKENS": 32}),
+    ("attention", DEEPSEEK | {"STORE": 2, "WINDOW": 0, "ROW_WARPS": 2, "STAGES": 1, "STAGE_TOKENS": 32}),
+    ("head_linear", {}),
+    ("latent_store", {"HEADS": 128, "RANK": 512, "PLAIN_DIM": 128, "ROPE_DIM": 64, "BLOCK": 64, "BLOCK_BYTES": 73728}),
     ("gate_input", {"WIDTH": 256, "OUTPUT": 1, "THREADS": 128}),
     ("add_inputs", {}),
     ("linear_sm90", {"FORMAT": 1, "WIDE": 0, "COLUMNS": 128, "CONSUMERS": 2}),

@@ -93,6 +93,7 @@ fn activations(device: &Cpu, rows: usize, width: usize) -> Buffer {
         heads: 1,
         kv_heads: 1,
         head_dim: 2,
+        value_in_key: None,
     };
     let mut step = new_step(device, heads);
     step_of_rows(device, &mut step, rows);
@@ -228,6 +229,7 @@ const ATTENTION: [(&str, HeadShape); 2] = [
             heads: 6,
             kv_heads: 2,
             head_dim: 64,
+            value_in_key: None,
         },
     ),
     (
@@ -236,6 +238,7 @@ const ATTENTION: [(&str, HeadShape); 2] = [
             heads: 14,
             kv_heads: 2,
             head_dim: 64,
+            value_in_key: None,
         },
     ),
 ];

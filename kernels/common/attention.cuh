@@ -5,13 +5,16 @@
 // `sinks`, which counts in its softmax as that of a position whose value is zero (Xiao et al. 2023). The fragments of a warp's 16 rows are those
 // of `multiply` in ptx.cuh, and of `products` in hopper.cuh, in which each warp of a warpgroup has
 // 16 rows of the same layout.
-// ROW_HEADS, BLOCK_BYTES, BLOCK_SCALES: see kv_blocks.cuh.
+// ROW_HEADS, BLOCK_BYTES, BLOCK_SCALES, LATENT: see kv_blocks.cuh. VALUE_DIM: numbers of a value; HEAD_DIM, if it is not defined.
 #pragma once
 #include "types.cuh"
 #include "kv_blocks.cuh"
 
 #define GROUP (HEADS / KV_HEADS)
 #define NONE 0xffffffffu
+#ifndef VALUE_DIM
+#define VALUE_DIM HEAD_DIM
+#endif
 #ifndef SINKS
 #define SINKS 0
 #endif
@@ -23,7 +26,7 @@
 #define KEY_ROW (HEAD_DIM * SIZE)
 #define VALUE_ROW (STAGE_TOKENS * SIZE)
 #define KEY_BYTES (STAGE_TOKENS * KEY_ROW)
-#define VALUE_BYTES (HEAD_DIM * VALUE_ROW)
+#define VALUE_BYTES (LATENT ? 0 : VALUE_DIM * VALUE_ROW)
 // Scales of the keys, then of the values.
 #define SCALE_BYTES (STORE == 2 ? 0 : 2 * STAGE_TOKENS * 4)
 // Steps of a product over a key's row, 32 bytes each. If the row has an odd number of 16-byte
@@ -183,7 +186,7 @@ __device__ inline void write_row(const Item& item, const u32* queries, int head,
 #endif
         float inverse = 1.0f / total;
         u32 token = queries[item.first_query + row / GROUP];
-        Bf16* result = out + (u64(token) * HEADS + head * GROUP + row % GROUP) * HEAD_DIM + first;
+        Bf16* result = out + (u64(token) * HEADS + head * GROUP + row % GROUP) * VALUE_DIM + first;
 #pragma unroll
         for (int t = 0; t < DIMS / 8; t++)
             *(u32*)(result + t * 8 + lane % 4 * 2) = to_bf16_pair(sum(t, 0) * inverse, sum(t, 1) * inverse);
@@ -191,8 +194,8 @@ __device__ inline void write_row(const Item& item, const u32* queries, int head,
         u64 at = item.part * KV_HEADS + head * item.queries * GROUP + row;
 #pragma unroll
         for (int t = 0; t < DIMS / 8; t++) {
-            part_sums[at * HEAD_DIM + first + t * 8 + lane % 4 * 2] = sum(t, 0);
-            part_sums[at * HEAD_DIM + first + t * 8 + lane % 4 * 2 + 1] = sum(t, 1);
+            part_sums[at * VALUE_DIM + first + t * 8 + lane % 4 * 2] = sum(t, 0);
+            part_sums[at * VALUE_DIM + first + t * 8 + lane % 4 * 2 + 1] = sum(t, 1);
         }
         if (lane % 4 == 0 && first == 0) {
             part_states[at * 2] = largest;

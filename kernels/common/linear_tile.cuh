@@ -60,6 +60,22 @@ struct Rows {
     __device__ u64 at(int row) const { return u64(first + row); }
 };
 
+// Where a row begins, in bytes from the operand's start.
+template <class Operand> __device__ inline u64 start_of(const Operand& operand, int row, int bytes) {
+    return operand.at(row) * bytes;
+}
+
+// Rows with other numbers between them.
+struct StridedRows {
+    const u8* from;
+    int first, end, stride;
+    __device__ bool exists(int row) const { return first + row < end; }
+};
+
+__device__ inline u64 start_of(const StridedRows& operand, int row, int) {
+    return u64(operand.first + row) * operand.stride;
+}
+
 // Begins to copy a stage of COUNT rows: byte `at` and the following bytes of the operand's rows, of
 // which only some exist.
 template <int COUNT, class Operand> __device__ inline void copy_stage(u8* to, const Operand& operand, int at, int bytes) {
@@ -68,7 +84,7 @@ template <int COUNT, class Operand> __device__ inline void copy_stage(u8* to, co
         int task = i * THREADS + int(threadIdx.x);
         int row = task / (STAGE / 16), part = task % (STAGE / 16);
         bool exists = operand.exists(row) && at + part * 16 < bytes;
-        const u8* source = exists ? operand.from + operand.at(row) * bytes + at + part * 16 : operand.from;
+        const u8* source = exists ? operand.from + start_of(operand, row, bytes) + at + part * 16 : operand.from;
         copy_async(to + place(row, part), source, exists ? 16 : 0);
     }
 }

@@ -122,6 +122,14 @@ __device__ inline void load_matrices(unsigned int (&out)[4], const void* row) {
                  : "memory");
 }
 
+// As load_matrices, of matrices of 8 x 8 numbers of 16 bits that are transposed: a lane gets two neighbours of a column.
+__device__ inline void load_transposed(unsigned int (&out)[4], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+}
+
 // c += a b of a warp: 16 x 32 times 32 x 8 bytes, or 16 x 16 times 16 x 8 BF16. With g = lane / 4
 // and t = lane % 4: a[0] and a[2] belong to row g, a[1] and a[3] to row g + 8. a[0], a[1] and b[0]
 // are the row's (for b, column g's) bytes from 4 t on, the others the bytes 16 further. c[0], c[1]

@@ -8,6 +8,8 @@ pub struct HeadShape {
     pub kv_heads: usize,
     /// Head dimension; even.
     pub head_dim: usize,
+    /// How many of a key's first numbers are its value, too. `None`: values are stored by themselves.
+    pub value_in_key: Option<usize>,
 }
 
 impl HeadShape {
@@ -21,13 +23,21 @@ impl HeadShape {
         self.heads * self.head_dim
     }
 
+    /// Width of rows of `[q][k][v]`, or of `[q][k]` where keys have their values in them.
+    pub fn row_width(&self) -> usize {
+        let kv = self.kv_heads * self.head_dim;
+        let values = if self.value_in_key.is_some() { 0 } else { kv };
+        self.q_width() + kv + values
+    }
+
+    /// Numbers of a head's value.
+    pub fn value_dim(&self) -> usize {
+        self.value_in_key.unwrap_or(self.head_dim)
+    }
+
     /// A pool's only shape: each block holds one layer with these heads.
     pub fn alone(self) -> [KvShape; 1] {
-        [KvShape {
-            heads: self,
-            layers: 1,
-            value_in_key: None,
-        }]
+        [KvShape { heads: self, layers: 1 }]
     }
 }
 
@@ -38,8 +48,6 @@ pub struct KvShape {
     pub heads: HeadShape,
     /// Number of layers that a block holds if it belongs to layers of this shape.
     pub layers: usize,
-    /// How many of a key's first numbers are its value, too. `None`: values are stored by themselves.
-    pub value_in_key: Option<usize>,
 }
 
 /// The place of a layer's keys and values in its pool.
@@ -50,8 +58,6 @@ pub struct KvPlace {
     pub table: usize,
     /// Index of the layer among those in a block; below its shape's [`layers`](KvShape::layers).
     pub part: usize,
-    /// As in [`KvShape`].
-    pub value_in_key: Option<usize>,
 }
 
 impl KvPlace {
@@ -61,20 +67,7 @@ impl KvPlace {
             heads,
             table: 0,
             part: 0,
-            value_in_key: None,
         }
-    }
-
-    /// Width of rows of `[q][k][v]`, or of `[q][k]` where keys have their values in them.
-    pub fn row_width(&self) -> usize {
-        let kv = self.heads.kv_heads * self.heads.head_dim;
-        let values = if self.value_in_key.is_some() { 0 } else { kv };
-        self.heads.q_width() + kv + values
-    }
-
-    /// Numbers of a head's value.
-    pub fn value_dim(&self) -> usize {
-        self.value_in_key.unwrap_or(self.heads.head_dim)
     }
 }
 

@@ -244,6 +244,12 @@ pub trait Device: Send + Sync {
     fn coded_matrix(&self, _parts: &[CodedMatrix], _is_gated: bool) -> Result<Self::Matrix, TensorError> {
         Err(no_codes().into())
     }
+    /// The matrices of [`latent_store`](Self::latent_store) or [`latent_values`](Self::latent_values), one for each head: as many, or
+    /// one with all of them below each other.
+    fn head_matrices(&self, parts: &[Tensor<'_>]) -> Result<Vec<Self::Matrix>, TensorError> {
+        let one = |part: &Tensor<'_>| self.matrix(std::slice::from_ref(part));
+        parts.iter().map(one).collect()
+    }
     /// As [`matrix`](Self::matrix), for the router of [`experts`](Self::experts): in F32, whatever
     /// the precision.
     fn router_matrix(&self, parts: &[Tensor<'_>]) -> Result<Self::Matrix, TensorError>;
@@ -380,7 +386,7 @@ pub trait Device: Send + Sync {
         pool: &mut Self::KvPool,
     ) -> Result<(), DeviceError>;
     /// Makes of queries and latents the rows that [`attention`](Self::attention) reads, and stores the
-    /// latents in the pool: `qkv` has a query of `rank + rope_dim` numbers for each head, and then the
+    /// latents in the pool: `qkv` has a query of `rank + rope_dim` numbers for each head, and then, if the device reads it there, the
     /// key that all of them share.
     fn latent_store(
         &self,

@@ -36,6 +36,7 @@ fn heads(heads: usize, kv_heads: usize, head_dim: usize) -> HeadShape {
         heads,
         kv_heads,
         head_dim,
+        value_in_key: None,
     }
 }
 
@@ -293,6 +294,7 @@ pub(super) fn check_all<D: Device>(
             heads,
             kv_heads,
             head_dim,
+            ..
         } = case.heads;
         let kind = describe(case.params, case.prefix_len) + if case.shares_blocks { ", in shared blocks" } else { "" };
         let (steps, _) = case.steps(comparison.device.block_tokens());

@@ -184,6 +184,19 @@ fn shapes() -> [(&'static str, &'static str, serde_json::Value); 22] {
     ]
 }
 
+/// As [`shapes`], of models that keep latents: small ones, and those whose rows take two warps, read by groups of heads.
+fn latent_shapes() -> [(&'static str, &'static str, serde_json::Value); 2] {
+    use serde_json::json;
+    let small = json!({"num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
+        "v_head_dim": 32, "q_lora_rank": null, "head_dim": null});
+    let large = json!({"num_attention_heads": 20, "num_key_value_heads": 20, "kv_lora_rank": 288, "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 32, "v_head_dim": 16, "q_lora_rank": 48, "head_dim": null});
+    [
+        ("deepseek-v2, latents", "DeepseekV2ForCausalLM", small),
+        ("deepseek-v3, latents of queries, too", "DeepseekV3ForCausalLM", large),
+    ]
+}
+
 /// As [`shapes`], of Gemma 4.
 fn gemma4_shapes() -> [(&'static str, &'static str, serde_json::Value); 3] {
     use serde_json::json;
@@ -229,7 +242,8 @@ pub fn families() -> Result<Vec<TestModel>, ModelError> {
         };
         small_model(name.into(), architecture, &overrides, Box::new(weights))
     };
-    shapes().into_iter().chain(gemma4_shapes()).map(test_model).collect()
+    let all = shapes().into_iter().chain(latent_shapes()).chain(gemma4_shapes());
+    all.map(test_model).collect()
 }
 
 /// As [`families`], models with weights in codes of four bits: in several groups of a row, in one, in neither, and of experts.

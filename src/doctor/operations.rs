@@ -39,6 +39,7 @@ pub(super) fn step_without_attention<D: Device>(device: &D) -> Result<D::Step, D
         heads: 1,
         kv_heads: 1,
         head_dim: 64,
+        value_in_key: None,
     };
     let rope = RopeSpec {
         inverse_frequencies: vec![1.0; 32],

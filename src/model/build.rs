@@ -264,25 +264,30 @@ impl<D: Device> Builder<'_, D> {
         let stored = self.source.tensor(&spec.name, spec.rows, spec.columns)?;
         let size = stored.dtype.bytes();
         let row = spec.columns * size;
-        let matrix = |rows: usize, columns: usize, data: &[u8]| {
-            let view = Tensor {
+        let heads = stored.data.chunks_exact((shape.plain_dim + shape.value_dim) * row);
+        let (of_keys, of_values): (Vec<&[u8]>, Vec<&[u8]>) =
+            heads.map(|head| head.split_at(shape.plain_dim * row)).unzip();
+        let transposed = |keys: &&[u8]| -> Vec<u8> {
+            let column = |i: usize| keys.chunks_exact(row).flat_map(move |row| &row[i * size..][..size]);
+            (0..shape.rank).flat_map(column).copied().collect()
+        };
+        let transposed: Vec<Vec<u8>> = of_keys.iter().map(transposed).collect();
+        let matrices = |rows: usize, columns: usize, heads: &[&[u8]]| {
+            let views = heads.iter().copied().map(|data| Tensor {
                 dtype: stored.dtype,
                 rows,
                 columns,
                 data,
-            };
-            let weight = self.device.matrix(&[view]);
-            let weight = weight.map_err(|e| self.tensor_error(std::slice::from_ref(spec), e))?;
-            Ok::<_, ModelError>(Linear { weight, bias: None })
+            });
+            let views: Vec<Tensor<'_>> = views.collect();
+            let weights = self.device.head_matrices(&views);
+            let weights = weights.map_err(|e| self.tensor_error(&vec![spec.clone(); views.len()], e))?;
+            let linear = |weight| Linear { weight, bias: None };
+            Ok::<_, ModelError>(weights.into_iter().map(linear).collect())
         };
-        let (mut keys, mut values) = (Vec::new(), Vec::new());
-        for head in stored.data.chunks_exact((shape.plain_dim + shape.value_dim) * row) {
-            let (of_keys, of_values) = head.split_at(shape.plain_dim * row);
-            let column = |i: usize| of_keys.chunks_exact(row).flat_map(move |row| &row[i * size..][..size]);
-            let transposed: Vec<u8> = (0..shape.rank).flat_map(column).copied().collect();
-            keys.push(matrix(shape.rank, shape.plain_dim, &transposed)?);
-            values.push(matrix(shape.value_dim, shape.rank, of_values)?);
-        }
+        let of_keys: Vec<&[u8]> = transposed.iter().map(Vec::as_slice).collect();
+        let keys = matrices(shape.rank, shape.plain_dim, &of_keys)?;
+        let values = matrices(shape.value_dim, shape.rank, &of_values)?;
         Ok((keys, values))
     }
 

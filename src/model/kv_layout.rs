@@ -43,15 +43,7 @@ pub(super) struct KvLayout {
 impl KvLayout {
     /// The layout of a model's layers.
     pub(super) fn of(config: &Config) -> KvLayout {
-        let mut layout = KvLayout::new(&config.attention_layers());
-        let value_in_key = config.latent.map(|latent| latent.shape.rank);
-        for shape in &mut layout.shapes {
-            shape.value_in_key = value_in_key;
-        }
-        for layer in &mut layout.layers {
-            layer.place.value_in_key = value_in_key;
-        }
-        layout
+        KvLayout::new(&config.attention_layers())
     }
 
     /// As [`of`](Self::of), for layers with keys and values: the layout that leaves the fewest parts of blocks unused, and among these the one with the
@@ -63,7 +55,6 @@ impl KvLayout {
                 shapes.push(KvShape {
                     heads: *heads,
                     layers: 1,
-                    value_in_key: None,
                 });
             }
         }
@@ -107,7 +98,6 @@ impl KvLayout {
                         heads,
                         table: first + i / group,
                         part: i % group / pools,
-                        value_in_key: None,
                     },
                 });
             }
@@ -168,6 +158,7 @@ mod tests {
             heads: kv_heads,
             kv_heads,
             head_dim,
+            value_in_key: None,
         }
     }
 

@@ -59,6 +59,8 @@ pub struct ModelSize {
     pub tables: u64,
     /// Values of the linear layers' matrices.
     pub linear: u64,
+    /// Those among them that are matrices of single heads, in attention over latents.
+    pub of_heads: u64,
     /// Values of norms and biases.
     pub vectors: u64,
     /// Values of the experts' matrices that a token does not use.
@@ -129,6 +131,11 @@ impl ModelSize {
         let mut size = ModelSize {
             tables: 0,
             linear: 0,
+            of_heads: config.latent.map_or(0, |latent| {
+                let shape = latent.shape;
+                let of_layer = config.heads.heads * (shape.plain_dim + shape.value_dim) * shape.rank;
+                (config.layers.len() * of_layer) as u64
+            }),
             vectors: 0,
             coded: CodedSize::default(),
             adapters: 0,
@@ -198,7 +205,11 @@ impl ModelSize {
         let matrices = match (place, precision) {
             (Place::Cpu, Precision::F32) => (self.linear + self.tables) * stored.bytes() as u64,
             (Place::Cpu, _) => self.linear_bytes(precision) + self.tables * u64::from(precision.bits()) / 8,
-            (Place::Gpu, _) => self.linear_bytes(precision) + self.gpu_table_bytes(),
+            (Place::Gpu, _) => {
+                // A GPU keeps matrices of single heads in BF16, too.
+                let more_bits = u64::from(16u32.saturating_sub(precision.bits()));
+                self.linear_bytes(precision) + self.gpu_table_bytes() + self.of_heads * more_bits / 8
+            }
         };
         let adapter_value = if precision == Precision::F32 {
             Dtype::F32
@@ -341,7 +352,18 @@ mod tests {
         for format in [KvFormat::Bf16, KvFormat::Int8, KvFormat::Int4] {
             assert_eq!(kv_bytes(&latents, Place::Cpu, format, 16), Some(16 * token * 2));
         }
-        assert_eq!(kv_bytes(&latents, Place::Gpu, KvFormat::Bf16, 64), None);
+        for format in [KvFormat::Bf16, KvFormat::Int8, KvFormat::Fp8] {
+            assert_eq!(kv_bytes(&latents, Place::Gpu, format, 64), Some(64 * token * 2));
+        }
+        assert_eq!(kv_bytes(&latents, Place::Gpu, KvFormat::Int4, 64), None);
+        // Matrices of heads in BF16, of which 8 bits would be half.
+        let size = ModelSize::of(&latents);
+        let in_8_bits = size.linear + size.tables * 2 + size.vectors * VECTOR_VALUE_BYTES;
+        let more = 61 * 128 * (128 + 128) * 512;
+        assert_eq!(
+            size.weight_bytes(Place::Gpu, Precision::Int8, Dtype::Bf16),
+            in_8_bits + more
+        );
         // Nemotron 3 Nano, whose card gives 31.6 B parameters, of which a token uses 3.6 B: experts have no gates.
         let nano = r#"{"architectures": ["NemotronHForCausalLM"], "hidden_size": 2688, "intermediate_size": 1856,
             "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", "head_dim": 128,

@@ -1,6 +1,7 @@
 // rope_store.cu, attention.cu or where SM90 is defined attention_sm90.cu, and merge.cu: a step of several sequences over paged keys and
 // values, against sums in doubles. With BLOCK_BYTES and BLOCK_SCALES, as in kv_blocks.cuh, the layer is the second one of each block. With
-// QUERIES_ALONE, rows of the step's tokens have nothing but queries, as in a layer that reads what an earlier one has stored.
+// QUERIES_ALONE, rows of the step's tokens have nothing but queries, as in a layer that reads what an earlier one has stored. With LATENT, queries and
+// keys are taken as they are: latents.cpp is about what makes them.
 #ifdef SM90
 #include "hopper.cuh"
 #else
@@ -8,12 +9,17 @@
 #endif
 #include "types.cuh"
 #include "kv_blocks.cuh"
+#ifndef VALUE_NORM
+#define VALUE_NORM 0
+#endif
 #ifndef WINDOW
 #define WINDOW 0
 #endif
+#if !LATENT
 namespace rope {
 #include "../../kernels/rope_store.cu"
 }
+#endif
 #ifdef QUERIES_ALONE
 #undef ROW_HEADS
 #define ROW_HEADS HEADS
@@ -30,19 +36,28 @@ namespace attend {
 const auto kernel = attention_sm90;
 #else
 #include "../../kernels/attention.cu"
-#define SHARED_BYTES (STAGES * STAGE_BYTES + QUERY_BYTES)
+#define SHARED_BYTES (STAGES * STAGE_BYTES + QUERY_BYTES + EXCHANGE_BYTES)
 const auto kernel = attention;
 #endif
 const int BLOCK_THREADS = THREADS;
 }
 #undef THREADS
 #undef GROUP
+// It has the values' dimensions alone.
+#pragma push_macro("HEAD_DIM")
+#if LATENT
+#undef HEAD_DIM
+#define HEAD_DIM VALUE_DIM
+#endif
 namespace merging {
 #include "../../kernels/merge.cu"
 }
+#pragma pop_macro("HEAD_DIM")
 #include "check.h"
 
-const int TOKEN = (HEADS + 2 * KV_HEADS) * HEAD_DIM;
+// Heads that keys have, and those of a token's row, whether attention reads them or not.
+const int KEY_HEADS = LATENT ? 1 : KV_HEADS, TOKEN_HEADS = HEADS + (LATENT ? 1 : 2 * KV_HEADS);
+const int TOKEN = TOKEN_HEADS * HEAD_DIM;
 // Numbers of a row that attention reads.
 const int ROW = ROW_HEADS * HEAD_DIM;
 const int LAYER = IS_ALONE ? 0 : 1;
@@ -75,12 +90,19 @@ struct World {
 };
 
 // Where the layer's numbers begin in the pool.
-const size_t FIRST_BYTE = size_t(LAYER) * KV_HEADS * HEAD_BYTES, FIRST_SCALE = size_t(LAYER) * KV_HEADS * BLOCK;
+const size_t FIRST_BYTE = size_t(LAYER) * KEY_HEADS * HEAD_BYTES, FIRST_SCALE = size_t(LAYER) * KEY_HEADS * BLOCK;
 
 static void store(World& world, Bf16* qkv, const u32* positions, const u32* slots, int tokens) {
+#if LATENT
+    for (int token = 0; token < tokens; token++)
+        std::memcpy(&world.keys[size_t(slots[token] / BLOCK) * BLOCK_BYTES + FIRST_BYTE + slots[token] % BLOCK * HEAD_DIM * SIZE],
+                    &qkv[size_t(token) * TOKEN + HEADS * HEAD_DIM], HEAD_DIM * SIZE);
+    (void)positions;
+#else
     check::run(rope::rope_store, tokens, (HEADS + 2 * KV_HEADS + 3) / 4, 128, 0, 3, qkv, world.rotations.data(), positions, slots,
                world.q_norm.data(), world.k_norm.data(), EPS, VALUE_EPS, world.keys.data() + FIRST_BYTE, world.values.data() + FIRST_BYTE,
                world.key_scales.data() + FIRST_SCALE, world.value_scales.data() + FIRST_SCALE);
+#endif
 }
 
 static World make_world() {
@@ -130,6 +152,7 @@ static double number_at(const std::vector<u8>& pool, size_t at) {
 
 // Where the numbers of a token's head begin in the pool, which has as many bytes for each, and its scale.
 static size_t number_of(const World& world, int token, int kv) {
+    if (LATENT) kv = 0;
     return (size_t(world.slots[token] / BLOCK) * BLOCK_BYTES + FIRST_BYTE + size_t(kv) * HEAD_BYTES) / SIZE;
 }
 static size_t scale_of(const World& world, int token, int kv) {
@@ -142,10 +165,12 @@ static double key_at(const World& world, int token, int kv, int d) {
     return number_at(world.keys, at) * (STORE == 2 ? 1 : world.key_scales[scale_of(world, token, kv)]);
 }
 static double value_at(const World& world, int token, int kv, int d) {
+    if (LATENT) return key_at(world, token, kv, d);
     size_t at = number_of(world, token, kv) + size_t(d) * BLOCK + world.slots[token] % BLOCK;
     return number_at(world.values, at) * (STORE == 2 ? 1 : world.value_scales[scale_of(world, token, kv)]);
 }
 
+#if !LATENT
 // A head as it should be stored, and how far off it may be before it is quantized.
 struct Head {
     double x[HEAD_DIM], allowed[HEAD_DIM];
@@ -220,6 +245,8 @@ static void check_store(const World& world) {
     check::expect(fine, "rope_store: %.2f, %.2f, %.2f of the error allowed, shifted by %.5f", queries.part, keys.part, values.part,
                   shift);
 }
+
+#endif
 
 // Blocks that no query of the step sees go back, and hold what others leave there.
 static void give_back(World& world) {
@@ -350,7 +377,7 @@ static const Bf16* sinks() {
 static Results attend_items(const World& world, const Step& step, unsigned seed) {
     const Bf16 unwritten = {0x7fff};
     size_t rows = size_t(step.part_rows) * KV_HEADS;
-    Results results{std::vector<Bf16>(step.positions.size() * HEADS * HEAD_DIM, unwritten), std::vector<float>(rows * HEAD_DIM + 1, NAN),
+    Results results{std::vector<Bf16>(step.positions.size() * HEADS * VALUE_DIM, unwritten), std::vector<float>(rows * VALUE_DIM + 1, NAN),
                     std::vector<float>(rows * 2 + 1, NAN)};
     check::run(attend::kernel, unsigned(step.items.size()), KV_HEADS, attend::BLOCK_THREADS, SHARED_BYTES, seed, step.qkv.data(),
                world.keys.data() + FIRST_BYTE, world.values.data() + FIRST_BYTE, world.key_scales.data() + FIRST_SCALE,
@@ -437,7 +464,7 @@ static void head_errors(const World& world, const Step& step, const std::vector<
     for (int j = 0; j < count; j++)
         deviations[j] = weight_deviation(weights[j] * scales[j], span_largest[(first + j) / SPAN]) / scales[j];
 
-    for (int d = 0; d < HEAD_DIM; d++) {
+    for (int d = 0; d < VALUE_DIM; d++) {
         double want = 0, variance = 0, largest_value = 0;
         for (int j = 0; j < count; j++) {
             double value = value_at(world, world.first_token[s] + first + j, kv, d);
@@ -446,7 +473,7 @@ static void head_errors(const World& world, const Step& step, const std::vector<
             largest_value = std::max(largest_value, std::fabs(value));
         }
         double allowed = 6 * std::sqrt(variance) + std::fabs(want) / 256 + 2 * (score_error + 1e-5) * largest_value;
-        worst.add(widen(out[(size_t(token) * HEADS + head) * HEAD_DIM + d]) - want, allowed);
+        worst.add(widen(out[(size_t(token) * HEADS + head) * VALUE_DIM + d]) - want, allowed);
     }
 }
 
@@ -474,8 +501,9 @@ static void check_poison(World world, Step step) {
     const int value_sequence = 1, key_sequence = 2, query_sequence = 3, kv = KV_HEADS - 1, group = HEADS / KV_HEADS;
     // The last position before the step, which all of the step's queries see.
     auto last = [&](int s) { return world.first_token[s] + SEQUENCES[s].before - 1; };
-    poison(world, last(value_sequence), HEADS + KV_HEADS + kv);
-    poison(world, last(key_sequence), HEADS + kv);
+    // A latent is the key and the value of all heads.
+    poison(world, last(value_sequence), LATENT ? HEADS : HEADS + KV_HEADS + kv);
+    poison(world, last(key_sequence), LATENT ? HEADS : HEADS + kv);
     for (size_t token = 0; token < step.positions.size(); token++)
         if (step.sequences[token] == query_sequence) step.qkv[token * ROW + size_t(kv) * group * HEAD_DIM + 3] = Bf16{0x7fc0};
 #if STORE != 2
@@ -487,10 +515,10 @@ static void check_poison(World world, Step step) {
     const std::vector<Bf16> after = attend_all(world, step, 1);
     int missing = 0, spread = 0;
     for (size_t at = 0; at < after.size(); at++) {
-        int d = int(at % HEAD_DIM), head = int(at / HEAD_DIM % HEADS), s = step.sequences[at / HEAD_DIM / HEADS];
+        int d = int(at % VALUE_DIM), head = int(at / VALUE_DIM % HEADS), s = step.sequences[at / VALUE_DIM / HEADS];
         bool poisoned = false;
-        if (s == value_sequence) poisoned = head / group == kv && (STORE != 2 || VALUE_NORM || d == 3);
-        if (s == key_sequence) poisoned = head / group == kv;
+        if (s == value_sequence) poisoned = LATENT || (head / group == kv && (STORE != 2 || VALUE_NORM || d == 3));
+        if (s == key_sequence) poisoned = LATENT || head / group == kv;
         if (s == query_sequence) poisoned = head == kv * group;
         if (poisoned)
             missing += !std::isnan(widen(after[at]));
@@ -529,7 +557,7 @@ static void check_alone(const World& world) {
             auto [item, j] = from[i];
             size_t kv = row / group, in = item->part * KV_HEADS + (kv * item->queries + j) * group + row % group;
             size_t own = (i * KV_HEADS + kv) * group + row % group;
-            different += std::memcmp(&a.sums[in * HEAD_DIM], &b.sums[own * HEAD_DIM], HEAD_DIM * 4) != 0;
+            different += std::memcmp(&a.sums[in * VALUE_DIM], &b.sums[own * VALUE_DIM], VALUE_DIM * 4) != 0;
             different += std::memcmp(&a.states[in * 2], &b.states[own * 2], 8) != 0;
         }
     check::expect(different == 0, "%d rows of parts differ from those of one token", different);
@@ -555,7 +583,9 @@ static void check_rotated_alone(World world) {
 
 int main() {
     World world = make_world();
+#if !LATENT
     check_store(world);
+#endif
 #ifdef QUERIES_ALONE
     check_rotated_alone(world);
 #endif

@@ -19,6 +19,10 @@ COLUMNS = [32, 64, 128, 256]
 HEADS = [(32, 1), (64, 4), (80, 4), (96, 4), (128, 1), (128, 4), (192, 4), (256, 1), (256, 4)]
 # Those of heads that two warps share; in BF16 there is no room for four.
 LARGE_HEADS = [(288, 1), (512, 1), (512, 2), (512, 4)]
+# HEAD_DIM, VALUE_DIM and ROW_WARPS of latents: DeepSeek-V2 and V3, and a small one.
+LATENTS = [(576, 512, 1), (576, 512, 2), (288, 256, 4), (96, 64, 4)]
+# HEADS, RANK, PLAIN_DIM and ROPE_DIM: DeepSeek-V3, GLM-4.7-Flash.
+LATENT_SHAPES = [(128, 512, 128, 64), (20, 512, 192, 64)]
 # HEAD_DIM and ROW_WARPS of attention_sm90.cu.
 HOPPER_HEADS = [(dim, warps) for dim in (32, 64, 80, 96, 112, 128) for warps in (4, 8, 12)]
 # The bits of 50.0f.
@@ -40,6 +44,8 @@ def shapes(name, card):
     tiles = [{"COLUMNS": columns, "CONSUMERS": consumers} for columns in COLUMNS for consumers in (1, 2)]
     heads = [MODEL | {"HEAD_DIM": dim, "ROW_WARPS": warps} for dim, warps in HEADS]
     large = [MODEL | {"HEAD_DIM": dim, "ROW_WARPS": warps, "STAGE_TOKENS": 32, "BLOCK_BYTES": 1 << 20, "BLOCK_SCALES": 1024} for dim, warps in LARGE_HEADS]
+    latents = [MODEL | {"KV_HEADS": 4, "HEAD_DIM": dim, "VALUE_DIM": value, "ROW_WARPS": warps, "LATENT": 1, "STAGES": 1, "BLOCK_BYTES": 1 << 20, "BLOCK_SCALES": 0}
+               | ({"STAGE_TOKENS": 32} if value > 256 else {}) for dim, value, warps in LATENTS]
     hopper_heads = [MODEL | {"HEAD_DIM": dim, "ROW_WARPS": warps} for dim, warps in HOPPER_HEADS]
     hopper_heads += [shape | {"HEADS": heads} for shape in hopper_heads if shape["HEAD_DIM"] in (64, 128) for heads in (8, 40, 56, 128)]
     coded = [{"ROWS": rows, "GROUP_STEPS": steps} for rows in (16, 64, 128) for steps in (0, 1, 2, 3, 4, 8, 70)]
@@ -56,12 +62,13 @@ def shapes(name, card):
         "grouped_coded_linear": coded,
         "quantize_groups": [{"GROUP": group} for group in (8, 32, 64, 96, 128, 2048)],
         "linear_sm90": [tile | {"WIDE": wide} for tile in tiles for wide in (0, 1)],
-        "attention": heads + large + [shape | {"SOFT_CAP": SOFT_CAP, "WINDOW": 4096} for shape in heads if shape["HEAD_DIM"] >= 128],
+        "attention": heads + large + latents + [shape | {"SOFT_CAP": SOFT_CAP, "WINDOW": 4096} for shape in heads if shape["HEAD_DIM"] >= 128],
         "attention_sm90": hopper_heads + [shape | {"SOFT_CAP": SOFT_CAP, "WINDOW": 4096} for shape in hopper_heads],
         "peak": [{"WARPGROUPS": groups} for groups in ((0, 1) if card == "sm_90a" else (0,))],
         "merge": heads + large,
         "rope_store": [shape | {"VALUE_NORM": norm} for shape in heads + large for norm in (0, 1)] + [shape | {"ROW_HEADS": shape["HEADS"]} for shape in heads + large],
         "recurrent": [dict(zip(RECURRENT_MACROS, sizes), CONV=conv) for sizes in RECURRENT for conv in (4, 8)],
+        "latent_store": [dict(zip(("HEADS", "RANK", "PLAIN_DIM", "ROPE_DIM"), sizes), BLOCK=64, BLOCK_BYTES=1 << 20) for sizes in LATENT_SHAPES],
         "keep_inputs": [{"CONV": conv} for conv in (2, 4, 8)],
     }.get(name, [{}])
 
@@ -80,8 +87,10 @@ def exists(name, card, word, shape):
     """Whether a kernel has this shape in this format, and the card has no other kernel for it."""
     if name == "attention_sm90":
         return not (word == "bf16" and shape["HEAD_DIM"] == 128 and shape["ROW_WARPS"] == 12)
-    if name == "attention" and word == "bf16" and shape["HEAD_DIM"] > 256 and shape["ROW_WARPS"] > 2:
+    if name == "attention" and word == "bf16" and shape["HEAD_DIM"] > 288 and shape["ROW_WARPS"] > 2:
         return False
+    if name == "attention" and "LATENT" in shape:
+        return word == "bf16"
     return not (name == "attention" and card == "sm_90a" and shape["HEAD_DIM"] <= 128)
 
 

@@ -158,6 +158,19 @@ inline void load_matrices(unsigned int (&out)[4], const void* row) {
     }
 }
 
+inline void load_transposed(unsigned int (&out)[4], const void* row) {
+    unsigned int address[2];
+    std::memcpy(address, &row, 8);
+    const auto& rows = emulator::gather<2>(address);
+    unsigned lane = emulator::self().lane;
+    for (unsigned matrix = 0; matrix < 4; matrix++)
+        for (unsigned i = 0; i < 2; i++) {
+            const unsigned char* from;
+            std::memcpy(&from, rows.of[matrix * 8 + lane % 4 * 2 + i], 8);
+            std::memcpy((unsigned char*)&out[matrix] + i * 2, from + lane / 4 * 2, 2);
+        }
+}
+
 namespace emulator {
 // The 32 bytes of a row or of a column, from the fragments of all lanes.
 inline void row_of_a(const Words<6>& all, int row, unsigned int (&to)[8]) {

@@ -1,6 +1,6 @@
 #!/bin/bash
 # Runs kernels in the emulator against references in doubles, in every format: tests/emulator/run.sh [--quick] [PROGRAM]..., of encodings, linear,
-# coded, experts, rows, recurrent, attention, sample and client (the libraries that stand in for NVIDIA's). Needs a C++ compiler alone. Fails where an error is larger than its
+# coded, experts, rows, recurrent, attention, latents, sample and client (the libraries that stand in for NVIDIA's). Needs a C++ compiler alone. Fails where an error is larger than its
 # check says. --quick, as every run of the tests has it, leaves out shapes (`slow`) whose code others run, too, and runs others in one of the three
 # formats (`turns`): a third of the time.
 set -euo pipefail
@@ -119,6 +119,14 @@ attention() {
     done
 }
 
+latents() {
+    run latents HEADS=5 RANK=144 PLAIN_DIM=24 ROPE_DIM=16 VALUES=40
+    slow run latents HEADS=16 RANK=512 PLAIN_DIM=128 ROPE_DIM=64 VALUES=128
+    run attention STORE=2 LATENT=1 HEADS=8 KV_HEADS=2 HEAD_DIM=576 VALUE_DIM=512 BLOCK=64 ROW_WARPS=2 STAGES=1 STAGE_TOKENS=32 BLOCK_BYTES=147456 BLOCK_SCALES=0
+    run attention STORE=2 LATENT=1 HEADS=6 KV_HEADS=1 HEAD_DIM=48 VALUE_DIM=32 BLOCK=64 ROW_WARPS=4 STAGES=2 BLOCK_BYTES=12288 BLOCK_SCALES=0
+    slow run attention STORE=2 LATENT=1 HEADS=20 KV_HEADS=1 HEAD_DIM=576 VALUE_DIM=512 BLOCK=64 ROW_WARPS=1 STAGES=2 STAGE_TOKENS=32 BLOCK_BYTES=147456 BLOCK_SCALES=0
+}
+
 sample() {
     run sample
 }
@@ -138,7 +146,7 @@ client() {
     "$built/client" "$built/lib" || failed=1
 }
 
-for part in "${@:-encodings linear coded experts rows recurrent attention sample client}"; do
+for part in "${@:-encodings linear coded experts rows recurrent attention latents sample client}"; do
     for name in $part; do "$name"; done
 done
 exit $failed

@@ -139,6 +139,7 @@ mod tests {
             heads: 1,
             kv_heads: 1,
             head_dim: 64,
+            value_in_key: None,
         };
         let cpu = Cpu::new(Precision::F32, KvFormat::Int4, Arc::new(Threads::new(1).unwrap()));
         let rope = RopeSpec {

@@ -149,12 +149,12 @@ struct Lens {
 
 impl Lens {
     /// Those of one head's block.
-    fn of_head(heads: HeadShape, value_in_key: Option<usize>, format: KvFormat) -> Lens {
+    fn of_head(heads: HeadShape, format: KvFormat) -> Lens {
         let values = padded(heads.head_dim) * BLOCK_TOKENS;
         match format {
             KvFormat::F32 | KvFormat::Bf16 => Lens {
                 keys: heads.head_dim * BLOCK_TOKENS,
-                values: if value_in_key.is_some() { 0 } else { values },
+                values: if heads.value_in_key.is_some() { 0 } else { values },
                 scales: 0,
             },
             // `Cpu::new` rejects FP8.
@@ -174,9 +174,8 @@ impl Lens {
     /// Those of a block, which is large enough for the layers of each shape.
     fn of_block(shapes: &[KvShape], format: KvFormat) -> Lens {
         let most = |len: fn(Lens) -> usize| {
-            let of_shape = |shape: &KvShape| {
-                shape.layers * shape.heads.kv_heads * len(Lens::of_head(shape.heads, shape.value_in_key, format))
-            };
+            let of_shape =
+                |shape: &KvShape| shape.layers * shape.heads.kv_heads * len(Lens::of_head(shape.heads, format));
             shapes.iter().map(of_shape).max().unwrap_or(0)
         };
         Lens {
@@ -190,7 +189,9 @@ impl Lens {
 /// The format of a pool's numbers, where `format` is asked for.
 fn stored_format(shapes: &[KvShape], format: KvFormat) -> KvFormat {
     match format {
-        KvFormat::Int8 | KvFormat::Int4 if shapes.iter().any(|shape| shape.value_in_key.is_some()) => KvFormat::Bf16,
+        KvFormat::Int8 | KvFormat::Int4 if shapes.iter().any(|shape| shape.heads.value_in_key.is_some()) => {
+            KvFormat::Bf16
+        }
         format => format,
     }
 }
@@ -282,13 +283,7 @@ impl KvPool {
     /// numbers lie block by block.
     fn only_heads(&self) -> Option<HeadShape> {
         match self.shapes[..] {
-            [
-                KvShape {
-                    heads,
-                    layers: 1,
-                    value_in_key: None,
-                },
-            ] => Some(heads),
+            [KvShape { heads, layers: 1 }] if heads.value_in_key.is_none() => Some(heads),
             _ => None,
         }
     }
@@ -298,18 +293,10 @@ impl KvPool {
     /// # Panics
     /// The pool was made without layers of this shape.
     pub(super) fn regions(&self, place: KvPlace) -> Regions {
-        let KvPlace {
-            heads,
-            part,
-            value_in_key,
-            ..
-        } = place;
-        let has = |shape: &KvShape| (shape.heads, shape.value_in_key) == (heads, value_in_key) && part < shape.layers;
+        let KvPlace { heads, part, .. } = place;
+        let has = |shape: &KvShape| shape.heads == heads && part < shape.layers;
         assert!(self.shapes.iter().any(has), "{place:?} in a pool of {:?}", self.shapes);
-        let (lens, is_alone) = (
-            Lens::of_head(heads, value_in_key, self.format()),
-            self.only_heads().is_some(),
-        );
+        let (lens, is_alone) = (Lens::of_head(heads, self.format()), self.only_heads().is_some());
         let region = |len: usize, block_len: usize| Region {
             first: part * heads.kv_heads * len,
             stretch_stride: STRETCH_BLOCKS * block_len,
@@ -407,7 +394,7 @@ pub(super) fn for_each_token<'a>(
 pub(super) fn key_and_value(row: &[f32], place: KvPlace, head: usize) -> (&[f32], &[f32]) {
     let heads = place.heads;
     let head_part = |index: usize| &row[index * heads.head_dim..][..heads.head_dim];
-    let value = match place.value_in_key {
+    let value = match heads.value_in_key {
         None => head_part(heads.heads + heads.kv_heads + head),
         Some(_) => &[],
     };
@@ -483,7 +470,7 @@ impl<E: Element> KvPages<E> {
                 for panel in value_block(block as usize).chunks_exact_mut(BLOCK_TOKENS * PANEL) {
                     panel[used as usize * PANEL..].fill(E::default());
                 }
-                if place.value_in_key.is_some() {
+                if place.heads.value_in_key.is_some() {
                     for number in key_block(block as usize).chunks_exact_mut(BLOCK_TOKENS) {
                         number[used as usize..].fill(E::default());
                     }
@@ -521,6 +508,7 @@ mod tests {
             heads: 2,
             kv_heads: 2,
             head_dim: 18,
+            value_in_key: None,
         };
         let mut pool = KvPool::new(&heads.alone(), 35, KvFormat::F32);
         let KvStore::F32(pages) = &mut pool.store else {
@@ -593,18 +581,10 @@ mod tests {
             heads,
             kv_heads,
             head_dim,
-        });
-        let shapes = [(small, 2), (large, 1)].map(|(heads, layers)| KvShape {
-            heads,
-            layers,
             value_in_key: None,
         });
-        let place = |heads, table, part| KvPlace {
-            heads,
-            table,
-            part,
-            value_in_key: None,
-        };
+        let shapes = [(small, 2), (large, 1)].map(|(heads, layers)| KvShape { heads, layers });
+        let place = |heads, table, part| KvPlace { heads, table, part };
         let places = [place(small, 0, 0), place(small, 0, 1), place(large, 1, 0)];
         let mut batch = StepBatch::default();
         batch.push((0..20).map(|_| 0), 20, [0, 3]);

@@ -240,6 +240,7 @@ mod tests {
         heads: 2,
         kv_heads: 2,
         head_dim: 18,
+        value_in_key: None,
     };
 
     /// A pool with the keys and values of 20 tokens in blocks 2 and 33, the latter copied to 34.

@@ -65,7 +65,7 @@ pub(super) fn rows(
     let segments = segments(op.heads, tokens);
     let read = Rows { x: plain, picked: None };
     grouped_linear(ctx, &segments, rank, false, read, products, packed);
-    qkv.reshape(tokens, op.place.row_width());
+    qkv.reshape(tokens, op.place.heads.row_width());
     qkv.each_row(ctx, |token, row| {
         let rotation = &rotations[token * shape.rope_dim..][..shape.rope_dim];
         let (own, key) = row.split_at_mut(count * shape.kept());

@@ -490,6 +490,7 @@ mod tests {
             heads: 1,
             kv_heads: 1,
             head_dim: 2,
+            value_in_key: None,
         };
         let mut step = Step::new(vec![], &[(KvSpec::Full, heads)], false);
         let mut batch = StepBatch::default();

@@ -109,6 +109,7 @@ mod tests {
             heads: 3,
             kv_heads: 1,
             head_dim: dim,
+            value_in_key: None,
         };
         let frequencies: Vec<f32> = (0..dim / 2).map(|d| 0.7f32.powi(d as i32)).collect();
         let mut step = Step::new(

@@ -227,6 +227,7 @@ mod tests {
             heads: 4,
             kv_heads: 2,
             head_dim: 2,
+            value_in_key: None,
         };
         let rope = RopeSpec {
             inverse_frequencies: vec![0.5],
@@ -276,6 +277,7 @@ mod tests {
             heads: 12,
             kv_heads: 2,
             head_dim: 2,
+            value_in_key: None,
         };
         let rope = RopeSpec {
             inverse_frequencies: vec![0.5],

@@ -17,6 +17,9 @@ use crate::device::{Attention, AttentionInput, DeviceError, HeadShape};
 /// # Errors
 /// The size of the heads or their number is not supported.
 pub fn check_heads(heads: HeadShape) -> Result<(), DeviceError> {
+    if let Some(rank) = heads.value_in_key {
+        return check_latents(heads, rank);
+    }
     let multiple = if heads.head_dim <= 128 { 16 } else { 32 };
     // Those of a query fit in a wide thread block in every format.
     let group_max = if heads.head_dim <= 256 { 64 } else { 32 };
@@ -24,6 +27,23 @@ pub fn check_heads(heads: HeadShape) -> Result<(), DeviceError> {
         return Err(DeviceError::Unsupported(format!(
             "the model has {} heads of {} numbers over {} key and value heads; the GPU's kernels take heads of multiples of 16 up to 128 and of 32 up to 512, up to 64 of them to a key and value head, or up to 32 where they have more than 256 numbers: compute with `--device cpu`",
             heads.heads, heads.head_dim, heads.kv_heads
+        )));
+    }
+    Ok(())
+}
+
+/// As [`check_heads`], of heads whose keys begin with their value.
+fn check_latents(heads: HeadShape, rank: usize) -> Result<(), DeviceError> {
+    let multiple = if heads.head_dim <= 128 { 16 } else { 32 };
+    let value_multiple = if rank <= 256 { 16 } else { 32 };
+    if !heads.head_dim.is_multiple_of(multiple)
+        || !rank.is_multiple_of(value_multiple)
+        || heads.head_dim > 576
+        || rank > 512
+    {
+        return Err(DeviceError::Unsupported(format!(
+            "the model keeps latents of {rank} numbers, with keys of {} beside them; the GPU's kernels take latents of multiples of 16 up to 256 and of 32 up to 512, and of both together multiples of 16 up to 128 and of 32 up to 576: compute with `--device cpu`",
+            heads.head_dim - rank
         )));
     }
     Ok(())
@@ -44,8 +64,8 @@ impl Cuda {
         // Rounded up for fewer reallocations: sequences grow from step to step, and freeing the old
         // memory waits for the card.
         let rows = layer.plans.iter().map(|plan| plan.part_rows).max().unwrap_or(0);
-        let rows = (rows * layer.heads.kv_heads).next_power_of_two();
-        let sums = rows * layer.heads.head_dim * 4;
+        let rows = (rows * self.attention_shape(layer.heads).kv_heads as usize).next_power_of_two();
+        let sums = rows * layer.heads.value_dim() * 4;
         let what = "parts of attention";
         ensure_capacity(&self.context, &mut workspace.part_sums, sums, what)?;
         ensure_capacity(&self.context, &mut workspace.part_states, rows * 8, what)
@@ -65,7 +85,8 @@ impl Cuda {
         let queries_alone = input.qkv.width == heads.q_width();
         assert!(queries_alone || input.qkv.width == heads.qkv_width());
         let shape = self.layer_shape(heads, pool, queries_alone);
-        out.reshape(&self.context, step.tokens, heads.q_width(), KernelFormat::Bf16)?;
+        let width = heads.heads * heads.value_dim();
+        out.reshape(&self.context, step.tokens, width, KernelFormat::Bf16)?;
         let of_kind = |layer: &&AttentionStep| (layer.spec, layer.heads) == (op.spec, heads);
         let Some(layer) = step.attention.iter().find(of_kind) else {
             return Err(DeviceError::Unsupported(format!(
@@ -132,6 +153,7 @@ mod tests {
                 heads,
                 kv_heads,
                 head_dim,
+                value_in_key: None,
             })
         };
         for (heads, kv_heads, head_dim) in [(64, 1, 16), (64, 1, 256), (32, 1, 288), (32, 4, 512), (8, 8, 192)] {

@@ -2,7 +2,7 @@
 
 use super::compile::Kernel;
 use super::plan::{KernelFormat, Launch};
-use crate::device::KvSpec;
+use crate::device::{HeadShape, KvSpec};
 
 /// `WINDOW` of attention's kernels: the number of positions that a query attends to, or 0 for all.
 pub fn window(spec: KvSpec) -> u32 {
@@ -16,8 +16,11 @@ pub fn window(spec: KvSpec) -> u32 {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct AttentionShape {
     pub heads: u32,
+    /// Key and value heads; where all query heads share one key, the groups in which they read it.
     pub kv_heads: u32,
     pub head_dim: u32,
+    /// Numbers of a value that are the first ones of the key, which all heads share. `None`: values are stored by themselves.
+    pub value_in_key: Option<u32>,
     pub kv_format: KernelFormat,
     /// Whether attention runs on Hopper.
     pub is_hopper: bool,
@@ -36,6 +39,9 @@ pub struct BlockSizes {
     pub scales: u32,
 }
 
+/// Most query heads that read a latent together: as many rows as decode has in a thread block.
+const LATENT_GROUP_MAX: usize = 16;
+
 /// Shared memory per block that every supported card has.
 const SHARED_BYTES: u32 = 99 << 10;
 
@@ -43,6 +49,28 @@ const SHARED_BYTES: u32 = 99 << 10;
 pub const BLOCK_TOKENS: u32 = 64;
 
 impl AttentionShape {
+    /// The shape of a layer that stores keys and values of its own, alone in its blocks. `kv_format` is asked for; latents are kept in BF16.
+    pub fn of(heads: HeadShape, kv_format: KernelFormat, is_hopper: bool) -> AttentionShape {
+        let is_group = |count: &usize| heads.heads.is_multiple_of(*count) && heads.heads / count <= LATENT_GROUP_MAX;
+        let (kv_heads, kv_format) = match heads.value_in_key {
+            None => (heads.kv_heads, kv_format),
+            Some(_) => (
+                (1..heads.heads).find(is_group).unwrap_or(heads.heads),
+                KernelFormat::Bf16,
+            ),
+        };
+        AttentionShape {
+            heads: heads.heads as u32,
+            kv_heads: kv_heads as u32,
+            head_dim: heads.head_dim as u32,
+            value_in_key: heads.value_in_key.map(|dim| dim as u32),
+            kv_format,
+            is_hopper,
+            queries_alone: heads.value_in_key.is_some(),
+            block: None,
+        }
+    }
+
     /// Query heads that share a key and value head.
     pub fn group_size(&self) -> u32 {
         self.heads / self.kv_heads
@@ -62,7 +90,11 @@ impl AttentionShape {
             ("BLOCK", BLOCK_TOKENS),
             ("STORE", self.kv_format as u32),
         ];
-        macros.extend(self.queries_alone.then_some(("ROW_HEADS", self.heads)));
+        let rows_of_queries = self.queries_alone && self.value_in_key.is_none();
+        macros.extend(rows_of_queries.then_some(("ROW_HEADS", self.heads)));
+        if let Some(dim) = self.value_in_key {
+            macros.extend([("LATENT", 1), ("VALUE_DIM", dim)]);
+        }
         let sizes = self.block.iter();
         macros.extend(sizes.flat_map(|block| [("BLOCK_BYTES", block.bytes), ("BLOCK_SCALES", block.scales)]));
         macros
@@ -70,12 +102,17 @@ impl AttentionShape {
 
     /// Whether attention uses warpgroup instructions (wgmma).
     fn uses_wgmma(&self) -> bool {
-        self.is_hopper && self.head_dim <= 128
+        self.is_hopper && self.head_dim <= 128 && self.value_in_key.is_none()
     }
 
     /// Whether two warps share 16 rows, since one does not hold their sums.
     fn has_teams(&self) -> bool {
-        self.head_dim > 256
+        self.value_dim() > 256
+    }
+
+    /// Numbers of a value.
+    pub fn value_dim(&self) -> u32 {
+        self.value_in_key.unwrap_or(self.head_dim)
     }
 
     /// `ROW_WARPS` of a wide thread block, for work items with many queries (prefill, shared prefixes):
@@ -132,7 +169,7 @@ impl AttentionShape {
             let stages = self.stages(warps);
             macros.push(("STAGES", stages));
             macros.extend(self.has_teams().then_some(("STAGE_TOKENS", self.stage_tokens())));
-            ("attention", stages * self.stage_bytes() + self.query_bytes(warps))
+            ("attention", stages * self.stage_bytes() + self.fixed_bytes(warps))
         };
         Launch {
             kernel: Kernel::new(name, &macros),
@@ -166,21 +203,29 @@ impl AttentionShape {
     }
 
     fn stage_bytes(&self) -> u32 {
-        2 * self.tile_bytes() + self.scale_bytes()
+        let tiles = if self.value_in_key.is_some() { 1 } else { 2 };
+        tiles * self.tile_bytes() + self.scale_bytes()
     }
 
-    /// With `head_dim` > 128, queries are kept in shared memory, too.
-    fn query_bytes(&self, warps: u32) -> u32 {
-        if self.head_dim > 128 {
+    /// Shared memory beside stages. With `head_dim` > 128, it has the queries. Teams that cannot exchange scores in the place of
+    /// keys, since these are values, too, do so there.
+    fn fixed_bytes(&self, warps: u32) -> u32 {
+        let queries = if self.head_dim > 128 {
             warps * 16 * self.head_dim * self.kv_format.bytes() as u32
         } else {
             0
-        }
+        };
+        let exchanged = if self.value_in_key.is_some() && self.has_teams() {
+            warps * 16 * 32 * 4
+        } else {
+            0
+        };
+        queries + exchanged
     }
 
     /// Pipeline stages: two, or one if two do not fit in [`SHARED_BYTES`].
     fn stages(&self, warps: u32) -> u32 {
-        if 2 * self.stage_bytes() + self.query_bytes(warps) <= SHARED_BYTES {
+        if 2 * self.stage_bytes() + self.fixed_bytes(warps) <= SHARED_BYTES {
             2
         } else {
             1
@@ -210,7 +255,7 @@ impl AttentionShape {
                 &[
                     ("HEADS", self.heads),
                     ("KV_HEADS", self.kv_heads),
-                    ("HEAD_DIM", self.head_dim),
+                    ("HEAD_DIM", self.value_dim()),
                 ],
             ),
             grid: [tokens as u32, 1],

@@ -11,7 +11,7 @@ use super::nvrtc::{Compiled, Nvrtc};
 use crate::device::DeviceError;
 
 /// Sources by stem; the stem is also the name of the kernel function.
-const SOURCES: [(&str, &str); 30] = [
+const SOURCES: [(&str, &str); 32] = [
     ("embed", include_str!("../../../kernels/embed.cu")),
     ("add_norm", include_str!("../../../kernels/add_norm.cu")),
     ("quantize", include_str!("../../../kernels/quantize.cu")),
@@ -21,10 +21,12 @@ const SOURCES: [(&str, &str); 30] = [
     ("add_inputs", include_str!("../../../kernels/add_inputs.cu")),
     ("norm_heads", include_str!("../../../kernels/norm_heads.cu")),
     ("rope_store", include_str!("../../../kernels/rope_store.cu")),
+    ("latent_store", include_str!("../../../kernels/latent_store.cu")),
     ("attention", include_str!("../../../kernels/attention.cu")),
     ("attention_sm90", include_str!("../../../kernels/attention_sm90.cu")),
     ("merge", include_str!("../../../kernels/merge.cu")),
     ("linear", include_str!("../../../kernels/linear.cu")),
+    ("head_linear", include_str!("../../../kernels/head_linear.cu")),
     ("coded_linear", include_str!("../../../kernels/coded_linear.cu")),
     ("linear_sm90", include_str!("../../../kernels/linear_sm90.cu")),
     ("router", include_str!("../../../kernels/router.cu")),

@@ -162,7 +162,7 @@ impl Planner<'_> {
             }
             let pieces = pieces(range);
             let rows = self.plan.part_rows + queries * self.shape.group_size() * pieces.len() as u32;
-            if rows * self.shape.kv_heads * self.shape.head_dim > PART_VALUES_MAX {
+            if rows * self.shape.kv_heads * self.shape.value_dim() > PART_VALUES_MAX {
                 self.end_plan();
             }
             self.add_items(tokens, s.first_block, pieces, true);
@@ -318,6 +318,7 @@ mod tests {
         heads: 32,
         kv_heads: 8,
         head_dim: 128,
+        value_in_key: None,
         kv_format: KernelFormat::E4m3,
         is_hopper: false,
         queries_alone: false,

@@ -143,7 +143,8 @@ pub struct KvPool {
     shapes: Vec<KvShape>,
     format: KernelFormat,
     keys: Memory,
-    values: Memory,
+    /// `None`: keys have their values in them.
+    values: Option<Memory>,
     /// Scales of keys and of values; 8-bit formats only.
     scales: Option<(Memory, Memory)>,
 }
@@ -155,13 +156,14 @@ impl KvPool {
         format: KernelFormat,
         blocks: usize,
     ) -> Result<KvPool, DeviceError> {
+        let format = stored_format(shapes, format);
         let (data, scales) = block_bytes(shapes, format);
         let allocate = |bytes: usize| context.allocate(bytes * blocks, "a layer's keys and values");
         Ok(KvPool {
             shapes: shapes.to_vec(),
             format,
             keys: allocate(data)?,
-            values: allocate(data)?,
+            values: keep_values(shapes).then(|| allocate(data)).transpose()?,
             scales: match scales {
                 0 => None,
                 bytes => Some((allocate(bytes)?, allocate(bytes)?)),
@@ -171,7 +173,7 @@ impl KvPool {
 
     /// The sizes of blocks, where they are not those of one layer alone.
     pub(super) fn block_sizes(&self) -> Option<BlockSizes> {
-        if matches!(self.shapes[..], [KvShape { layers: 1, .. }]) {
+        if matches!(self.shapes[..], [KvShape { layers: 1, .. }]) && self.values.is_some() {
             return None;
         }
         let (data, scales) = block_bytes(&self.shapes, self.format);
@@ -194,13 +196,15 @@ impl KvPool {
             Some((keys, values)) => (at(keys, scales), at(values, scales)),
             None => (0, 0),
         };
-        [at(&self.keys, data), at(&self.values, data), key_scales, value_scales].map(Argument::Address)
+        let values = self.values.as_ref().map_or(0, |values| at(values, data));
+        [at(&self.keys, data), values, key_scales, value_scales].map(Argument::Address)
     }
 
     /// Copies blocks, in order.
     pub(super) fn copy_blocks(&self, context: &Context, copies: &[BlockCopy]) -> Result<(), DeviceError> {
         let (data, scales) = block_bytes(&self.shapes, self.format);
-        let mut memories = vec![(&self.keys, data), (&self.values, data)];
+        let mut memories = vec![(&self.keys, data)];
+        memories.extend(self.values.as_ref().map(|values| (values, data)));
         memories.extend(
             self.scales
                 .iter()
@@ -232,16 +236,29 @@ fn block_bytes(shapes: &[KvShape], format: KernelFormat) -> (usize, usize) {
     sizes.fold((0, 0), |most, size| (most.0.max(size.0), most.1.max(size.1)))
 }
 
+/// Whether a pool has values beside keys.
+fn keep_values(shapes: &[KvShape]) -> bool {
+    shapes.iter().any(|shape| shape.heads.value_in_key.is_none())
+}
+
+/// The format of a pool's numbers, where `format` is asked for: latents are kept in BF16 (docs/decisions/104).
+fn stored_format(shapes: &[KvShape], format: KernelFormat) -> KernelFormat {
+    if keep_values(shapes) {
+        format
+    } else {
+        KernelFormat::Bf16
+    }
+}
+
 /// Bytes of a block of a pool with these shapes. `None`: a GPU keeps none in this format.
 pub fn kv_block_bytes(shapes: &[KvShape], format: KvFormat) -> Option<usize> {
-    let format = KernelFormat::of_kv(format).filter(|_| shapes.iter().all(|shape| shape.value_in_key.is_none()));
-    format.map(|format| block_pair_bytes(shapes, format))
+    KernelFormat::of_kv(format).map(|format| block_pair_bytes(shapes, format))
 }
 
 /// Bytes of keys and values of one block, with their scales.
 pub(super) fn block_pair_bytes(shapes: &[KvShape], format: KernelFormat) -> usize {
-    let (data, scales) = block_bytes(shapes, format);
-    2 * (data + scales)
+    let (data, scales) = block_bytes(shapes, stored_format(shapes, format));
+    if keep_values(shapes) { 2 * (data + scales) } else { data }
 }
 
 /// Copies a buffer's rows to the host as F32; quantized values are multiplied by their scales.
@@ -296,9 +313,9 @@ mod tests {
                 heads: 8,
                 kv_heads,
                 head_dim,
+                value_in_key: None,
             },
             layers,
-            value_in_key: None,
         };
         // Gemma 4 31B: two layers without windows are as large as one with, and have half of its scales.
         let [window, full] = [shape(16, 256, 1), shape(4, 512, 2)];

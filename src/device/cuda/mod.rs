@@ -17,8 +17,8 @@ use crate::device::draw::{Draw, DrawError, DrawnToken};
 use crate::device::random::RandomMatrix;
 use crate::device::{
     Activation, AddNorm, Attention, AttentionInput, CodedMatrix, Device, DeviceError, ExpertInput, ExpertWeights,
-    HeadShape, KvFormat, KvShape, KvSpec, LayerInputs, Linear, OutputHead, Placeholders, Precision, RecurrentShape,
-    RecurrentWeights, RopeSpec, RopeStore, Tensor, TensorError,
+    HeadShape, KvFormat, KvShape, KvSpec, LatentInput, LatentStore, LayerInputs, Linear, OutputHead, Placeholders,
+    Precision, RecurrentShape, RecurrentWeights, RopeSpec, RopeStore, Tensor, TensorError,
 };
 
 mod attention;
@@ -37,6 +37,7 @@ pub mod expert_plan;
 mod experts;
 mod gated;
 pub mod items;
+mod latent;
 mod layer_inputs;
 pub mod libraries;
 mod linear;
@@ -223,15 +224,7 @@ impl Cuda {
     }
 
     fn attention_shape(&self, shape: HeadShape) -> AttentionShape {
-        AttentionShape {
-            heads: shape.heads as u32,
-            kv_heads: shape.kv_heads as u32,
-            head_dim: shape.head_dim as u32,
-            kv_format: self.kv_format,
-            is_hopper: self.card().is_hopper(),
-            queries_alone: false,
-            block: None,
-        }
+        AttentionShape::of(shape, self.kv_format, self.card().is_hopper())
     }
 }
 
@@ -270,6 +263,15 @@ impl Device for Cuda {
 
     fn stacks_experts(&self) -> bool {
         true
+    }
+
+    /// In BF16 at every precision: they are small, and what they make of queries is compared with all keys.
+    fn head_matrices(&self, parts: &[Tensor<'_>]) -> Result<Vec<Matrix>, TensorError> {
+        if let Some(part) = parts.iter().find(|part| !part.rows.is_multiple_of(2)) {
+            let why = format!("matrices of single heads with {} rows, an odd number,", part.rows);
+            return Err(not_supported(&why).into());
+        }
+        Ok(vec![self.load_tensors(parts, KernelFormat::Bf16)?])
     }
 
     fn router_matrix(&self, parts: &[Tensor<'_>]) -> Result<Matrix, TensorError> {
@@ -337,9 +339,6 @@ impl Device for Cuda {
     }
 
     fn kv_pool(&self, shapes: &[KvShape], blocks: usize) -> Result<KvPool, DeviceError> {
-        if shapes.iter().any(|shape| shape.value_in_key.is_some()) {
-            return Err(not_supported("pools of latents"));
-        }
         KvPool::new(&self.context, shapes, self.kv_format, blocks)
     }
 
@@ -438,6 +437,27 @@ impl Device for Cuda {
         pool: &mut KvPool,
     ) -> Result<(), DeviceError> {
         self.rotate_and_store(op, step, qkv, pool)
+    }
+
+    fn latent_store(
+        &self,
+        op: LatentStore<'_, Matrix, Vector, Norm>,
+        input: LatentInput<'_, Buffer>,
+        (step, pool): (&Step, &mut KvPool),
+        qkv: &mut Buffer,
+        _workspace: &mut Workspace,
+    ) -> Result<(), DeviceError> {
+        self.store_latents(&op, &input, (step, pool), qkv)
+    }
+
+    fn latent_values(
+        &self,
+        heads: &[Linear<Matrix, Vector>],
+        latents: &mut Buffer,
+        out: &mut Buffer,
+        _workspace: &mut Workspace,
+    ) -> Result<(), DeviceError> {
+        self.values_of_latents(heads, latents, out)
     }
 
     fn attention(

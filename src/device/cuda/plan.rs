@@ -3,8 +3,9 @@
 
 use std::fmt::{self, Display, Formatter};
 
+use super::attention_plan::BLOCK_TOKENS;
 use super::compile::Kernel;
-use crate::device::{Activation, KvFormat, Precision};
+use crate::device::{Activation, KvFormat, LatentShape, Precision};
 
 /// A kernel's launch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -149,6 +150,36 @@ pub fn add_inputs(parts: usize) -> Launch {
     Launch {
         kernel: Kernel::new("add_inputs", &[]),
         grid: [parts.div_ceil(4) as u32, 1],
+        threads: 128,
+        shared_bytes: 0,
+    }
+}
+
+/// Launch over `rows` rows of `heads` heads, each with a matrix of `columns` output features, by the tiles of [`linear`] on every card.
+pub fn head_linear(rows: usize, heads: usize, columns: usize) -> Launch {
+    let tile = Tile::MMA_SYNC;
+    let column_tiles = (columns as u32).div_ceil(tile.columns);
+    Launch {
+        kernel: Kernel::new("head_linear", &[]),
+        grid: [(rows as u32).div_ceil(tile.rows()), heads as u32 * column_tiles],
+        threads: 256,
+        shared_bytes: 3 * tile.stage_bytes(),
+    }
+}
+
+/// Launch over `tokens` tokens, a warp for each query head and one for the key. `block_bytes`: from a block to the next one.
+pub fn latent_store(heads: usize, shape: LatentShape, block_bytes: u32, tokens: usize) -> Launch {
+    let macros = [
+        ("HEADS", heads as u32),
+        ("RANK", shape.rank as u32),
+        ("PLAIN_DIM", shape.plain_dim as u32),
+        ("ROPE_DIM", shape.rope_dim as u32),
+        ("BLOCK", BLOCK_TOKENS),
+        ("BLOCK_BYTES", block_bytes),
+    ];
+    Launch {
+        kernel: Kernel::new("latent_store", &macros),
+        grid: [tokens as u32, (heads as u32 + 1).div_ceil(4)],
         threads: 128,
         shared_bytes: 0,
     }

@@ -335,6 +335,7 @@ mod tests {
             heads: 8,
             kv_heads,
             head_dim,
+            value_in_key: None,
         };
         let (small, large, window) = (heads(8, 64), heads(1, 512), KvSpec::Window(20));
         let tables = [

@@ -271,6 +271,7 @@ mod tests {
             heads: 8,
             kv_heads,
             head_dim,
+            value_in_key: None,
         }
     }
 

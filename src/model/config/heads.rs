@@ -39,6 +39,7 @@ impl Reader<'_> {
             heads,
             kv_heads,
             head_dim,
+            value_in_key: None,
         };
         self.check_heads(heads, "num_key_value_heads")?;
         Ok(heads)
@@ -50,6 +51,7 @@ impl Reader<'_> {
             heads,
             kv_heads,
             head_dim,
+            ..
         } = shape;
         if heads % kv_heads != 0 {
             return Err(self.broken(format!(

@@ -104,6 +104,7 @@ impl Reader<'_> {
                 heads,
                 kv_heads: 1,
                 head_dim: shape.kept(),
+                value_in_key: Some(shape.rank),
             }),
         }
     }
@@ -174,6 +175,7 @@ mod tests {
                 heads: 4,
                 kv_heads: 1,
                 head_dim: 576,
+                value_in_key: Some(512),
             };
             assert_eq!((config.heads, config.rotary_dims), (heads, 64));
             assert_eq!(config.layers, [KvSpec::Full; 5]);
@@ -366,10 +368,26 @@ mod tests {
         let groups = of("Glm4MoeForCausalLM", groups);
         assert!(groups.experts.clone().unwrap().routing.groups.is_some());
         assert!(groups.refuse_on_gpu().is_ok());
-        let error = of(V3, json!({})).refuse_on_gpu().unwrap_err().to_string();
-        assert!(
-            error.contains("DeepSeek-V3 does not run on a GPU yet, because it has latents"),
-            "{error}"
-        );
+        for runs in [
+            json!({}),
+            json!({"kv_lora_rank": 48, "qk_rope_head_dim": 16}),
+            json!({"kv_lora_rank": 288, "qk_rope_head_dim": 32}),
+        ] {
+            assert!(of(V3, runs.clone()).refuse_on_gpu().is_ok(), "{runs}");
+        }
+        // Both must be multiples of 16 or, beyond 128 and 256, of 32.
+        for refused in [
+            json!({"kv_lora_rank": 40}),
+            json!({"kv_lora_rank": 272}),
+            json!({"qk_rope_head_dim": 48}),
+            json!({"kv_lora_rank": 544}),
+            json!({"qk_rope_head_dim": 128}),
+        ] {
+            let error = of(V3, refused.clone()).refuse_on_gpu().unwrap_err().to_string();
+            assert!(
+                error.contains("the model keeps latents of") && error.contains("--device cpu"),
+                "{refused}: {error}"
+            );
+        }
     }
 }

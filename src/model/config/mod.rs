@@ -317,12 +317,6 @@ impl Config {
     /// # Errors
     /// The model has what GPUs do not compute, or their kernels do not take its heads.
     pub fn refuse_on_gpu(&self) -> Result<(), ModelError> {
-        if self.latent.is_some() {
-            return Err(ModelError::Options(format!(
-                "{} does not run on a GPU yet, because it has latents in place of keys and values: use a CPU (`--device cpu`)",
-                self.family.name()
-            )));
-        }
         if let Some(recurrent) = &self.recurrent {
             cuda::check_recurrent(recurrent.shape)?;
         }
@@ -614,7 +608,8 @@ mod tests {
             HeadShape {
                 heads: 4,
                 kv_heads: 2,
-                head_dim: 16
+                head_dim: 16,
+                value_in_key: None,
             }
         );
         assert_eq!(config.eos_token_ids, [3, 7]);
@@ -706,6 +701,7 @@ mod tests {
             heads: 8,
             kv_heads: 4,
             head_dim: 256,
+            value_in_key: None,
         };
         assert_eq!((gemma3.heads, gemma3.vocab_size), (heads, 262_208));
         let window = KvSpec::Window(1024);

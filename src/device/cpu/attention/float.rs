@@ -96,8 +96,8 @@ pub(crate) fn first_visible(spec: KvSpec, position: usize) -> usize {
 /// Runs the operation; `out` becomes `[tokens][heads * value_dim]`.
 pub(crate) fn attention(op: &AttentionOp<'_>, pool: &KvPool, out: &mut Buffer, scratches: &Scratches) {
     let place = op.params.place;
-    let (heads, value_dim) = (place.heads, place.value_dim());
-    assert!([heads.q_width(), place.row_width()].contains(&op.qkv.width));
+    let (heads, value_dim) = (place.heads, place.heads.value_dim());
+    assert!([heads.q_width(), place.heads.row_width()].contains(&op.qkv.width));
     assert!(op.sinks.is_none_or(|sinks| sinks.len() == heads.heads));
     out.reshape(op.qkv.rows, heads.heads * value_dim);
     let width = out.width;
@@ -182,7 +182,7 @@ impl AttentionTile<'_> {
 
     /// Numbers of a row of accumulators.
     fn padded_value_dim(&self) -> usize {
-        padded(self.op.params.place.value_dim())
+        padded(self.op.params.place.heads.value_dim())
     }
 
     pub(crate) fn rows(&self) -> usize {
@@ -306,7 +306,7 @@ impl AttentionTile<'_> {
                 &mut scratch.softmax,
                 &mut scratch.accumulators,
             );
-            if let Some(value_dim) = self.op.params.place.value_in_key {
+            if let Some(value_dim) = self.op.params.place.heads.value_in_key {
                 let mut values = std::mem::take(&mut scratch.values);
                 values.resize(padded_dim * BLOCK_TOKENS, 0.0);
                 values_of_keys(&keys[..value_dim * BLOCK_TOKENS], &mut values);
@@ -556,11 +556,7 @@ mod tests {
             0 => KvPool::new(&heads.alone(), blocks, format),
             part => {
                 let other = HeadShape { head_dim: 34, ..heads };
-                let shapes = [(other, 1), (heads, part + 1)].map(|(heads, layers)| KvShape {
-                    heads,
-                    layers,
-                    value_in_key: None,
-                });
+                let shapes = [(other, 1), (heads, part + 1)].map(|(heads, layers)| KvShape { heads, layers });
                 KvPool::new(&shapes, blocks, format)
             }
         };
@@ -725,6 +721,7 @@ mod tests {
                 heads: kv_heads * group_size,
                 kv_heads,
                 head_dim,
+                value_in_key: None,
             };
             for spec in [
                 KvSpec::Full,
@@ -756,28 +753,24 @@ mod tests {
                 heads,
                 kv_heads: 1,
                 head_dim: 25,
+                value_in_key: None,
             };
-            let place = KvPlace {
+            let within = HeadShape {
                 value_in_key: Some(value_dim),
-                ..KvPlace::alone(beside)
+                ..beside
             };
             for format in [KvFormat::F32, KvFormat::Bf16, KvFormat::Int8] {
                 let mut outputs = Vec::new();
-                for place in [KvPlace::alone(beside), place] {
-                    let shape = KvShape {
-                        heads: beside,
-                        layers: 1,
-                        value_in_key: place.value_in_key,
-                    };
+                for place in [beside, within].map(KvPlace::alone) {
                     // Keys with values in them are in BF16 where 8 bits are asked for.
-                    let stored = if place.value_in_key.is_none() && format == KvFormat::Int8 {
+                    let stored = if place.heads.value_in_key.is_none() && format == KvFormat::Int8 {
                         KvFormat::Bf16
                     } else {
                         format
                     };
                     let batch = batch(&sequences.map(|(_, kv_len)| (kv_len, kv_len)));
                     let blocks = batch.block_tables[0].len();
-                    let mut pool = KvPool::new(&[shape], blocks, stored);
+                    let mut pool = KvPool::new(&place.heads.alone(), blocks, stored);
                     match &mut pool.store {
                         KvStore::F32(pages) => [&mut pages.keys, &mut pages.values].map(|all| all.fill(f32::NAN)),
                         KvStore::Bf16(pages) => {
@@ -785,19 +778,19 @@ mod tests {
                         }
                         KvStore::Int8(_) | KvStore::Int4(_) => panic!("8 or 4 bits"),
                     };
-                    let step = new_step(beside, &batch);
+                    let step = new_step(place.heads, &batch);
                     let rows: Vec<f32> = (0..batch.tokens.len() as u64)
                         .flat_map(|token| {
-                            let mut row = numbers(token, place.row_width());
+                            let mut row = numbers(token, place.heads.row_width());
                             let queries = beside.q_width();
-                            if place.value_in_key.is_none() {
+                            if place.heads.value_in_key.is_none() {
                                 let key: Vec<f32> = row[queries..queries + beside.head_dim].to_vec();
                                 row[queries + beside.head_dim..].copy_from_slice(&key);
                             }
                             row
                         })
                         .collect();
-                    let qkv = buffer(&rows, batch.tokens.len(), place.row_width());
+                    let qkv = buffer(&rows, batch.tokens.len(), place.heads.row_width());
                     let op = AttentionOp {
                         ctx: ctx_with_threads(Isa::detect(), 2),
                         round_to_bf16: false,
@@ -812,8 +805,8 @@ mod tests {
                     pool.store(op.ctx, &step, place, &qkv);
                     let mut out = Buffer::default();
                     attention(&op, &pool, &mut out, &Scratches::new(2));
-                    assert_eq!(out.width, heads * place.value_dim());
-                    let head_width = place.value_dim();
+                    assert_eq!(out.width, heads * place.heads.value_dim());
+                    let head_width = place.heads.value_dim();
                     let values = out
                         .rows()
                         .flat_map(|row| row.chunks(head_width).map(|head| head[..value_dim].to_vec()));
@@ -831,6 +824,7 @@ mod tests {
             heads: 6,
             kv_heads: 2,
             head_dim: 20,
+            value_in_key: None,
         };
         let all = [
             Attention::plain(heads, KvSpec::Full),
@@ -871,6 +865,7 @@ mod tests {
             heads: 6,
             kv_heads: 2,
             head_dim: 20,
+            value_in_key: None,
         };
         // Of the 144 shared positions (9 blocks), 64 or 128 are whole spans. Chunks begin within
         // the prefix and after it.
