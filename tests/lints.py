@@ -61,13 +61,13 @@ def compile_and_lint(rustc, args):
         os.execvp(rustc, [rustc, *args])
     folder = pathlib.Path(value(args, "--out-dir")).parent / "lints"
     folder.mkdir(exist_ok=True)
-    # Compiled beside: both begin with what takes one core.
-    compiled = subprocess.Popen([rustc, *args])
+    # Compiled beside: both begin with what takes one core. Cargo's open files tell both how many threads they may have.
+    compiled = subprocess.Popen([rustc, *args], close_fds=False)
     with tempfile.TemporaryDirectory(dir=folder) as own:
         passes = [lint_args(args, own)]
         if FEATURE in args and "--test" not in args and value(args, "--crate-type") in ("lib", "bin"):
             passes.append(without_faults(lint_args(args, folder), folder))
-        lints = [subprocess.run(["clippy-driver", rustc, *made], env=CLIPPY).returncode for made in passes]
+        lints = [subprocess.run(["clippy-driver", rustc, *made], env=CLIPPY, close_fds=False).returncode for made in passes]
     return max([compiled.wait(), *lints])
 
 
