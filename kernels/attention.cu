@@ -229,9 +229,11 @@ extern "C" __global__ void __launch_bounds__(BOUNDS)
                         const float cap = bits_to_float(SOFT_CAP);
                         score = cap * tanhf(score * (1.0f / cap));
 #endif
-                        bool seen = position <= limits[half] && position < to;
 #if WINDOW > 0
-                        seen = seen && limits[half] - position < WINDOW;
+                        // Of a later position, the distance is less than 0, and so larger than any window.
+                        bool seen = u32(limits[half] - position) < WINDOW && position < to;
+#else
+                        bool seen = position <= limits[half] && position < to;
 #endif
                         // A NaN score makes the result NaN, too.
                         weights[pair * 2 + t][i] = seen ? score : LOWEST;
