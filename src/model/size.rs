@@ -290,6 +290,7 @@ mod tests {
         let size = ModelSize {
             tables: 100,
             linear: 1000,
+            of_heads: 0,
             vectors: 10,
             unused_by_a_token: 0,
             coded: CodedSize {
