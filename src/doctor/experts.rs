@@ -220,6 +220,13 @@ fn columns(tensor: Tensor<'_>, first: usize, columns: usize) -> Tensor<'_> {
     }
 }
 
+/// Rows of `width` numbers on a device.
+fn written<D: Device>(device: &D, values: &[f32], width: usize) -> Result<D::Buffer, DeviceError> {
+    let mut rows = device.buffer();
+    device.write(values, width, &mut rows)?;
+    Ok(rows)
+}
+
 impl<D: Device> PreparedExperts<D> {
     fn new<R: Device>(device: &D, comparison: &Comparison<'_, R>, case: &ExpertsCase) -> Result<Self, DeviceError> {
         let ExpertsCase {
@@ -267,15 +274,7 @@ impl<D: Device> PreparedExperts<D> {
         let router_bias = router_bias.map(|bias| to_device_error(device.vector(&[bias.tensor()])));
         let scales = case.is_beside_mlp.then(|| TestTensor::new(42, 1, experts, 2.0));
         let scales = scales.map(|scales| to_device_error(device.f32_vector(scales.tensor())));
-        let rows = |seed| {
-            let mut rows = device.buffer();
-            device.write(
-                &exact_rows(comparison.precision, seed, tokens, hidden),
-                hidden,
-                &mut rows,
-            )?;
-            Ok::<_, DeviceError>(rows)
-        };
+        let rows = |seed| written(device, &exact_rows(comparison.precision, seed, tokens, hidden), hidden);
         let x = rows(30)?;
         Ok(PreparedExperts {
             weights: ExpertWeights {

@@ -107,7 +107,7 @@ fn llama4() -> serde_json::Value {
 }
 
 /// Small models that together have all that families differ in: name, architecture, and what differs from the common keys.
-fn shapes() -> [(&'static str, &'static str, serde_json::Value); 22] {
+fn shapes() -> [(&'static str, &'static str, serde_json::Value); 19] {
     use serde_json::json;
     let capped = json!({"sliding_window": 40, "query_pre_attn_scalar": 4, "attn_logit_softcapping": 2.0,
         "final_logit_softcapping": 4.0});
@@ -124,16 +124,6 @@ fn shapes() -> [(&'static str, &'static str, serde_json::Value); 22] {
         "layer_types": ["full_attention", "full_attention"], "rope_scaling": {"rope_type": "yarn", "factor": 2.0,
         "original_max_position_embeddings": 256, "truncate": false}});
     let layer_types = json!({"sliding_window": 40, "layer_types": ["sliding_attention", "full_attention"]});
-    let delta = json!({"layer_types": ["full_attention", "linear_attention"],
-        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 24, "linear_value_head_dim": 16,
-        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.5}});
-    let delta_experts = json!({"layer_types": ["linear_attention", "full_attention"], "num_experts": 2,
-        "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48,
-        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 24, "linear_value_head_dim": 16,
-        "partial_rotary_factor": 0.5});
-    let mamba = json!({"layer_types": ["attention", "mamba"], "num_local_experts": 0,
-        "shared_intermediate_size": 96, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 10, "mamba_n_groups": 2,
-        "mamba_d_conv": 3, "position_embedding_type": "nope", "residual_multiplier": 0.5, "head_dim": 16});
     [
         ("llama", "LlamaForCausalLM", json!({})),
         ("mistral, window", "MistralForCausalLM", json!({"sliding_window": 40})),
@@ -168,6 +158,29 @@ fn shapes() -> [(&'static str, &'static str, serde_json::Value); 22] {
         ("olmoe, experts, norms of all heads", "OlmoeForCausalLM", experts),
         ("gpt-oss, sinks, bounded experts", "GptOssForCausalLM", gpt_oss),
         ("command-r, layer norms", "CohereForCausalLM", json!({})),
+        (
+            "nemotron-h, layers of one part, squared ReLU",
+            "NemotronHForCausalLM",
+            lone_parts(),
+        ),
+        ("llama 4, inputs of experts scaled", "Llama4ForCausalLM", llama4()),
+    ]
+}
+
+/// As [`shapes`], of models with recurrent layers.
+fn recurrent_shapes() -> [(&'static str, &'static str, serde_json::Value); 3] {
+    use serde_json::json;
+    let delta = json!({"layer_types": ["full_attention", "linear_attention"],
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 24, "linear_value_head_dim": 16,
+        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.5}});
+    let delta_experts = json!({"layer_types": ["linear_attention", "full_attention"], "num_experts": 2,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 24, "linear_value_head_dim": 16,
+        "partial_rotary_factor": 0.5});
+    let mamba = json!({"layer_types": ["attention", "mamba"], "num_local_experts": 0,
+        "shared_intermediate_size": 96, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 10, "mamba_n_groups": 2,
+        "mamba_d_conv": 3, "position_embedding_type": "nope", "residual_multiplier": 0.5, "head_dim": 16});
+    [
         ("qwen3.5, delta networks", "Qwen3_5ForCausalLM", delta),
         (
             "qwen3-next, delta networks, experts",
@@ -175,12 +188,6 @@ fn shapes() -> [(&'static str, &'static str, serde_json::Value); 22] {
             delta_experts,
         ),
         ("granite 4, mamba-2", "GraniteMoeHybridForCausalLM", mamba),
-        (
-            "nemotron-h, layers of one part, squared ReLU",
-            "NemotronHForCausalLM",
-            lone_parts(),
-        ),
-        ("llama 4, inputs of experts scaled", "Llama4ForCausalLM", llama4()),
     ]
 }
 
@@ -242,7 +249,8 @@ pub fn families() -> Result<Vec<TestModel>, ModelError> {
         };
         small_model(name.into(), architecture, &overrides, Box::new(weights))
     };
-    let all = shapes().into_iter().chain(latent_shapes()).chain(gemma4_shapes());
+    let all = shapes().into_iter().chain(recurrent_shapes());
+    let all = all.chain(latent_shapes()).chain(gemma4_shapes());
     all.map(test_model).collect()
 }
 
