@@ -65,7 +65,8 @@ def compile_and_lint(rustc, args):
     compiled = subprocess.Popen([rustc, *args], close_fds=False)
     with tempfile.TemporaryDirectory(dir=folder) as own:
         passes = [lint_args(args, own)]
-        if FEATURE in args and "--test" not in args and value(args, "--crate-type") in ("lib", "bin"):
+        # The library and the program.
+        if FEATURE in args and "--test" not in args and value(args, "--crate-name") == "gristmill":
             passes.append(without_faults(lint_args(args, folder), folder))
         lints = [subprocess.run(["clippy-driver", rustc, *made], env=CLIPPY, close_fds=False).returncode for made in passes]
     return max([compiled.wait(), *lints])
