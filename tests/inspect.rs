@@ -328,7 +328,7 @@ fn a_gpus_refusal_is_named_and_leaves_the_cpu() {
     let found = run(&["inspect", arg(&latents), "--json"]).expect(0).json();
     let why = found["architecture"]["refused_on_gpu"].as_str().unwrap();
     assert!(
-        why.contains("because it has latents in place of keys and values"),
+        why.contains("keeps latents of 20 numbers, with keys of 8 beside them"),
         "{why}"
     );
     let memory = found["memory"].as_array().unwrap().iter();
