@@ -207,8 +207,8 @@ impl AttentionShape {
         tiles * self.tile_bytes() + self.scale_bytes()
     }
 
-    /// Shared memory beside stages. With `head_dim` > 128, it has the queries. Teams that cannot exchange scores in the place of
-    /// keys, since these are values, too, do so there.
+    /// Shared memory beside stages: for the queries, with `head_dim` > 128, and for the scores that teams exchange, where they cannot
+    /// overwrite keys with them because the keys are values, too.
     fn fixed_bytes(&self, warps: u32) -> u32 {
         let queries = if self.head_dim > 128 {
             warps * 16 * self.head_dim * self.kv_format.bytes() as u32

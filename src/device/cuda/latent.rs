@@ -2,7 +2,7 @@
 //!
 //! See docs/decisions/104-latents-are-key-and-value.md.
 
-use super::driver::{Argument, Memory};
+use super::driver::Argument;
 use super::memory::{Buffer, KvPool};
 use super::plan::{self, KernelFormat};
 use super::{Cuda, Matrix, Norm, Step, Vector};
@@ -18,7 +18,7 @@ struct HeadRows<'a> {
 impl HeadRows<'_> {
     fn data(&self) -> Argument {
         assert_eq!(self.rows.format, KernelFormat::Bf16, "heads in another format");
-        Argument::Address(self.rows.data.as_ref().map_or(0, Memory::address))
+        self.rows.data()
     }
 }
 
@@ -63,7 +63,8 @@ impl Cuda {
         qkv: &mut Buffer,
     ) -> Result<(), DeviceError> {
         let (heads, shape) = (op.place.heads, op.shape);
-        let ([Linear { weight, .. }], latents) = (op.heads, input.latents) else {
+        let latents = input.latents;
+        let [Linear { weight, .. }] = op.heads else {
             return Err(super::not_supported("heads with matrices by themselves"));
         };
         assert!(heads.head_dim == shape.kept() && heads.value_in_key == Some(shape.rank));
