@@ -191,13 +191,16 @@ fn recurrent_shapes() -> [(&'static str, &'static str, serde_json::Value); 3] {
     ]
 }
 
-/// As [`shapes`], of models that keep latents: small ones, and those whose rows take two warps, read by groups of heads.
+/// As [`shapes`], of models that keep latents: small ones, and those whose rows take two warps, read by groups of heads. Every token
+/// uses every expert, so that no rounding chooses another.
 fn latent_shapes() -> [(&'static str, &'static str, serde_json::Value); 2] {
     use serde_json::json;
     let small = json!({"num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
-        "v_head_dim": 32, "q_lora_rank": null, "head_dim": null});
+        "v_head_dim": 32, "q_lora_rank": null, "head_dim": null, "n_routed_experts": 2, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32, "first_k_dense_replace": 1});
     let large = json!({"num_attention_heads": 20, "num_key_value_heads": 20, "kv_lora_rank": 288, "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 32, "v_head_dim": 16, "q_lora_rank": 48, "head_dim": null});
+        "qk_rope_head_dim": 32, "v_head_dim": 16, "q_lora_rank": 48, "head_dim": null, "n_routed_experts": 2,
+        "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1});
     [
         ("deepseek-v2, latents", "DeepseekV2ForCausalLM", small),
         ("deepseek-v3, latents of queries, too", "DeepseekV3ForCausalLM", large),

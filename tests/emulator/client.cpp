@@ -141,12 +141,16 @@ static void embed(const Card& card) {
     std::vector<uint32_t> tokens = {3, 9, 0, 3, 5};
     int rows = tokens.size();
     float scale = 1;
+    // Ids 9 and 5 are read as 1, which no row asks for.
+    unsigned read_as = 1, first = 9, second = 5, third = ~0u;
     void* function = card.function(compile("embed.cu", read("kernels/embed.cu"), {"--gpu-architecture=sm_90a", "-DWIDTH=64"}), "embed");
     Address from = card.upload(table), picked = card.upload(tokens), drawn = 0, to = card.allocate(rows * width * 2);
     must(card.download<uint16_t>(to, 1)[0] == 0xffff, "fresh memory is not full of 0xff");
-    must(card.launch(function, 2, 1, 128, 0, {&from, &picked, &drawn, &to, &rows, &scale}) == 0, "embed does not run");
+    std::vector<void*> arguments = {&from, &picked, &drawn, &to, &rows, &scale, &read_as, &first, &second, &third};
+    must(card.launch(function, 2, 1, 128, 0, arguments) == 0, "embed does not run");
     auto got = card.download<uint16_t>(to, rows * width);
-    for (int i = 0; i < rows * width; i++) must(got[i] == table[tokens[i / width] * width + i % width], "embed is wrong");
+    const std::vector<uint32_t> read = {3, 1, 0, 3, 1};
+    for (int i = 0; i < rows * width; i++) must(got[i] == table[read[i / width] * width + i % width], "embed is wrong");
 }
 
 struct alignas(64) TensorMap { Address words[16]; };
