@@ -268,6 +268,8 @@ impl Scheduler {
             plan.state_copies = std::mem::take(&mut self.state_copies);
             self.keep_states();
         }
+        // Rows of an adapter are multiplied a few at a time, those that follow each other.
+        plan.sequences.sort_by_key(|planned| planned.adapter);
         plan
     }
 

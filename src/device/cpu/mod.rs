@@ -264,7 +264,8 @@ pub struct Workspace {
     /// Rows of `[gate][up]`, for all formats except INT8 and four bits, whose kernels apply the activation
     /// themselves.
     gate_up: Buffer,
-    adapters: adapters::Scratch,
+    /// Rows of adapters after the first matrix.
+    low: Buffer,
     experts: experts::Scratch,
     attention: attention::float::Scratches,
     latent: latent::Scratch,
@@ -379,7 +380,7 @@ impl Device for Cpu {
         Workspace {
             packed_rows: linear::PackedRows::default(),
             gate_up: Buffer::default(),
-            adapters: adapters::Scratch::default(),
+            low: Buffer::default(),
             experts: experts::Scratch::default(),
             logits: Buffer::default(),
             drawn: Vec::new(),
@@ -582,13 +583,9 @@ impl Device for Cpu {
         out: &mut Buffer,
         workspace: &mut Workspace,
     ) -> Result<(), DeviceError> {
-        let Workspace {
-            packed_rows,
-            adapters: scratch,
-            ..
-        } = workspace;
+        let Workspace { packed_rows, low, .. } = workspace;
         let op = (self.ctx(), self.rounds_to_bf16());
-        let added = adapters::added(op, adapters, (step, x), scratch, packed_rows);
+        let added = adapters::added(op, adapters, (step, x), low);
         self.multiply(linear, added.as_ref(), x, out, packed_rows);
         Ok(())
     }
@@ -605,11 +602,11 @@ impl Device for Cpu {
         let Workspace {
             packed_rows,
             gate_up,
-            adapters: scratch,
+            low,
             ..
         } = workspace;
         let op = (self.ctx(), self.rounds_to_bf16());
-        let added = adapters::added(op, adapters, (step, x), scratch, packed_rows);
+        let added = adapters::added(op, adapters, (step, x), low);
         self.multiply_gated((linear, activation), added.as_ref(), x, out, (gate_up, packed_rows));
         Ok(())
     }

@@ -1,28 +1,32 @@
-//! The second matrix of an adapter, and the kernel that adds its products to the result of a linear operation, while the kernel of
-//! that operation has just written it.
+//! The two matrices of an adapter, and the kernel of both products. The second product is added to the result of a linear operation
+//! while the kernel of that operation has just written it.
 //!
-//! `c[r][n] += sum over k of low[r][k] * up[n][k]`, with fused multiply-adds in the order of k, which begin with the result of the
-//! linear operation. The order is the same for every row count, instruction set and division of the work, so results do not depend on
-//! the batch.
+//! `c[r][n] += sum over k of x[r][k] * m[n][k]`, with fused multiply-adds in the order of k, which begin with what `c` is before: zeros
+//! for the first matrix, the result of the linear operation for the second one. The order is the same for every row count, instruction
+//! set and division of the work, so results do not depend on the batch. Rows are read as they are: copying them into tiles would take
+//! about as long as multiplying them by so few columns.
 
 #![expect(unsafe_code, reason = "kernels take addresses of parts of a buffer")]
 
 use std::ops::Range;
 
 use super::tile::{Bf16, Element, PANEL};
-use crate::device::cpu::Buffer;
 use crate::device::cpu::isa::{Isa, multiversion};
 use crate::device::cpu::math::round_bf16;
+use crate::device::cpu::{Buffer, ExecContext, SharedMut};
 use crate::device::{Dtype, Tensor, TensorError};
 
-/// Rows whose sums with a panel are in registers at once.
+/// Rows whose sums with a panel are in registers at once, where registers have 512 bits.
+const WIDE_ROWS: usize = 8;
+/// As [`WIDE_ROWS`], where they have 256 bits; and for so few rows.
 const ROWS: usize = 4;
 
-/// A matrix of few columns, in panels of 16 rows. Each panel has only those columns in which one of its rows has a number other
+/// A matrix of an adapter, in panels of 16 rows. Each panel has only those columns in which one of its rows has a number other
 /// than 0, since several projections in one matrix each have first matrices of their own.
-pub(crate) struct UpPanels {
+pub(crate) struct LowRankPanels {
     values: Values,
     panels: Vec<Panel>,
+    rows: usize,
     columns: usize,
 }
 
@@ -38,7 +42,16 @@ struct Panel {
     first_column: usize,
 }
 
-impl UpPanels {
+impl LowRankPanels {
+    /// The rows of `matrix` in order.
+    ///
+    /// # Errors
+    /// As [`pack`](Self::pack).
+    pub(crate) fn pack_rows(matrix: Tensor<'_>, dtype: Dtype) -> Result<LowRankPanels, TensorError> {
+        let row_of = |lane| (lane < matrix.rows).then_some(lane);
+        LowRankPanels::pack(matrix, dtype, matrix.rows.div_ceil(PANEL), row_of)
+    }
+
     /// `row_of(panel * 16 + lane)` is the row of `matrix` in this lane, or `None` for zeros. `panels`: their number.
     ///
     /// # Errors
@@ -48,13 +61,14 @@ impl UpPanels {
         dtype: Dtype,
         panels: usize,
         row_of: impl Fn(usize) -> Option<usize>,
-    ) -> Result<UpPanels, TensorError> {
-        let mut packed = UpPanels {
+    ) -> Result<LowRankPanels, TensorError> {
+        let mut packed = LowRankPanels {
             values: match dtype {
                 Dtype::F32 => Values::F32(Vec::new()),
                 _ => Values::Bf16(Vec::new()),
             },
             panels: Vec::with_capacity(panels),
+            rows: matrix.rows,
             columns: matrix.columns,
         };
         let mut rows = vec![0.0f32; PANEL * matrix.columns];
@@ -133,12 +147,60 @@ impl AdapterRows {
     }
 }
 
+/// The first product of an adapter's rows.
+pub(crate) struct LowRun<'a> {
+    /// The rows of the step that are multiplied.
+    pub rows: &'a [u32],
+    pub down: &'a LowRankPanels,
+}
+
+/// Computes the first products of all runs: `low` becomes `[rows of all runs, one run after the other][rank]`. All `down` have one shape.
+pub(crate) fn multiply_down(
+    ctx: ExecContext<'_>,
+    runs: &[LowRun<'_>],
+    round_to_bf16: bool,
+    x: &Buffer,
+    low: &mut Buffer,
+) {
+    let rank = runs.first().map_or(0, |run| run.down.rows);
+    low.reshape(runs.iter().map(|run| run.rows.len()).sum(), rank);
+    let rows_at_once = rows_at_once(ctx.isa);
+    let (mut tasks, mut first) = (Vec::new(), 0);
+    for run in runs {
+        assert_eq!((run.down.rows, run.down.columns), (rank, x.width));
+        for (rows, at) in run.rows.chunks(rows_at_once).zip((first..).step_by(rows_at_once)) {
+            tasks.extend((0..run.down.panels.len()).map(|panel| (run.down, rows, at, panel)));
+        }
+        first += run.rows.len();
+    }
+    let products = low.data.len() * x.width;
+    let out = SharedMut::new(&mut low.data);
+    ctx.threads.parallel_for_each(products, &mut tasks, |_, tasks| {
+        for (down, rows, at, panel) in tasks {
+            let column = *panel * PANEL;
+            let columns = (rank - column).min(PANEL);
+            let c = |i: usize| out.ptr_at((*at + i) * rank + column);
+            for i in 0..rows.len() {
+                // SAFETY: each task has rows and columns of its own.
+                unsafe { std::slice::from_raw_parts_mut(c(i), columns) }.fill(0.0);
+            }
+            let tile = RowsAndPanels {
+                panels: &down.panels[*panel..=*panel],
+                columns,
+                count: rows.len(),
+            };
+            // SAFETY: as above.
+            unsafe { tile.multiply(ctx.isa, &down.values, round_to_bf16, |i| x.row(rows[i] as usize), c) };
+        }
+    });
+}
+
 /// What an adapter adds to some rows.
 pub(crate) struct AddedRun<'a> {
     pub rows: &'a AdapterRows,
     /// The row of [`Added::low`] that belongs to the first of them; those of the others follow.
     pub first: usize,
-    pub up: &'a UpPanels,
+    pub up: &'a LowRankPanels,
 }
 
 /// What adapters add to the result of a linear operation.
@@ -183,74 +245,149 @@ impl Added<'_> {
     pub(super) unsafe fn add(&self, isa: Isa, part: &Part) {
         for run in &self.runs {
             let places = run.rows.places(&part.rows);
-            for start in places.clone().step_by(ROWS) {
-                // Without a row, the last one is computed once more, to the same result.
-                let places: [usize; ROWS] = std::array::from_fn(|i| (start + i).min(places.end - 1));
-                let c = places.map(|at| part.c.wrapping_add(run.rows.rows[at] as usize * part.c_stride));
-                let tile = LowTile {
-                    low: places.map(|at| self.low.row(run.first + at)),
-                    panels: &run.up.panels[part.panels.clone()],
-                    columns: part.columns,
-                    c,
-                };
-                match &run.up.values {
-                    Values::F32(values) => multiply_f32(isa, &tile, values),
-                    Values::Bf16(values) => multiply_bf16(isa, &tile, values),
-                }
-                if self.round_to_bf16 {
-                    for c in c {
-                        // SAFETY: within the part, whose memory is the caller's alone.
-                        let c = unsafe { std::slice::from_raw_parts_mut(c, part.columns) };
-                        c.iter_mut().for_each(|x| *x = round_bf16(*x));
-                    }
-                }
-            }
+            let rows = &run.rows.rows[places.clone()];
+            let tile = RowsAndPanels {
+                panels: &run.up.panels[part.panels.clone()],
+                columns: part.columns,
+                count: rows.len(),
+            };
+            let low = |i: usize| self.low.row(run.first + places.start + i);
+            let c = |i: usize| part.c.wrapping_add(rows[i] as usize * part.c_stride);
+            // SAFETY: within the part, whose memory is the caller's alone.
+            unsafe { tile.multiply(isa, &run.up.values, self.round_to_bf16, low, c) };
         }
     }
 }
 
+/// Rows whose sums with a panel are in registers at once.
+fn rows_at_once(isa: Isa) -> usize {
+    match isa {
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512 | Isa::Avx512Vnni | Isa::Avx512Bf16 | Isa::Amx => WIDE_ROWS,
+        _ => ROWS,
+    }
+}
+
+/// Some rows and panels.
+struct RowsAndPanels<'a> {
+    panels: &'a [Panel],
+    /// Columns of the result from the first panel on.
+    columns: usize,
+    /// Number of rows.
+    count: usize,
+}
+
+impl RowsAndPanels<'_> {
+    /// Adds the products of rows `x(i)` to the rows `c(i)` of the result, which begin with the first panel's first column.
+    ///
+    /// # Safety
+    /// The rows of the result have `columns` numbers of valid memory, which no other code reads or writes during the call.
+    unsafe fn multiply<'x>(
+        &self,
+        isa: Isa,
+        values: &Values,
+        round_to_bf16: bool,
+        x: impl Fn(usize) -> &'x [f32],
+        c: impl Fn(usize) -> *mut f32,
+    ) {
+        let mut start = 0;
+        while start < self.count {
+            // Without a row, the last one is computed once more, to the same result.
+            let row = |i: usize| (start + i).min(self.count - 1);
+            if rows_at_once(isa) == WIDE_ROWS && self.count - start > ROWS {
+                let tile = self.tile::<WIDE_ROWS>((&x, &c), row);
+                match values {
+                    Values::F32(values) => multiply_f32_wide(isa, &tile, values),
+                    Values::Bf16(values) => multiply_bf16_wide(isa, &tile, values),
+                }
+                start += WIDE_ROWS;
+            } else {
+                let tile = self.tile::<ROWS>((&x, &c), row);
+                match values {
+                    Values::F32(values) => multiply_f32(isa, &tile, values),
+                    Values::Bf16(values) => multiply_bf16(isa, &tile, values),
+                }
+                start += ROWS;
+            }
+        }
+        if round_to_bf16 {
+            for i in 0..self.count {
+                // SAFETY: as the caller guarantees.
+                let c = unsafe { std::slice::from_raw_parts_mut(c(i), self.columns) };
+                round_to_bf16_on(isa, c);
+            }
+        }
+    }
+
+    fn tile<'x, const R: usize>(
+        &self,
+        (x, c): (&impl Fn(usize) -> &'x [f32], &impl Fn(usize) -> *mut f32),
+        row: impl Fn(usize) -> usize,
+    ) -> LowTile<'_, 'x, R> {
+        LowTile {
+            x: std::array::from_fn(|i| x(row(i))),
+            panels: self.panels,
+            columns: self.columns,
+            c: std::array::from_fn(|i| c(row(i))),
+        }
+    }
+}
+
+#[inline(always)]
+fn round_all_to_bf16(values: &mut [f32]) {
+    for x in values {
+        *x = round_bf16(*x);
+    }
+}
+
+multiversion! {
+    fn round_to_bf16_on(values: &mut [f32]) = round_all_to_bf16;
+}
+
 /// A few rows and panels.
-struct LowTile<'a> {
-    low: [&'a [f32]; ROWS],
+struct LowTile<'a, 'x, const R: usize> {
+    x: [&'x [f32]; R],
     panels: &'a [Panel],
     columns: usize,
     /// The rows of the result, `[columns]` each, at the first panel's first column; valid and the caller's alone.
-    c: [*mut f32; ROWS],
+    c: [*mut f32; R],
 }
 
 // Loops over indices: the compiler inlines no closures into functions with other instruction sets.
 #[inline(always)]
 #[expect(clippy::needless_range_loop)]
-fn multiply_panels<E: Element>(tile: &LowTile<'_>, values: &[[E; PANEL]]) {
+fn multiply_panels<E: Element, const R: usize>(tile: &LowTile<'_, '_, R>, values: &[[E; PANEL]]) {
     for p in 0..tile.panels.len() {
         let panel = &tile.panels[p];
         let values = &values[panel.values.start..panel.values.end];
         let (first, end) = (panel.first_column, panel.first_column + values.len());
-        let [x0, x1, x2, x3] = tile.low;
-        let low = [&x0[first..end], &x1[first..end], &x2[first..end], &x3[first..end]];
+        let mut x = tile.x;
+        for r in 0..R {
+            x[r] = &tile.x[r][first..end];
+        }
         let columns = tile.columns - p * PANEL;
         if columns >= PANEL {
-            let mut sums = [[0.0f32; PANEL]; ROWS];
-            for r in 0..ROWS {
+            let mut sums = [[0.0f32; PANEL]; R];
+            for r in 0..R {
                 // SAFETY: within the tile's memory.
                 sums[r] = unsafe { tile.c[r].add(p * PANEL).cast::<[f32; PANEL]>().read() };
             }
-            let sums = add_products(sums, low, values);
-            for r in 0..ROWS {
+            let sums = add_products(sums, x, values);
+            for r in 0..R {
                 // SAFETY: as above.
                 unsafe { tile.c[r].add(p * PANEL).cast::<[f32; PANEL]>().write(sums[r]) };
             }
         } else {
             // Arrays of their own: those with places that are known at run time alone are kept in memory.
-            let mut before = [[0.0f32; PANEL]; ROWS];
-            for r in 0..ROWS {
+            let mut before = [[0.0f32; PANEL]; R];
+            for r in 0..R {
                 for lane in 0..columns {
                     // SAFETY: as above.
                     before[r][lane] = unsafe { *tile.c[r].add(p * PANEL + lane) };
                 }
             }
-            let after = add_products(before, low, values);
-            for r in 0..ROWS {
+            let after = add_products(before, x, values);
+            for r in 0..R {
                 for lane in 0..columns {
                     // SAFETY: as above.
                     unsafe { *tile.c[r].add(p * PANEL + lane) = after[r][lane] };
@@ -261,18 +398,18 @@ fn multiply_panels<E: Element>(tile: &LowTile<'_>, values: &[[E; PANEL]]) {
 }
 
 #[inline(always)]
-fn add_products<E: Element>(
-    mut sums: [[f32; PANEL]; ROWS],
-    low: [&[f32]; ROWS],
+fn add_products<E: Element, const R: usize>(
+    mut sums: [[f32; PANEL]; R],
+    x: [&[f32]; R],
     values: &[[E; PANEL]],
-) -> [[f32; PANEL]; ROWS] {
+) -> [[f32; PANEL]; R] {
     for k in 0..values.len() {
         let mut widened = [0.0f32; PANEL];
         for lane in 0..PANEL {
             widened[lane] = values[k][lane].widen();
         }
-        for r in 0..ROWS {
-            let x = low[r][k];
+        for r in 0..R {
+            let x = x[r][k];
             for lane in 0..PANEL {
                 sums[r][lane] = x.mul_add(widened[lane], sums[r][lane]);
             }
@@ -282,11 +419,19 @@ fn add_products<E: Element>(
 }
 
 multiversion! {
-    fn multiply_f32(tile: &LowTile<'_>, values: &[[f32; PANEL]]) = multiply_panels;
+    fn multiply_f32(tile: &LowTile<'_, '_, ROWS>, values: &[[f32; PANEL]]) = multiply_panels;
 }
 
 multiversion! {
-    fn multiply_bf16(tile: &LowTile<'_>, values: &[[Bf16; PANEL]]) = multiply_panels;
+    fn multiply_bf16(tile: &LowTile<'_, '_, ROWS>, values: &[[Bf16; PANEL]]) = multiply_panels;
+}
+
+multiversion! {
+    fn multiply_f32_wide(tile: &LowTile<'_, '_, WIDE_ROWS>, values: &[[f32; PANEL]]) = multiply_panels;
+}
+
+multiversion! {
+    fn multiply_bf16_wide(tile: &LowTile<'_, '_, WIDE_ROWS>, values: &[[Bf16; PANEL]]) = multiply_panels;
 }
 
 #[cfg(test)]
@@ -335,14 +480,14 @@ mod tests {
             let values: Vec<Vec<f32>> = (4..6).map(|seed| ups(seed, width, rank)).collect();
             let packed = |values: &Vec<f32>| {
                 let row_of = |lane: usize| (lane < width).then_some(lane);
-                UpPanels::pack(
+                LowRankPanels::pack(
                     tensor(&bytes_of(values, Dtype::F32), width, rank),
                     dtype,
                     width.div_ceil(PANEL),
                     row_of,
                 )
             };
-            let panels: Vec<UpPanels> = values.iter().map(|values| packed(values).unwrap()).collect();
+            let panels: Vec<LowRankPanels> = values.iter().map(|values| packed(values).unwrap()).collect();
             let round_to_bf16 = precision == Precision::Bf16;
             let product = |isa, threads, x: &Buffer, rows: [Vec<u32>; 2], low: &Buffer| {
                 let first = [0, rows[0].len()];
@@ -433,7 +578,7 @@ mod tests {
         let (rows, rank) = (40, 7);
         let data = bytes_of(&ups(1, rows, rank), Dtype::F32);
         let row_of = |lane: usize| (lane < rows).then_some(lane);
-        let up = UpPanels::pack(tensor(&data, rows, rank), Dtype::F32, 3, row_of).unwrap();
+        let up = LowRankPanels::pack(tensor(&data, rows, rank), Dtype::F32, 3, row_of).unwrap();
         let kept: Vec<_> = up
             .panels
             .iter()
@@ -450,7 +595,7 @@ mod tests {
             values[17 * 2 + 1] = x;
             let data = bytes_of(&values, Dtype::F32);
             let row_of = |lane: usize| (lane < 20).then_some(lane);
-            UpPanels::pack(tensor(&data, 20, 2), dtype, 2, row_of).err()
+            LowRankPanels::pack(tensor(&data, 20, 2), dtype, 2, row_of).err()
         };
         assert!(matches!(
             refused(f32::NAN, Dtype::F32),
