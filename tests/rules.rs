@@ -191,6 +191,31 @@ fn top_level_modules_form_no_circle() {
     assert!(needs.is_empty(), "these need each other: {needs:#?}");
 }
 
+/// A closure has the instructions of the function around it, but a library's function that calls it has not. The compiler cannot inline the
+/// closure there. Unless it inlines both into the kernel, which it does not do across codegen units, a loop over numbers has a chain of
+/// calls in it: INT8 took ten times as long in the tests' builds.
+#[test]
+fn kernels_give_no_closures_to_the_library() {
+    let mut found = Vec::new();
+    for path in files("src/device/cpu", "rs") {
+        let text = fs::read_to_string(&path).unwrap();
+        // The last line of the kernel, while it lasts.
+        let mut end: Option<String> = None;
+        for (number, line) in text.lines().enumerate() {
+            let indent = &line[..line.len() - line.trim_start().len()];
+            let calls = [".map(", "from_fn(", "for_each(", ".fold("];
+            if line.trim_start().starts_with("#[target_feature") {
+                end = Some(format!("{indent}}}"));
+            } else if end.as_deref() == Some(line) {
+                end = None;
+            } else if end.is_some() && calls.iter().any(|call| line.contains(call)) {
+                found.push(format!("{}:{}: {}", name(&path), number + 1, line.trim()));
+            }
+        }
+    }
+    assert!(found.is_empty(), "{found:#?}");
+}
+
 #[test]
 fn the_demo_model_stays_small() {
     let bytes: u64 = fs::read_dir(root().join("jobs/demo/model"))

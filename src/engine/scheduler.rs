@@ -706,6 +706,21 @@ mod tests {
         assert_eq!(first[..2], second[..2]);
     }
 
+    #[test]
+    fn sequences_of_an_adapter_follow_each_other() {
+        let mut s = scheduler(64, 64, 8);
+        for (id, adapter) in [2, 0, 1, 2, 0, 1].into_iter().enumerate() {
+            let sharing = s.sharing("", adapter, false);
+            s.submit(id as u64, vec![7, id as u32].into(), Vec::new(), 4, sharing);
+        }
+        let planned = s.plan().sequences;
+        assert_eq!(
+            planned.iter().map(|p| p.adapter).collect::<Vec<_>>(),
+            [0, 0, 1, 1, 2, 2]
+        );
+        assert_eq!(planned.iter().map(|p| p.id).collect::<Vec<_>>(), [1, 4, 2, 5, 0, 3]);
+    }
+
     fn submit(s: &mut Scheduler, id: SequenceId, prompt: Vec<u32>, max_tokens: u32) {
         let sharing = s.sharing("", 0, false);
         s.submit(id, prompt.into(), Vec::new(), max_tokens, sharing);

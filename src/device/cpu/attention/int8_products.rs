@@ -130,7 +130,7 @@ mod avx2 {
     use std::arch::x86_64::*;
 
     use super::{BLOCK_TOKENS, OFFSET, PANEL, QUAD, ROWS_MAX, SPAN_TOKENS, Scores, ValueProduct};
-    use crate::device::cpu::gemm::int8::x86::add_quads;
+    use crate::device::cpu::gemm::int8::x86::{add_quads, magnitudes};
 
     /// Maximum rows whose sums fit in the registers.
     const REGISTER_ROWS_MAX: usize = 4;
@@ -154,7 +154,7 @@ mod avx2 {
             for _ in 0..op.quads {
                 let load = |at: usize| _mm256_xor_si256(_mm256_loadu_si256(keys.add(at).cast()), offset);
                 let quad_keys = [load(0), load(QUAD_BYTES / 2)];
-                let magnitudes = quad_keys.map(|keys| _mm256_abs_epi8(keys));
+                let magnitudes = magnitudes(quad_keys);
                 for r in 0..ROWS {
                     let q = _mm256_set1_epi32(queries.add(r * stride).cast::<i32>().read_unaligned());
                     for half in 0..2 {
@@ -228,7 +228,10 @@ mod avx2 {
                     }
                 }
             }
-            let correction = value_sums.map(|sum| _mm256_slli_epi32::<7>(sum));
+            let correction = [
+                _mm256_slli_epi32::<7>(value_sums[0]),
+                _mm256_slli_epi32::<7>(value_sums[1]),
+            ];
             for r in 0..ROWS {
                 let row = first_row + r;
                 let (rescale, scale) = (_mm256_set1_ps(op.rescales[row]), _mm256_set1_ps(op.scales[row]));

@@ -220,6 +220,7 @@ pub(crate) mod x86 {
     const MIDDLE_BITS: u32 = 3;
 
     /// What a group's sum starts with, where zero points differ and where all are in the middle.
+    #[inline]
     #[target_feature(enable = "avx512f")]
     fn start_512<const HAS_ZEROS: bool>(zeros: __m512i, sum: i32) -> __m512i {
         let sum = _mm512_set1_epi32(sum);
@@ -410,7 +411,8 @@ pub(crate) mod x86 {
                 // SAFETY: indices stay within the bounds that `matmul` requires.
                 unsafe {
                     let mut rows = p.rows_of(tile);
-                    let mut totals = [[0, PANEL / 2].map(|at| _mm256_loadu_ps(p.bias.add(at))); ROWS];
+                    let bias = [_mm256_loadu_ps(p.bias), _mm256_loadu_ps(p.bias.add(PANEL / 2))];
+                    let mut totals = [bias; ROWS];
                     let mask = _mm256_set1_epi8(15);
                     let mut b = p.b;
                     for g in 0..p.groups {
@@ -427,9 +429,12 @@ pub(crate) mod x86 {
                             }
                         }
                         for _ in 0..p.octets {
-                            let codes = [0, OCTET_BYTES / 2].map(|at| _mm256_loadu_si256(b.add(at).cast()));
-                            let low = codes.map(|codes| _mm256_and_si256(codes, mask));
-                            let high = codes.map(|codes| _mm256_and_si256(_mm256_srli_epi16::<4>(codes), mask));
+                            let (mut low, mut high) = ([mask; 2], [mask; 2]);
+                            for half in 0..2 {
+                                let codes = _mm256_loadu_si256(b.add(half * OCTET_BYTES / 2).cast());
+                                low[half] = _mm256_and_si256(codes, mask);
+                                high[half] = _mm256_and_si256(_mm256_srli_epi16::<4>(codes), mask);
+                            }
                             for r in 0..ROWS {
                                 let quad =
                                     |r: usize| _mm256_set1_epi32(rows.a.add(r * QUAD).cast::<i32>().read_unaligned());
@@ -470,12 +475,14 @@ pub(crate) mod x86 {
     }
 
     /// Four products of a column are at most `4 * 15 * 127`, which fits in 16 bits.
+    #[inline]
     #[target_feature(enable = "avx2")]
     fn add_octet(sums: __m256i, low: __m256i, x: __m256i, high: __m256i, next: __m256i) -> __m256i {
         let pairs = _mm256_add_epi16(_mm256_maddubs_epi16(low, x), _mm256_maddubs_epi16(high, next));
         _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)))
     }
 
+    #[inline]
     #[target_feature(enable = "avx2,avxvnni")]
     fn dot_octet(sums: __m256i, low: __m256i, x: __m256i, high: __m256i, next: __m256i) -> __m256i {
         _mm256_dpbusd_avx_epi32(_mm256_dpbusd_avx_epi32(sums, low, x), high, next)

@@ -362,10 +362,11 @@ pub(crate) mod x86 {
     unsafe fn vnni_256<const ROWS: usize>(p: &Int8Gemm, tile: RowTile) {
         // SAFETY: indices stay within the bounds that `matmul` requires.
         unsafe {
-            let start = [0, PANEL / 2].map(|at| {
-                let offset = _mm256_loadu_si256(p.offsets.add(at).cast());
-                _mm256_sub_epi32(_mm256_setzero_si256(), offset)
-            });
+            let mut start = [_mm256_setzero_si256(); 2];
+            for half in 0..2 {
+                let offset = _mm256_loadu_si256(p.offsets.add(half * PANEL / 2).cast());
+                start[half] = _mm256_sub_epi32(start[half], offset);
+            }
             let mut sums = [start; ROWS];
             let (mut a, mut b) = (p.a.add(tile.first_row * p.quads * QUAD), p.b);
             for _ in 0..p.quads {
@@ -405,10 +406,18 @@ pub(crate) mod x86 {
     /// Adds four products `u * s` of bytes to each 32-bit sum. Either `u` is at most 128 and `s`
     /// from -127 to 127, or `u` is at most 127 and `s` from -128 to 127. Thus the sum of two
     /// products fits in 16 bits, where `vpmaddubsw` would otherwise saturate.
+    #[inline]
     #[target_feature(enable = "avx2")]
     pub(crate) fn add_quads(sums: __m256i, u: __m256i, s: __m256i) -> __m256i {
         let pairs = _mm256_maddubs_epi16(u, s);
         _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)))
+    }
+
+    /// The magnitudes of the bytes of both halves.
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    pub(crate) fn magnitudes(bytes: [__m256i; 2]) -> [__m256i; 2] {
+        [_mm256_abs_epi8(bytes[0]), _mm256_abs_epi8(bytes[1])]
     }
 
     /// Multiplies signed activations, without their offset. The sign of each weight is moved to the
@@ -425,7 +434,7 @@ pub(crate) mod x86 {
                     _mm256_loadu_si256(b.cast()),
                     _mm256_loadu_si256(b.add(QUAD_BYTES / 2).cast()),
                 ];
-                let magnitudes = w.map(|w| _mm256_abs_epi8(w));
+                let magnitudes = magnitudes(w);
                 for r in 0..ROWS {
                     let x = _mm256_set1_epi32(a.add(r * QUAD).cast::<i32>().read_unaligned());
                     let x = _mm256_xor_si256(x, offset);

@@ -566,6 +566,61 @@ mod tests {
     }
 
     #[test]
+    fn first_products_have_the_same_bits_in_any_batch() {
+        let (rows, k, rank) = (31, 70, 21);
+        let x = buffer(&numbers(1, rows * k), rows, k);
+        let downs = [2, 3].map(|seed| numbers(seed, rank * k));
+        // Every third row has no adapter. One has ten rows, and the other eleven.
+        let picked = [0, 1].map(|adapter| (0..rows as u32).filter(|row| row % 3 == adapter).collect::<Vec<_>>());
+        for (dtype, round_to_bf16) in [(Dtype::F32, false), (Dtype::Bf16, false), (Dtype::Bf16, true)] {
+            let stored = |x: f32| if dtype == Dtype::Bf16 { round_bf16(x) } else { x };
+            let panels = downs
+                .each_ref()
+                .map(|down| LowRankPanels::pack_rows(tensor(&bytes_of(down, Dtype::F32), rank, k), dtype).unwrap());
+            let product = |isa, threads, picked: &[(usize, &[u32])]| {
+                let runs = picked.iter().map(|(adapter, rows)| LowRun {
+                    rows,
+                    down: &panels[*adapter],
+                });
+                // What was in the memory before does not matter.
+                let mut low = buffer(&[9.0; 700], 7, 100);
+                let ctx = ctx_with_threads(isa, threads);
+                multiply_down(ctx, &runs.collect::<Vec<_>>(), round_to_bf16, &x, &mut low);
+                low
+            };
+            let both = [(0, &picked[0][..]), (1, &picked[1][..])];
+            let mut first: Option<Vec<f32>> = None;
+            for isa in Isa::available() {
+                let low = product(isa, 2, &both);
+                assert_eq!((low.rows, low.width), (picked[0].len() + picked[1].len(), rank));
+                assert_eq!(*first.get_or_insert_with(|| low.data.clone()), low.data, "{isa:?}");
+                assert_eq!(product(isa, 1, &both).data, low.data, "{isa:?}");
+                let of = picked
+                    .iter()
+                    .enumerate()
+                    .flat_map(|(adapter, rows)| rows.iter().map(move |row| (adapter, *row)));
+                for (at, (adapter, row)) in of.enumerate() {
+                    assert_eq!(
+                        product(isa, 2, &[(adapter, &[row])]).data,
+                        low.row(at),
+                        "{isa:?} row {row}"
+                    );
+                    for n in 0..rank {
+                        let products = downs[adapter][n * k..][..k].iter().zip(x.row(row as usize));
+                        let want: f64 = products.map(|(m, x)| f64::from(stored(*m)) * f64::from(*x)).sum();
+                        let bound = if round_to_bf16 { 1e-5 + want.abs() / 256.0 } else { 1e-5 };
+                        let got = f64::from(low.row(at)[n]);
+                        assert!(
+                            (got - want).abs() <= bound,
+                            "{isa:?} {dtype:?} ({row}, {n}): {got} {want}"
+                        );
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
     fn rows_of_an_adapter_are_found_by_their_place() {
         let rows = AdapterRows::new(vec![1, 2, 5], 7);
         let found = [0..1, 0..2, 1..3, 2..5, 3..5, 5..7, 6..7].map(|range| rows.places(&range));
