@@ -593,8 +593,8 @@ mod tests {
             for isa in Isa::available() {
                 let low = product(isa, 2, &both);
                 assert_eq!((low.rows, low.width), (picked[0].len() + picked[1].len(), rank));
-                assert_eq!(*first.get_or_insert_with(|| low.data.clone()), low.data, "{isa:?}");
-                assert_eq!(product(isa, 1, &both).data, low.data, "{isa:?}");
+                assert!(*first.get_or_insert_with(|| low.data.clone()) == low.data, "{isa:?}");
+                assert!(product(isa, 1, &both).data == low.data, "{isa:?}, one thread");
                 let of = picked
                     .iter()
                     .enumerate()
