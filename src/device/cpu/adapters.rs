@@ -38,7 +38,7 @@ pub(super) fn rows_of(batch: &StepBatch) -> Vec<(u32, AdapterRows)> {
 }
 
 impl Cpu {
-    /// The matrices of an adapter. `in_pairs`: for a matrix of [`Matrix::pack_gated`] or [`Matrix::pack_gated_codes`].
+    /// The matrices of an adapter. `in_pairs`: for a matrix of `Matrix::pack_gated` or `Matrix::pack_gated_codes`.
     pub(super) fn pack_low_rank(
         &self,
         down: Tensor<'_>,

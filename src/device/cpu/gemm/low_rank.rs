@@ -3,8 +3,8 @@
 //!
 //! `c[r][n] += sum over k of x[r][k] * m[n][k]`, with fused multiply-adds in the order of k, which begin with what `c` is before: zeros
 //! for the first matrix, the result of the linear operation for the second one. The order is the same for every row count, instruction
-//! set and division of the work, so results do not depend on the batch. Rows are read as they are: copying them into tiles would take
-//! about as long as multiplying them by so few columns.
+//! set and division of the work, so results do not depend on the batch. Rows are read as they are: copying them into tiles takes
+//! about as many instructions as multiplying them by so few columns.
 
 #![expect(unsafe_code, reason = "kernels take addresses of parts of a buffer")]
 
