@@ -39,8 +39,7 @@ fn on_card(card: &str, arguments: &[&str]) -> Command {
 #[test]
 fn every_operation_agrees_with_the_cpu_on_hopper() {
     forget_products(false);
-    // Not in w4a8, whose kernels are the same on all cards.
-    examine("9.0", &["bf16", "int8", "fp8"]);
+    examine("9.0", &["bf16", "int8", "fp8", "w4a8"]);
     // One product of each format is large enough to be measured in more than one tile.
     let kept = products(false);
     assert!(
@@ -72,8 +71,7 @@ fn forget_products(by_library: bool) {
 #[test]
 fn every_operation_agrees_with_the_cpu_on_ada_and_ampere() {
     examine("8.9", &["fp8"]);
-    // In w4a8, all that is not in codes is in INT8, and only small models have codes. Hopper runs the others in INT8.
-    examine("8.0", &["bf16", "w4a8"]);
+    examine("8.0", &["bf16", "int8", "w4a8"]);
 }
 
 /// The doctor's quick examination; all that is wrong is shown. Linear operations are right by the library, too, where it computes them.
