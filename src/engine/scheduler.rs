@@ -268,7 +268,7 @@ impl Scheduler {
             plan.state_copies = std::mem::take(&mut self.state_copies);
             self.keep_states();
         }
-        // Rows of an adapter are multiplied a few at a time, those that follow each other.
+        // A kernel multiplies several rows of an adapter at once, if they follow each other.
         plan.sequences.sort_by_key(|planned| planned.adapter);
         plan
     }

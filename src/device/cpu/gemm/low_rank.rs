@@ -478,15 +478,8 @@ mod tests {
             let matrix = Matrix::pack(&[tensor(&weights, width, k)], precision).unwrap();
             let stored = |x: f32| if dtype == Dtype::Bf16 { round_bf16(x) } else { x };
             let values: Vec<Vec<f32>> = (4..6).map(|seed| ups(seed, width, rank)).collect();
-            let packed = |values: &Vec<f32>| {
-                let row_of = |lane: usize| (lane < width).then_some(lane);
-                LowRankPanels::pack(
-                    tensor(&bytes_of(values, Dtype::F32), width, rank),
-                    dtype,
-                    width.div_ceil(PANEL),
-                    row_of,
-                )
-            };
+            let packed =
+                |values: &Vec<f32>| LowRankPanels::pack_rows(tensor(&bytes_of(values, Dtype::F32), width, rank), dtype);
             let panels: Vec<LowRankPanels> = values.iter().map(|values| packed(values).unwrap()).collect();
             let round_to_bf16 = precision == Precision::Bf16;
             let product = |isa, threads, x: &Buffer, rows: [Vec<u32>; 2], low: &Buffer| {
@@ -570,7 +563,7 @@ mod tests {
         let (rows, k, rank) = (31, 70, 21);
         let x = buffer(&numbers(1, rows * k), rows, k);
         let downs = [2, 3].map(|seed| numbers(seed, rank * k));
-        // Every third row has no adapter. One has ten rows, and the other eleven.
+        // Every third row has no adapter.
         let picked = [0, 1].map(|adapter| (0..rows as u32).filter(|row| row % 3 == adapter).collect::<Vec<_>>());
         for (dtype, round_to_bf16) in [(Dtype::F32, false), (Dtype::Bf16, false), (Dtype::Bf16, true)] {
             let stored = |x: f32| if dtype == Dtype::Bf16 { round_bf16(x) } else { x };
@@ -632,8 +625,7 @@ mod tests {
     fn columns_of_zeros_are_not_kept() {
         let (rows, rank) = (40, 7);
         let data = bytes_of(&ups(1, rows, rank), Dtype::F32);
-        let row_of = |lane: usize| (lane < rows).then_some(lane);
-        let up = LowRankPanels::pack(tensor(&data, rows, rank), Dtype::F32, 3, row_of).unwrap();
+        let up = LowRankPanels::pack_rows(tensor(&data, rows, rank), Dtype::F32).unwrap();
         let kept: Vec<_> = up
             .panels
             .iter()
@@ -649,8 +641,7 @@ mod tests {
             let mut values = vec![0.5; 20 * 2];
             values[17 * 2 + 1] = x;
             let data = bytes_of(&values, Dtype::F32);
-            let row_of = |lane: usize| (lane < 20).then_some(lane);
-            LowRankPanels::pack(tensor(&data, 20, 2), dtype, 2, row_of).err()
+            LowRankPanels::pack_rows(tensor(&data, 20, 2), dtype).err()
         };
         assert!(matches!(
             refused(f32::NAN, Dtype::F32),
