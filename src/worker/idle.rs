@@ -68,12 +68,20 @@ impl IdleState {
         self.detached_since.get_or_insert_with(Instant::now).elapsed()
     }
 
+    /// Makes the first check due at once, for an embedded queue that has delivered what now begins:
+    /// once it delivers nothing and nothing is in flight, mostly all is done. A broker may still be
+    /// about to deliver.
+    pub fn check_at_once(&mut self) {
+        (self.pause, self.next_check) = (Duration::ZERO, Instant::now());
+    }
+
     /// Whether a check of the ledgers is due, for a worker with this log interval. If so, schedules
     /// the next one.
     pub fn take_due_check(&mut self, log_interval: Duration) -> bool {
         let is_due = self.next_check <= Instant::now();
         if is_due {
-            self.pause = (2 * self.pause).min(log_interval.clamp(CHECK_PAUSE_MIN, CHECK_PAUSE_MAX));
+            let max = log_interval.clamp(CHECK_PAUSE_MIN, CHECK_PAUSE_MAX);
+            self.pause = (2 * self.pause).clamp(CHECK_PAUSE_MIN, max);
             self.next_check = Instant::now() + self.pause;
         }
         is_due
@@ -94,6 +102,20 @@ impl IdleState {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn checks_become_rarer() {
+        let mut idle = IdleState::default();
+        assert!(!idle.take_due_check(CHECK_PAUSE_MAX));
+        idle.check_at_once();
+        assert!(idle.take_due_check(CHECK_PAUSE_MAX) && !idle.take_due_check(CHECK_PAUSE_MAX));
+        assert_eq!(idle.pause, CHECK_PAUSE_MIN);
+        for _ in 0..10 {
+            idle.next_check = Instant::now();
+            assert!(idle.take_due_check(CHECK_PAUSE_MAX));
+        }
+        assert_eq!(idle.pause, CHECK_PAUSE_MAX);
+    }
 
     #[test]
     fn only_time_in_which_the_queue_was_attached_counts() {

@@ -94,7 +94,12 @@ impl Intake {
                 NextShard::Shard(planned_shard) => {
                     let span = spans::of_shard(&planned_shard.shard.job, planned_shard.shard.key.shard, None);
                     match self.begin(*planned_shard, &mut openings).instrument(span).await? {
-                        Handover::ToRouter => (shards_begun, pace) = (shards_begun + 1, RequeuePace::default()),
+                        Handover::ToRouter => {
+                            (shards_begun, pace) = (shards_begun + 1, RequeuePace::default());
+                            if self.worker.embedded_queue.is_some() {
+                                idle.check_at_once();
+                            }
+                        }
                         Handover::NotBegun => {}
                         Handover::StagesEnded => return Ok(()),
                     }
