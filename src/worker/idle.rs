@@ -68,9 +68,9 @@ impl IdleState {
         self.detached_since.get_or_insert_with(Instant::now).elapsed()
     }
 
-    /// Makes the first check due at once, for an embedded queue that has delivered what now begins:
-    /// once it delivers nothing and nothing is in flight, mostly all is done. A broker may still be
-    /// about to deliver.
+    /// Makes the next check due at once. Called for an embedded queue when a shard begins: if the
+    /// queue is empty when the shard ends, the jobs are mostly done. A broker may still be about to
+    /// deliver another one.
     pub fn check_at_once(&mut self) {
         (self.pause, self.next_check) = (Duration::ZERO, Instant::now());
     }

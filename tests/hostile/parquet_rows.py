@@ -126,8 +126,8 @@ def cases():
     yield runs("a long list that is carried", lambda f: table(f, {"text": texts(8), "items": list_of(
         pa.int64(), few[:5] + [25_000_000] + few[6:], zeros(25_000_021, pa.int64()))}), carry=["items"], bad=[5])
     large = "x" * MIB
-    yield runs("a dictionary's entry in fifteen hundred rows", lambda f: table(f, {"text": repeated(large, 1500)}),
-               "{{ text[:20] }}", of=1500, generate={"max_tokens": 1, "temperature": 0})
+    yield runs("a dictionary's entry in four thousand rows", lambda f: table(f, {"text": repeated(large, 4000)}),
+               "{{ text[:20] }}", of=4000, generate={"max_tokens": 1, "temperature": 0})
     yield runs("a carried entry of a dictionary in a thousand rows", lambda f: table(f, {
         "text": texts(1000), "large": repeated(large, 1000)}), carry=["large"], check=some_answered(200, 1000),
         codes=(DONE, FAILED_ROWS), generate={"max_tokens": 1, "temperature": 0})
