@@ -17,7 +17,11 @@ case "${1:-}" in
     *) echo "unknown: $1"; exit 2 ;;
 esac
 
-say() { printf '\n== %s (%s)\n' "$*" "$(date +%H:%M:%S)"; }
+began=()
+say() {
+    printf '\n== %s (%s)\n' "$*" "$(date +%H:%M:%S)"
+    began+=("$SECONDS ${1%%[,:]*}")
+}
 
 install_packages() {
     local sudo=""
@@ -114,6 +118,13 @@ set +m
 for job in "${beside[@]}"; do wait "$job" || status=$?; done
 say "done"
 cat "$work"/{docs,half,other-half,kernels} | tee -a "$log"
+
+# How long each part took, and the first lines of each failure: what stands far above is cut off where a log is kept in part.
+printf '\n'
+for ((part = 0; part + 1 < ${#began[@]}; part++)); do
+    printf '%5d s  %s\n' $((${began[part + 1]%% *} - ${began[part]%% *})) "${began[part]#* }"
+done
+awk '/^---- .* ----$/ { left = 12; print "" } /^failures:$/ { left = 0 } left-- > 0' "$log"
 
 # One closing line over all test programs. A test that noted itself as skipped has passed for cargo, but checked nothing.
 printf '\n'

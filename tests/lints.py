@@ -64,8 +64,9 @@ def compile_and_lint(rustc, args):
     folder = pathlib.Path(value(args, "--out-dir")).parent / "lints"
     folder.mkdir(exist_ok=True)
     # Test programs and benchmarks hardly compute by themselves, and the library that they link to is optimized: without optimization they
-    # are compiled in a quarter of the time. The last of two such arguments counts.
-    plain = [] if value(args, "--crate-name") == "gristmill" else ["-Copt-level=0"]
+    # are compiled in a quarter of the time. The last of two such arguments counts. Assertions stay off as in the profile: with level 0
+    # alone, rustc would turn them on.
+    plain = [] if value(args, "--crate-name") == "gristmill" else ["-Copt-level=0", "-Cdebug-assertions=off"]
     # Compiled beside: both begin with what takes one core. Cargo's open files tell both how many threads they may have.
     compiled = subprocess.Popen([rustc, *args, *plain], close_fds=False)
     with tempfile.TemporaryDirectory(dir=folder) as own:
