@@ -38,6 +38,10 @@ unsafe impl ZeroBits for f32 {}
 unsafe impl ZeroBits for i8 {}
 // SAFETY: as above.
 unsafe impl ZeroBits for u8 {}
+// SAFETY: as above.
+unsafe impl ZeroBits for u16 {}
+// SAFETY: as above.
+unsafe impl ZeroBits for i32 {}
 // SAFETY: as above; the type wraps its bits.
 unsafe impl ZeroBits for Bf16 {}
 // SAFETY: as above; the type wraps its bits.
@@ -63,11 +67,16 @@ impl<E: ZeroBits> AlignedArray<E> {
     pub(super) fn new(len: usize) -> AlignedArray<E> {
         let bytes = Self::bytes(len);
         if bytes > CHUNK / 2 {
-            AlignedArray::in_chunk(Arc::new(MemoryChunk::on_huge_pages(bytes)), 0, len)
+            AlignedArray::alone(len)
         } else {
             let (chunk, offset) = allocate_shared(bytes);
             AlignedArray::in_chunk(chunk, offset, len)
         }
+    }
+
+    /// As [`new`](Self::new), in memory that is given back as soon as the array is dropped.
+    pub(super) fn alone(len: usize) -> AlignedArray<E> {
+        AlignedArray::in_chunk(Arc::new(MemoryChunk::on_huge_pages(Self::bytes(len))), 0, len)
     }
 
     /// As [`new`](Self::new), on small pages: for arrays of which only a few elements are written.
@@ -158,7 +167,7 @@ fn allocate_shared(bytes: usize) -> (Arc<MemoryChunk>, usize) {
 }
 
 /// Asks the system to back memory by huge pages. Must be called before the memory is first written.
-pub(super) fn advise_huge_pages(start: *mut u8, bytes: usize) {
+fn advise_huge_pages(start: *mut u8, bytes: usize) {
     #[cfg(target_os = "linux")]
     if bytes >= HUGE_PAGE {
         let from = (start as usize).next_multiple_of(NORMAL_PAGE_MAX);

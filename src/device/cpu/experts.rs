@@ -904,7 +904,7 @@ mod tests {
                 let alone = run(ctx_with_threads(isa, 1), &layer, &buffer(x.row(i), 1, hidden));
                 assert_eq!(alone.data, row, "{name} {isa:?} {tokens} x {experts}: row {i} alone");
             }
-            outputs.push(out.data);
+            outputs.push(out.data.to_vec());
         }
         outputs
     }

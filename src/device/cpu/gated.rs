@@ -181,7 +181,7 @@ mod tests {
                             );
                         }
                     }
-                    assert_eq!(*first.get_or_insert_with(|| out.data.clone()), out.data, "{isa:?}");
+                    assert_eq!(*first.get_or_insert_with(|| out.data.to_vec()), out.data, "{isa:?}");
                 }
             }
         }

@@ -43,7 +43,7 @@ pub fn add_gram(threads: &Threads, x: &Buffer, sums: &mut [f32]) -> Result<(), T
         &mut products,
         &mut PackedRows::default(),
     );
-    sums.iter_mut().zip(&products.data).for_each(|(sum, x)| *sum += x);
+    sums.iter_mut().zip(&*products.data).for_each(|(sum, x)| *sum += x);
     Ok(())
 }
 

@@ -119,7 +119,7 @@ mod tests {
                     }
                 }
             }
-            let found = (inputs.data.clone(), out.data.clone());
+            let found = (inputs.data.to_vec(), out.data.to_vec());
             assert!(*first.get_or_insert_with(|| found.clone()) == found, "{isa:?}");
         }
     }

@@ -40,6 +40,7 @@ mod norm;
 mod quantize;
 mod quantize_groups;
 mod recurrent;
+mod reused;
 mod rope;
 pub mod sample;
 mod soft_cap;
@@ -60,6 +61,7 @@ pub use kv::KvPool;
 pub use math::exp;
 use quantize::Quantized;
 pub use recurrent::StatePool;
+use reused::Reused;
 pub use step::Step;
 pub use threads::Threads;
 
@@ -195,7 +197,7 @@ impl Cpu {
 #[derive(Debug, Clone, Default)]
 pub struct Buffer {
     /// The rows in F32. Empty if they are quantized.
-    data: Vec<f32>,
+    data: Reused<f32>,
     rows: usize,
     width: usize,
     /// The rows in INT8, as INT8 linear operations read them.
@@ -206,17 +208,13 @@ impl Buffer {
     /// Sets the shape and drops quantized rows. The contents are undefined. The allocation is
     /// reused if it is large enough.
     fn reshape(&mut self, rows: usize, width: usize) {
-        if self.data.capacity() < rows * width {
-            self.data = Vec::with_capacity(rows * width);
-            aligned::advise_huge_pages(self.data.as_mut_ptr().cast(), rows * width * size_of::<f32>());
-        }
-        self.data.resize(rows * width, 0.0);
+        self.data.set_len(rows * width);
         (self.rows, self.width, self.quantized) = (rows, width, None);
     }
 
     /// Sets the shape for quantized rows and clears the F32 rows.
     fn reshape_quantized(&mut self, rows: usize, width: usize) -> &mut Quantized {
-        self.data.clear();
+        self.data.set_len(0);
         (self.rows, self.width) = (rows, width);
         self.quantized.get_or_insert_default()
     }
@@ -736,6 +734,6 @@ impl Device for Cpu {
                 "the CPU device cannot copy 8-bit rows to the host".into(),
             ));
         }
-        Ok(buffer.data.clone())
+        Ok(buffer.data.to_vec())
     }
 }

@@ -247,7 +247,7 @@ mod tests {
                 let all = Rows { x: &out, picked: None };
                 quantize(ctx(isa), all, &[int8_tiles(isa, 0..rows)], &mut want);
                 assert_eq!(bytes.quantized, Some(want), "{isa:?}");
-                assert_eq!(*first.get_or_insert_with(|| out.data.clone()), out.data, "{isa:?}");
+                assert_eq!(*first.get_or_insert_with(|| out.data.to_vec()), out.data, "{isa:?}");
 
                 let own = numbers(4, width);
                 let op = NormOp {

@@ -12,6 +12,7 @@ use super::gemm::linear::Rows;
 use super::gemm::row_tiles::{RowTiles, split_by_tiles};
 use super::isa::{Isa, multiversion};
 use super::math::ROUND;
+use super::reused::Reused;
 
 /// A row whose largest magnitude is below this is quantized to zeros, so that the inverse cannot
 /// overflow.
@@ -28,7 +29,7 @@ pub(super) struct Quantized {
     /// Tile by tile, in the layout that
     /// [`int8::interleaves_rows`](super::gemm::int8::interleaves_rows) describes. Each row is
     /// padded with zeros (stored as 128) to `stride` bytes.
-    pub data: Vec<u8>,
+    pub data: Reused<u8>,
     pub stride: usize,
     /// `[rows]`.
     pub scales: Vec<f32>,
@@ -68,7 +69,7 @@ impl Quantized {
         let rows = segments.iter().map(|tiles| tiles.rows).sum::<usize>();
         let stride = width.next_multiple_of(K_STEP);
         self.stride = stride;
-        self.data.resize(rows * stride, 0);
+        self.data.set_len(rows * stride);
         self.scales.resize(rows, 0.0);
         let data = split_by_tiles(segments, &mut self.data, stride);
         let scales = split_by_tiles(segments, &mut self.scales, 1);

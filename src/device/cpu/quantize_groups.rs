@@ -11,16 +11,17 @@ use super::gemm::linear::Rows;
 use super::gemm::row_tiles::{RowTiles, split_by_tiles};
 use super::isa::multiversion;
 use super::quantize::{ROWS_AT_ONCE, interleave_on, quantize_row};
+use super::reused::Reused;
 
 /// Rows that are quantized by groups.
 #[derive(Debug, Default)]
 pub(super) struct GroupedRows {
     /// Signed bytes, tile by tile, each `[quads][rows of the tile][4]`. A group that is no multiple of an octet is padded with zeros.
-    pub data: Vec<u8>,
+    pub data: Reused<u8>,
     /// Tile by tile, each `[groups][rows of the tile]`.
-    pub scales: Vec<f32>,
+    pub scales: Reused<f32>,
     /// As `scales`: the sum of a group's bytes, negated.
-    pub sums: Vec<i32>,
+    pub sums: Reused<i32>,
 }
 
 #[inline(always)]
@@ -54,9 +55,9 @@ pub(super) fn quantize(
     let width = rows.x.width;
     let (count, groups) = (segments.iter().map(|tiles| tiles.rows).sum::<usize>(), width / group);
     let stride = groups * group.next_multiple_of(OCTET);
-    out.data.resize(count * stride, 0);
-    out.scales.resize(count * groups, 0.0);
-    out.sums.resize(count * groups, 0);
+    out.data.set_len(count * stride);
+    out.scales.set_len(count * groups);
+    out.sums.set_len(count * groups);
     let data = split_by_tiles(segments, &mut out.data, stride);
     let scales = split_by_tiles(segments, &mut out.scales, groups);
     let sums = split_by_tiles(segments, &mut out.sums, groups);
@@ -138,7 +139,7 @@ mod tests {
                     }
                 }
                 if (rows, rows_max) == (13, 4) {
-                    assert!(*first.get_or_insert_with(|| out.data.clone()) == out.data, "{isa:?}");
+                    assert!(*first.get_or_insert_with(|| out.data.to_vec()) == *out.data, "{isa:?}");
                 }
             }
         }

@@ -507,7 +507,7 @@ mod tests {
         let shape = pool.shape;
         let input = buffer(rows, batch.tokens.len(), shape.input_width());
         recurrent(ctx(isa), (&weights(shape), false), &input, &step, pool, &mut out);
-        out.data
+        out.data.to_vec()
     }
 
     fn check_states(shape: RecurrentShape) {

@@ -199,7 +199,7 @@ mod tests {
                     }
                 }
             }
-            assert_eq!(*first.get_or_insert_with(|| got.data.clone()), got.data, "{isa:?}");
+            assert_eq!(*first.get_or_insert_with(|| got.data.to_vec()), got.data, "{isa:?}");
         }
     }
 

@@ -35,12 +35,12 @@ mod tests {
             for isa in Isa::available() {
                 let mut logits = buffer(&x, rows, width);
                 soft_cap(ctx(isa), 30.0, &mut logits);
-                for (x, got) in x.iter().zip(&logits.data) {
+                for (x, got) in x.iter().zip(&*logits.data) {
                     let want = 30.0 * (f64::from(*x) / 30.0).tanh();
                     assert!((f64::from(*got) - want).abs() < 9e-6, "{isa:?} {x}: {got} not {want}");
                 }
                 assert_eq!(
-                    *first.get_or_insert_with(|| logits.data.clone()),
+                    *first.get_or_insert_with(|| logits.data.to_vec()),
                     logits.data,
                     "{isa:?}"
                 );

@@ -40,7 +40,7 @@ pub(super) fn bytes_of(values: &[f32], dtype: Dtype) -> Vec<u8> {
 pub(super) fn buffer(values: &[f32], rows: usize, width: usize) -> Buffer {
     assert_eq!(values.len(), rows * width);
     Buffer {
-        data: values.to_vec(),
+        data: values.into(),
         rows,
         width,
         ..Buffer::default()

@@ -178,7 +178,10 @@ pub(crate) mod x86 {
             let mut sums = [[_mm512_setzero_ps(); PANELS]; ROWS];
             let (mut a, mut b) = (p.a.add(tile.first_row * p.pairs * PAIR), p.b);
             let mut prefetch = tile.prefetch;
-            for _ in 0..p.pairs {
+            for pair in 0..p.pairs {
+                if pair < ROWS {
+                    tile.output.prefetch(pair);
+                }
                 // A single panel is read sequentially, which the hardware prefetches better.
                 if PANELS > 1 {
                     for n in 0..PANELS {
@@ -280,6 +283,7 @@ pub(crate) mod x86 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::device::cpu::gemm::int8::OutputLines;
     use crate::device::cpu::math::round_bf16;
     use crate::device::cpu::testing::numbers;
 
@@ -311,6 +315,7 @@ mod tests {
             rows,
             prefetch: b.as_ptr().cast(),
             prefetch_step: 3,
+            output: OutputLines::NONE,
         };
         // SAFETY: the vectors have the sizes that `gemm` states.
         unsafe { matmul(isa, &gemm, tile) };
@@ -387,6 +392,7 @@ mod tests {
                 rows: 1,
                 prefetch: b.as_ptr().cast(),
                 prefetch_step: 0,
+                output: OutputLines::NONE,
             };
             // SAFETY: the arrays have the sizes that `gemm` states.
             unsafe { matmul(isa, &gemm, tile) };

@@ -7,7 +7,7 @@
 
 use std::ops::Range;
 
-use super::int8;
+use super::int8::{self, OutputLines};
 use super::linear::Epilogue;
 use super::low_rank::{Added, Part};
 use super::matrix::Int8Panels;
@@ -245,8 +245,13 @@ impl WorkBlock<'_> {
     }
 
     /// The block's tiles for the kernel, with prefetching: while the panels of `range` are
-    /// multiplied, each tile prefetches its share of the panels that follow them.
-    fn tiles_with_prefetch(&self, range: &Range<usize>, memory: PanelMemory) -> impl Iterator<Item = int8::RowTile> {
+    /// multiplied, each tile prefetches its share of the panels that follow them, and what it writes. `output`: the lines of row 0.
+    fn tiles_with_prefetch(
+        &self,
+        range: &Range<usize>,
+        memory: PanelMemory,
+        output: OutputLines,
+    ) -> impl Iterator<Item = int8::RowTile> {
         let next_panels = memory.start.wrapping_add(range.end * memory.lanes * PANEL_LANE_BYTES);
         let step = (range.len() * PANEL_LANE_BYTES).div_ceil(self.tile_range.len());
         self.tiles()
@@ -256,6 +261,10 @@ impl WorkBlock<'_> {
                 rows,
                 prefetch: next_panels.wrapping_add(i * step * memory.lanes),
                 prefetch_step: step,
+                output: OutputLines {
+                    first: output.first.wrapping_add(first_row * output.stride),
+                    ..output
+                },
             })
     }
 
@@ -278,7 +287,12 @@ impl WorkBlock<'_> {
         let bias = bias[self.panel_range.start * PANEL..].as_ptr();
         let column = self.panel_range.start / 2 * PANEL;
         let columns = (self.panel_range.end / 2 * PANEL).min(width) - column;
-        for tile in self.tiles_with_prefetch(&self.panel_range, memory) {
+        let output = OutputLines {
+            first: out.ptr_at(column),
+            stride: width,
+            count: columns.div_ceil(PANEL),
+        };
+        for tile in self.tiles_with_prefetch(&self.panel_range, memory, output) {
             assert!(tile.rows * gate_up_stride <= gate_up.as_flattened().len());
             // The kernel counts rows from the matmul's first row.
             let c = gate_up
@@ -324,7 +338,12 @@ impl WorkBlock<'_> {
             let column = full.start * PANEL;
             // These panels lie within the output's width, and so within the bias.
             let bias = bias.unwrap_or(zeros)[column..].as_ptr();
-            for tile in self.tiles_with_prefetch(&full, memory) {
+            let output = OutputLines {
+                first: out.ptr_at(column),
+                stride: self.width,
+                count: full.len(),
+            };
+            for tile in self.tiles_with_prefetch(&full, memory, output) {
                 let (c, rows) = (
                     (out.ptr_at(column), self.width),
                     tile.first_row..tile.first_row + tile.rows,
@@ -343,19 +362,17 @@ impl WorkBlock<'_> {
             if let Some(bias) = bias {
                 last_bias[..rest_columns].copy_from_slice(&bias[full.end * PANEL..][..rest_columns]);
             }
-            for tile in self.tiles_with_prefetch(&(full.end..self.panel_range.end), memory) {
+            let last = full.end..self.panel_range.end;
+            for tile in self.tiles_with_prefetch(&last, memory, OutputLines::NONE) {
                 let mut aligned = Aligned([0.0f32; TILE_ROWS_MAX * PANEL]);
                 let panel = &mut aligned.0;
                 // The kernel counts rows from the matmul's first row.
                 let c = panel.as_mut_ptr().wrapping_sub(tile.first_row * PANEL);
-                let (last, rows) = (
-                    full.end..self.panel_range.end,
-                    tile.first_row..tile.first_row + tile.rows,
-                );
+                let rows = tile.first_row..tile.first_row + tile.rows;
                 run(last.clone(), last_bias.as_ptr(), (c, PANEL), tile);
                 if let Some(added) = added {
                     // SAFETY: the panel's memory is this call's alone.
-                    unsafe { added.add(isa, &Part::whole(rows.clone(), last, (c, PANEL))) };
+                    unsafe { added.add(isa, &Part::whole(rows.clone(), last.clone(), (c, PANEL))) };
                 }
                 for (r, row) in rows.enumerate() {
                     // SAFETY: within this block's rows and columns.

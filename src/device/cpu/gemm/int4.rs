@@ -265,6 +265,9 @@ pub(crate) mod x86 {
                         sums[r][n] = start_512::<HAS_ZEROS>(zeros, *rows.sums.add(r));
                     }
                 }
+                if g < ROWS {
+                    tile.output.prefetch(g);
+                }
                 for _ in 0..p.octets {
                     for n in 0..PANELS {
                         _mm_prefetch::<_MM_HINT_T1>(prefetch.wrapping_add(n * OCTET_BYTES));
@@ -495,6 +498,7 @@ pub(crate) mod x86 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::device::cpu::gemm::int8::OutputLines;
     use crate::device::cpu::testing::numbers;
 
     /// A number of the rows, two codes and a zero point, as far from zero as they may be together.
@@ -571,6 +575,7 @@ mod tests {
                 rows: self.rows,
                 prefetch: b.as_ptr().cast(),
                 prefetch_step: 3,
+                output: OutputLines::NONE,
             };
             // SAFETY: the vectors have the sizes that `gemm` states.
             unsafe { matmul(isa, &gemm, tile) };

@@ -68,6 +68,39 @@ pub(crate) struct RowTile {
     /// `prefetch_step` bytes per 32-bit lane of k.
     pub prefetch: *const i8,
     pub prefetch_step: usize,
+    pub output: OutputLines,
+}
+
+/// Cache lines that are written after a tile's matmul. Kernels with many rows prefetch them: else each store would wait for its line.
+#[derive(Clone, Copy)]
+pub(crate) struct OutputLines {
+    /// The first line of the tile's first row, which may be invalid.
+    pub first: *const f32,
+    /// Numbers from one row to the next.
+    pub stride: usize,
+    /// Lines in each row.
+    pub count: usize,
+}
+
+impl OutputLines {
+    /// For what is in the cache anyway.
+    pub(crate) const NONE: OutputLines = OutputLines {
+        first: std::ptr::null(),
+        stride: 0,
+        count: 0,
+    };
+
+    /// Prefetches those of row `row` for writing.
+    #[cfg(target_arch = "x86_64")]
+    #[inline(always)]
+    pub(super) fn prefetch(&self, row: usize) {
+        let first = self.first.wrapping_add(row * self.stride);
+        for line in 0..self.count {
+            let address = first.wrapping_add(line * PANEL);
+            // SAFETY: a prefetch has no effect on memory, whatever the address; processors without the instruction skip it.
+            unsafe { std::arch::asm!("prefetchw [{}]", in(reg) address, options(nostack, preserves_flags)) };
+        }
+    }
 }
 
 /// Maximum rows of a tile.
@@ -225,7 +258,10 @@ pub(crate) mod x86 {
             }
             let (mut a, mut b) = (p.a.add(tile.first_row * p.quads * QUAD), p.b);
             let mut prefetch = tile.prefetch;
-            for _ in 0..p.quads {
+            for quad in 0..p.quads {
+                if quad < ROWS {
+                    tile.output.prefetch(quad);
+                }
                 for n in 0..PANELS {
                     _mm_prefetch::<_MM_HINT_T1>(prefetch.wrapping_add(n * QUAD_BYTES));
                 }
@@ -517,6 +553,7 @@ mod tests {
             rows,
             prefetch: b.as_ptr(),
             prefetch_step: 3,
+            output: OutputLines::NONE,
         };
         // SAFETY: the vectors have the sizes that `gemm` states.
         unsafe { matmul(isa, &gemm, tile) };

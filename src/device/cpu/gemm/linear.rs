@@ -21,6 +21,7 @@ use super::{bf16, int8, linear_int4};
 use crate::device::Activation;
 use crate::device::cpu::quantize::{Quantized, int8_tiles, quantize};
 use crate::device::cpu::quantize_groups::GroupedRows;
+use crate::device::cpu::reused::Reused;
 use crate::device::cpu::{Buffer, ExecContext, SharedMut};
 
 /// The operations of a linear layer after the matmul.
@@ -67,9 +68,9 @@ impl<'a> Rows<'a> {
 #[derive(Debug, Default)]
 pub(crate) struct PackedRows {
     /// F32, tile by tile, each `[k][rows of the tile]`.
-    f32_tiles: Vec<f32>,
+    f32_tiles: Reused<f32>,
     /// BF16 bits, tile by tile, in the layout that [`bf16::interleaves_rows`] describes.
-    bf16_pairs: Vec<u16>,
+    bf16_pairs: Reused<u16>,
     quantized: Quantized,
     grouped: GroupedRows,
 }
@@ -137,9 +138,9 @@ fn row_tiles(segments: &[Segment<'_>], rows_max: usize) -> Vec<RowTiles> {
     segments.iter().map(tiles).collect()
 }
 
-fn pack(ctx: ExecContext<'_>, rows: Rows<'_>, tiles: &[RowTiles], packed: &mut Vec<f32>) {
+fn pack(ctx: ExecContext<'_>, rows: Rows<'_>, tiles: &[RowTiles], packed: &mut Reused<f32>) {
     let width = rows.x.width;
-    packed.resize(rows.count() * width, 0.0);
+    packed.set_len(rows.count() * width);
     let elements = packed.len();
     let mut parts: Vec<_> = split_by_tiles(tiles, packed, width).collect();
     ctx.threads.parallel_for_each(elements, &mut parts, |_, parts| {
@@ -160,7 +161,7 @@ fn multiply(
     round_to_bf16: bool,
     rows: Rows<'_>,
     out: &mut Buffer,
-    packed: &mut Vec<f32>,
+    packed: &mut Reused<f32>,
 ) {
     let (k, width) = (rows.x.width, out.width);
     let tiles = row_tiles(segments, max_rows(ctx.isa));
@@ -224,8 +225,8 @@ fn multiply_int8(
 }
 
 /// Packs rows into tiles, rounded to BF16. Each row is padded with zeros to `depth` values.
-fn pack_bf16_pairs(ctx: ExecContext<'_>, rows: Rows<'_>, tiles: &[RowTiles], depth: usize, packed: &mut Vec<u16>) {
-    packed.resize(rows.count() * depth, 0);
+fn pack_bf16_pairs(ctx: ExecContext<'_>, rows: Rows<'_>, tiles: &[RowTiles], depth: usize, packed: &mut Reused<u16>) {
+    packed.set_len(rows.count() * depth);
     let elements = packed.len();
     let mut parts: Vec<_> = split_by_tiles(tiles, packed, depth).collect();
     ctx.threads.parallel_for_each(elements, &mut parts, |_, parts| {
@@ -254,7 +255,7 @@ fn multiply_bf16_pairs(
     round_to_bf16: bool,
     rows: Rows<'_>,
     out: &mut Buffer,
-    packed: &mut Vec<u16>,
+    packed: &mut Reused<u16>,
 ) {
     let (width, depth) = (out.width, rows.x.width.next_multiple_of(bf16::K_STEP));
     let tiles = row_tiles(segments, bf16::max_rows(ctx.isa));
@@ -523,7 +524,7 @@ mod tests {
                     round_to_bf16: false,
                 };
                 let out = product_of(ctx_with_threads(isa, threads), &matrix, width, epilogue, &x);
-                let all = first.get_or_insert_with(|| out.data.clone());
+                let all = first.get_or_insert_with(|| out.data.to_vec());
                 for i in 0..m {
                     assert_eq!(out.row(i), &all[i * n..][..width], "{isa:?} {m}x{n}x{k} row {i}");
                 }

@@ -235,7 +235,7 @@ mod tests {
                     let mut out = Buffer::default();
                     let ctx = ctx_with_threads(isa, threads);
                     linear(ctx, &matrix, width, epilogue, &x, &mut out, &mut PackedRows::default());
-                    let all = first.get_or_insert_with(|| out.data.clone());
+                    let all = first.get_or_insert_with(|| out.data.to_vec());
                     for i in 0..rows {
                         assert_eq!(out.row(i), &all[i * (n + 3)..][..width], "{isa:?} {m}x{n}x{k} row {i}");
                     }
@@ -308,7 +308,7 @@ mod tests {
                     assert_eq!(gated.row(i)[j], silu(gate) * up, "{isa:?} {i} {j}");
                 }
             }
-            let found = (plain.data, gated.data);
+            let found = (plain.data.to_vec(), gated.data.to_vec());
             assert!(*first.get_or_insert_with(|| found.clone()) == found, "{isa:?}");
         }
     }

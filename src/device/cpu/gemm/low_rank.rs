@@ -532,7 +532,7 @@ mod tests {
                     );
                 }
                 assert_eq!(
-                    *first.get_or_insert_with(|| out.data.clone()),
+                    *first.get_or_insert_with(|| out.data.to_vec()),
                     out.data,
                     "{isa:?} {precision:?}"
                 );
@@ -586,7 +586,7 @@ mod tests {
             for isa in Isa::available() {
                 let low = product(isa, 2, &both);
                 assert_eq!((low.rows, low.width), (picked[0].len() + picked[1].len(), rank));
-                assert!(*first.get_or_insert_with(|| low.data.clone()) == low.data, "{isa:?}");
+                assert!(*first.get_or_insert_with(|| low.data.to_vec()) == low.data, "{isa:?}");
                 assert!(product(isa, 1, &both).data == low.data, "{isa:?}, one thread");
                 let of = picked
                     .iter()
