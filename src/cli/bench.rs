@@ -8,7 +8,7 @@ use anyhow::{Context, anyhow};
 
 use crate::bench::figures::{Batches, Figures, StepRecord};
 use crate::bench::{picture, trace};
-use crate::cli::args::{BatchingFeature, BenchArgs, LoadFormat};
+use crate::cli::args::{BatchingFeature, BenchArgs, LoadFormat, StepLimitArgs};
 use crate::cli::device_choice::ResolvedDevice;
 use crate::cli::exit::{Exit, Failure};
 use crate::cli::model_source::{bring_model, open_adapters};
@@ -120,7 +120,8 @@ fn run(args: &BenchArgs, dir: &Path, apart: Vec<PathBuf>) -> Result<Exit, Failur
     let mut engine = engine(args, &bench_model, (device, formats), vocab_size, &requests)?;
     let warm_up_requests: Vec<Request> = requests.iter().take(args.warm_up).cloned().collect();
     run_requests(&mut engine, warm_up_requests)?;
-    let (figures, steps) = measure(args, &mut engine, requests, (device, formats))?;
+    let limits = args.engine.step_limits(device, bench_model.config.experts.is_some());
+    let (figures, steps) = measure(args, &mut engine, requests, (device, formats, limits))?;
     if figures.failed == figures.requests {
         return Err(Failure::from(anyhow!("all requests failed: no speed was measured")));
     }
@@ -193,7 +194,8 @@ fn engine(
     if args.explain {
         model.time_operations();
     }
-    let mut options = engine_options(formats, &options, args.engine.step_limits(device));
+    let step_limits = args.engine.step_limits(device, bench_model.config.experts.is_some());
+    let mut options = engine_options(formats, &options, step_limits);
     options.policy = Policy {
         sort_window: !args.without.contains(&BatchingFeature::Sorting),
         share_prefixes: !args.without.contains(&BatchingFeature::Sharing),
@@ -270,13 +272,12 @@ fn measure(
     args: &BenchArgs,
     engine: &mut Engine,
     requests: Vec<Request>,
-    (device, formats): (ResolvedDevice, Formats),
+    (device, formats, limits): (ResolvedDevice, Formats, StepLimitArgs),
 ) -> Result<(Figures, Vec<StepRecord>), Failure> {
     let count = requests.len() as u64;
     let before = seconds_by_operation(engine);
     let run_result = run_requests(engine, requests)?;
     let seconds = run_result.seconds;
-    let limits = args.engine.step_limits(device);
     let batches = Batches::of(
         &run_result.steps,
         seconds,

@@ -206,10 +206,7 @@ async fn work(
         render_threads: render_threads(&args.engine)?,
         options: worker::WorkerOptions {
             log_interval: Duration::from_secs_f64(args.log_interval),
-            shards_in_flight: shards_in_flight(
-                prepared.job.shard_rows,
-                args.engine.step_limits(prepared.device).sequences,
-            ),
+            shards_in_flight: shards_in_flight(prepared.job.shard_rows, args.engine.max_sequences(prepared.device)),
             until: Until::Idle,
             idle_after: Duration::ZERO,
             max_shards: None,

@@ -82,7 +82,8 @@ fn engine(
         .map(Arc::new);
     let folders = (files.dir.as_path(), files.adapter.as_deref(), &files.apart[..]);
     let model = load_model(folders, files.config.clone(), device, &options, args)?;
-    let options = engine_options(formats, &options, args.step_limits(device));
+    let step_limits = args.step_limits(device, files.config.experts.is_some());
+    let options = engine_options(formats, &options, step_limits);
     Ok(Box::new(Engine::new(model, files.tokenizer.clone(), options)))
 }
 
@@ -160,7 +161,8 @@ pub(super) fn load_options(
     device: ResolvedDevice,
     args: &EngineArgs,
 ) -> Result<LoadOptions, Failure> {
-    let StepLimitArgs { step_tokens, sequences } = args.step_limits(device);
+    // Only a CPU's depend on experts.
+    let StepLimitArgs { step_tokens, sequences } = args.step_limits(device, false);
     Ok(LoadOptions {
         precision: formats.precision,
         kv_format: formats.kv,

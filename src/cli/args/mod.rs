@@ -473,7 +473,7 @@ pub(super) struct EngineArgs {
     /// Linear operations by gristmill's own kernels alone, and never by cuBLASLt where that is faster
     #[arg(long)]
     pub no_cublaslt: bool,
-    /// Most tokens computed in one step (default: 2048; 8192 on a GPU)
+    /// Most tokens computed in one step (default: 512, with experts 2048; 8192 on a GPU)
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
     pub step_tokens: Option<u32>,
     /// Most sequences that run at once (default: 256; 512 on a GPU)
@@ -482,17 +482,27 @@ pub(super) struct EngineArgs {
 }
 
 impl EngineArgs {
-    /// Maximum tokens and sequences per step. A GPU needs larger steps before compute, instead of
-    /// memory bandwidth, becomes the bottleneck.
-    pub(super) fn step_limits(&self, device: ResolvedDevice) -> StepLimitArgs {
-        let (step_tokens, sequences) = match device {
-            ResolvedDevice::Cpu => (2048, 256),
-            ResolvedDevice::Cuda(_) => (8192, 512),
+    /// Maximum tokens and sequences per step, of a model with or without experts. A GPU needs larger steps before compute, instead
+    /// of memory bandwidth, becomes the bottleneck, and so do experts, each of which gets a few of the tokens. Otherwise, what a CPU's
+    /// step writes should stay in its caches: see docs/decisions/120-steps-fit-the-caches.md.
+    pub(super) fn step_limits(&self, device: ResolvedDevice, has_experts: bool) -> StepLimitArgs {
+        let step_tokens = match (device, has_experts) {
+            (ResolvedDevice::Cpu, false) => 512,
+            (ResolvedDevice::Cpu, true) => 2048,
+            (ResolvedDevice::Cuda(_), _) => 8192,
         };
         StepLimitArgs {
             step_tokens: self.step_tokens.unwrap_or(step_tokens),
-            sequences: self.sequences.unwrap_or(sequences),
+            sequences: self.max_sequences(device),
         }
+    }
+
+    pub(super) fn max_sequences(&self, device: ResolvedDevice) -> u32 {
+        let default = match device {
+            ResolvedDevice::Cpu => 256,
+            ResolvedDevice::Cuda(_) => 512,
+        };
+        self.sequences.unwrap_or(default)
     }
 }
 

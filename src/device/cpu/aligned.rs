@@ -13,6 +13,7 @@ use std::alloc::{Layout, handle_alloc_error};
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
 use std::ptr::null_mut;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::gemm::tile::{Bf16, F16};
@@ -23,6 +24,9 @@ const CACHE_LINE: usize = 64;
 const HUGE_PAGE: usize = 2 << 20;
 /// Maximum bytes of a normal page on supported systems.
 const NORMAL_PAGE_MAX: usize = 1 << 16;
+/// Distances of the first bytes of arrays from that of a huge page. A step is more than a page of any size, by some cache lines.
+const OFFSET_STEP: usize = NORMAL_PAGE_MAX + 5 * CACHE_LINE;
+const OFFSETS: usize = 24;
 /// Bytes of a chunk that small arrays share. An array larger than half of this has its own chunk.
 const CHUNK: usize = 32 << 20;
 
@@ -67,16 +71,20 @@ impl<E: ZeroBits> AlignedArray<E> {
     pub(super) fn new(len: usize) -> AlignedArray<E> {
         let bytes = Self::bytes(len);
         if bytes > CHUNK / 2 {
-            AlignedArray::alone(len)
+            AlignedArray::in_chunk(Arc::new(MemoryChunk::on_huge_pages(bytes)), 0, len)
         } else {
             let (chunk, offset) = allocate_shared(bytes);
             AlignedArray::in_chunk(chunk, offset, len)
         }
     }
 
-    /// As [`new`](Self::new), in memory that is given back as soon as the array is dropped.
+    /// As [`new`](Self::new), in memory that is given back as soon as the array is dropped. Arrays that are allocated one after the other
+    /// begin at different sets of the caches, so that operations that read and write several of them need no more ways than there are.
     pub(super) fn alone(len: usize) -> AlignedArray<E> {
-        AlignedArray::in_chunk(Arc::new(MemoryChunk::on_huge_pages(Self::bytes(len))), 0, len)
+        static COUNT: AtomicUsize = AtomicUsize::new(0);
+        let offset = COUNT.fetch_add(1, Ordering::Relaxed) % OFFSETS * OFFSET_STEP;
+        let chunk = MemoryChunk::on_huge_pages(offset + Self::bytes(len));
+        AlignedArray::in_chunk(Arc::new(chunk), offset, len)
     }
 
     /// As [`new`](Self::new), on small pages: for arrays of which only a few elements are written.
