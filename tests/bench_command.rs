@@ -1,6 +1,7 @@
 //! `gristmill bench`, as a user runs it.
 
 use std::fs;
+use std::path::Path;
 
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
@@ -11,8 +12,13 @@ use crate::support::{Run, arg, gristmill, root};
 /// Runs it on the demo model; the object that it prints last.
 #[track_caller]
 fn figures(options: &[&str]) -> Value {
-    let model = root().join("jobs/demo/model");
-    let args = [&["bench", "--model", arg(&model), "--json"], options].concat();
+    figures_of(&root().join("jobs/demo/model"), options)
+}
+
+/// As [`figures`], of another model.
+#[track_caller]
+fn figures_of(model: &Path, options: &[&str]) -> Value {
+    let args = [&["bench", "--model", arg(model), "--json"], options].concat();
     let run = Run::of(&mut gristmill(&args)).expect(0);
     serde_json::from_str(run.stdout.lines().last().unwrap()).unwrap()
 }
@@ -44,6 +50,28 @@ fn says_what_was_run_and_where_the_time_went() {
         assert!(found["peak_memory_bytes"].as_u64().unwrap() > 10 << 20);
         assert!(fs::read_to_string(&picture).unwrap().starts_with("<svg"));
     }
+}
+
+#[test]
+fn steps_have_as_many_tokens_as_suit_the_model() {
+    let size = [
+        "--load-format",
+        "dummy",
+        "--requests",
+        "2",
+        "--input-len",
+        "8",
+        "--output-len",
+        "2",
+    ];
+    let most = |model: &str, more: &[&str]| {
+        let found = figures_of(&root().join(model), &[&size[..], more].concat());
+        let batches = &found["batches"];
+        (batches["tokens_a_step"].as_f64().unwrap() / batches["budget_used"].as_f64().unwrap()).round()
+    };
+    assert_eq!(most("jobs/demo/model", &[]), 512.0);
+    assert_eq!(most("tests/fixtures/models/qwen3moe-tied", &[]), 2048.0);
+    assert_eq!(most("jobs/demo/model", &["--step-tokens", "100"]), 100.0);
 }
 
 #[test]

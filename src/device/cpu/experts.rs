@@ -354,7 +354,7 @@ fn check(op: &ExpertsOp<'_>, router: Router<'_>, input: &ExpertInput<'_, Buffer>
             router.experts / groups.count * groups.chosen
         }
     };
-    assert!((1..=usable).contains(&per_token) && x.quantized.is_none());
+    assert!((1..=usable).contains(&per_token) && x.quantized().is_none());
     assert!(matrix.rows == router.experts + usize::from(is_weighted));
     assert!(
         router
@@ -362,7 +362,7 @@ fn check(op: &ExpertsOp<'_>, router: Router<'_>, input: &ExpertInput<'_, Buffer>
             .is_none_or(|correction| correction.len() == router.experts)
     );
     assert!(router.scales.is_none_or(|scales| scales.len() == router.experts));
-    assert!(input.router_rows.rows == x.rows && input.router_rows.quantized.is_none());
+    assert!(input.router_rows.rows == x.rows && input.router_rows.quantized().is_none());
 }
 
 /// Writes each token's weighted sum of its experts' outputs to `out`.

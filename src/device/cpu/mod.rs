@@ -200,8 +200,9 @@ pub struct Buffer {
     data: Reused<f32>,
     rows: usize,
     width: usize,
-    /// The rows in INT8, as INT8 linear operations read them.
-    quantized: Option<Quantized>,
+    /// The rows in INT8, as INT8 linear operations read them, where `is_quantized`.
+    int8: Quantized,
+    is_quantized: bool,
 }
 
 impl Buffer {
@@ -209,14 +210,19 @@ impl Buffer {
     /// reused if it is large enough.
     fn reshape(&mut self, rows: usize, width: usize) {
         self.data.set_len(rows * width);
-        (self.rows, self.width, self.quantized) = (rows, width, None);
+        (self.rows, self.width, self.is_quantized) = (rows, width, false);
     }
 
     /// Sets the shape for quantized rows and clears the F32 rows.
     fn reshape_quantized(&mut self, rows: usize, width: usize) -> &mut Quantized {
         self.data.set_len(0);
-        (self.rows, self.width) = (rows, width);
-        self.quantized.get_or_insert_default()
+        (self.rows, self.width, self.is_quantized) = (rows, width, true);
+        &mut self.int8
+    }
+
+    /// The rows in INT8, if they are quantized.
+    fn quantized(&self) -> Option<&Quantized> {
+        self.is_quantized.then_some(&self.int8)
     }
 
     /// The rows, `[width]` each. Panics on quantized rows, which have no F32 data.
@@ -729,7 +735,7 @@ impl Device for Cpu {
     }
 
     fn read(&self, buffer: &Buffer) -> Result<Vec<f32>, DeviceError> {
-        if buffer.quantized.is_some() {
+        if buffer.is_quantized {
             return Err(DeviceError::Unsupported(
                 "the CPU device cannot copy 8-bit rows to the host".into(),
             ));

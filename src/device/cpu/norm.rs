@@ -246,7 +246,7 @@ mod tests {
                 add_norm(&op, &mut buffer(&x, rows, width), &mut bytes);
                 let all = Rows { x: &out, picked: None };
                 quantize(ctx(isa), all, &[int8_tiles(isa, 0..rows)], &mut want);
-                assert_eq!(bytes.quantized, Some(want), "{isa:?}");
+                assert_eq!(bytes.quantized(), Some(&want), "{isa:?}");
                 assert_eq!(*first.get_or_insert_with(|| out.data.to_vec()), out.data, "{isa:?}");
 
                 let own = numbers(4, width);

@@ -315,7 +315,7 @@ fn for_int8_blocks(
         .iter()
         .map(|segment| int8_tiles(ctx.isa, segment.rows.clone()))
         .collect();
-    let x = match &rows.x.quantized {
+    let x = match rows.x.quantized() {
         Some(x) => {
             // Quantized rows lie in the tiles of one segment, in order.
             assert!(segments.len() == 1 && rows.picked.is_none());

@@ -73,7 +73,7 @@ fn for_int4_blocks(
         .map(|segment| RowTiles::new(segment.rows.clone(), int4::max_rows(ctx.isa)))
         .collect();
     let (groups, depth) = (panels_of(0).groups, panels_of(0).depth());
-    assert!(rows.x.quantized.is_none());
+    assert!(rows.x.quantized().is_none());
     quantize(ctx, rows, &tiles, rows.x.width / groups.max(1), quantized);
     let (x, count) = (&*quantized, rows.count());
     assert!(x.data.len() >= count * depth && x.scales.len() >= count * groups && x.sums.len() >= count * groups);
