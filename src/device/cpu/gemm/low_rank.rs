@@ -245,6 +245,10 @@ impl Added<'_> {
     pub(super) unsafe fn add(&self, isa: Isa, part: &Part) {
         for run in &self.runs {
             let places = run.rows.places(&part.rows);
+            // Sequences of an adapter lie side by side, so most tiles have rows of one adapter alone.
+            if places.is_empty() {
+                continue;
+            }
             let rows = &run.rows.rows[places.clone()];
             let tile = RowsAndPanels {
                 panels: &run.up.panels[part.panels.clone()],
