@@ -117,10 +117,10 @@ fn run(args: &BenchArgs, dir: &Path, apart: Vec<PathBuf>) -> Result<Exit, Failur
     }
     let device = args.engine.device.resolve()?;
     let formats = Formats::of(args.precision, args.kv_cache, device.precision());
-    let mut engine = engine(args, &bench_model, (device, formats), vocab_size, &requests)?;
+    let limits = args.engine.step_limits(device, bench_model.config.experts.is_some());
+    let mut engine = engine(args, &bench_model, (device, formats, limits), vocab_size, &requests)?;
     let warm_up_requests: Vec<Request> = requests.iter().take(args.warm_up).cloned().collect();
     run_requests(&mut engine, warm_up_requests)?;
-    let limits = args.engine.step_limits(device, bench_model.config.experts.is_some());
     let (figures, steps) = measure(args, &mut engine, requests, (device, formats, limits))?;
     if figures.failed == figures.requests {
         return Err(Failure::from(anyhow!("all requests failed: no speed was measured")));
@@ -148,7 +148,7 @@ fn run(args: &BenchArgs, dir: &Path, apart: Vec<PathBuf>) -> Result<Exit, Failur
 fn engine(
     args: &BenchArgs,
     bench_model: &BenchModel,
-    (device, formats): (ResolvedDevice, Formats),
+    (device, formats, limits): (ResolvedDevice, Formats, StepLimitArgs),
     vocab_size: usize,
     requests: &[Request],
 ) -> Result<Engine, Failure> {
@@ -194,8 +194,7 @@ fn engine(
     if args.explain {
         model.time_operations();
     }
-    let step_limits = args.engine.step_limits(device, bench_model.config.experts.is_some());
-    let mut options = engine_options(formats, &options, step_limits);
+    let mut options = engine_options(formats, &options, limits);
     options.policy = Policy {
         sort_window: !args.without.contains(&BatchingFeature::Sorting),
         share_prefixes: !args.without.contains(&BatchingFeature::Sharing),

@@ -161,7 +161,7 @@ pub(super) fn load_options(
     device: ResolvedDevice,
     args: &EngineArgs,
 ) -> Result<LoadOptions, Failure> {
-    // Only a CPU's depend on experts.
+    // For a GPU, whose limits are the same with experts and without.
     let StepLimitArgs { step_tokens, sequences } = args.step_limits(device, false);
     Ok(LoadOptions {
         precision: formats.precision,

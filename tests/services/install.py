@@ -172,7 +172,7 @@ def minio_binary():
         env = dict(os.environ, CGO_ENABLED="0", GOTOOLCHAIN="local", GOFLAGS="-buildvcs=false -modcacherw")
         env.update((name, str(place)) for name, place in staged.items())
         target = f"github.com/minio/minio@{MINIO_VERSION}"
-        # Not optimized: that takes half of the time, and tests wait for MinIO no longer.
+        # Not optimized: that takes half of the time, and the tests are as fast.
         flags = ["-trimpath", "-gcflags=all=-N -l", "-ldflags=-s -w"]
         run("building MinIO", [compiler, "install", *flags, target], env=env)
 

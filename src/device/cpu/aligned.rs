@@ -24,7 +24,8 @@ const CACHE_LINE: usize = 64;
 const HUGE_PAGE: usize = 2 << 20;
 /// Maximum bytes of a normal page on supported systems.
 const NORMAL_PAGE_MAX: usize = 1 << 16;
-/// Distances of the first bytes of arrays from that of a huge page. A step is more than a page of any size, by some cache lines.
+/// An array of its own chunk begins up to 23 such steps after a huge page. A step is a normal page and some cache lines, so that
+/// neighbouring arrays begin at different places of a page, too.
 const OFFSET_STEP: usize = NORMAL_PAGE_MAX + 5 * CACHE_LINE;
 const OFFSETS: usize = 24;
 /// Bytes of a chunk that small arrays share. An array larger than half of this has its own chunk.
