@@ -186,7 +186,7 @@ pub struct AddNorm<'a, B, N> {
     pub eps: f32,
     /// Whether the norm of the stream subtracts the row's mean first (layer normalisation).
     pub centered: bool,
-    /// Whether the normalised rows are not quantized here, since [`Device::experts`] or adapters read them, too.
+    /// Whether the normalised rows are not quantized here, since [`Device::experts`] reads them, too.
     pub in_f32: bool,
 }
 

@@ -211,12 +211,12 @@ impl ModelSize {
                 self.linear_bytes(precision) + self.gpu_table_bytes() + self.of_heads * more_bits / 8
             }
         };
-        let adapter_value = if precision == Precision::F32 {
-            Dtype::F32
-        } else {
-            Dtype::Bf16
+        let adapter_value_bytes = match precision {
+            Precision::F32 => 4,
+            Precision::Int8 => 1,
+            Precision::Bf16 | Precision::Fp8 | Precision::W4a8 => 2,
         };
-        matrices + vectors + self.adapters * adapter_value.bytes() as u64
+        matrices + vectors + self.adapters * adapter_value_bytes
     }
 
     /// Bytes of the embedding table and the output head on a GPU, which keeps them in BF16.
@@ -317,7 +317,12 @@ mod tests {
             );
         }
         let with_adapters = ModelSize { adapters: 5, ..size };
-        for (precision, more) in [(Precision::Int8, 10), (Precision::Bf16, 10), (Precision::F32, 20)] {
+        for (precision, more) in [
+            (Precision::Int8, 5),
+            (Precision::W4a8, 10),
+            (Precision::Bf16, 10),
+            (Precision::F32, 20),
+        ] {
             let bytes = |size: ModelSize| size.weight_bytes(Place::Cpu, precision, Dtype::Bf16);
             assert_eq!(bytes(with_adapters), bytes(size) + more);
         }

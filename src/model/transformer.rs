@@ -326,7 +326,6 @@ impl<D: Device> Transformer<D> {
             inputs.run(device, config, step, b)?;
         }
         lap(Operation::Embed)?;
-        let adapted = batch.sequences.iter().any(|s| s.adapter > 0);
         let all_rows = &*step;
         let mut step = all_rows;
         let mut delta = None;
@@ -342,10 +341,7 @@ impl<D: Device> Transformer<D> {
                 // counts, and any norm will do.
                 let own = layer.attention_norm.as_ref();
                 let weight = own.unwrap_or(&weights.norm);
-                let norm = AddNorm {
-                    in_f32: adapted,
-                    ..stream_norm::<D>(config, delta, weight)
-                };
+                let norm = stream_norm::<D>(config, delta, weight);
                 device.add_norm(norm, &mut b.residual, &mut b.normed)?;
                 delta = None;
                 lap(Operation::Norm)?;
@@ -381,10 +377,7 @@ impl<D: Device> Transformer<D> {
                     b.pick_logits_rows(device, step, layer, weights.inputs.is_some())?;
                     step = &last_rows.step;
                     if config.parallel_mlp {
-                        let norm = AddNorm {
-                            in_f32: adapted,
-                            ..stream_norm::<D>(config, None, weight)
-                        };
+                        let norm = stream_norm::<D>(config, None, weight);
                         device.add_norm(norm, &mut b.residual, &mut b.normed)?;
                     }
                 }
@@ -437,7 +430,7 @@ impl<D: Device> Transformer<D> {
             let Some(mlp) = &layer.mlp else { continue };
             let own = layer.mlp_norm.as_ref();
             let norm = AddNorm {
-                in_f32: adapted || matches!(mlp, MlpWeights::Experts(_)),
+                in_f32: matches!(mlp, MlpWeights::Experts(_)),
                 ..stream_norm::<D>(config, delta, own.unwrap_or(&weights.norm))
             };
             device.add_norm(norm, &mut b.residual, &mut b.normed)?;

@@ -473,7 +473,7 @@ pub(super) struct EngineArgs {
     /// Linear operations by gristmill's own kernels alone, and never by cuBLASLt where that is faster
     #[arg(long)]
     pub no_cublaslt: bool,
-    /// Most tokens computed in one step (default: 512, with experts 2048; 8192 on a GPU)
+    /// Most tokens computed in one step (default: 512, with experts 1024; 8192 on a GPU)
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
     pub step_tokens: Option<u32>,
     /// Most sequences that run at once (default: 256; 512 on a GPU)
@@ -488,7 +488,7 @@ impl EngineArgs {
     pub(super) fn step_limits(&self, device: ResolvedDevice, has_experts: bool) -> StepLimitArgs {
         let step_tokens = match (device, has_experts) {
             (ResolvedDevice::Cpu, false) => 512,
-            (ResolvedDevice::Cpu, true) => 2048,
+            (ResolvedDevice::Cpu, true) => 1024,
             (ResolvedDevice::Cuda(_), _) => 8192,
         };
         StepLimitArgs {

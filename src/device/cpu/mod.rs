@@ -268,8 +268,7 @@ pub struct Workspace {
     /// Rows of `[gate][up]`, for all formats except INT8 and four bits, whose kernels apply the activation
     /// themselves.
     gate_up: Buffer,
-    /// Rows of adapters after the first matrix.
-    low: Buffer,
+    low: adapters::LowRows,
     experts: experts::Scratch,
     attention: attention::float::Scratches,
     latent: latent::Scratch,
@@ -384,7 +383,7 @@ impl Device for Cpu {
         Workspace {
             packed_rows: linear::PackedRows::default(),
             gate_up: Buffer::default(),
-            low: Buffer::default(),
+            low: adapters::LowRows::default(),
             experts: experts::Scratch::default(),
             logits: Buffer::default(),
             drawn: Vec::new(),

@@ -315,7 +315,8 @@ fn for_int8_blocks(
         .iter()
         .map(|segment| int8_tiles(ctx.isa, segment.rows.clone()))
         .collect();
-    let x = match rows.x.quantized() {
+    let quantized_before = || segments[0].added.and_then(Added::quantized);
+    let x = match rows.x.quantized().or_else(quantized_before) {
         Some(x) => {
             // Quantized rows lie in the tiles of one segment, in order.
             assert!(segments.len() == 1 && rows.picked.is_none());

@@ -181,12 +181,10 @@ impl Int8Panels {
                         return Err(TensorError::NotFinite { part, row });
                     }
                     let max_abs = values.iter().fold(0.0f32, |max_abs, x| max_abs.max(x.abs()));
-                    let inverse = if max_abs > 0.0 { 127.0 / f64::from(max_abs) } else { 0.0 };
+                    let inverse = inverse_scale(max_abs);
                     let mut sum = 0;
                     for (k, x) in values.iter().enumerate() {
-                        // Rounds to the nearest integer, ties to even: adding ROUND leaves no bits
-                        // for a fraction.
-                        let q = ((f64::from(*x) * inverse + ROUND) - ROUND) as i8;
+                        let q = quantized_weight(*x, inverse);
                         data[(k / QUAD * PANEL + lane) * QUAD + k % QUAD] = q;
                         sum += i32::from(q);
                     }
@@ -208,6 +206,17 @@ impl Int8Panels {
             }
         }
     }
+}
+
+/// Factor of weights whose largest magnitude is `max_abs`.
+pub(super) fn inverse_scale(max_abs: f32) -> f64 {
+    if max_abs > 0.0 { 127.0 / f64::from(max_abs) } else { 0.0 }
+}
+
+/// The byte of a weight: rounded to the nearest integer, ties to even.
+pub(super) fn quantized_weight(x: f32, inverse_scale: f64) -> i8 {
+    // Adding ROUND leaves no bits for a fraction.
+    ((f64::from(x) * inverse_scale + ROUND) - ROUND) as i8
 }
 
 impl Vector {

@@ -10,6 +10,8 @@ pub(crate) mod int8;
 pub(crate) mod linear;
 mod linear_int4;
 pub(crate) mod low_rank;
+pub(crate) mod low_rank_float;
+pub(crate) mod low_rank_int8;
 pub(crate) mod matrix;
 pub(crate) mod row_tiles;
 pub(crate) mod tile;
