@@ -27,7 +27,7 @@ const TILE_ROWS_MAX: usize = 32;
 /// one BF16 pair.
 const PANEL_LANE_BYTES: usize = 4 * PANEL;
 /// Number of multiplications that take as long as one element of an element-wise operation.
-const MULTIPLICATIONS_PER_ELEMENT: usize = 16;
+pub(super) const MULTIPLICATIONS_PER_ELEMENT: usize = 16;
 /// A segment with fewer rows takes about as long as one with this number, because reading its
 /// weights takes most of the time.
 const STREAMED_ROWS: usize = 16;

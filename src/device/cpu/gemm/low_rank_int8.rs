@@ -14,6 +14,7 @@
 
 use std::ops::Range;
 
+use super::blocks::MULTIPLICATIONS_PER_ELEMENT;
 use super::int8::{self, Int8Gemm, OFFSET, OutputLines, QUAD, RowTile};
 use super::low_rank::{LowRankRun, Part};
 use super::matrix::{Int8Panels, Matrix, Panels, inverse_scale, quantized_weight};
@@ -29,10 +30,8 @@ use crate::device::{Tensor, TensorError};
 const GROUP: usize = PANEL;
 /// Bytes of a panel's weights in a group of columns.
 const BLOCK_BYTES: usize = GROUP * PANEL;
-/// Rows and panels of the first product that are computed at once, at most: 32 rows by 2 panels.
+/// Rows times panels that one call of the INT8 kernel multiplies, at most: 32 rows by 2 panels.
 const TILE_PANELS: usize = 2 * 32;
-/// Number of multiplications that take as long as one element of an element-wise operation.
-const MULTIPLICATIONS_PER_ELEMENT: usize = 16;
 /// How far ahead of the multiplication the first matrix is prefetched, in bytes.
 const PREFETCH_AHEAD: usize = 1024;
 
