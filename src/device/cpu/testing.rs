@@ -7,7 +7,7 @@ use half::{bf16, f16};
 pub(super) use skips::lacks;
 
 use super::{Buffer, ExecContext, Isa, Threads};
-use crate::device::Dtype;
+use crate::device::{Dtype, Tensor};
 
 #[path = "../../../tests/skips.rs"]
 mod skips;
@@ -34,6 +34,28 @@ pub(super) fn bytes_of(values: &[f32], dtype: Dtype) -> Vec<u8> {
             Dtype::Bf16 => bf16::from_f32(x).to_le_bytes().to_vec(),
         })
         .collect()
+}
+
+/// A matrix of numbers in F32, whose bytes are `data`.
+pub(super) fn tensor(data: &[u8], rows: usize, columns: usize) -> Tensor<'_> {
+    Tensor {
+        dtype: Dtype::F32,
+        rows,
+        columns,
+        data,
+    }
+}
+
+/// A matrix of two parts below each other: the first one's rows have numbers in their first 3 columns only, those of the second one in
+/// the others.
+pub(super) fn two_parts(seed: u64, [first_rows, rows]: [usize; 2], columns: usize) -> Vec<f32> {
+    let mut values = numbers(seed, rows * columns);
+    for (i, x) in values.iter_mut().enumerate() {
+        if (i / columns < first_rows) != (i % columns < 3) {
+            *x = 0.0;
+        }
+    }
+    values
 }
 
 /// A buffer that contains `values`.

@@ -10,13 +10,11 @@ use std::ops::Range;
 use super::int8::{self, OutputLines};
 use super::linear::Epilogue;
 use super::low_rank::{Added, Part};
-use super::matrix::Int8Panels;
 use super::row_tiles::RowTiles;
 use super::tile::{Element, F32Gemm, PANEL, matmul};
 use crate::device::Activation;
 use crate::device::cpu::gated::{GatedTile, gated_tile_on};
 use crate::device::cpu::math::round_bf16;
-use crate::device::cpu::quantize::Quantized;
 use crate::device::cpu::{Isa, SharedMut, Threads};
 
 /// Maximum values of k per call of the F32 kernel, so that the panels stay in the L2 cache.
@@ -216,31 +214,6 @@ impl WorkBlock<'_> {
             };
             // SAFETY: within this block's rows and columns.
             unsafe { added.add(isa, &part) };
-        }
-    }
-
-    /// Kernel parameters that multiply `x` by the panels of `range` and write to `c`.
-    pub(super) fn int8_gemm(
-        &self,
-        panels: &Int8Panels,
-        range: Range<usize>,
-        bias: *const f32,
-        x: &Quantized,
-        (c, c_stride): (*mut f32, usize),
-    ) -> int8::Int8Gemm {
-        let column = range.start * PANEL;
-        int8::Int8Gemm {
-            quads: self.k / int8::QUAD,
-            a: x.data.as_ptr(),
-            b: panels.data[column * self.k..].as_ptr(),
-            panel_stride: self.k * PANEL,
-            panels: range.len(),
-            row_scales: x.scales.as_ptr(),
-            column_scales: panels.scales[column..].as_ptr(),
-            offsets: panels.offsets[column..].as_ptr(),
-            bias,
-            c,
-            c_stride,
         }
     }
 

@@ -216,7 +216,7 @@ fn multiply_int8(
         };
         let run = |range, bias, c, tile| {
             // SAFETY: the block guarantees output and bias; sizes were asserted.
-            unsafe { int8::matmul(ctx.isa, &block.int8_gemm(panels, range, bias, x, c), tile) };
+            unsafe { int8::matmul(ctx.isa, &panels.gemm(range, bias, x, c), tile) };
         };
         let Segment { bias, added, .. } = segments[segment];
         // SAFETY: blocks own disjoint (rows, columns) of the output.
@@ -381,7 +381,7 @@ pub(crate) fn gated_panels(
             };
             let run = |range, bias, c, tile| {
                 // SAFETY: the block guarantees its memory; sizes were asserted.
-                unsafe { int8::matmul(ctx.isa, &block.int8_gemm(panels, range, bias, x, c), tile) };
+                unsafe { int8::matmul(ctx.isa, &panels.gemm(range, bias, x, c), tile) };
             };
             let added = segments[segment].added;
             // SAFETY: blocks own disjoint (rows, columns) of the output; sizes were asserted.

@@ -7,6 +7,7 @@ use super::low_rank_int8::Int8Added;
 use super::tile::PANEL;
 use crate::device::cpu::isa::Isa;
 use crate::device::cpu::quantize::Quantized;
+use crate::device::{Tensor, TensorError};
 
 /// The rows of a step that belong to one adapter's sequences.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -44,6 +45,32 @@ pub(crate) struct LowRankRun<'a, M> {
     /// The place of the first of them among the rows of all runs, one run after the other: that of its first product.
     pub first: usize,
     pub matrices: &'a M,
+}
+
+/// Reads a panel of an adapter's matrix: `rows` becomes 16 rows, with zeros behind the columns of the matrix. `row_of(lane)` is the row of
+/// the matrix in this lane, or `None` for zeros.
+///
+/// # Errors
+/// If a number is not one of those that can be stored.
+pub(super) fn read_panel(
+    matrix: &Tensor<'_>,
+    row_of: impl Fn(usize) -> Option<usize>,
+    is_stored: impl Fn(&f32) -> bool,
+    rows: &mut [f32],
+) -> Result<(), TensorError> {
+    rows.fill(0.0);
+    let width = rows.len() / PANEL;
+    for (lane, values) in rows.chunks_exact_mut(width.max(1)).enumerate() {
+        let Some(row) = row_of(lane) else {
+            continue;
+        };
+        let values = &mut values[..matrix.columns];
+        matrix.read_row(row, values);
+        if !values.iter().all(&is_stored) {
+            return Err(TensorError::NotFinite { part: 0, row });
+        }
+    }
+    Ok(())
 }
 
 /// What adapters add to the result of a linear operation.

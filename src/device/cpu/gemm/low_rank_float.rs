@@ -11,7 +11,7 @@
 
 use std::ops::Range;
 
-use super::low_rank::{LowRankRun, Part};
+use super::low_rank::{LowRankRun, Part, read_panel};
 use super::tile::{Bf16, Element, PANEL};
 use crate::device::cpu::isa::{Isa, multiversion};
 use crate::device::cpu::math::round_bf16;
@@ -75,17 +75,8 @@ impl LowRankPanels {
         };
         let mut rows = vec![0.0f32; PANEL * matrix.columns];
         for panel in 0..panels {
-            rows.fill(0.0);
-            for (lane, values) in rows.chunks_exact_mut(matrix.columns.max(1)).enumerate() {
-                let Some(row) = row_of(panel * PANEL + lane) else {
-                    continue;
-                };
-                matrix.read_row(row, values);
-                let is_stored = |x: &f32| x.is_finite() && (dtype == Dtype::F32 || round_bf16(*x).is_finite());
-                if !values.iter().all(is_stored) {
-                    return Err(TensorError::NotFinite { part: 0, row });
-                }
-            }
+            let is_stored = |x: &f32| x.is_finite() && (dtype == Dtype::F32 || round_bf16(*x).is_finite());
+            read_panel(&matrix, |lane| row_of(panel * PANEL + lane), is_stored, &mut rows)?;
             packed.push(&rows);
         }
         Ok(packed)
@@ -387,27 +378,7 @@ mod tests {
     use crate::device::cpu::gemm::linear::{Epilogue, PackedRows, linear};
     use crate::device::cpu::gemm::low_rank::{AdapterRows, Added};
     use crate::device::cpu::gemm::matrix::Matrix;
-    use crate::device::cpu::testing::{buffer, bytes_of, ctx_with_threads, numbers};
-
-    /// A matrix of two parts below each other, the first with numbers in its first 3 columns only, the second in the others.
-    fn ups(seed: u64, rows: usize, columns: usize) -> Vec<f32> {
-        let mut values = numbers(seed, rows * columns);
-        for (i, x) in values.iter_mut().enumerate() {
-            if (i / columns < 20) != (i % columns < 3) {
-                *x = 0.0;
-            }
-        }
-        values
-    }
-
-    fn tensor(data: &[u8], rows: usize, columns: usize) -> Tensor<'_> {
-        Tensor {
-            dtype: Dtype::F32,
-            rows,
-            columns,
-            data,
-        }
-    }
+    use crate::device::cpu::testing::{buffer, bytes_of, ctx_with_threads, numbers, tensor, two_parts};
 
     #[test]
     fn rows_of_adapters_get_what_is_theirs_in_any_batch() {
@@ -424,7 +395,7 @@ mod tests {
         ] {
             let matrix = Matrix::pack(&[tensor(&weights, width, k)], precision).unwrap();
             let stored = |x: f32| if dtype == Dtype::Bf16 { round_bf16(x) } else { x };
-            let values: Vec<Vec<f32>> = (4..6).map(|seed| ups(seed, width, rank)).collect();
+            let values: Vec<Vec<f32>> = (4..6).map(|seed| two_parts(seed, [20, width], rank)).collect();
             let packed =
                 |values: &Vec<f32>| LowRankPanels::pack_rows(tensor(&bytes_of(values, Dtype::F32), width, rank), dtype);
             let unused = bytes_of(&numbers(6, rank * k), Dtype::F32);
@@ -579,7 +550,7 @@ mod tests {
     #[test]
     fn columns_of_zeros_are_not_kept() {
         let (rows, rank) = (40, 7);
-        let data = bytes_of(&ups(1, rows, rank), Dtype::F32);
+        let data = bytes_of(&two_parts(1, [20, rows], rank), Dtype::F32);
         let up = LowRankPanels::pack_rows(tensor(&data, rows, rank), Dtype::F32).unwrap();
         let kept: Vec<_> = up
             .panels

@@ -15,9 +15,9 @@
 use std::ops::Range;
 
 use super::blocks::MULTIPLICATIONS_PER_ELEMENT;
-use super::int8::{self, Int8Gemm, OFFSET, OutputLines, QUAD, RowTile};
-use super::low_rank::{LowRankRun, Part};
-use super::matrix::{Int8Panels, Matrix, Panels, inverse_scale, quantized_weight};
+use super::int8::{self, OutputLines, QUAD, RowTile};
+use super::low_rank::{LowRankRun, Part, read_panel};
+use super::matrix::{Int8Panels, Matrix, Panels, pack_lane};
 use super::tile::PANEL;
 use crate::device::cpu::aligned::AlignedArray;
 use crate::device::cpu::isa::Isa;
@@ -46,7 +46,7 @@ pub(crate) struct Int8Ups {
     codes: AlignedArray<i8>,
     /// `[block][16]`.
     scales: Vec<f32>,
-    /// `[block][16]`: the amount that the rows' [`OFFSET`] adds to each sum.
+    /// `[block][16]`: the amount that the rows' [`int8::OFFSET`] adds to each sum.
     offsets: Vec<i32>,
 }
 
@@ -65,17 +65,12 @@ impl Int8Ups {
         let width = matrix.columns.next_multiple_of(GROUP);
         let mut rows = vec![0.0f32; PANEL * width];
         for panel in 0..panels {
-            rows.fill(0.0);
-            for (lane, values) in rows.chunks_exact_mut(width.max(1)).enumerate() {
-                let Some(row) = row_of(panel * PANEL + lane) else {
-                    continue;
-                };
-                let values = &mut values[..matrix.columns];
-                matrix.read_row(row, values);
-                if !values.iter().all(|x| x.is_finite()) {
-                    return Err(TensorError::NotFinite { part: 0, row });
-                }
-            }
+            read_panel(
+                &matrix,
+                |lane| row_of(panel * PANEL + lane),
+                |x| x.is_finite(),
+                &mut rows,
+            )?;
             let first = groups.len();
             for group in 0..width / GROUP {
                 let of_lane = |lane: usize| &rows[lane * width + group * GROUP..][..GROUP];
@@ -86,16 +81,9 @@ impl Int8Ups {
                 let block = codes.len();
                 codes.resize(block + BLOCK_BYTES, 0i8);
                 for lane in 0..PANEL {
-                    let values = of_lane(lane);
-                    let max_abs = values.iter().fold(0.0f32, |max_abs, x| max_abs.max(x.abs()));
-                    let (inverse, mut sum) = (inverse_scale(max_abs), 0);
-                    for (k, x) in values.iter().enumerate() {
-                        let code = quantized_weight(*x, inverse);
-                        codes[block + (k / QUAD * PANEL + lane) * QUAD + k % QUAD] = code;
-                        sum += i32::from(code);
-                    }
-                    scales.push(max_abs / 127.0);
-                    offsets.push(sum * OFFSET);
+                    let (scale, offset) = pack_lane(of_lane(lane), lane, &mut codes[block..]);
+                    scales.push(scale);
+                    offsets.push(offset);
                 }
             }
             blocks.push(first..groups.len());
@@ -204,28 +192,17 @@ pub(crate) fn multiply_down(
 impl DownTask<'_> {
     /// Writes the products of all rows of the tile, `[rows][panels * 16]`.
     fn multiply(&self, isa: Isa, x: &Quantized, products: &mut [f32]) {
-        let ((first_row, rows), column) = (self.tile, self.range.start * PANEL);
+        let (first_row, rows) = self.tile;
         let stride = self.range.len() * PANEL;
         assert!(rows * stride <= products.len());
-        let b = self.panels.data[column * x.stride..].as_ptr();
-        let gemm = Int8Gemm {
-            quads: x.stride / QUAD,
-            a: x.data.as_ptr(),
-            b,
-            panel_stride: x.stride * PANEL,
-            panels: self.range.len(),
-            row_scales: x.scales.as_ptr(),
-            column_scales: self.panels.scales[column..].as_ptr(),
-            offsets: self.panels.offsets[column..].as_ptr(),
-            bias: self.panels.zero_bias[column..].as_ptr(),
-            // The kernel counts rows from the matmul's first row.
-            c: products.as_mut_ptr().wrapping_sub(first_row * stride),
-            c_stride: stride,
-        };
+        let bias = self.panels.zero_bias[self.range.start * PANEL..].as_ptr();
+        // The kernel counts rows from the matmul's first row.
+        let c = products.as_mut_ptr().wrapping_sub(first_row * stride);
+        let gemm = self.panels.gemm(self.range.clone(), bias, x, (c, stride));
         let tile = RowTile {
             first_row,
             rows,
-            prefetch: b.wrapping_add(PREFETCH_AHEAD),
+            prefetch: gemm.b.wrapping_add(PREFETCH_AHEAD),
             prefetch_step: QUAD * PANEL,
             output: OutputLines::NONE,
         };
@@ -347,7 +324,8 @@ mod x86 {
 
     use std::arch::x86_64::*;
 
-    use super::{BLOCK_BYTES, GROUP, OFFSET, PANEL, QUAD, UpProduct};
+    use super::{BLOCK_BYTES, GROUP, PANEL, QUAD, UpProduct};
+    use crate::device::cpu::gemm::int8::OFFSET;
     use crate::device::cpu::gemm::int8::x86::{add_quads, magnitudes};
 
     const QUADS: usize = GROUP / QUAD;
@@ -365,7 +343,7 @@ mod x86 {
                     let mut w = [_mm512_setzero_si512(); QUADS];
                     for q in 0..QUADS {
                         w[q] = _mm512_loadu_si512(weights.add(q * PANEL * QUAD).cast());
-                        // The next call may want the same block of the panels that follow.
+                        // Most often, the next call reads the panels that follow.
                         let next = weights.wrapping_add(p.panels.len() * BLOCK_BYTES + q * PANEL * QUAD);
                         _mm_prefetch::<_MM_HINT_T0>(next);
                     }
@@ -444,7 +422,7 @@ mod tests {
     use crate::device::cpu::gemm::linear::{Epilogue, PackedRows, Rows, linear};
     use crate::device::cpu::gemm::low_rank::{AdapterRows, Added};
     use crate::device::cpu::quantize::quantize;
-    use crate::device::cpu::testing::{buffer, bytes_of, ctx_with_threads, numbers};
+    use crate::device::cpu::testing::{buffer, bytes_of, ctx_with_threads, numbers, tensor, two_parts};
     use crate::device::{Dtype, Precision};
 
     const ROWS: usize = 47;
@@ -452,24 +430,8 @@ mod tests {
     const WIDTH: usize = 53;
     const RANK: usize = 21;
 
-    fn tensor(data: &[u8], rows: usize, columns: usize) -> Tensor<'_> {
-        Tensor {
-            dtype: Dtype::F32,
-            rows,
-            columns,
-            data,
-        }
-    }
-
-    /// A matrix of two parts below each other, the first with numbers in its first 3 columns only, the second in the others.
     fn ups(seed: u64) -> Vec<f32> {
-        let mut values = numbers(seed, WIDTH * RANK);
-        for (i, x) in values.iter_mut().enumerate() {
-            if (i / RANK < 32) != (i % RANK < 3) {
-                *x = 0.0;
-            }
-        }
-        values
+        two_parts(seed, [32, WIDTH], RANK)
     }
 
     fn in_order(lane: usize) -> Option<usize> {

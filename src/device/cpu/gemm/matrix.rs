@@ -10,14 +10,17 @@
 //!   is quantized by its largest magnitude.
 //! - Weights in four bits are described in `int4_panels.rs`.
 
+use std::ops::Range;
+
 use rayon::prelude::*;
 
 use super::bf16;
 use super::int4_panels::Int4Panels;
-use super::int8::{K_MAX, K_STEP, OFFSET, QUAD};
+use super::int8::{Int8Gemm, K_MAX, K_STEP, OFFSET, QUAD};
 use super::tile::{Bf16, Element, F16, PANEL};
 use crate::device::cpu::aligned::AlignedArray;
 use crate::device::cpu::math::round_bf16;
+use crate::device::cpu::quantize::Quantized;
 use crate::device::{Dtype, Precision, Tensor, TensorError};
 
 /// `1.5 * 2^52`: adding and subtracting it rounds to the nearest integer, ties to even.
@@ -180,21 +183,36 @@ impl Int8Panels {
                     if !values.iter().all(|x| x.is_finite()) {
                         return Err(TensorError::NotFinite { part, row });
                     }
-                    let max_abs = values.iter().fold(0.0f32, |max_abs, x| max_abs.max(x.abs()));
-                    let inverse = inverse_scale(max_abs);
-                    let mut sum = 0;
-                    for (k, x) in values.iter().enumerate() {
-                        let q = quantized_weight(*x, inverse);
-                        data[(k / QUAD * PANEL + lane) * QUAD + k % QUAD] = q;
-                        sum += i32::from(q);
-                    }
-                    scales[lane] = max_abs / 127.0;
-                    offsets[lane] = sum * OFFSET;
+                    (scales[lane], offsets[lane]) = pack_lane(values, lane, data);
                 }
                 Ok(())
             },
         )?;
         Ok(panels)
+    }
+
+    /// Kernel parameters that multiply `x` by the panels of `range` and write to `c`. `bias`: `[panels * 16]`.
+    pub(super) fn gemm(
+        &self,
+        range: Range<usize>,
+        bias: *const f32,
+        x: &Quantized,
+        (c, c_stride): (*mut f32, usize),
+    ) -> Int8Gemm {
+        let column = range.start * PANEL;
+        Int8Gemm {
+            quads: x.stride / QUAD,
+            a: x.data.as_ptr(),
+            b: self.data[column * x.stride..].as_ptr(),
+            panel_stride: x.stride * PANEL,
+            panels: range.len(),
+            row_scales: x.scales.as_ptr(),
+            column_scales: self.scales[column..].as_ptr(),
+            offsets: self.offsets[column..].as_ptr(),
+            bias,
+            c,
+            c_stride,
+        }
     }
 
     fn read_row(&self, row: usize, out: &mut [f32]) {
@@ -208,15 +226,19 @@ impl Int8Panels {
     }
 }
 
-/// Factor of weights whose largest magnitude is `max_abs`.
-pub(super) fn inverse_scale(max_abs: f32) -> f64 {
-    if max_abs > 0.0 { 127.0 / f64::from(max_abs) } else { 0.0 }
-}
-
-/// The byte of a weight: rounded to the nearest integer, ties to even.
-pub(super) fn quantized_weight(x: f32, inverse_scale: f64) -> i8 {
-    // Adding ROUND leaves no bits for a fraction.
-    ((f64::from(x) * inverse_scale + ROUND) - ROUND) as i8
+/// Quantizes weights of one output feature by their largest magnitude, and writes them to a lane of `data`, `[quad][16][4]`. Returns their
+/// scale, and the amount that the activations' [`OFFSET`] adds to their sum.
+pub(super) fn pack_lane(values: &[f32], lane: usize, data: &mut [i8]) -> (f32, i32) {
+    let max_abs = values.iter().fold(0.0f32, |max_abs, x| max_abs.max(x.abs()));
+    let inverse = if max_abs > 0.0 { 127.0 / f64::from(max_abs) } else { 0.0 };
+    let mut sum = 0;
+    for (k, x) in values.iter().enumerate() {
+        // Rounds to the nearest integer, ties to even: adding ROUND leaves no bits for a fraction.
+        let q = ((f64::from(*x) * inverse + ROUND) - ROUND) as i8;
+        data[(k / QUAD * PANEL + lane) * QUAD + k % QUAD] = q;
+        sum += i32::from(q);
+    }
+    (max_abs / 127.0, sum * OFFSET)
 }
 
 impl Vector {
