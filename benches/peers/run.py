@@ -45,8 +45,9 @@ def install():
     if not any(shutil.which(name) for name in (os.environ.get("CXX") or "c++", "g++", "clang++")):
         raise SystemExit("llama.cpp is compiled while it is installed: a C++ compiler is needed (Debian: apt-get install g++)")
     subprocess.run([sys.executable, "-m", "venv", HERE / ".venv"], check=True)
-    # For this machine's instructions; pip brings CMake and Ninja where they are missing.
-    flags = {"CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF"}
+    # For this machine's instructions; pip brings CMake and Ninja where they are missing. GCC 12 takes all but the first 8 bytes of
+    # what `_tile_loadconfig` reads for unused and drops the stores to them: without these flags, AMX ends in an illegal instruction.
+    flags = {"CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF", "CXXFLAGS": "-fno-tree-dse -fno-dse"}
     subprocess.run([PYTHON, "-m", "pip", "install", "--quiet", "-r", HERE / "requirements.txt"], check=True, env=os.environ | flags)
     installed.write_text(wanted)
 
