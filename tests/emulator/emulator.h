@@ -17,6 +17,7 @@
 #include <map>
 #include <utility>
 #include <vector>
+#include <emmintrin.h>
 
 #define __global__
 #define __device__

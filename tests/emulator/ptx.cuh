@@ -197,11 +197,29 @@ struct E4m3 {};
 struct Bf16Pairs {};
 
 namespace emulator {
-// Products of two rows of 32 bytes.
+// Products of two rows of 32 bytes. Most of the emulator's time is theirs, so they use SSE2, which every x86-64 has, and several sums.
+inline __m128i bytes16(const unsigned char* from) {
+    return _mm_loadu_si128((const __m128i*)from);
+}
+inline float sum_of(__m128 x) {
+    float of[4];
+    std::memcpy(of, &x, 16);
+    return of[0] + of[1] + (of[2] + of[3]);
+}
 inline int int8_product(const unsigned char* x, const unsigned char* w) {
-    int sum = 0;
-    for (int k = 0; k < 32; k++) sum += (signed char)x[k] * (signed char)w[k];
-    return sum;
+    const __m128i none = _mm_setzero_si128();
+    __m128i sum = none;
+    for (int at = 0; at < 32; at += 16) {
+        // Shifted down from the upper half of 16 bits, a byte keeps its sign.
+        __m128i low = _mm_madd_epi16(_mm_srai_epi16(_mm_unpacklo_epi8(none, bytes16(x + at)), 8),
+                                     _mm_srai_epi16(_mm_unpacklo_epi8(none, bytes16(w + at)), 8));
+        __m128i high = _mm_madd_epi16(_mm_srai_epi16(_mm_unpackhi_epi8(none, bytes16(x + at)), 8),
+                                      _mm_srai_epi16(_mm_unpackhi_epi8(none, bytes16(w + at)), 8));
+        sum = _mm_add_epi32(sum, _mm_add_epi32(low, high));
+    }
+    int of[4];
+    std::memcpy(of, &sum, 16);
+    return of[0] + of[1] + of[2] + of[3];
 }
 inline float e4m3_product(const unsigned char* x, const unsigned char* w) {
     static const struct Values {
@@ -210,15 +228,21 @@ inline float e4m3_product(const unsigned char* x, const unsigned char* w) {
             for (int i = 0; i < 256; i++) of[i] = e4m3_to_float((unsigned char)i);
         }
     } values;
-    float sum = 0;
-    for (int k = 0; k < 32; k++) sum += values.of[x[k]] * values.of[w[k]];
-    return sum;
+    float sums[4] = {};
+    for (int k = 0; k < 32; k += 4)
+        for (int i = 0; i < 4; i++) sums[i] += values.of[x[k + i]] * values.of[w[k + i]];
+    return sums[0] + sums[1] + (sums[2] + sums[3]);
 }
 inline float bf16_product(const unsigned char* x, const unsigned char* w) {
-    auto number = [](const unsigned char* b) { return bits_to_float((unsigned)(b[0] | b[1] << 8) << 16); };
-    float sum = 0;
-    for (int k = 0; k < 32; k += 2) sum += number(x + k) * number(w + k);
-    return sum;
+    const __m128i upper = _mm_set1_epi32((int)0xffff0000);
+    __m128 sum = _mm_setzero_ps();
+    for (int at = 0; at < 32; at += 16) {
+        __m128i a = bytes16(x + at), b = bytes16(w + at);
+        __m128 even = _mm_mul_ps(_mm_castsi128_ps(_mm_slli_epi32(a, 16)), _mm_castsi128_ps(_mm_slli_epi32(b, 16)));
+        __m128 odd = _mm_mul_ps(_mm_castsi128_ps(_mm_and_si128(a, upper)), _mm_castsi128_ps(_mm_and_si128(b, upper)));
+        sum = _mm_add_ps(sum, _mm_add_ps(even, odd));
+    }
+    return sum_of(sum);
 }
 }  // namespace emulator
 
