@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <atomic>
 #include <csignal>
+#include <map>
 #include <thread>
+#include <vector>
 #include <link.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -35,6 +37,120 @@ emulator_switch:
     ret
 )");
 extern "C" void emulator_switch(void** from, void* to);
+
+// A copy that a thread has begun.
+struct Copy { void* to; unsigned size; unsigned char bytes[16]; };
+
+// What sums of products are, while their registers hold nonsense.
+typedef std::vector<unsigned char> Sums;
+
+struct Product { void* at; Sums* sums; Compute compute; bool is_done; alignas(16) unsigned char operands[OPERANDS]; };
+
+// By the registers' addresses: sums, and what was in registers at the last fence. `unfenced` are parts of shared memory that copies of this
+// thread have brought.
+struct Begun {
+    std::vector<Copy> copies;
+    std::vector<std::vector<Copy>> copy_groups;
+    std::vector<size_t> unfenced;
+    std::vector<Product> products;
+    std::vector<std::vector<Product>> product_groups;
+    std::map<const void*, Sums> sums;
+    std::map<const void*, std::vector<unsigned char>> fenced;
+};
+
+static Begun& begun() { return *self().begun; }
+
+static void arrive(const Copy& copy) {
+    std::memcpy(copy.to, copy.bytes, copy.size);
+    size_t at = size_t((unsigned char*)copy.to - block().shared) / 16;
+    if (at >= block().unfenced_size) fail("copies to what is no shared memory of its launch");
+    block().unfenced[at] = true;
+    begun().unfenced.push_back(at);
+}
+
+static void begin_copy(void* to, const void* from, unsigned size, unsigned bytes) {
+    if ((uintptr_t)to % size || (uintptr_t)from % size) fail("begins a copy that is not aligned");
+    Copy copy{to, size, {}};
+    std::memcpy(copy.bytes, from, bytes);
+    if (block().seed % 2 == 1) arrive(copy);
+    begun().copies.push_back(copy);
+}
+
+static void end_copies() {
+    begun().copy_groups.push_back(std::move(begun().copies));
+    begun().copies.clear();
+}
+
+static void wait_for_copies(unsigned left) {
+    auto& groups = begun().copy_groups;
+    while (groups.size() > left) {
+        for (const Copy& copy : groups.front()) arrive(copy);
+        groups.erase(groups.begin());
+    }
+}
+
+static void fence_copies() {
+    for (size_t at : begun().unfenced) block().unfenced[at] = false;
+    begun().unfenced.clear();
+}
+
+static void fence_registers(const void* registers, size_t bytes) {
+    begun().fenced[registers].assign((const unsigned char*)registers, (const unsigned char*)registers + bytes);
+}
+
+// Registers must not have changed since the fence.
+static void check_fence(const void* registers, size_t bytes) {
+    auto was = begun().fenced.find(registers);
+    if (was == begun().fenced.end()) fail("begins a product whose registers no fence has named");
+    if (std::memcmp(was->second.data(), registers, bytes) != 0) fail("changes registers between the fence and the product");
+}
+
+static void forget_fence(const void* registers) {
+    begun().fenced.erase(registers);
+}
+
+// Where the seed is odd at once, or when the thread waits for it.
+static void begin_product(void* at, size_t bytes, Compute compute, const void* operands, size_t operand_bytes) {
+    auto [place, fresh] = begun().sums.try_emplace(at);
+    Sums& sums = place->second;
+    if (fresh) {
+        check_fence(at, bytes);
+        sums.assign((unsigned char*)at, (unsigned char*)at + bytes);
+        std::memset(at, 0xff, bytes);
+    }
+    Product product{at, &sums, compute, block().seed % 2 == 1, {}};
+    std::memcpy(product.operands, operands, operand_bytes);
+    if (product.is_done) compute(sums.data(), operands);
+    begun().products.push_back(product);
+}
+
+static void end_products() {
+    begun().product_groups.push_back(std::move(begun().products));
+    begun().products.clear();
+}
+
+static void wait_for_products(unsigned left) {
+    auto& groups = begun().product_groups;
+    while (groups.size() > left) {
+        for (const Product& product : groups.front()) {
+            Sums& sums = *product.sums;
+            for (size_t i = 0; i < sums.size(); i++)
+                if (((unsigned char*)product.at)[i] != 0xff) fail("changes sums that a product still adds to");
+            if (!product.is_done) product.compute(sums.data(), product.operands);
+        }
+        groups.erase(groups.begin());
+    }
+}
+
+static void end_sums(void* at, size_t bytes) {
+    auto sums = begun().sums.find(at);
+    if (sums == begun().sums.end()) fail("waits for sums of which there are no products");
+    std::memcpy(at, sums->second.data(), bytes);
+    begun().sums.erase(sums);
+}
+
+static const Services SERVICES{emulator_switch, begin_copy, end_copies, wait_for_copies, fence_copies, fence_registers, check_fence,
+                               forget_fence, begin_product, end_products, wait_for_products, end_sums};
 
 // A thread that is gone is waited for by nobody.
 static void leave(Group& group) {
@@ -157,19 +273,21 @@ static void poison(const Declared& of) {
 }
 
 // Gives each thread of block `at` a fiber that begins at the kernel's beginning.
-static void begin(Block& b, Worker& worker, unsigned at) {
+static void begin(Block& b, Worker& worker, unsigned at, std::vector<Begun>& begun) {
     const Dim &size = b.block_size, &grid = b.grid_size;
-    unsigned threads = b.fibers.size();
+    unsigned threads = begun.size();
     b.block_index = {at % grid.x, at / grid.x % grid.y, at / grid.x / grid.y};
     // What nobody has written is a signalling nonsense.
     std::memset(b.shared, 0xff, worker.shared_end - b.shared);
-    b.unfenced.clear();
-    b.warps.assign((threads + 31) / 32, Group{});
+    std::fill_n(b.unfenced, b.unfenced_size, 0);
+    std::fill_n(b.warps, (threads + 31) / 32, Group{});
     b.all = Group{};
     b.all.alive = threads;
     for (unsigned i = 0; i < threads; i++) {
         Fiber& f = b.fibers[i];
         f = Fiber{};
+        begun[i] = Begun{};
+        f.begun = &begun[i];
         f.thread = {i % size.x, i / size.x % size.y, i / size.x / size.y};
         f.lane = i % 32;
         f.warp = i / 32;
@@ -186,7 +304,7 @@ static void begin(Block& b, Worker& worker, unsigned at) {
 
 // Whether all threads of the block came to their end.
 static bool run_block(Block& b, unsigned at) {
-    unsigned threads = b.fibers.size(), warps = b.warps.size(), left = threads;
+    unsigned threads = b.all.alive, warps = (threads + 31) / 32, left = threads;
     unsigned state = b.seed * 2654435761u + at + 1;
     while (left > 0) {
         bool any = false;
@@ -229,10 +347,17 @@ int launch(const void* code, void (*body)(void*), void* context, const unsigned*
         stack_t own{worker.signal_stack, 0, sizeof worker.signal_stack}, old;
         sigaltstack(&own, &old);
         Block b{};
-        b.fibers.resize(threads);
+        std::vector<Fiber> fibers(threads);
+        std::vector<Group> warps((threads + 31) / 32);
+        std::vector<Begun> begun(threads);
+        std::vector<unsigned char> unfenced((shared + 15) / 16);
+        b.fibers = fibers.data();
+        b.warps = warps.data();
+        b.unfenced = unfenced.data();
+        b.unfenced_size = unfenced.size();
         b.seed = seed;
         b.kernel = kernel_name;
-        b.change_stacks = emulator_switch;
+        b.services = &SERVICES;
         b.shared = worker.shared_end - (shared + 127) / 128 * 128;
         b.body = body;
         b.body_context = context;
@@ -241,7 +366,7 @@ int launch(const void* code, void (*body)(void*), void* context, const unsigned*
         running = &b;
         for (uint64_t block = next++; block < blocks && !failed; block = next++) {
             poison(declared);
-            begin(b, worker, (unsigned)block);
+            begin(b, worker, (unsigned)block, begun);
             if (!run_block(b, (unsigned)block)) failed = true;
         }
         running = nullptr;

@@ -13,10 +13,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <functional>
-#include <map>
 #include <utility>
-#include <vector>
 #include <emmintrin.h>
 
 #define __global__
@@ -30,38 +27,54 @@ namespace emulator {
 
 struct Dim { unsigned x, y, z; };
 
-// Copies that a thread has begun: they arrive when it waits for them, and not before.
-struct Copy { void* to; unsigned size; unsigned char bytes[16]; };
-struct Copies { std::vector<Copy> open; std::vector<std::vector<Copy>> groups; std::vector<size_t> unfenced; };
+// Copies and products that a thread has begun: emulator.cpp knows more of them.
+struct Begun;
 
-// Sums of products that a thread has begun: what they are, while the registers hold nonsense; and how many products still add to them.
-struct Sums { std::vector<unsigned char> are; unsigned pending; };
-
-// Products of a warpgroup that a thread has begun, and by the registers' addresses: sums, and what was in registers at the last fence.
-struct Products {
-    std::vector<std::function<void()>> open;
-    std::vector<std::vector<std::function<void()>>> groups;
-    std::map<const void*, Sums> sums;
-    std::map<const void*, std::vector<unsigned char>> fenced;
-};
-
-struct Fiber { void* stack_pointer; Dim thread; unsigned lane, warp, turn; bool done; Copies copies; Products products; };
+struct Fiber { void* stack_pointer; Dim thread; unsigned lane, warp, turn; bool done; Begun* begun; };
 
 // Threads that wait for each other, and what each brings.
 struct Group { unsigned arrived, generation, alive; uint64_t slots[2][32]; };
 
+// A product that a thread has begun adds to its sums by this, whenever it does.
+typedef void (*Compute)(void* sums, const void* operands);
+const size_t OPERANDS = 128;
+
+// What emulator.cpp does for kernels, in whose objects there is as little of it as can be, since each one's compilation would pay for it.
+// All of it is for the thread that calls it.
+struct Services {
+    void (*change_stacks)(void** from, void* to);
+    // Begins to copy `size` bytes, of which those after the first `bytes` are zeros. A copy arrives when the thread waits for it, and
+    // where the seed is odd at once, too.
+    void (*begin_copy)(void* to, const void* from, unsigned size, unsigned bytes);
+    void (*end_copies)();
+    // Waits for all groups of copies but the last `left`.
+    void (*wait_for_copies)(unsigned left);
+    // What copies have brought is for products from now on.
+    void (*fence_copies)();
+    // Registers that products read or write from now on, and those that no more do.
+    void (*fence_registers)(const void* registers, size_t bytes);
+    void (*check_fence)(const void* registers, size_t bytes);
+    void (*forget_fence)(const void* registers);
+    // `sums` are nonsense from now on until `end_sums`, which only a wait for the product may precede.
+    void (*begin_product)(void* sums, size_t bytes, Compute compute, const void* operands, size_t operand_bytes);
+    void (*end_products)();
+    void (*wait_for_products)(unsigned left);
+    void (*end_sums)(void* sums, size_t bytes);
+};
+
 struct Block {
-    std::vector<Fiber> fibers;
-    std::vector<Group> warps;
+    Fiber* fibers;
+    Group* warps;
     Group all;
     unsigned current, seed;
     const char* kernel;
     void* scheduler;
-    void (*change_stacks)(void** from, void* to);
+    const Services* services;
     bool progressed;
     unsigned char* shared;
     // Of each 16 bytes of shared memory: whether a copy has brought them that no fence has followed.
-    std::vector<bool> unfenced;
+    unsigned char* unfenced;
+    size_t unfenced_size;
     void (*body)(void*);
     void* body_context;
     Dim block_index, block_size, grid_size;
@@ -84,7 +97,7 @@ inline Seat& seat() {
 
 inline Block& block() { return *seat().block; }
 inline Fiber& self() { return *seat().fiber; }
-inline void yield() { block().change_stacks(&self().stack_pointer, block().scheduler); }
+inline void yield() { block().services->change_stacks(&self().stack_pointer, block().scheduler); }
 
 inline void wait(Group& group) {
     unsigned generation = group.generation;
@@ -156,17 +169,6 @@ template <int N> inline const Words<N>& gather(const unsigned int* mine) {
     std::memcpy(words.of[self().lane], mine, sizeof(words.of[0]));
     __syncwarp();
     return words;
-}
-
-inline Copies& copies() { return self().copies; }
-
-// Writes what a copy brings. A template, as all that copies: kernels without copies do not compile it.
-template <class Copy> void arrive(const Copy& copy) {
-    std::memcpy(copy.to, copy.bytes, copy.size);
-    size_t at = size_t((unsigned char*)copy.to - block().shared) / 16;
-    if (at >= block().unfenced.size()) block().unfenced.resize(at + 1);
-    block().unfenced[at] = true;
-    copies().unfenced.push_back(at);
 }
 
 // A kernel does what real cards leave undefined.

@@ -3,12 +3,6 @@
 #include "ptx.cuh"
 #include <algorithm>
 
-namespace emulator {
-inline void fence(const void* registers, size_t bytes) {
-    self().products.fenced[registers].assign((const unsigned char*)registers, (const unsigned char*)registers + bytes);
-}
-}  // namespace emulator
-
 #if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #error "these instructions need sm_90a"
 #endif
@@ -20,48 +14,37 @@ template <int WIDTH = 128> inline unsigned long long tile_descriptor(const void*
 }
 
 inline void stores_before_products() {
-    for (size_t at : emulator::copies().unfenced) emulator::block().unfenced[at] = false;
-    emulator::copies().unfenced.clear();
+    emulator::block().services->fence_copies();
 }
 
 // What the next products read and write: sums, and the left matrix's registers. Whatever writes these before a wait fails there.
 template <class Sum, int N> inline void products_begin(Sum (&d)[N]) {
-    emulator::fence(d, sizeof d);
+    emulator::block().services->fence_registers(d, sizeof d);
 }
 
 template <class Sum, int N, int M> inline void products_begin(Sum (&d)[N], unsigned (&a)[M][4]) {
-    for (auto& four : a) emulator::fence(four, sizeof four);
+    for (auto& four : a) emulator::block().services->fence_registers(four, sizeof four);
     products_begin(d);
 }
 
 inline void products_end() {
-    emulator::Products& products = emulator::self().products;
-    products.groups.push_back(std::move(products.open));
-    products.open.clear();
+    emulator::block().services->end_products();
 }
 
 template <int LEFT> inline void products_wait() {
-    auto& groups = emulator::self().products.groups;
-    while (groups.size() > LEFT) {
-        for (auto& product : groups.front()) product();
-        groups.erase(groups.begin());
-    }
+    emulator::block().services->wait_for_products(LEFT);
 }
 
 // Sums are there for those alone who name them here: a compiler may compute with others before it waits.
 template <class Sum, int N> inline void products_done(Sum (&d)[N]) {
     products_wait<0>();
-    auto& products = emulator::self().products;
-    auto sums = products.sums.find(d);
-    if (sums == products.sums.end()) emulator::fail("waits for sums of which there are no products");
-    std::memcpy(d, sums->second.are.data(), sizeof d);
-    products.sums.erase(sums);
-    products.fenced.erase(d);
+    emulator::block().services->end_sums(d, sizeof d);
+    emulator::block().services->forget_fence(d);
 }
 
 template <class Sum, int N, int M> inline void products_done(Sum (&d)[N], unsigned (&a)[M][4]) {
     products_done(d);
-    for (auto& four : a) emulator::self().products.fenced.erase(four);
+    for (auto& four : a) emulator::block().services->forget_fence(four);
 }
 
 namespace emulator {
@@ -78,7 +61,7 @@ inline void row_of(unsigned long long tile, int row, unsigned char (&to)[32]) {
     for (int half = 0; half < 2; half++) {
         const unsigned char* from = swizzled(start + row / 8 * step + row % 8 * width + half * 16, width);
         size_t at = size_t(from - block().shared_start()) / 16;
-        if (at < block().unfenced.size() && block().unfenced[at]) fail("multiplies what a copy has brought and no fence has followed");
+        if (at < block().unfenced_size && block().unfenced[at]) fail("multiplies what a copy has brought and no fence has followed");
         std::memcpy(to + half * 16, from, 16);
     }
 }
@@ -86,101 +69,69 @@ inline void row_of(unsigned long long tile, int row, unsigned char (&to)[32]) {
 // The left matrix: rows `lane / 4` and 8 further of the warp's 16.
 typedef unsigned char Rows[2][32];
 
+// What a product multiplies: the left matrix in shared memory, or in registers, of all lanes of the warp, which must stay as they are
+// until the product is done. `rows` are those in registers, and `own` is what this thread's were.
+struct Operands {
+    unsigned long long left, right;
+    const void* registers;
+    Rows rows;
+    unsigned own[4];
+    int add;
+};
+static_assert(sizeof(Operands) <= OPERANDS);
+
 // A thread's part of a product: half as many sums as it has columns.
-template <class Sum, int N, class Product>
-void multiply(Sum (&d)[N], const Rows& x, unsigned long long b, int add, Product product) {
+template <auto PRODUCT, class Sum, int N> void compute(void* sums, const void* operands) {
+    Operands of = *(const Operands*)operands;
+    Sum* d = (Sum*)sums;
+    if (!of.registers)
+        for (int half = 0; half < 2; half++) row_of(of.left, self().warp % 4 * 16 + self().lane / 4 + half * 8, of.rows[half]);
+    else if (std::memcmp(of.own, of.registers, 16) != 0)
+        fail("changes registers that a product still reads");
     unsigned char w[32];
     for (int n = 0; n < N / 4; n++)
         for (int i = 0; i < 2; i++) {
-            row_of(b, n * 8 + self().lane % 4 * 2 + i, w);
+            row_of(of.right, n * 8 + self().lane % 4 * 2 + i, w);
             for (int half = 0; half < 2; half++) {
                 Sum& sum = d[n * 4 + half * 2 + i];
-                sum = (add ? sum : 0) + product(x[half], w);
+                sum = (of.add ? sum : 0) + PRODUCT(of.rows[half], w);
             }
         }
 }
 
-// Registers must not have changed since the fence.
-inline void check_fence(const void* registers, size_t bytes) {
-    auto& fenced = self().products.fenced;
-    auto was = fenced.find(registers);
-    if (was == fenced.end()) fail("begins a product whose registers no fence has named");
-    if (std::memcmp(was->second.data(), registers, bytes) != 0) fail("changes registers between the fence and the product");
+template <auto PRODUCT, class Sum, int N> void products(Sum (&d)[N], unsigned long long a, unsigned long long b, int add) {
+    Operands of{a, b, nullptr, {}, {}, add};
+    block().services->begin_product(d, sizeof d, compute<PRODUCT, Sum, N>, &of, sizeof of);
 }
 
-// Now, or when the thread waits for it; its sums are nonsense until then.
-template <class Sum, int N, class Compute> void begin_product(Sum (&d)[N], Compute compute) {
-    Products& products = self().products;
-    auto [at, fresh] = products.sums.try_emplace(d);
-    Sums* sums = &at->second;
-    if (fresh) {
-        check_fence(d, sizeof d);
-        sums->are.assign((unsigned char*)d, (unsigned char*)(d + N));
-        std::memset(d, 0xff, sizeof d);
-    }
-    sums->pending++;
-    auto add = [sums, compute] {
-        Sum now[N];
-        std::memcpy(now, sums->are.data(), sizeof now);
-        compute(now);
-        std::memcpy(sums->are.data(), now, sizeof now);
-    };
-    bool at_once = block().seed % 2 == 1;
-    if (at_once) add();
-    products.open.push_back([&d, sums, add, at_once] {
-        for (size_t i = 0; i < sizeof d; i++)
-            if (((unsigned char*)d)[i] != 0xff) fail("changes sums that a product still adds to");
-        if (!at_once) add();
-        sums->pending--;
-    });
-}
-
-template <class Sum, int N, class Product>
-void products(Sum (&d)[N], unsigned long long a, unsigned long long b, int add, Product product) {
-    begin_product(d, [a, b, add, product](Sum (&d)[N]) {
-        Rows x;
-        for (int half = 0; half < 2; half++) row_of(a, self().warp % 4 * 16 + self().lane / 4 + half * 8, x[half]);
-        multiply(d, x, b, add, product);
-    });
-}
-
-// The left matrix in registers, of all lanes of the warp, which must stay as they are until the product is done.
-template <class Sum, int N, class Product>
-void products(Sum (&d)[N], const unsigned (&a)[4], unsigned long long b, int add, Product product) {
-    struct Left {
-        Rows rows;
-        unsigned own[4];
-    } left;
-    std::memcpy(left.own, a, 16);
-    check_fence(a, sizeof left.own);
+template <auto PRODUCT, class Sum, int N> void products(Sum (&d)[N], const unsigned (&a)[4], unsigned long long b, int add) {
+    Operands of{0, b, a, {}, {a[0], a[1], a[2], a[3]}, add};
+    block().services->check_fence(a, sizeof a);
     const Words<4>& all = gather<4>(a);
     for (int lane = 0; lane < 4; lane++)
-        for (int i = 0; i < 4; i++) std::memcpy(left.rows[i % 2] + i / 2 * 16 + lane * 4, &all.of[self().lane / 4 * 4 + lane][i], 4);
-    begin_product(d, [&a, left, b, add, product](Sum (&d)[N]) {
-        if (std::memcmp(left.own, a, 16) != 0) fail("changes registers that a product still reads");
-        multiply(d, left.rows, b, add, product);
-    });
+        for (int i = 0; i < 4; i++) std::memcpy(of.rows[i % 2] + i / 2 * 16 + lane * 4, &all.of[self().lane / 4 * 4 + lane][i], 4);
+    block().services->begin_product(d, sizeof d, compute<PRODUCT, Sum, N>, &of, sizeof of);
 }
 }  // namespace emulator
 
 template <int N> inline void products(int (&d)[N], unsigned long long a, unsigned long long b, int add) {
-    emulator::products(d, a, b, add, emulator::int8_product);
+    emulator::products<emulator::int8_product>(d, a, b, add);
 }
 template <int N> inline void products(E4m3, float (&d)[N], unsigned long long a, unsigned long long b, int add) {
-    emulator::products(d, a, b, add, emulator::e4m3_product);
+    emulator::products<emulator::e4m3_product>(d, a, b, add);
 }
 template <int N> inline void products(Bf16Pairs, float (&d)[N], unsigned long long a, unsigned long long b, int add) {
-    emulator::products(d, a, b, add, emulator::bf16_product);
+    emulator::products<emulator::bf16_product>(d, a, b, add);
 }
 
 template <int N> inline void products(int (&d)[N], const unsigned (&a)[4], unsigned long long b, int add) {
-    emulator::products(d, a, b, add, emulator::int8_product);
+    emulator::products<emulator::int8_product>(d, a, b, add);
 }
 template <int N> inline void products(E4m3, float (&d)[N], const unsigned (&a)[4], unsigned long long b, int add) {
-    emulator::products(d, a, b, add, emulator::e4m3_product);
+    emulator::products<emulator::e4m3_product>(d, a, b, add);
 }
 template <int N> inline void products(Bf16Pairs, float (&d)[N], const unsigned (&a)[4], unsigned long long b, int add) {
-    emulator::products(d, a, b, add, emulator::bf16_product);
+    emulator::products<emulator::bf16_product>(d, a, b, add);
 }
 
 struct alignas(8) Barrier {

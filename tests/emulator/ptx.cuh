@@ -113,37 +113,20 @@ inline unsigned int shared_address(const void* pointer) {
     return (unsigned int)((const unsigned char*)pointer - emulator::block().shared_start());
 }
 
-namespace emulator {
-// Begins to copy so many bytes, of which those after the first `bytes` are zeros.
-template <unsigned SIZE> void begin_copy(void* to, const void* from, int bytes) {
-    if ((uintptr_t)to % SIZE || (uintptr_t)from % SIZE) fail("begins a copy that is not aligned");
-    Copy copy{to, SIZE, {}};
-    std::memcpy(copy.bytes, from, bytes);
-    if (block().seed % 2 == 1) arrive(copy);
-    copies().open.push_back(copy);
-}
-}  // namespace emulator
-
 template <class To> void copy_async(To* to, const void* from, int bytes) {
-    emulator::begin_copy<16>(to, from, bytes);
+    emulator::block().services->begin_copy(to, from, 16, bytes);
 }
 
 template <class To> void copy_word_async(To* to, const void* from, int bytes) {
-    emulator::begin_copy<4>(to, from, bytes);
+    emulator::block().services->begin_copy(to, from, 4, bytes);
 }
 
-template <class Copies = emulator::Copies> void copy_group() {
-    Copies& copies = emulator::copies();
-    copies.groups.push_back(std::move(copies.open));
-    copies.open.clear();
+inline void copy_group() {
+    emulator::block().services->end_copies();
 }
 
 template <int LEFT> void copy_wait() {
-    auto& groups = emulator::copies().groups;
-    while (groups.size() > LEFT) {
-        for (auto& copy : groups.front()) emulator::arrive(copy);
-        groups.erase(groups.begin());
-    }
+    emulator::block().services->wait_for_copies(LEFT);
 }
 
 inline void load_matrices(unsigned int (&out)[4], const void* row) {
@@ -179,8 +162,8 @@ inline void row_of_a(const Words<6>& all, int row, unsigned int (&to)[8]) {
 inline void column_of_b(const Words<6>& all, int column, unsigned int (&to)[8]) {
     for (int k = 0; k < 8; k++) to[k] = all.of[column * 4 + k % 4][4 + k / 4];
 }
-// Adds to a lane's four sums; `product` multiplies byte k on of two rows of 32 bytes.
-template <class Sum, class Product> void multiply(Sum (&c)[4], const unsigned int (&a)[4], const unsigned int* b, Product product) {
+// Adds to a lane's four sums; `PRODUCT` multiplies two rows of 32 bytes.
+template <auto PRODUCT, class Sum> void multiply(Sum (&c)[4], const unsigned int (&a)[4], const unsigned int* b) {
     unsigned int mine[6] = {a[0], a[1], a[2], a[3], b[0], b[1]};
     const auto& all = gather<6>(mine);
     int lane = self().lane;
@@ -189,7 +172,7 @@ template <class Sum, class Product> void multiply(Sum (&c)[4], const unsigned in
         row_of_a(all, lane / 4 + i * 8, x[i]);
         column_of_b(all, lane % 4 * 2 + i, w[i]);
     }
-    for (int i = 0; i < 4; i++) c[i] += product((const unsigned char*)x[i / 2], (const unsigned char*)w[i % 2]);
+    for (int i = 0; i < 4; i++) c[i] += PRODUCT((const unsigned char*)x[i / 2], (const unsigned char*)w[i % 2]);
 }
 }  // namespace emulator
 
@@ -247,13 +230,13 @@ inline float bf16_product(const unsigned char* x, const unsigned char* w) {
 }  // namespace emulator
 
 inline void multiply(int (&c)[4], const unsigned int (&a)[4], const unsigned int* b) {
-    emulator::multiply(c, a, b, emulator::int8_product);
+    emulator::multiply<emulator::int8_product>(c, a, b);
 }
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 890
 inline void multiply(E4m3, float (&c)[4], const unsigned int (&a)[4], const unsigned int* b) {
-    emulator::multiply(c, a, b, emulator::e4m3_product);
+    emulator::multiply<emulator::e4m3_product>(c, a, b);
 }
 #endif
 inline void multiply(Bf16Pairs, float (&c)[4], const unsigned int (&a)[4], const unsigned int* b) {
-    emulator::multiply(c, a, b, emulator::bf16_product);
+    emulator::multiply<emulator::bf16_product>(c, a, b);
 }
