@@ -44,16 +44,33 @@ struct Copy { void* to; unsigned size; unsigned char bytes[16]; };
 // What sums of products are, while their registers hold nonsense.
 typedef std::vector<unsigned char> Sums;
 
-struct Product { void* at; Sums* sums; Compute compute; bool is_done; alignas(16) unsigned char operands[OPERANDS]; };
+struct Product { void* at; Sums* sums; Compute compute; bool is_done; std::vector<unsigned char> operands; };
+
+// What a thread has begun since it ended a group, and the groups that it has not waited for.
+template <class T> struct Groups {
+    std::vector<T> open;
+    std::vector<std::vector<T>> ended;
+
+    void end() {
+        ended.push_back(std::move(open));
+        open.clear();
+    }
+
+    // Finishes all groups but the last `left`.
+    template <class Finish> void wait(unsigned left, Finish finish) {
+        while (ended.size() > left) {
+            for (const T& begun : ended.front()) finish(begun);
+            ended.erase(ended.begin());
+        }
+    }
+};
 
 // By the registers' addresses: sums, and what was in registers at the last fence. `unfenced` are parts of shared memory that copies of this
 // thread have brought.
 struct Begun {
-    std::vector<Copy> copies;
-    std::vector<std::vector<Copy>> copy_groups;
+    Groups<Copy> copies;
     std::vector<size_t> unfenced;
-    std::vector<Product> products;
-    std::vector<std::vector<Product>> product_groups;
+    Groups<Product> products;
     std::map<const void*, Sums> sums;
     std::map<const void*, std::vector<unsigned char>> fenced;
 };
@@ -63,7 +80,7 @@ static Begun& begun() { return *self().begun; }
 static void arrive(const Copy& copy) {
     std::memcpy(copy.to, copy.bytes, copy.size);
     size_t at = size_t((unsigned char*)copy.to - block().shared) / 16;
-    if (at >= block().unfenced_size) fail("copies to what is no shared memory of its launch");
+    if (at >= block().unfenced_size) fail("copies to memory that is not its launch's shared memory");
     block().unfenced[at] = true;
     begun().unfenced.push_back(at);
 }
@@ -73,20 +90,15 @@ static void begin_copy(void* to, const void* from, unsigned size, unsigned bytes
     Copy copy{to, size, {}};
     std::memcpy(copy.bytes, from, bytes);
     if (block().seed % 2 == 1) arrive(copy);
-    begun().copies.push_back(copy);
+    begun().copies.open.push_back(copy);
 }
 
 static void end_copies() {
-    begun().copy_groups.push_back(std::move(begun().copies));
-    begun().copies.clear();
+    begun().copies.end();
 }
 
 static void wait_for_copies(unsigned left) {
-    auto& groups = begun().copy_groups;
-    while (groups.size() > left) {
-        for (const Copy& copy : groups.front()) arrive(copy);
-        groups.erase(groups.begin());
-    }
+    begun().copies.wait(left, arrive);
 }
 
 static void fence_copies() {
@@ -98,7 +110,6 @@ static void fence_registers(const void* registers, size_t bytes) {
     begun().fenced[registers].assign((const unsigned char*)registers, (const unsigned char*)registers + bytes);
 }
 
-// Registers must not have changed since the fence.
 static void check_fence(const void* registers, size_t bytes) {
     auto was = begun().fenced.find(registers);
     if (was == begun().fenced.end()) fail("begins a product whose registers no fence has named");
@@ -109,7 +120,6 @@ static void forget_fence(const void* registers) {
     begun().fenced.erase(registers);
 }
 
-// Where the seed is odd at once, or when the thread waits for it.
 static void begin_product(void* at, size_t bytes, Compute compute, const void* operands, size_t operand_bytes) {
     auto [place, fresh] = begun().sums.try_emplace(at);
     Sums& sums = place->second;
@@ -118,28 +128,23 @@ static void begin_product(void* at, size_t bytes, Compute compute, const void* o
         sums.assign((unsigned char*)at, (unsigned char*)at + bytes);
         std::memset(at, 0xff, bytes);
     }
-    Product product{at, &sums, compute, block().seed % 2 == 1, {}};
-    std::memcpy(product.operands, operands, operand_bytes);
-    if (product.is_done) compute(sums.data(), operands);
-    begun().products.push_back(product);
+    bool at_once = block().seed % 2 == 1;
+    if (at_once) compute(sums.data(), operands);
+    const auto* bytes_of = (const unsigned char*)operands;
+    begun().products.open.push_back({at, &sums, compute, at_once, {bytes_of, bytes_of + operand_bytes}});
 }
 
 static void end_products() {
-    begun().product_groups.push_back(std::move(begun().products));
-    begun().products.clear();
+    begun().products.end();
 }
 
 static void wait_for_products(unsigned left) {
-    auto& groups = begun().product_groups;
-    while (groups.size() > left) {
-        for (const Product& product : groups.front()) {
-            Sums& sums = *product.sums;
-            for (size_t i = 0; i < sums.size(); i++)
-                if (((unsigned char*)product.at)[i] != 0xff) fail("changes sums that a product still adds to");
-            if (!product.is_done) product.compute(sums.data(), product.operands);
-        }
-        groups.erase(groups.begin());
-    }
+    begun().products.wait(left, [](const Product& product) {
+        Sums& sums = *product.sums;
+        for (size_t i = 0; i < sums.size(); i++)
+            if (((unsigned char*)product.at)[i] != 0xff) fail("changes sums that a product still adds to");
+        if (!product.is_done) product.compute(sums.data(), product.operands.data());
+    });
 }
 
 static void end_sums(void* at, size_t bytes) {

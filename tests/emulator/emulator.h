@@ -37,26 +37,28 @@ struct Group { unsigned arrived, generation, alive; uint64_t slots[2][32]; };
 
 // A product that a thread has begun adds to its sums by this, whenever it does.
 typedef void (*Compute)(void* sums, const void* operands);
-const size_t OPERANDS = 128;
 
 // What emulator.cpp does for kernels, in whose objects there is as little of it as can be, since each one's compilation would pay for it.
 // All of it is for the thread that calls it.
 struct Services {
     void (*change_stacks)(void** from, void* to);
-    // Begins to copy `size` bytes, of which those after the first `bytes` are zeros. A copy arrives when the thread waits for it, and
-    // where the seed is odd at once, too.
+    // Begins to copy `bytes` bytes, and zeros behind them, `size` in all. They arrive when the thread waits for the copy; where the seed is
+    // odd, they arrive at once, too.
     void (*begin_copy)(void* to, const void* from, unsigned size, unsigned bytes);
+    // Makes a group of the copies that the thread has begun since its last group.
     void (*end_copies)();
     // Waits for all groups of copies but the last `left`.
     void (*wait_for_copies)(unsigned left);
-    // What copies have brought is for products from now on.
+    // From now on, products may read what this thread's copies have brought.
     void (*fence_copies)();
-    // Registers that products read or write from now on, and those that no more do.
+    // From now on until `forget_fence`, these registers are for products. Until a product begins, nobody may change them: `check_fence`
+    // fails if somebody did, or if they have no fence.
     void (*fence_registers)(const void* registers, size_t bytes);
     void (*check_fence)(const void* registers, size_t bytes);
     void (*forget_fence)(const void* registers);
-    // `sums` are nonsense from now on until `end_sums`, which only a wait for the product may precede.
+    // Begins a product, which is computed when the thread waits for it; where the seed is odd, at once. `sums` are nonsense until `end_sums`.
     void (*begin_product)(void* sums, size_t bytes, Compute compute, const void* operands, size_t operand_bytes);
+    // Makes a group of the products, as `end_copies`.
     void (*end_products)();
     void (*wait_for_products)(unsigned left);
     void (*end_sums)(void* sums, size_t bytes);

@@ -78,7 +78,6 @@ struct Operands {
     unsigned own[4];
     int add;
 };
-static_assert(sizeof(Operands) <= OPERANDS);
 
 // A thread's part of a product: half as many sums as it has columns.
 template <auto PRODUCT, class Sum, int N> void compute(void* sums, const void* operands) {

@@ -184,11 +184,6 @@ namespace emulator {
 inline __m128i bytes16(const unsigned char* from) {
     return _mm_loadu_si128((const __m128i*)from);
 }
-inline float sum_of(__m128 x) {
-    float of[4];
-    std::memcpy(of, &x, 16);
-    return of[0] + of[1] + (of[2] + of[3]);
-}
 inline int int8_product(const unsigned char* x, const unsigned char* w) {
     const __m128i none = _mm_setzero_si128();
     __m128i sum = none;
@@ -225,7 +220,9 @@ inline float bf16_product(const unsigned char* x, const unsigned char* w) {
         __m128 odd = _mm_mul_ps(_mm_castsi128_ps(_mm_and_si128(a, upper)), _mm_castsi128_ps(_mm_and_si128(b, upper)));
         sum = _mm_add_ps(sum, _mm_add_ps(even, odd));
     }
-    return sum_of(sum);
+    float of[4];
+    std::memcpy(of, &sum, 16);
+    return of[0] + of[1] + (of[2] + of[3]);
 }
 }  // namespace emulator
 
