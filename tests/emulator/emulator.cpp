@@ -78,9 +78,9 @@ struct Begun {
 static Begun& begun() { return *self().begun; }
 
 static void arrive(const Copy& copy) {
-    std::memcpy(copy.to, copy.bytes, copy.size);
     size_t at = size_t((unsigned char*)copy.to - block().shared) / 16;
     if (at >= block().unfenced_size) fail("copies to memory that is not its launch's shared memory");
+    std::memcpy(copy.to, copy.bytes, copy.size);
     block().unfenced[at] = true;
     begun().unfenced.push_back(at);
 }

@@ -1,8 +1,8 @@
 #!/bin/bash
-# Runs kernels in the emulator against references in doubles, in every format: tests/emulator/run.sh [--quick] [PROGRAM]..., of encodings, linear,
-# coded, experts, rows, recurrent, attention, latents, sample and client (the libraries that stand in for NVIDIA's). Needs a C++ compiler alone. Fails where an error is larger than its
-# check says. --quick, as every run of the tests has it, leaves out shapes (`slow`) whose code others run, too, and runs others in one of the three
-# formats (`turns`): a third of the time.
+# Runs kernels in the emulator against references in doubles, in every format: tests/emulator/run.sh [--quick] [PROGRAM]..., of encodings,
+# reports, linear, coded, experts, rows, recurrent, attention, latents, sample and client (the libraries that stand in for NVIDIA's). Needs a
+# C++ compiler alone. Fails where an error is larger than its check says. --quick, as every run of the tests has it, leaves out shapes
+# (`slow`) whose code others run, too, and runs others in one of the three formats (`turns`): a third of the time.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 quick=""
@@ -131,6 +131,8 @@ sample() {
     run sample
 }
 
+reports() { run reports; }
+
 encodings() {
     run encodings STORE=2 HEADS=8 KV_HEADS=2 HEAD_DIM=64 BLOCK=64
     sed '/#include "ptx.cuh"/d' kernels/common/hopper.cuh > "$built/hopper_itself.cuh"
@@ -146,7 +148,7 @@ client() {
     "$built/client" "$built/lib" || failed=1
 }
 
-for part in "${@:-encodings linear coded experts rows recurrent attention latents sample client}"; do
+for part in "${@:-encodings reports linear coded experts rows recurrent attention latents sample client}"; do
     for name in $part; do "$name"; done
 done
 exit $failed
